@@ -1,0 +1,129 @@
+"""Frozen settings, and the reading of what users write."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from tiermem.core.block import Role
+from tiermem.errors import ConfigError
+
+Home = Literal["hbm", "dram", "nvme", "auto"]
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
+
+
+def parse_size(value: int | str, name: str = "size") -> int:
+    """Reads a size as users write it.
+
+    Args:
+        value: Bytes as an int, or text such as ``"7GiB"``, ``"7 GB"``, ``"512MiB"``.
+        name: The setting's name, for the message.
+
+    Returns:
+        The size in bytes.
+
+    Raises:
+        ConfigError: If it is negative, not a number, or has an unknown unit.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigError(
+            f"{name} must be a number of bytes or text such as '7GiB', not {value!r}"
+        )
+    if isinstance(value, int):
+        if value < 0:
+            raise ConfigError(f"{name} must not be negative: {value}")
+        return value
+    match = _SIZE.fullmatch(value)
+    unit = _UNITS.get(match.group(2).lower()) if match else None
+    if match is None or unit is None:
+        raise ConfigError(
+            f"{name} is not a size: {value!r}; write bytes or a number with one of "
+            "KB, MB, GB, TB, KiB, MiB, GiB, TiB"
+        )
+    return int(float(match.group(1)) * unit) if "." in match.group(1) else int(match.group(1)) * unit
+
+
+def format_size(nbytes: int | float) -> str:
+    """Returns ``nbytes`` as people read it, in binary units."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{int(size)} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The home tier of each role.
+
+    ``"auto"`` fills DRAM first and goes on to NVMe where DRAM is full.
+
+    Attributes:
+        params: Weights (and large buffers).
+        grads: Gradients.
+        master: Master weights of mixed-precision training.
+        optimizer: Optimizer state.
+        activations: Tensors saved for backward.
+    """
+
+    params: Home = "auto"
+    grads: Home = "auto"
+    master: Home = "auto"
+    optimizer: Home = "auto"
+    activations: Home = "auto"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value not in ("hbm", "dram", "nvme", "auto"):
+                raise ConfigError(
+                    f"Policy({field.name}={value!r}): a home is one of 'hbm', 'dram', 'nvme', 'auto'"
+                )
+
+    @classmethod
+    def of(cls, value: Policy | dict[str, Home] | str | None) -> Policy:
+        """Returns a policy from one, a mapping of roles, one tier for every role, or None.
+
+        Raises:
+            ConfigError: If a role or a tier is unknown.
+        """
+        if value is None:
+            return cls()
+        if isinstance(value, Policy):
+            return value
+        names = [field.name for field in fields(cls)]
+        if isinstance(value, str):
+            return cls(**dict.fromkeys(names, value))  # type: ignore[arg-type]
+        if not isinstance(value, dict):
+            raise ConfigError(f"policy must be a tiermem.Policy or a mapping of roles, not {value!r}")
+        unknown = sorted(set(map(str, value)) - set(names))
+        if unknown:
+            raise ConfigError(f"policy names unknown roles {unknown}; roles are {names}")
+        return cls(**value)
+
+    def home(self, role: Role) -> Home:
+        """Returns the home asked for a role; buffers live where weights do."""
+        return {
+            Role.PARAM: self.params,
+            Role.BUFFER: self.params,
+            Role.QUANT: self.params,
+            Role.GRAD: self.grads,
+            Role.MASTER: self.master,
+            Role.OPTIMIZER: self.optimizer,
+            Role.ACTIVATION: self.activations,
+        }[role]

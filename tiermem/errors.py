@@ -1,0 +1,97 @@
+"""Every exception that tiermem raises on purpose.
+
+All of them derive from :class:`TierError`, so ``except tiermem.TierError``
+catches whatever the library has to say. Each also derives from the built-in
+that fits it best, so that code that knows nothing of tiermem still reacts.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+class TierError(Exception):
+    """Base of every error of this library."""
+
+
+class ConfigError(TierError, ValueError):
+    """A setting that cannot be used: a bad size, role, tier, path or option."""
+
+
+class CapacityError(TierError, MemoryError):
+    """A budget that cannot hold what was asked of it.
+
+    The message names the block, its size, the tier and the least budget that
+    would do.
+    """
+
+
+class WrapError(TierError, TypeError):
+    """A module that cannot be wrapped (or is wrapped already), and why."""
+
+
+class ParameterError(TierError, RuntimeError):
+    """A managed parameter was replaced, moved or written behind the manager's back."""
+
+
+class CheckpointError(TierError, ValueError):
+    """A checkpoint or state dict that does not fit the model."""
+
+
+class StepError(TierError, RuntimeError):
+    """An optimizer step that cannot be begun, or one that was cut short."""
+
+
+class ClosedError(TierError, RuntimeError):
+    """The manager was closed, or belongs to another process."""
+
+
+class StorageError(TierError, OSError):
+    """File I/O that failed.
+
+    Attributes:
+        block: Name of the block that was moving, or ``""``.
+        tier: Name of the tier, normally ``"nvme"``.
+        path: Folder of the file (swap files have no name of their own).
+        offset: Byte offset in that file, or -1.
+        nbytes: Bytes asked for.
+        errno: The system's error number, or ``None``.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        block: str = "",
+        tier: str = "nvme",
+        path: str = "",
+        offset: int = -1,
+        nbytes: int = 0,
+        errno: int | None = None,
+    ) -> None:
+        detail = f" (errno {errno}: {os.strerror(errno)})" if errno else ""
+        where = [f"tier {tier}"]
+        if block:
+            where.insert(0, f"block {block!r}")
+        if path:
+            where.append(f"path {path}")
+        if offset >= 0:
+            where.append(f"offset {offset}")
+        if nbytes:
+            where.append(f"{nbytes} bytes")
+        message = f"{what}{detail}: {', '.join(where)}"
+        super().__init__(errno, message)
+        self.message = message
+        self.block = block
+        self.tier = tier
+        self.path = path
+        self.offset = offset
+        self.nbytes = nbytes
+        self.errno = errno
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class IntegrityError(StorageError):
+    """Bytes read back are not the bytes written (their checksum differs)."""
