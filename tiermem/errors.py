@@ -46,6 +46,10 @@ class ClosedError(TierError, RuntimeError):
     """The manager was closed, or belongs to another process."""
 
 
+class InvariantError(TierError, RuntimeError):
+    """A rule of the library was broken from inside: a defect of tiermem, please report it."""
+
+
 class StorageError(TierError, OSError):
     """File I/O that failed.
 

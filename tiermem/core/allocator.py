@@ -1,0 +1,167 @@
+"""Which bytes of a store are taken: extents, gaps, and the cheapest window to clear."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from tiermem.core.block import ALIGNMENT, Extent, align_up
+from tiermem.errors import InvariantError
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A run of bytes that becomes free once its victims have left.
+
+    Attributes:
+        extent: The bytes that would be handed out.
+        victims: Offsets of the allocated extents inside, ascending.
+        cost: Sum of the victims' costs.
+    """
+
+    extent: Extent
+    victims: tuple[int, ...]
+    cost: float
+
+
+class Allocator:
+    """Extents in ``[0, capacity)``: best fit, lowest address first, gaps joined at once.
+
+    Everything is deterministic, so that a repeated sequence of requests gets
+    the same addresses again.
+    """
+
+    def __init__(self, capacity: int, alignment: int = ALIGNMENT) -> None:
+        """Starts empty.
+
+        Args:
+            capacity: Bytes; what is beyond the last whole ``alignment`` is unused.
+            alignment: Every extent begins and ends on a multiple of it.
+        """
+        self.capacity = capacity // alignment * alignment
+        self.alignment = alignment
+        self._taken: dict[int, int] = {}
+        self._order: list[int] = []
+        self._gaps: list[tuple[int, int]] = [(0, self.capacity)] if self.capacity else []
+        self.used = 0
+        self.peak = 0
+
+    @property
+    def largest_gap(self) -> int:
+        """Bytes of the largest extent that could be had without evicting anything."""
+        return max((size for _, size in self._gaps), default=0)
+
+    def extents(self) -> Iterable[Extent]:
+        """Yields the allocated extents by address."""
+        for offset in self._order:
+            yield Extent(offset, self._taken[offset])
+
+    def allocate(self, nbytes: int) -> Extent | None:
+        """Takes the smallest gap that fits.
+
+        Args:
+            nbytes: Bytes asked for, above zero; rounded up to the alignment.
+
+        Returns:
+            The extent, or None where no gap is large enough.
+        """
+        size = align_up(nbytes, self.alignment)
+        best = -1
+        for index, (_, gap) in enumerate(self._gaps):
+            if gap >= size and (best < 0 or gap < self._gaps[best][1]):
+                best = index
+                if gap == size:
+                    break
+        if best < 0:
+            return None
+        offset, gap = self._gaps[best]
+        if gap == size:
+            del self._gaps[best]
+        else:
+            self._gaps[best] = (offset + size, gap - size)
+        return self._take(Extent(offset, size))
+
+    def take(self, extent: Extent) -> Extent:
+        """Takes exactly ``extent``, all of which must be free.
+
+        Raises:
+            InvariantError: If any byte of it is taken.
+        """
+        index = bisect_left(self._gaps, (extent.offset + 1,)) - 1
+        offset, size = self._gaps[index] if index >= 0 else (0, 0)
+        if index < 0 or offset + size < extent.end:
+            raise InvariantError(f"{extent} is not free")
+        rest = []
+        if offset < extent.offset:
+            rest.append((offset, extent.offset - offset))
+        if extent.end < offset + size:
+            rest.append((extent.end, offset + size - extent.end))
+        self._gaps[index : index + 1] = rest
+        return self._take(extent)
+
+    def free(self, extent: Extent) -> None:
+        """Gives an extent back.
+
+        Raises:
+            InvariantError: If it is not one that was handed out.
+        """
+        if self._taken.get(extent.offset) != extent.nbytes:
+            raise InvariantError(f"{extent} was not allocated")
+        del self._taken[extent.offset]
+        del self._order[bisect_left(self._order, extent.offset)]
+        self.used -= extent.nbytes
+        index = bisect_left(self._gaps, (extent.offset,))
+        start, end = extent.offset, extent.end
+        first = last = index
+        if index > 0 and sum(self._gaps[index - 1]) == start:
+            first, start = index - 1, self._gaps[index - 1][0]
+        if index < len(self._gaps) and self._gaps[index][0] == end:
+            last, end = index + 1, sum(self._gaps[index])
+        self._gaps[first:last] = [(start, end - start)]
+
+    def cheapest_window(self, nbytes: int, cost: Callable[[int], float | None]) -> Window | None:
+        """Finds the run of gaps and extents that is cheapest to clear.
+
+        Two pointers over the segments in address order: linear in their number.
+
+        Args:
+            nbytes: Bytes wanted; rounded up to the alignment.
+            cost: Price of evicting the extent at an offset; None where it must stay.
+
+        Returns:
+            The cheapest window (the lowest address among equals), or None.
+        """
+        size = align_up(nbytes, self.alignment)
+        segments = self._segments(cost)
+        best: Window | None = None
+        left = 0
+        total, price = 0, 0.0
+        for right, (_, length, fee) in enumerate(segments):
+            if fee is None:
+                left, total, price = right + 1, 0, 0.0
+                continue
+            total += length
+            price += fee
+            while total - segments[left][1] >= size:
+                total -= segments[left][1]
+                price -= segments[left][2] or 0.0
+                left += 1
+            if total >= size and (best is None or price < best.cost - 1e-12):
+                victims = tuple(s[0] for s in segments[left : right + 1] if s[0] in self._taken)
+                best = Window(Extent(segments[left][0], size), victims, price)
+        return best
+
+    def _segments(self, cost: Callable[[int], float | None]) -> list[tuple[int, int, float | None]]:
+        """Returns (offset, length, cost) of every gap and extent, by address."""
+        parts: list[tuple[int, int, float | None]] = [(o, s, 0.0) for o, s in self._gaps]
+        parts += [(o, self._taken[o], cost(o)) for o in self._order]
+        parts.sort()
+        return parts
+
+    def _take(self, extent: Extent) -> Extent:
+        self._taken[extent.offset] = extent.nbytes
+        self._order.insert(bisect_left(self._order, extent.offset), extent.offset)
+        self.used += extent.nbytes
+        self.peak = max(self.peak, self.used)
+        return extent

@@ -1,0 +1,296 @@
+"""The table of who is where: the one place that residency is written.
+
+Rules that every transition keeps (:meth:`ResidencyTable.check` states them):
+a block that holds data has a valid copy somewhere at all times; at most one
+copy is dirty; a leased copy is not drained, dropped or overwritten; a failed
+transfer restores the state before it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tiermem.core.allocator import Allocator
+from tiermem.core.block import Block, Extent, Tier
+from tiermem.errors import InvariantError
+
+
+class State(enum.Enum):
+    """State of a block in one tier."""
+
+    ABSENT = "absent"
+    FILLING = "filling"
+    VALID = "valid"
+    DIRTY = "dirty"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A copy asked for: the whole of one block, from one tier to another.
+
+    Attributes:
+        block: What moves.
+        source: Tier it is read from.
+        target: Tier it is written to.
+        source_extent: Address there.
+        target_extent: Address there.
+    """
+
+    block: Block
+    source: Tier
+    target: Tier
+    source_extent: Extent
+    target_extent: Extent
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """One row of the table.
+
+    Attributes:
+        block: The block.
+        home: Tier that always has space for it.
+        home_extent: Its address there (None where the home is HBM).
+        at_home: State of the home copy.
+        in_hbm: State of the HBM copy.
+        extent: Address in HBM, or None.
+        leases: How many hold the HBM copy against eviction.
+        defined: Whether the block holds data at all (a gradient may not yet).
+    """
+
+    block: Block
+    home: Tier
+    home_extent: Extent | None
+    at_home: State
+    defined: bool
+    in_hbm: State = State.ABSENT
+    extent: Extent | None = None
+    leases: int = 0
+    fixed: bool = field(default=False)
+
+    @property
+    def usable(self) -> bool:
+        """Whether the HBM copy can be leased as it is."""
+        return self.in_hbm is State.VALID or self.in_hbm is State.DIRTY
+
+
+class ResidencyTable:
+    """Every block's residency, and the allocator of HBM. Single writer, no I/O."""
+
+    def __init__(self, hbm_nbytes: int) -> None:
+        """Starts empty.
+
+        Args:
+            hbm_nbytes: Capacity of HBM.
+        """
+        self.hbm = Allocator(hbm_nbytes)
+        self._records: dict[int, Record] = {}
+        self._at: dict[int, Record] = {}
+
+    def __getitem__(self, block_id: int) -> Record:
+        return self._records[block_id]
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records.values())
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def at(self, offset: int) -> Record:
+        """Returns the record of the block that is in HBM at ``offset``."""
+        return self._at[offset]
+
+    def add(
+        self, block: Block, home: Tier, home_extent: Extent | None, *, defined: bool = False
+    ) -> Record:
+        """Enters a block.
+
+        Args:
+            block: The block.
+            home: Its home tier.
+            home_extent: Where the home copy is (None if and only if the home is HBM).
+            defined: Whether its home copy holds data already.
+        """
+        if block.id in self._records:
+            raise InvariantError(f"block {block.name!r} is in the table already")
+        if (home is Tier.HBM) != (home_extent is None):
+            raise InvariantError(f"block {block.name!r}: a home in {home} needs an extent there")
+        state = State.VALID if defined and home_extent is not None else State.ABSENT
+        record = Record(block, home, home_extent, state, defined)
+        self._records[block.id] = record
+        return record
+
+    def remove(self, block_id: int) -> Record:
+        """Takes a block out; its HBM space is freed, its home extent is the caller's.
+
+        Raises:
+            InvariantError: If it is leased or under way.
+        """
+        record = self._records[block_id]
+        if record.leases or record.in_hbm in (State.FILLING, State.DRAINING):
+            raise self._wrong(record, "removed")
+        self._leave(record)
+        del self._records[block_id]
+        return record
+
+    # -- HBM: in ---------------------------------------------------------
+
+    def begin_fill(self, block_id: int, extent: Extent) -> Move:
+        """Begins to bring a block up into ``extent``, which the caller has allocated."""
+        record = self._records[block_id]
+        if record.in_hbm is not State.ABSENT or record.at_home is not State.VALID:
+            raise self._wrong(record, "filled")
+        if record.home_extent is None:
+            raise self._wrong(record, "filled from a home in HBM")
+        self._enter(record, extent, State.FILLING)
+        return Move(record.block, record.home, Tier.HBM, record.home_extent, extent)
+
+    def end_fill(self, block_id: int, *, ok: bool) -> None:
+        """Ends a fill; one that failed frees the HBM space again."""
+        record = self._records[block_id]
+        if record.in_hbm is not State.FILLING:
+            raise self._wrong(record, "said to be filled")
+        record.in_hbm = State.VALID
+        if not ok:
+            self._leave(record)
+
+    def place_blank(self, block_id: int, extent: Extent) -> None:
+        """Gives a block that holds no data yet a place in HBM, to be written there."""
+        record = self._records[block_id]
+        if record.defined or record.in_hbm is not State.ABSENT:
+            raise self._wrong(record, "placed blank")
+        self._enter(record, extent, State.VALID)
+
+    # -- HBM: use --------------------------------------------------------
+
+    def lease(self, block_id: int) -> Record:
+        """Holds the HBM copy against eviction."""
+        record = self._records[block_id]
+        if not record.usable:
+            raise self._wrong(record, "leased")
+        record.leases += 1
+        return record
+
+    def release(self, block_id: int, *, dirty: bool = False) -> None:
+        """Gives a lease back; ``dirty`` says that the copy was written."""
+        record = self._records[block_id]
+        if record.leases <= 0:
+            raise self._wrong(record, "released")
+        if dirty:
+            self.mark_dirty(block_id)
+        record.leases -= 1
+
+    def mark_dirty(self, block_id: int) -> None:
+        """Says that the leased HBM copy was written: the home copy is stale from now on."""
+        record = self._records[block_id]
+        if not record.usable or not record.leases:
+            raise self._wrong(record, "written")
+        record.defined = True
+        record.in_hbm = State.DIRTY
+        record.at_home = State.ABSENT
+
+    # -- HBM: out --------------------------------------------------------
+
+    def begin_drain(self, block_id: int) -> Move:
+        """Begins to write a dirty block back to its home."""
+        record = self._records[block_id]
+        if record.in_hbm is not State.DIRTY or record.leases:
+            raise self._wrong(record, "drained")
+        if record.home_extent is None or record.extent is None:
+            raise self._wrong(record, "drained without a home below HBM")
+        record.in_hbm = State.DRAINING
+        record.at_home = State.FILLING
+        return Move(record.block, Tier.HBM, record.home, record.extent, record.home_extent)
+
+    def end_drain(self, block_id: int, *, ok: bool) -> None:
+        """Ends a drain; after one that failed the HBM copy is the only one still."""
+        record = self._records[block_id]
+        if record.in_hbm is not State.DRAINING:
+            raise self._wrong(record, "said to be drained")
+        record.in_hbm = State.VALID if ok else State.DIRTY
+        record.at_home = State.VALID if ok else State.ABSENT
+
+    def drop(self, block_id: int) -> Extent:
+        """Takes a clean copy out of HBM and returns the extent it had."""
+        record = self._records[block_id]
+        clean = record.in_hbm is State.VALID and (
+            record.at_home is State.VALID or not record.defined
+        )
+        if not clean or record.leases or record.extent is None or record.fixed:
+            raise self._wrong(record, "dropped")
+        extent = record.extent
+        self._leave(record)
+        return extent
+
+    def discard(self, block_id: int) -> Extent | None:
+        """Forgets a block's data (a gradient set to zero); the block itself stays.
+
+        Returns:
+            The HBM extent that was freed, if there was one.
+        """
+        record = self._records[block_id]
+        if record.leases or record.in_hbm in (State.FILLING, State.DRAINING):
+            raise self._wrong(record, "discarded")
+        extent = record.extent
+        if not record.fixed:
+            self._leave(record)
+        elif record.usable:
+            record.in_hbm = State.VALID
+        record.at_home = State.ABSENT
+        record.defined = False
+        return extent
+
+    def home_written(self, block_id: int) -> None:
+        """Says that the home copy was written directly, there being none in HBM."""
+        record = self._records[block_id]
+        if record.in_hbm is not State.ABSENT:
+            raise self._wrong(record, "written at home")
+        record.at_home = State.VALID
+        record.defined = True
+
+    # -- rules -----------------------------------------------------------
+
+    def check(self) -> None:
+        """Checks every rule of the table.
+
+        Raises:
+            InvariantError: Naming the first block that breaks one.
+        """
+        for record in self._records.values():
+            states = (record.at_home, record.in_hbm)
+            present = record.in_hbm is not State.ABSENT
+            valid = (State.VALID, State.DIRTY, State.DRAINING)
+            if record.defined and not any(state in valid for state in states):
+                raise self._wrong(record, "left without a valid copy")
+            if states.count(State.DIRTY) > 1 or record.at_home in (State.DIRTY, State.DRAINING):
+                raise self._wrong(record, "dirty in two tiers")
+            if record.in_hbm is State.DIRTY and record.at_home is not State.ABSENT:
+                raise self._wrong(record, "dirty in HBM and not stale at home")
+            if record.leases and not record.usable:
+                raise self._wrong(record, "leased and not usable")
+            if present != (record.extent is not None):
+                raise self._wrong(record, "in HBM without an extent, or the other way round")
+        used = sum(r.extent.nbytes for r in self._records.values() if r.extent is not None)
+        if used != self.hbm.used or used > self.hbm.capacity:
+            raise InvariantError(f"HBM: {used} bytes in the table, {self.hbm.used} allocated")
+
+    def _enter(self, record: Record, extent: Extent, state: State) -> None:
+        record.in_hbm = state
+        record.extent = extent
+        self._at[extent.offset] = record
+
+    def _leave(self, record: Record) -> None:
+        if record.extent is not None:
+            del self._at[record.extent.offset]
+            self.hbm.free(record.extent)
+        record.extent = None
+        record.in_hbm = State.ABSENT
+
+    def _wrong(self, record: Record, what: str) -> InvariantError:
+        return InvariantError(
+            f"block {record.block.name!r} cannot be {what}: home {record.home.value} "
+            f"{record.at_home.value}, hbm {record.in_hbm.value}, {record.leases} leases"
+        )

@@ -1,0 +1,192 @@
+"""The plan made from what was observed: order of use, next use, what comes up.
+
+A *pass* is one forward, backward or optimizer sweep. The planner records the
+blocks each pass uses, learns which pass follows which, and so knows the
+future of a loop that repeats. Where the future turns out otherwise the blocks
+are fetched on demand and the new order is learned: a wrong plan costs time,
+never correctness.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+NEVER = 1 << 60
+"""Position of a use that is not foreseen."""
+
+_CONTEXTS = (16, 8, 4, 2, 1)
+_LOOK_AHEAD = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One entry of a schedule.
+
+    Attributes:
+        position: Where in the order of use.
+        block: Id of the block used there.
+    """
+
+    position: int
+    block: int
+
+
+class Schedule:
+    """An order of use, indexed so that the next use of a block is found in O(log n).
+
+    Building takes time and memory linear in the length of the order.
+    """
+
+    def __init__(self, order: Sequence[int]) -> None:
+        """Indexes ``order``, a sequence of block ids."""
+        self.order = order
+        self._positions: dict[int, list[int]] = {}
+        for position, block in enumerate(order):
+            self._positions.setdefault(block, []).append(position)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def next_use(self, block: int, start: int) -> int:
+        """Returns the first position at or after ``start`` that uses ``block``, or NEVER."""
+        positions = self._positions.get(block)
+        if positions is None:
+            return NEVER
+        index = bisect_left(positions, start)
+        return positions[index] if index < len(positions) else NEVER
+
+    def upcoming(self, start: int) -> Iterator[Step]:
+        """Yields the steps from ``start`` on, each block once."""
+        seen: set[int] = set()
+        for position in range(start, len(self.order)):
+            block = self.order[position]
+            if block not in seen:
+                seen.add(block)
+                yield Step(position, block)
+
+
+class Trace:
+    """The order of use observed in one pass, repeats of the same block in a row left out."""
+
+    def __init__(self, key: Hashable) -> None:
+        """Starts empty, for the pass named ``key``."""
+        self.key = key
+        self.blocks: list[int] = []
+
+    def add(self, block: int) -> None:
+        """Records a use."""
+        self.blocks.append(block)
+
+
+class Planner:
+    """Follows the passes, and answers what will be used next."""
+
+    def __init__(self) -> None:
+        """Starts with nothing known."""
+        self._known: dict[Hashable, list[int]] = {}
+        self._after: dict[tuple[Hashable, ...], Hashable] = {}
+        self._history: list[Hashable] = []
+        self._trace: Trace | None = None
+        self._cache: dict[tuple[Hashable, ...], Schedule] = {}
+        self.schedule = Schedule(())
+        self.cursor = 0
+        self.last = -1
+        self.learned = 0
+
+    @property
+    def key(self) -> Hashable | None:
+        """Name of the pass under way."""
+        return self._trace.key if self._trace is not None else None
+
+    def begin(self, key: Hashable, guess: Sequence[int] = ()) -> None:
+        """Ends the pass under way and begins the next.
+
+        Args:
+            key: Which pass this is.
+            guess: Order to assume where this pass has not been seen before.
+        """
+        self._end()
+        for length in _CONTEXTS:
+            if len(self._history) >= length:
+                self._after[tuple(self._history[-length:])] = key
+        self._history.append(key)
+        del self._history[:-64]
+        if key not in self._known:
+            self._known[key] = list(guess)
+        self._trace = Trace(key)
+        self.last = -1
+        self.cursor = 0
+        self.schedule = self._foresee()
+
+    def touch(self, block: int) -> bool:
+        """Records that ``block`` is used now, and moves on in the schedule.
+
+        Returns:
+            False where it was the block used last, and nothing changed.
+        """
+        if block == self.last:
+            return False
+        self.last = block
+        if self._trace is not None:
+            self._trace.add(block)
+        position = self.schedule.next_use(block, self.cursor)
+        if position < self.cursor + _LOOK_AHEAD:
+            self.cursor = position + 1
+        return True
+
+    def distance(self, block: int) -> int:
+        """Returns how many uses lie before the next of ``block``; NEVER if none is foreseen."""
+        position = self.schedule.next_use(block, self.cursor)
+        return position - self.cursor if position != NEVER else NEVER
+
+    def upcoming(self) -> Iterator[Step]:
+        """Yields what comes next, each block once, positions relative to now."""
+        for step in self.schedule.upcoming(self.cursor):
+            yield Step(step.position - self.cursor, step.block)
+
+    def forget(self, blocks: set[int]) -> None:
+        """Takes blocks that no longer exist out of every trace."""
+        for key, order in self._known.items():
+            self._known[key] = [block for block in order if block not in blocks]
+        self._cache.clear()
+        self.schedule = Schedule([b for b in self.schedule.order if b not in blocks])
+        self.cursor = min(self.cursor, len(self.schedule))
+
+    def _end(self) -> None:
+        if self._trace is None:
+            return
+        key, blocks = self._trace.key, self._trace.blocks
+        if self._known.get(key) != blocks:
+            self._known[key] = blocks
+            self._cache.clear()
+            self.learned += 1
+        self._trace = None
+
+    def _foresee(self) -> Schedule:
+        """Strings together this pass and those expected after it, about two rounds."""
+        history = list(self._history)
+        keys = [history[-1]]
+        while len(keys) < 6:
+            following = self._successor(history)
+            if following is None:
+                break
+            keys.append(following)
+            history.append(following)
+        name = tuple(keys)
+        cached = self._cache.get(name)
+        if cached is None:
+            order = [block for key in keys for block in self._known.get(key, ())]
+            cached = self._cache[name] = Schedule(order)
+            if len(self._cache) > 32:
+                self._cache.pop(next(iter(self._cache)))
+        return cached
+
+    def _successor(self, history: list[Hashable]) -> Hashable | None:
+        for length in _CONTEXTS:
+            if len(history) >= length:
+                found = self._after.get(tuple(history[-length:]))
+                if found is not None:
+                    return found
+        return None
