@@ -1,0 +1,37 @@
+# make demo    the main job in an environment of its own, on a fresh machine
+# make test    lint, format, types, layers and tests: what CI runs
+# make clean   removes what the above made
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+ARGS ?=
+
+.PHONY: demo test lint env clean
+
+demo: $(STAMP)
+	$(BIN)/tiermem train $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+env: $(STAMP)
+
+# torch goes first and exactly: left open, its dependencies weigh gigabytes.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[test]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build dist demo-out *.egg-info .pytest_cache .mypy_cache .ruff_cache \
+		.hypothesis .import_linter_cache
