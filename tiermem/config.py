@@ -67,7 +67,7 @@ def format_size(nbytes: int | float) -> str:
     return f"{size:.2f} TiB"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Policy:
     """The home tier of each role.
 
@@ -87,13 +87,36 @@ class Policy:
     optimizer: Home = "auto"
     activations: Home = "auto"
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value not in ("hbm", "dram", "nvme", "auto"):
+    def __init__(
+        self,
+        params: Home = "auto",
+        grads: Home = "auto",
+        master: Home = "auto",
+        optimizer: Home = "auto",
+        activations: Home = "auto",
+        **unknown: object,
+    ) -> None:
+        """Checks and keeps the homes.
+
+        Raises:
+            ConfigError: If a role or a tier is unknown.
+        """
+        if unknown:
+            names = [field.name for field in fields(self)]
+            raise ConfigError(f"policy names unknown roles {sorted(unknown)}; roles are {names}")
+        homes = {
+            "params": params,
+            "grads": grads,
+            "master": master,
+            "optimizer": optimizer,
+            "activations": activations,
+        }
+        for name, home in homes.items():
+            if home not in ("hbm", "dram", "nvme", "auto"):
                 raise ConfigError(
-                    f"Policy({field.name}={value!r}): a home is one of 'hbm', 'dram', 'nvme', 'auto'"
+                    f"Policy({name}={home!r}): a home is one of 'hbm', 'dram', 'nvme', 'auto'"
                 )
+            object.__setattr__(self, name, home)
 
     @classmethod
     def of(cls, value: Policy | dict[str, Home] | str | None) -> Policy:
@@ -111,10 +134,7 @@ class Policy:
             return cls(**dict.fromkeys(names, value))  # type: ignore[arg-type]
         if not isinstance(value, dict):
             raise ConfigError(f"policy must be a tiermem.Policy or a mapping of roles, not {value!r}")
-        unknown = sorted(set(map(str, value)) - set(names))
-        if unknown:
-            raise ConfigError(f"policy names unknown roles {unknown}; roles are {names}")
-        return cls(**value)
+        return cls(**{str(role): home for role, home in value.items()})  # type: ignore[arg-type]
 
     def home(self, role: Role) -> Home:
         """Returns the home asked for a role; buffers live where weights do."""
@@ -127,3 +147,26 @@ class Policy:
             Role.OPTIMIZER: self.optimizer,
             Role.ACTIVATION: self.activations,
         }[role]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A manager's settings, checked and in plain units.
+
+    Attributes:
+        device: ``"cpu"`` or a CUDA device.
+        hbm: Budget in bytes.
+        dram: Budget in bytes.
+        nvme: Folders, none for no NVMe tier.
+        nvme_bytes: Most bytes on disk, or None.
+        policy: Home tier of each role.
+        prefetch_depth: Blocks looked ahead, or ``"auto"``.
+    """
+
+    device: str
+    hbm: int
+    dram: int
+    nvme: tuple[str, ...]
+    nvme_bytes: int | None
+    policy: Policy
+    prefetch_depth: int | Literal["auto"]

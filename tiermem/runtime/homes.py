@@ -1,0 +1,177 @@
+"""Space below HBM: the DRAM arena and the swap files, and who gets how much of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tiermem.config import Home, format_size
+from tiermem.core.allocator import Allocator
+from tiermem.core.block import Extent, Tier, align_up
+from tiermem.errors import CapacityError
+from tiermem.storage.arena import HostArena
+from tiermem.storage.swapfile import SwapFile
+
+_CHUNKS = 8
+_LEAST_CHUNK = 64 << 10
+_MOST_CHUNK = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class HomeRequest:
+    """Space asked for.
+
+    Attributes:
+        name: The block's name.
+        nbytes: Its size.
+        home: The tier the policy asks for.
+    """
+
+    name: str
+    nbytes: int
+    home: Home
+
+
+def chunk_size(dram: int) -> int:
+    """Returns the bytes of one staging chunk for a DRAM budget: a power of two, 64 KiB to 4 MiB."""
+    chunk = _MOST_CHUNK
+    while chunk > _LEAST_CHUNK and chunk * _CHUNKS * 8 > dram:
+        chunk //= 2
+    return chunk
+
+
+class Homes:
+    """Hands out home extents, all or none."""
+
+    def __init__(
+        self, dram: int, nvme: Sequence[str], nvme_bytes: int | None, *, page_lock: bool
+    ) -> None:
+        """Opens the stores.
+
+        Args:
+            dram: Bytes of host memory, staging chunks included.
+            nvme: Folders for swap files; none for no NVMe tier.
+            nvme_bytes: Most bytes on disk, or None.
+            page_lock: Whether to page-lock the arena for CUDA.
+
+        Raises:
+            ConfigError: If a folder cannot be used.
+            CapacityError: If DRAM cannot even hold the staging chunks.
+        """
+        self.chunk = chunk_size(dram)
+        staging = self.chunk * _CHUNKS if nvme else 0
+        if staging > dram:
+            raise CapacityError(
+                f"tier dram: an NVMe tier needs {staging} bytes of staging, the budget is {dram}; "
+                f"give dram= at least {format_size(staging)}"
+            )
+        self.swap = SwapFile([Path(p) for p in nvme], nvme_bytes, self.chunk) if nvme else None
+        try:
+            self.arena = HostArena(Tier.DRAM, dram // 4096 * 4096, page_lock=page_lock)
+        except CapacityError:
+            self.close()
+            raise
+        self.dram = Allocator(self.arena.capacity)
+        self.staging: torch.Tensor | None = None
+        if staging:
+            extent = self.dram.allocate(staging)
+            if extent is not None:
+                self.staging = self.arena.bytes_of(extent)
+        self.nvme_used = 0
+        self.nvme_peak = 0
+
+    def reserve(self, requests: Sequence[HomeRequest]) -> list[tuple[Tier, Extent | None]]:
+        """Reserves a home for every request, or for none.
+
+        Returns:
+            Tier and extent per request; no extent where the home is HBM.
+
+        Raises:
+            CapacityError: If they do not all fit, naming the first block that does not, and
+                the least budget that would do.
+        """
+        given: list[tuple[Tier, Extent | None]] = []
+        try:
+            tiers = self._choose(requests, given)
+            below = sum(
+                align_up(r.nbytes) for r, t in zip(requests, tiers, strict=True) if t is Tier.NVME
+            )
+            if below and self.swap is not None:
+                self.swap.grow(max(0, below - (self.swap.capacity - self.nvme_used)))
+            for index, request in enumerate(requests):
+                if tiers[index] is Tier.NVME:
+                    given[index] = (Tier.NVME, self._on_disk(request.nbytes))
+        except CapacityError:
+            for tier, extent in given:
+                if extent is not None:
+                    self.release(tier, extent)
+            raise
+        return given
+
+    def release(self, tier: Tier, extent: Extent) -> None:
+        """Gives a home extent back."""
+        if tier is Tier.DRAM:
+            self.dram.free(extent)
+        elif tier is Tier.NVME and self.swap is not None:
+            self.swap.free(extent)
+            self.nvme_used -= extent.nbytes
+
+    def close(self) -> None:
+        """Closes the stores; the swap files vanish."""
+        if self.swap is not None:
+            self.swap.close()
+        if hasattr(self, "arena"):
+            self.staging = None
+            self.arena.close()
+
+    def _choose(
+        self, requests: Sequence[HomeRequest], given: list[tuple[Tier, Extent | None]]
+    ) -> list[Tier]:
+        """Decides the tier of each request and takes the DRAM ones."""
+        tiers = []
+        for request in requests:
+            tier, extent = Tier.HBM, None
+            if request.home in ("dram", "auto"):
+                tier, extent = Tier.DRAM, self.dram.allocate(request.nbytes)
+                if extent is None and request.home == "auto" and self.swap is not None:
+                    tier = Tier.NVME
+                elif extent is None:
+                    raise self._no_dram(request, requests)
+            elif request.home == "nvme":
+                tier = Tier.NVME
+                if self.swap is None:
+                    raise CapacityError(
+                        f"block {request.name!r} should live in tier nvme, and there is none; "
+                        "give TierManager(nvme=folder)"
+                    )
+            tiers.append(tier)
+            given.append((tier, extent))
+        return tiers
+
+    def _no_dram(self, request: HomeRequest, requests: Sequence[HomeRequest]) -> CapacityError:
+        taken = sum(e.nbytes for e in self.dram.extents())
+        asked = sum(align_up(r.nbytes) for r in requests if r.home in ("dram", "auto"))
+        free = self.dram.capacity - taken
+        mine = sum(align_up(r.nbytes) for r in requests[: requests.index(request)])
+        least = self.dram.capacity - free - mine + asked
+        hint = "" if self.swap is not None else ", or give nvme=folder for what does not fit"
+        return CapacityError(
+            f"block {request.name!r} ({format_size(request.nbytes)}) does not fit in tier dram: "
+            f"{format_size(free)} of {format_size(self.dram.capacity)} are free; "
+            f"give dram= at least {format_size(max(least, taken + asked - mine))}{hint}"
+        )
+
+    def _on_disk(self, nbytes: int) -> Extent:
+        if self.swap is None:
+            raise CapacityError("there is no NVMe tier")
+        try:
+            extent = self.swap.allocate(nbytes)
+        except CapacityError:
+            self.swap.grow(nbytes)  # free space was in pieces
+            extent = self.swap.allocate(nbytes)
+        self.nvme_used += extent.nbytes
+        self.nvme_peak = max(self.nvme_peak, self.nvme_used)
+        return extent

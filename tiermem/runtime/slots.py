@@ -1,0 +1,119 @@
+"""Views of blocks in HBM, and whether anything still looks through them.
+
+Each residency of a block at an address is seen through one storage. Its
+reference count, less the references this module holds itself, is the number
+of aliases alive elsewhere: parameters that point there, tensors saved for
+backward, views a user keeps. While there are any, the bytes stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tiermem.core.block import Block, Extent
+from tiermem.storage.arena import Arena
+
+_KEPT_PER_BLOCK = 4
+
+
+def use_count(storage: torch.UntypedStorage) -> int:
+    """Returns how many tensors and storage objects refer to a storage."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
+
+
+def typed_view(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+) -> torch.Tensor:
+    """Returns a tensor over a storage.
+
+    Args:
+        storage: What it looks into.
+        dtype: Its dtype.
+        offset: In elements of ``dtype``.
+        shape: Sizes.
+        stride: Strides in elements.
+    """
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    with torch.no_grad():
+        return empty.set_(storage, offset, shape, stride)
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A block at one address of HBM.
+
+    Attributes:
+        block: The block.
+        extent: The address.
+        bytes: All of it, 1-D uint8.
+        views: One tensor per spec of the block, in order.
+        storage: What they all share.
+        address: First byte in memory; identifies the storage of an alias.
+        baseline: References that are ours.
+        pointed: References of parameters and buffers that point here.
+    """
+
+    block: Block
+    extent: Extent
+    bytes: torch.Tensor
+    views: list[torch.Tensor]
+    storage: torch.UntypedStorage
+    address: int
+    baseline: int = 0
+    pointed: int = 0
+
+    @property
+    def aliased(self) -> bool:
+        """Whether anything but us and the pointed parameters can see the bytes."""
+        return use_count(self.storage) > self.baseline + self.pointed
+
+
+class SlotCache:
+    """Makes slots, and keeps them, since addresses repeat from step to step."""
+
+    def __init__(self, arena: Arena) -> None:
+        """Makes slots in ``arena``."""
+        self._arena = arena
+        self._kept: dict[int, list[Slot]] = {}
+
+    def slot(self, block: Block, extent: Extent) -> Slot:
+        """Returns the slot of a block at an address."""
+        kept = self._kept.setdefault(block.id, [])
+        for slot in kept:
+            if slot.extent.offset == extent.offset:
+                return slot
+        slot = self._make(block, extent)
+        kept.append(slot)
+        if len(kept) > _KEPT_PER_BLOCK:
+            del kept[0]
+        return slot
+
+    def forget(self, block_id: int) -> None:
+        """Lets the slots of a block go."""
+        self._kept.pop(block_id, None)
+
+    def clear(self) -> None:
+        """Lets every slot go."""
+        self._kept.clear()
+
+    def _make(self, block: Block, extent: Extent) -> Slot:
+        with torch.inference_mode(False):
+            whole = self._arena.bytes_of(extent)
+            storage = whole.untyped_storage()
+            views = []
+            for spec in block.tensors:
+                dtype = spec.dtype
+                if not isinstance(dtype, torch.dtype):
+                    raise TypeError(f"{spec.name}: {dtype!r} is not a torch dtype")
+                item = dtype.itemsize
+                views.append(typed_view(storage, dtype, spec.offset // item, spec.shape, spec.stride))
+        slot = Slot(block, extent, whole, views, storage, storage.data_ptr())
+        slot.baseline = use_count(storage)
+        return slot

@@ -1,0 +1,127 @@
+"""What happened: counters that every mechanism feeds, and the rows users read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class LinkStats:
+    """What moved over one link.
+
+    Attributes:
+        nbytes: Bytes.
+        moves: Whole blocks.
+        seconds: Time the copies took, summed (host time for copies on streams).
+    """
+
+    nbytes: int = 0
+    moves: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a manager has done since it was opened or ``reset_stats()``.
+
+    Attributes:
+        links: By link, such as ``"dram->hbm"``.
+        hits: Uses of a block that was in HBM already.
+        misses: Uses that had to fetch it, or wait for it.
+        prefetches: Fetches begun before the use.
+        evictions: Blocks taken out of HBM.
+        write_backs: Of those, how many were dirty.
+        stalls: Times the host waited for a transfer.
+        stall_seconds: How long, in all.
+        errors: Transfers that failed (and were raised, or tried again).
+        used: Bytes in use, by tier.
+        budget: Bytes allowed, by tier.
+        peak: Most bytes ever in use, by tier.
+        io_engine: Which engine drives the files: ``"uring"``, ``"threads"`` or ``"none"``.
+        io_reason: Why that one.
+        direct_io: Whether the files bypass the page cache.
+        compute_seconds: Host time inside wrapped modules, backward and optimizer, less stalls.
+        efficiency: Share of the passes' time that was not spent waiting or copying on the
+            host; None before anything ran.
+    """
+
+    links: dict[str, LinkStats] = field(default_factory=dict)
+    hits: int = 0
+    misses: int = 0
+    prefetches: int = 0
+    evictions: int = 0
+    write_backs: int = 0
+    stalls: int = 0
+    stall_seconds: float = 0.0
+    errors: int = 0
+    used: dict[str, int] = field(default_factory=dict)
+    budget: dict[str, int] = field(default_factory=dict)
+    peak: dict[str, int] = field(default_factory=dict)
+    io_engine: str = "none"
+    io_reason: str = ""
+    direct_io: bool = False
+    compute_seconds: float = 0.0
+    efficiency: float | None = None
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits over uses; 1.0 before any use."""
+        uses = self.hits + self.misses
+        return self.hits / uses if uses else 1.0
+
+
+@dataclass(frozen=True)
+class ResidencyRow:
+    """Where one block is.
+
+    Attributes:
+        block: Its name.
+        role: What its tensors are for.
+        home: Its home tier.
+        nbytes: Its size.
+        tiers: State by tier.
+        leases: How many hold it in HBM.
+    """
+
+    block: str
+    role: str
+    home: str
+    nbytes: int
+    tiers: dict[str, str]
+    leases: int
+
+
+class Counters:
+    """The mutable side of :class:`Stats`."""
+
+    def __init__(self) -> None:
+        """Starts at zero."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Sets everything to zero."""
+        self.hits = 0
+        self.misses = 0
+        self.prefetches = 0
+        self.evictions = 0
+        self.write_backs = 0
+        self.stalls = 0
+        self.stall_ns = 0
+        self.copy_ns = 0
+        self.busy_ns = 0
+        self.errors = 0
+        self._links: dict[str, list[int]] = {}
+
+    def moved(self, link: str, nbytes: int, elapsed_ns: int) -> None:
+        """Counts one block that moved."""
+        entry = self._links.setdefault(link, [0, 0, 0])
+        entry[0] += nbytes
+        entry[1] += 1
+        entry[2] += elapsed_ns
+
+    def links(self) -> dict[str, LinkStats]:
+        """Returns what moved, by link."""
+        return {
+            name: LinkStats(nbytes, moves, nanoseconds / 1e9)
+            for name, (nbytes, moves, nanoseconds) in sorted(self._links.items())
+        }

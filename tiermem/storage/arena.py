@@ -1,0 +1,161 @@
+"""Memory arenas: one run of bytes, allocated once, seen through tensors.
+
+A tensor of an arena has a storage of its own that covers just its extent. So
+the storage's reference count says whether anything (a view, a saved tensor, a
+user's variable) can still see those bytes; the manager relies on it. The
+memory itself lives until the last such tensor is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from tiermem.core.block import ALIGNMENT, Extent, Tier, align_up
+from tiermem.errors import CapacityError, ClosedError
+
+_POISON = 0xFF
+_TOUCH_UNIT = 256 << 20
+
+
+class Arena:
+    """One run of bytes in one tier.
+
+    Attributes:
+        tier: HBM or DRAM.
+        capacity: Bytes.
+    """
+
+    def __init__(self, tier: Tier, capacity: int) -> None:
+        """Keeps the numbers; subclasses allocate."""
+        self.tier = tier
+        self.capacity = align_up(capacity)
+        self.closed = False
+
+    def bytes_of(self, extent: Extent) -> torch.Tensor:
+        """Returns a new 1-D uint8 tensor over ``extent``, with a storage of its own."""
+        raise NotImplementedError
+
+    def poison(self, extent: Extent) -> None:
+        """Overwrites ``extent`` so that a use of it shows (0xFF: NaN in every float format)."""
+        self.bytes_of(extent).fill_(_POISON)
+
+    def close(self) -> None:
+        """Drops the arena's own hold on the memory."""
+        self.closed = True
+
+
+class HostArena(Arena):
+    """An anonymous private mapping, page-aligned and of exact size."""
+
+    def __init__(self, tier: Tier, capacity: int, *, page_lock: bool = False) -> None:
+        """Maps the memory.
+
+        Args:
+            tier: DRAM, or HBM where host memory stands in for it.
+            capacity: Bytes.
+            page_lock: Touch it with several threads, then register it with CUDA.
+
+        Raises:
+            CapacityError: If the system refuses the mapping or the page lock.
+        """
+        super().__init__(tier, capacity)
+        self._registered = 0
+        size = max(self.capacity, ALIGNMENT)
+        try:
+            self._map: mmap.mmap | None = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
+        except (OSError, ValueError, OverflowError) as error:
+            raise CapacityError(f"tier {tier.value}: no {capacity} bytes of host memory: {error}") from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:
+                pass  # a kernel without huge pages works as well, only slower
+        self.address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
+        if page_lock:
+            self._page_lock(size)
+
+    def bytes_of(self, extent: Extent) -> torch.Tensor:
+        """Returns a new 1-D uint8 tensor over ``extent``, with a storage of its own."""
+        if self._map is None:
+            raise ClosedError(f"the {self.tier.value} arena is closed")
+        return torch.frombuffer(
+            self._map, dtype=torch.uint8, offset=extent.offset, count=extent.nbytes
+        )
+
+    def close(self) -> None:
+        """Unregisters and lets the mapping go with its last tensor."""
+        super().close()
+        if self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self._registered)  # type: ignore[no-untyped-call]
+            self._registered = 0
+        self._map = None
+
+    def _page_lock(self, size: int) -> None:
+        """Touches every page from several threads, then registers the whole with CUDA."""
+        starts = range(0, size, _TOUCH_UNIT)
+
+        def touch(start: int) -> None:
+            ctypes.memset(self.address + start, 0, min(_TOUCH_UNIT, size - start))
+
+        with ThreadPoolExecutor(max_workers=16) as pool:
+            list(pool.map(touch, starts))
+        code = torch.cuda.cudart().cudaHostRegister(self.address, size, 0)  # type: ignore[no-untyped-call]
+        if int(code) != 0:
+            raise CapacityError(
+                f"tier dram: CUDA cannot page-lock {size} bytes (error {int(code)}); "
+                "lower dram= or raise the limit of locked memory (ulimit -l)"
+            )
+        self._registered = self.address
+
+
+class _DeviceBytes:
+    """Hands an extent of device memory to torch; keeps the whole alive."""
+
+    def __init__(self, whole: torch.Tensor, extent: Extent) -> None:
+        self._whole = whole
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "data": (whole.data_ptr() + extent.offset, False),
+            "shape": (extent.nbytes,),
+            "typestr": "|u1",
+            "strides": None,
+            "version": 3,
+        }
+
+
+class DeviceArena(Arena):
+    """Memory of a CUDA device, taken once from torch's allocator."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        """Allocates.
+
+        Raises:
+            CapacityError: If the device does not have that much free.
+        """
+        super().__init__(Tier.HBM, capacity)
+        self.device = device
+        try:
+            self._whole: torch.Tensor | None = torch.empty(
+                max(self.capacity, ALIGNMENT), dtype=torch.uint8, device=device
+            )
+        except torch.cuda.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(device)
+            raise CapacityError(
+                f"tier hbm: {device} has {free} of {total} bytes free, not the {capacity} "
+                "asked for with hbm="
+            ) from error
+
+    def bytes_of(self, extent: Extent) -> torch.Tensor:
+        """Returns a new 1-D uint8 tensor over ``extent``, with a storage of its own."""
+        if self._whole is None:
+            raise ClosedError("the hbm arena is closed")
+        return torch.as_tensor(_DeviceBytes(self._whole, extent), device=self.device)
+
+    def close(self) -> None:
+        """Lets the memory go with its last tensor."""
+        super().close()
+        self._whole = None

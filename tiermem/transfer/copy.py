@@ -1,0 +1,213 @@
+"""Copies between HBM and DRAM: in line on the CPU, on streams of their own on CUDA.
+
+Both engines are ordered by streams, not by the host: a copy counts as made
+once it is submitted, and whoever touches its bytes waits on its event. On the
+CPU there is nothing to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from tiermem.core.block import Extent
+
+Event = torch.cuda.Event
+"""What a copy leaves behind; None where it is over already."""
+
+
+class CopyEngine(Protocol):
+    """Moves bytes between device memory and host memory."""
+
+    def up(
+        self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Event | None
+    ) -> Event | None:
+        """Copies host bytes into the HBM ``extent`` that ``target`` covers.
+
+        Args:
+            target: Device bytes.
+            source: Host bytes.
+            extent: Where ``target`` is, so that earlier readers are waited for.
+            after: Event of the last write to ``source``.
+        """
+        ...
+
+    def down(
+        self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Event | None
+    ) -> Event | None:
+        """Copies the HBM ``extent`` that ``source`` covers into host bytes."""
+        ...
+
+    def prepare_up(self, extent: Extent) -> None:
+        """Orders copies that another thread will submit after the extent's last readers."""
+        ...
+
+    def prepare_down(self) -> None:
+        """Orders copies that another thread will submit after the compute so far."""
+        ...
+
+    def use(self, event: Event | None) -> None:
+        """Makes the current compute stream wait for ``event``; the host does not wait."""
+        ...
+
+    def wait(self, event: Event | None) -> None:
+        """Makes the host wait for ``event``."""
+        ...
+
+    def synchronize(self) -> None:
+        """Makes the host wait for everything submitted."""
+        ...
+
+
+class HostCopyEngine:
+    """The engine of ``device="cpu"``: plain copies, over when they return."""
+
+    def up(
+        self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Event | None
+    ) -> Event | None:
+        """Copies ``source`` into ``target``."""
+        target.copy_(source)
+        return None
+
+    def down(
+        self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Event | None
+    ) -> Event | None:
+        """Copies ``source`` into ``target``."""
+        target.copy_(source)
+        return None
+
+    def prepare_up(self, extent: Extent) -> None:
+        """Nothing to order."""
+
+    def prepare_down(self) -> None:
+        """Nothing to order."""
+
+    def use(self, event: Event | None) -> None:
+        """Nothing to wait for."""
+
+    def wait(self, event: Event | None) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class CudaCopyEngine:
+    """One stream up, one down, events between them and the compute streams.
+
+    An extent of HBM may be written once its last readers are through: the
+    compute submitted so far (a mark on each compute stream that was seen) and
+    the copies down that still read it (a fence kept for their extent).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Makes the streams."""
+        self.device = device
+        self.up_stream = torch.cuda.Stream(device)
+        self.down_stream = torch.cuda.Stream(device)
+        self._compute: dict[int, torch.cuda.Stream] = {}
+        self._fences: list[tuple[int, int, Event]] = []
+
+    def up(
+        self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Event | None
+    ) -> Event | None:
+        """Submits a copy up; see :class:`CopyEngine`."""
+        self.prepare_up(extent)
+        if after is not None:
+            self.up_stream.wait_event(after)
+        return self._copy(self.up_stream, target, source)
+
+    def down(
+        self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Event | None
+    ) -> Event | None:
+        """Submits a copy down; see :class:`CopyEngine`."""
+        self.prepare_down()
+        if after is not None:
+            self.down_stream.wait_event(after)
+        event = self._copy(self.down_stream, target, source)
+        self._fences = [fence for fence in self._fences if not fence[2].query()]
+        self._fences.append((extent.offset, extent.end, event))
+        return event
+
+    def prepare_up(self, extent: Extent) -> None:
+        """Makes the up stream wait for every reader of ``extent``."""
+        for mark in self._marks():
+            self.up_stream.wait_event(mark)
+        for start, end, event in self._fences:
+            if start < extent.end and extent.offset < end:
+                self.up_stream.wait_event(event)
+
+    def prepare_down(self) -> None:
+        """Makes the down stream wait for the compute submitted so far."""
+        for mark in self._marks():
+            self.down_stream.wait_event(mark)
+        # a block that has only just come up may go down without any compute between
+        self.down_stream.wait_stream(self.up_stream)
+
+    def use(self, event: Event | None) -> None:
+        """Makes the current compute stream wait for ``event``."""
+        stream = torch.cuda.current_stream(self.device)
+        self._compute.setdefault(stream.stream_id, stream)
+        if event is not None:
+            stream.wait_event(event)
+
+    def wait(self, event: Event | None) -> None:
+        """Makes the host wait for ``event``."""
+        if event is not None:
+            event.synchronize()
+
+    def synchronize(self) -> None:
+        """Makes the host wait for both copy streams and the device's compute."""
+        torch.cuda.synchronize(self.device)
+
+    def _marks(self) -> Sequence[Event]:
+        self.use(None)
+        marks = []
+        for stream in self._compute.values():
+            mark = Event()
+            mark.record(stream)
+            marks.append(mark)
+        return marks
+
+    def _copy(
+        self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor
+    ) -> Event:
+        event = Event()
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            event.record(stream)
+        return event
+
+
+class StreamFence:
+    """A copy on a stream, as the file mover sees it."""
+
+    def __init__(self, event: Event) -> None:
+        """Keeps the copy's event."""
+        self._event = event
+
+    def done(self) -> bool:
+        """Whether the copy is over."""
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        """Waits until it is over."""
+        self._event.synchronize()
+
+
+class CudaChunkCopier:
+    """Copies staging chunks to and from HBM on the copy engine's streams."""
+
+    def __init__(self, engine: CudaCopyEngine) -> None:
+        """Uses the streams of ``engine``, whose owner orders them before a transfer begins."""
+        self._engine = engine
+
+    def to_target(self, target: torch.Tensor, staging: torch.Tensor) -> StreamFence:
+        """Copies a chunk up."""
+        return StreamFence(self._engine._copy(self._engine.up_stream, target, staging))
+
+    def from_source(self, staging: torch.Tensor, source: torch.Tensor) -> StreamFence:
+        """Copies a chunk down."""
+        return StreamFence(self._engine._copy(self._engine.down_stream, staging, source))
