@@ -1,1 +1,56 @@
-"""."""
+"""The ``tiermem`` command: train, bench, plan, doctor."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+
+COMMANDS = ("train", "bench", "plan", "doctor")
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: The arguments; those of the process by default.
+
+    Returns:
+        The exit status: 0, 1 if what was checked does not hold, 2 for bad
+        options or a machine that cannot do what was asked, 130 after Ctrl-C.
+    """
+    from tiermem.cli.options import Parser, package_version
+    from tiermem.errors import TierError
+
+    parser = Parser(
+        prog="tiermem",
+        description="Train and run torch models larger than their GPU, bit for bit.",
+    )
+    parser.add_argument("--version", action="version", version=f"tiermem {package_version()}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    modules: dict[str, ModuleType] = {}
+    for name in COMMANDS:
+        # A module per command, so that each stays small; they import torch only when run.
+        modules[name] = import_module(f"tiermem.cli.{name}")
+        text = (modules[name].__doc__ or "").strip()
+        subparser = subparsers.add_parser(name, help=text.splitlines()[0], description=text)
+        modules[name].add_arguments(subparser)
+
+    try:
+        arguments = parser.parse_args(argv)
+    except SystemExit as stop:  # --help, --version, or a usage error already printed
+        return stop.code if isinstance(stop.code, int) else 2
+    try:
+        return int(modules[arguments.command].run(arguments))
+    except TierError as error:
+        print(f"tiermem {arguments.command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\ntiermem {arguments.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader went away (`| head`): say nothing, also not at interpreter exit.
+        sys.stdout = None
+        return 1

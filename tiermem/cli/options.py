@@ -1,0 +1,113 @@
+"""Reading what users write on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from importlib import metadata
+from typing import NoReturn, cast
+
+from tiermem.config import Home, Policy, parse_size
+from tiermem.errors import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message and stops with status 2."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def package_version() -> str:
+    """Returns the installed version, or ``"unknown"`` when run from bare sources."""
+    try:
+        return metadata.version("tiermem")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def parse_count(text: str | float, name: str = "count") -> float:
+    """Reads a positive number such as ``7e9``, ``7B``, ``350M`` or ``16k``.
+
+    Args:
+        text: What the user wrote.
+        name: The option, for the message.
+
+    Returns:
+        The number.
+
+    Raises:
+        ConfigError: If it is not one, or not above zero.
+    """
+    units = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+    body = str(text).strip().lower()
+    factor = units.get(body[-1:], 1.0)
+    if factor != 1.0:
+        body = body[:-1]
+    try:
+        value = float(body) * factor
+    except ValueError:
+        value = math.nan
+    if not (0 < value < math.inf):
+        raise ConfigError(f"{name} must be a number above zero such as 7e9 or 350M, not {text!r}")
+    return value
+
+
+def parse_bytes(text: str, name: str) -> int:
+    """Reads a size given as an option.
+
+    Raises:
+        ConfigError: If it is negative or not a size.
+    """
+    number = text.strip().lstrip("+-").isdecimal()
+    return parse_size(int(text) if number else text, name)
+
+
+def parse_policy(text: str | None) -> Policy:
+    """Reads ``"dram"`` (every role) or ``"params=dram,optimizer=nvme"``.
+
+    Raises:
+        ConfigError: If a role or tier is unknown, or a part is not ``role=tier``.
+    """
+    if text is None:
+        return Policy()
+    if "=" not in text:
+        return Policy.of(text.strip())
+    homes: dict[str, Home] = {}
+    for part in text.split(","):
+        role, equals, home = part.partition("=")
+        if not equals:
+            raise ConfigError(f"--policy: {part!r} is not role=tier")
+        homes[role.strip()] = cast(Home, home.strip())
+    return Policy.of(homes)
+
+
+def parse_depth(text: str) -> int | str:
+    """Reads a prefetch depth: ``"auto"`` or a number of blocks.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal():
+        raise ConfigError(f"--prefetch-depth must be 'auto' or a number of blocks, not {text!r}")
+    return int(text)
+
+
+def pick_device(text: str) -> str:
+    """Returns the torch device asked for, or the best there is for ``"auto"``.
+
+    Raises:
+        ConfigError: If CUDA is asked for and not there.
+    """
+    import torch
+
+    if text == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if text.partition(":")[0] not in ("cpu", "cuda"):
+        raise ConfigError(f"--device must be auto, cpu or cuda, not {text!r}")
+    if text.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no CUDA device; use --device cpu")
+    return text

@@ -1,0 +1,133 @@
+"""Forecast where a model's tensors live, what moves, and a bound on the step time.
+
+It moves nothing and needs no GPU: sizes and speeds are arithmetic from the options.
+The speeds default to those of one H200 on PCIe Gen5 x16 with a 3 GB/s disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+from tiermem.cli.forecast import STATES, Forecast, Machine, Workload, forecast
+from tiermem.cli.options import parse_bytes, parse_count
+from tiermem.config import format_size
+from tiermem.errors import ConfigError
+
+_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``tiermem plan``."""
+    model = parser.add_argument_group("model")
+    model.add_argument("--params", metavar="N", help="parameters, such as 7e9 or 7B")
+    model.add_argument("--layers", type=int, default=32, metavar="N")
+    model.add_argument("--width", type=int, metavar="N", help="instead of --params: 12·width² each")
+    model.add_argument("--dtype", choices=sorted(_ITEMSIZES), default="bfloat16")
+    model.add_argument("--optimizer", choices=sorted(STATES), default="adamw")
+    model.add_argument("--tokens", default="8192", metavar="N", help="in a step (default: 8192)")
+    model.add_argument("--recompute", action="store_true", help="activation checkpointing")
+    model.add_argument("--inference", action="store_true", help="forward only")
+    tiers = parser.add_argument_group("budgets")
+    tiers.add_argument("--hbm", required=True, metavar="SIZE")
+    tiers.add_argument("--dram", required=True, metavar="SIZE")
+    tiers.add_argument("--nvme-bytes", default="0", metavar="SIZE")
+    speeds = parser.add_argument_group("speeds")
+    speeds.add_argument("--link-gbps", default="55", metavar="GB/S", help="host link, each way")
+    speeds.add_argument("--read-gbps", default="3", metavar="GB/S", help="disks, reading")
+    speeds.add_argument("--write-gbps", default="3", metavar="GB/S", help="disks, writing")
+    speeds.add_argument("--tflops", default="700", metavar="N", help="of the device, in --dtype")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs ``tiermem plan``."""
+    work = read_workload(arguments)
+    machine = read_machine(arguments)
+    result = forecast(work, machine)
+    if arguments.json:
+        print(json.dumps({**asdict(result), "step_seconds": result.step_seconds}, indent=2))
+    else:
+        _print(result, work, machine)
+    return 0
+
+
+def read_workload(arguments: argparse.Namespace) -> Workload:
+    """Checks the options about the model.
+
+    Raises:
+        ConfigError: If one cannot be used.
+    """
+    if arguments.layers < 1:
+        raise ConfigError(f"--layers must be at least 1, not {arguments.layers}")
+    if (arguments.params is None) == (arguments.width is None):
+        raise ConfigError("give either --params or --width (with --layers)")
+    if arguments.params is not None:
+        parameters = parse_count(arguments.params, "--params")
+    elif arguments.width < 1:
+        raise ConfigError(f"--width must be at least 1, not {arguments.width}")
+    else:
+        parameters = float(arguments.layers * 12 * arguments.width**2)
+    return Workload(
+        parameters=parameters,
+        layers=arguments.layers,
+        itemsize=_ITEMSIZES[arguments.dtype],
+        states=STATES[arguments.optimizer],
+        tokens=parse_count(arguments.tokens, "--tokens"),
+        recompute=arguments.recompute,
+        inference=arguments.inference,
+    )
+
+
+def read_machine(arguments: argparse.Namespace) -> Machine:
+    """Checks the options about budgets and speeds.
+
+    Raises:
+        ConfigError: If one cannot be used.
+    """
+    return Machine(
+        hbm=parse_bytes(arguments.hbm, "--hbm"),
+        dram=parse_bytes(arguments.dram, "--dram"),
+        nvme=parse_bytes(arguments.nvme_bytes, "--nvme-bytes"),
+        link=1e9 * parse_count(arguments.link_gbps, "--link-gbps"),
+        read=1e9 * parse_count(arguments.read_gbps, "--read-gbps"),
+        write=1e9 * parse_count(arguments.write_gbps, "--write-gbps"),
+        flops=1e12 * parse_count(arguments.tflops, "--tflops"),
+    )
+
+
+def _print(result: Forecast, work: Workload, machine: Machine) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    homes = Table(title="Where tensors live")
+    for column in ("role", "hbm", "dram", "nvme"):
+        homes.add_column(column, justify="left" if column == "role" else "right")
+    for role, tiers in result.homes.items():
+        homes.add_row(role, *(format_size(tiers[tier]) for tier in ("hbm", "dram", "nvme")))
+    homes.add_row("blocks in work", format_size(result.in_work), "", "")
+    console.print(homes)
+
+    moved = Table(title="What moves in a step")
+    moved.add_column("link")
+    moved.add_column("bytes", justify="right")
+    for link, nbytes in result.traffic.items():
+        moved.add_row(link, format_size(nbytes))
+    console.print(moved)
+
+    times = Table(title="Bounds on a step")
+    times.add_column("set by")
+    times.add_column("seconds", justify="right")
+    for name, seconds in result.seconds.items():
+        times.add_row(name, f"{seconds:.4g}", style="bold" if name == result.bound else "")
+    console.print(times)
+    console.print(
+        f"A step of {work.tokens:,.0f} tokens takes at least {result.step_seconds:.4g} s "
+        f"({work.tokens / result.step_seconds:,.0f} tokens/s), set by {result.bound}."
+    )
+    if result.hiding_tokens > 0:
+        console.print(
+            f"From {result.hiding_tokens:,.0f} tokens in a step on, compute hides every transfer."
+        )

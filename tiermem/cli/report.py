@@ -1,0 +1,139 @@
+"""What ``tiermem train`` says and writes at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tiermem.cli.machine import hardware
+from tiermem.cli.training import Outcome, Settings
+from tiermem.config import format_size
+
+if TYPE_CHECKING:
+    from tiermem import Stats
+    from tiermem.runtime.timeline import Timeline
+
+_SHOWN_STEPS = 2
+
+
+def print_plan(
+    console: Console, settings: Settings, source: str, budgets: dict[str, int], folders: list[str]
+) -> None:
+    """Says what is about to be trained and where its tensors may be."""
+    weights = settings.weight_bytes
+    shape = settings.shape
+    table = Table.grid(padding=(0, 2))
+    table.add_row(
+        "model",
+        f"byte-level GPT, {shape.layers} layers × {shape.width}, "
+        f"{shape.parameters / 1e6:.1f} M parameters, {settings.dtype}".replace("torch.", ""),
+    )
+    table.add_row("data", source)
+    table.add_row(
+        "needs",
+        f"{format_size(weights)} of weights, {format_size(4 * weights)} with gradients "
+        "and optimizer state",
+    )
+    for tier, budget in budgets.items():
+        where = f" in {', '.join(folders)}" if tier == "nvme" else ""
+        table.add_row(tier, f"{format_size(budget)}{where}")
+    console.print(table)
+
+
+def print_stats(console: Console, stats: Stats, steps: int) -> None:
+    """Prints what moved over each link, hits and stalls."""
+    table = Table(title="What moved")
+    for column in ("link", "bytes", "per step", "moves", "busy", "speed"):
+        table.add_column(column, justify="left" if column == "link" else "right")
+    for link, moved in stats.links.items():
+        if not moved.nbytes:
+            continue
+        speed = moved.nbytes / moved.seconds if moved.seconds else 0.0
+        table.add_row(
+            link,
+            format_size(moved.nbytes),
+            format_size(moved.nbytes / max(steps, 1)),
+            f"{moved.moves:,}",
+            f"{moved.seconds:.2f} s",
+            f"{speed / 1e9:.2f} GB/s" if speed else "-",
+        )
+    console.print(table)
+    peaks = ", ".join(
+        f"{tier} {format_size(peak)} of {format_size(stats.budget[tier])}"
+        for tier, peak in stats.peak.items()
+    )
+    console.print(
+        f"hit rate {stats.hit_rate:.1%} ({stats.hits:,} hits, {stats.misses:,} misses), "
+        f"{stats.prefetches:,} prefetches, {stats.evictions:,} evictions, "
+        f"{stats.stalls:,} stalls of {stats.stall_seconds:.2f} s in all",
+        highlight=False,
+    )
+    console.print(f"peak use: {peaks}", highlight=False)
+    console.print(f"file I/O: {stats.io_engine} ({stats.io_reason})", highlight=False)
+
+
+def print_verdict(
+    console: Console, tiered: Outcome, resident: Outcome, difference: str | None, tokens: int
+) -> None:
+    """Says whether the two runs are equal bit for bit."""
+    console.print(
+        f"tiered {tokens / tiered.seconds:,.0f} tokens/s in {tiered.seconds:.1f} s, "
+        f"resident {tokens / resident.seconds:,.0f} tokens/s in {resident.seconds:.1f} s",
+        highlight=False,
+    )
+    if difference is None:
+        elements = sum(weight.numel() for weight in resident.weights.values())
+        console.print(
+            f"[bold green]equal bit for bit[/]: {len(resident.losses)} losses and "
+            f"{elements:,} weights",
+            highlight=False,
+        )
+    else:
+        console.print("[bold red]NOT equal[/]: ", end="")
+        console.print(difference, highlight=False, markup=False)
+
+
+def write_pictures(out: Path, timeline: Timeline, seconds_per_step: float, title: str) -> None:
+    """Writes the timeline as a picture and as a Chrome trace."""
+    timeline.picture(
+        out / "timeline.png", title=title, last_seconds=_SHOWN_STEPS * seconds_per_step
+    )
+    timeline.chrome_trace(out / "trace.json")
+
+
+def write_report(
+    out: Path,
+    settings: Settings,
+    stats: Stats,
+    tiered: Outcome,
+    resident: Outcome | None,
+    difference: str | None,
+) -> None:
+    """Writes everything that was measured as JSON."""
+    report: dict[str, Any] = {
+        "hardware": hardware(),
+        "settings": {**dataclasses.asdict(settings), "dtype": str(settings.dtype)},
+        "parameters": settings.shape.parameters,
+        "weight_bytes": settings.weight_bytes,
+        "tiered": _run(tiered, settings),
+        "resident": None if resident is None else _run(resident, settings),
+        "equal": None if resident is None else difference is None,
+        "difference": difference,
+        "stats": {**dataclasses.asdict(stats), "hit_rate": stats.hit_rate},
+    }
+    text = json.dumps(report, indent=2, default=str)
+    (out / "report.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _run(outcome: Outcome, settings: Settings) -> dict[str, Any]:
+    tokens = settings.steps * settings.tokens_per_step
+    return {
+        "seconds": outcome.seconds,
+        "tokens_per_second": tokens / max(outcome.seconds, 1e-9),
+        "losses": outcome.losses,
+    }

@@ -1,0 +1,241 @@
+"""Train a byte-level GPT beyond its device budget and check it bit for bit.
+
+Without options it trains on the source of Python's standard library with
+budgets that force all three tiers, then trains the same model resident from the
+same seed, compares losses and final weights, and writes a timeline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiermem.cli.options import parse_bytes, parse_depth, parse_policy, pick_device
+from tiermem.config import Policy
+from tiermem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tiermem import Stats
+    from tiermem.cli.data import Corpus
+    from tiermem.cli.training import Outcome, Settings
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """How the tiered run is set up.
+
+    Attributes:
+        hbm: Device budget in bytes.
+        dram: Host budget in bytes.
+        nvme: Folders of the swap files.
+        nvme_bytes: Their budget in bytes.
+        policy: Home of each role.
+        prefetch_depth: Blocks, or ``"auto"``.
+    """
+
+    hbm: int
+    dram: int
+    nvme: list[str]
+    nvme_bytes: int
+    policy: Policy
+    prefetch_depth: int | str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``tiermem train``."""
+    model = parser.add_argument_group("model and training")
+    model.add_argument("--layers", type=int, default=24, metavar="N")
+    model.add_argument("--width", type=int, default=192, metavar="N")
+    model.add_argument("--heads", type=int, default=6, metavar="N")
+    model.add_argument("--context", type=int, default=128, metavar="N", help="bytes in a sequence")
+    model.add_argument("--batch", type=int, default=4, metavar="N", help="sequences in a forward")
+    model.add_argument("--accumulate", type=int, default=1, metavar="N", help="forwards in a step")
+    model.add_argument("--steps", type=int, default=60, metavar="N")
+    model.add_argument("--lr", type=float, default=1e-3)
+    model.add_argument("--seed", type=int, default=0)
+    model.add_argument("--dtype", choices=_DTYPES, default="float32")
+    model.add_argument("--checkpointing", action="store_true", help="recompute each layer")
+    model.add_argument(
+        "--data", action="append", default=[], metavar="PATH", help="a file or folder; repeatable"
+    )
+    tiers = parser.add_argument_group("tiers")
+    tiers.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    tiers.add_argument("--hbm", metavar="SIZE", help="default: a quarter of the weights")
+    tiers.add_argument("--dram", metavar="SIZE", help="default: twice the weights")
+    tiers.add_argument(
+        "--nvme",
+        action="append",
+        metavar="FOLDER",
+        help="of the swap file; repeatable; 'none' for no such tier (default: a folder on a disk)",
+    )
+    tiers.add_argument("--nvme-bytes", metavar="SIZE", help="default: what can be needed")
+    tiers.add_argument("--policy", help="a tier, or role=tier,... (default: auto)")
+    tiers.add_argument("--prefetch-depth", default="auto", metavar="N")
+    output = parser.add_argument_group("output")
+    output.add_argument("--no-compare", action="store_true", help="skip the resident run")
+    output.add_argument("--out", default="demo-out", metavar="FOLDER")
+    output.add_argument("--quiet", action="store_true", help="print only the verdict")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs ``tiermem train``."""
+    from rich.console import Console
+
+    from tiermem.cli import report
+    from tiermem.cli.data import load_corpus
+    from tiermem.cli.training import deterministic, first_difference
+
+    settings = read_settings(arguments)
+    tiers = read_tiers(arguments, settings)
+    corpus = load_corpus(arguments.data)
+    out = _folder(arguments.out)
+    console = Console(highlight=False)
+    if not arguments.quiet:
+        budgets = {"hbm": tiers.hbm, "dram": tiers.dram, "nvme": tiers.nvme_bytes}
+        report.print_plan(console, settings, corpus.source, budgets, tiers.nvme)
+
+    resident, difference = None, None
+    with deterministic(settings.device):
+        tiered, stats = _run_tiered(corpus, settings, tiers, out, console, arguments.quiet)
+        gc.collect()
+        if not arguments.no_compare:
+            resident = _run_resident(corpus, settings, console, arguments.quiet)
+            difference = first_difference(tiered, resident)
+
+    report.write_report(out, settings, stats, tiered, resident, difference)
+    if not arguments.quiet:
+        report.print_stats(console, stats, settings.steps)
+        console.print(f"timeline.png, trace.json and report.json are in {out}")
+    if resident is not None:
+        tokens = settings.steps * settings.tokens_per_step
+        report.print_verdict(console, tiered, resident, difference, tokens)
+    return 1 if difference else 0
+
+
+def read_settings(arguments: argparse.Namespace) -> Settings:
+    """Checks the options of the training itself.
+
+    Raises:
+        ConfigError: If one cannot be used.
+    """
+    import torch
+
+    from tiermem.cli.model import Shape
+    from tiermem.cli.training import Settings
+
+    for name in ("batch", "accumulate", "steps"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"--{name} must be at least 1, not {getattr(arguments, name)}")
+    if not arguments.lr >= 0:
+        raise ConfigError(f"--lr must not be negative, not {arguments.lr}")
+    return Settings(
+        shape=Shape(arguments.layers, arguments.width, arguments.heads, arguments.context),
+        batch=arguments.batch,
+        accumulate=arguments.accumulate,
+        steps=arguments.steps,
+        lr=arguments.lr,
+        seed=arguments.seed,
+        dtype=getattr(torch, arguments.dtype),
+        device=pick_device(arguments.device),
+        checkpointing=arguments.checkpointing,
+    )
+
+
+def read_tiers(arguments: argparse.Namespace, settings: Settings) -> Tiers:
+    """Checks budgets and paths, and fills in those that were not given.
+
+    Raises:
+        ConfigError: If one cannot be used.
+    """
+    from tiermem.cli.machine import default_swap_folder
+
+    weights = settings.weight_bytes
+    folders = [default_swap_folder()] if arguments.nvme is None else arguments.nvme
+    if folders == ["none"]:
+        folders = []
+    # Weights, gradients and two moments are four times the weights: twice leaves
+    # half of it to the swap file; without one, DRAM has to hold it all, and some
+    # room for alignment.
+    dram = 2 * weights if folders else 5 * weights
+    nvme = 5 * weights if folders else 0
+    return Tiers(
+        hbm=_size(arguments.hbm, weights // 4, "--hbm"),
+        dram=_size(arguments.dram, dram, "--dram"),
+        nvme=folders,
+        nvme_bytes=_size(arguments.nvme_bytes, nvme, "--nvme-bytes"),
+        policy=parse_policy(arguments.policy),
+        prefetch_depth=parse_depth(arguments.prefetch_depth),
+    )
+
+
+def _run_tiered(
+    corpus: Corpus, settings: Settings, tiers: Tiers, out: Path, console: Console, quiet: bool
+) -> tuple[Outcome, Stats]:
+    import torch
+
+    import tiermem
+    from tiermem.cli.display import new_display
+    from tiermem.cli.report import write_pictures
+    from tiermem.cli.training import Outcome, copy_weights, new_model, run_steps
+
+    with tiermem.TierManager(**_manager_options(settings, tiers)) as tier:
+        model = tier.wrap(new_model(settings))
+        optimizer = tier.optimizer(model, torch.optim.AdamW, lr=settings.lr)
+        display = new_display("tiered", settings.steps, settings.tokens_per_step, console, quiet)
+        with display:
+            losses, seconds = run_steps(
+                model,
+                optimizer,
+                optimizer.clip_grad_norm_,
+                corpus,
+                settings,
+                lambda step, loss: display.step(step, loss, tier.stats()),
+            )
+        stats = tier.stats()
+        with tier.materialize(model):
+            weights = copy_weights(model)
+        title = f"{settings.shape.layers} layers, all steps and the last two"
+        write_pictures(out, tier.timeline, seconds / settings.steps, title)
+    return Outcome(losses, weights, seconds), stats
+
+
+def _run_resident(corpus: Corpus, settings: Settings, console: Console, quiet: bool) -> Outcome:
+    from tiermem.cli.display import new_display
+    from tiermem.cli.training import run_resident
+
+    with new_display(
+        "resident", settings.steps, settings.tokens_per_step, console, quiet
+    ) as display:
+        return run_resident(corpus, settings, display.step)
+
+
+def _manager_options(settings: Settings, tiers: Tiers) -> dict[str, Any]:
+    return {
+        "device": settings.device,
+        "hbm": tiers.hbm,
+        "dram": tiers.dram,
+        "nvme": tiers.nvme or None,
+        "nvme_bytes": tiers.nvme_bytes if tiers.nvme else None,
+        "policy": tiers.policy,
+        "prefetch_depth": tiers.prefetch_depth,
+    }
+
+
+def _size(text: str | None, default: int, name: str) -> int:
+    return default if text is None else parse_bytes(text, name)
+
+
+def _folder(path: str) -> Path:
+    out = Path(path)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {path}: {error.strerror}") from error
+    return out

@@ -1,0 +1,203 @@
+"""The loop that both runs of ``tiermem train`` share: tiered and resident."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tiermem.cli.data import Corpus
+from tiermem.cli.model import ByteGPT, Shape, loss_of
+
+CLIP = 1.0
+_WARMUP_SHARE = 0.1
+_LEAST_RATE = 0.1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is trained, and how; the same for both runs.
+
+    Attributes:
+        shape: The model's sizes.
+        batch: Sequences in one forward.
+        accumulate: Forwards in one step.
+        steps: Optimizer steps.
+        lr: Highest learning rate.
+        seed: Of the weights and of the batches.
+        dtype: Of the weights.
+        device: Torch device.
+        checkpointing: Whether each layer is recomputed in backward.
+    """
+
+    shape: Shape
+    batch: int
+    accumulate: int
+    steps: int
+    lr: float
+    seed: int
+    dtype: torch.dtype
+    device: str
+    checkpointing: bool
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Bytes predicted in one step."""
+        return self.batch * self.accumulate * self.shape.context
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return self.shape.parameters * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run gave.
+
+    Attributes:
+        losses: Loss of each step, exactly.
+        weights: The final weights, copied to host memory.
+        seconds: Wall time of all steps.
+    """
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    seconds: float
+
+
+def new_model(settings: Settings) -> ByteGPT:
+    """Builds the model on the host; the same seed gives the same weights."""
+    torch.manual_seed(settings.seed)
+    model = ByteGPT(settings.shape, checkpointing=settings.checkpointing)
+    return model.to(settings.dtype)
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Returns the factor of step ``step``: linear warm-up, then a cosine."""
+    warmup = max(1, round(steps * _WARMUP_SHARE))
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return _LEAST_RATE + (1 - _LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def run_steps(
+    model: nn.Module,
+    optimizer: Any,
+    clip: Callable[[float], object],
+    corpus: Corpus,
+    settings: Settings,
+    on_step: Callable[[int, float], None],
+) -> tuple[list[float], float]:
+    """Trains.
+
+    Args:
+        model: On its device, or wrapped.
+        optimizer: A plain or a tiered one.
+        clip: Clips the gradients to a norm.
+        corpus: What to train on.
+        settings: How.
+        on_step: Called after each step with its number and its loss.
+
+    Returns:
+        The losses and the seconds taken.
+    """
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate(step, settings.steps)
+    )
+    generator = torch.Generator().manual_seed(settings.seed)
+    losses: list[float] = []
+    begin = time.perf_counter()
+    for step in range(settings.steps):
+        optimizer.zero_grad(set_to_none=True)
+        parts: list[Tensor] = []
+        for _ in range(settings.accumulate):
+            tokens = corpus.batch(generator, settings.batch, settings.shape.context + 1)
+            loss = loss_of(model, tokens.to(settings.device)) / settings.accumulate
+            loss.backward()  # type: ignore[no-untyped-call]
+            parts.append(loss.detach())
+        clip(CLIP)
+        optimizer.step()
+        scheduler.step()
+        losses.append(sum(part.item() for part in parts))
+        on_step(step, losses[-1])
+    return losses, time.perf_counter() - begin
+
+
+def run_resident(
+    corpus: Corpus, settings: Settings, on_step: Callable[[int, float], None]
+) -> Outcome:
+    """Trains the same model the plain way, with everything on the device."""
+    model = new_model(settings).to(settings.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr)
+
+    def clip(norm: float) -> object:
+        return nn.utils.clip_grad_norm_(model.parameters(), norm)
+
+    losses, seconds = run_steps(model, optimizer, clip, corpus, settings, on_step)
+    return Outcome(losses, copy_weights(model), seconds)
+
+
+def copy_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Returns copies of all parameters and buffers in host memory."""
+    state = model.state_dict(keep_vars=False)
+    return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
+
+
+def first_difference(tiered: Outcome, resident: Outcome) -> str | None:
+    """Compares two runs bit for bit.
+
+    Returns:
+        A sentence about the first difference, or ``None`` if there is none.
+    """
+    for step, (one, other) in enumerate(zip(tiered.losses, resident.losses, strict=True)):
+        if one.hex() != other.hex():
+            return f"the loss of step {step} is {one!r} tiered and {other!r} resident"
+    if tiered.weights.keys() != resident.weights.keys():
+        return f"names of weights differ: {sorted(tiered.weights.keys() ^ resident.weights.keys())}"
+    for name, expected in resident.weights.items():
+        found = tiered.weights[name]
+        if found.shape != expected.shape or found.dtype != expected.dtype:
+            return f"{name} is {found.dtype} {tuple(found.shape)}, not {tuple(expected.shape)}"
+        # As bytes: NaN equals itself, and 0.0 is not -0.0.
+        same = (_bytes(found) == _bytes(expected)).all(dim=-1)
+        if not bool(same.all()):
+            at = int(torch.nonzero(~same)[0])
+            values = found.flatten()[at].item(), expected.flatten()[at].item()
+            count = int((~same).sum())
+            return (
+                f"{name} differs in {count} of {same.numel()} elements, first at {at}: "
+                f"{values[0]!r} tiered and {values[1]!r} resident"
+            )
+    return None
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8).view(-1, tensor.element_size())
+
+
+@contextmanager
+def deterministic(device: str) -> Iterator[None]:
+    """Asks torch for kernels that give the same bits twice, within the ``with`` block.
+
+    On the CPU they do so anyway. On CUDA some kernels add in a random order
+    otherwise, and two resident runs would already differ from one another.
+    """
+    if not device.startswith("cuda"):
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
