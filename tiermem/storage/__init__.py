@@ -1,1 +1,1 @@
-"""."""
+"""Bytes at rest: the stores of the tiers."""

@@ -1,0 +1,471 @@
+"""File I/O through io_uring, on the C library inside the ``liburing`` package.
+
+The package's own Python calls hold the GIL, so the exported C functions are
+used instead: those that may block through ``CDLL`` (the GIL is released), the
+short ones through ``PyDLL`` (a release per call would let a busy thread keep
+the GIL for a whole switch interval each time).
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import errno
+import heapq
+import os
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+from tiermem.errors import ClosedError
+from tiermem.io.engine import (
+    PASSING,
+    IoCompletion,
+    IoEngine,
+    IoOp,
+    IoRequest,
+    Progress,
+    check_request,
+)
+
+_RING_NBYTES = 1024  # struct io_uring is 216 bytes; room for releases to come
+_PARAMS_NBYTES = 120
+_CQE = struct.Struct("<Qi")
+_FIXED_FILE = 1 << 0
+_COOP_TASKRUN = 1 << 8
+_SINGLE_ISSUER = 1 << 12
+_DEFER_TASKRUN = 1 << 13
+FLAG_CHOICES = (
+    _SINGLE_ISSUER | _DEFER_TASKRUN | _COOP_TASKRUN,
+    _SINGLE_ISSUER | _COOP_TASKRUN,
+    _COOP_TASKRUN,
+    0,
+)
+"""Ring flags, best first; older kernels answer EINVAL to those they do not know."""
+
+MAX_AREA = 1 << 30
+"""Bytes that one registered buffer may have."""
+MAX_PIECE = 1 << 30
+"""Bytes asked of the kernel at once (it stops at 2 GiB - 4 KiB by itself)."""
+
+_WAKE = (1 << 63) | 1
+_CANCEL = (1 << 63) | 2
+_POPULATE_WRITE = 23
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("sec", ctypes.c_int64), ("nsec", ctypes.c_int64))
+
+
+class _Iovec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+_P, _U, _I, _U64 = ctypes.c_void_p, ctypes.c_uint, ctypes.c_int, ctypes.c_uint64
+_BLOCKING = {
+    "io_uring_queue_init_params": (_I, (_U, _P, _P)),
+    "io_uring_queue_exit": (None, (_P,)),
+    "io_uring_submit_and_get_events": (_I, (_P,)),
+    "io_uring_submit_and_wait_timeout": (_I, (_P, _P, _U, _P, _P)),
+    "io_uring_register_files": (_I, (_P, _P, _U)),
+    "io_uring_register_buffers": (_I, (_P, _P, _U)),
+}
+_QUICK = {
+    "io_uring_get_sqe": (_P, (_P,)),
+    "io_uring_prep_read": (None, (_P, _I, _P, _U, _U64)),
+    "io_uring_prep_write": (None, (_P, _I, _P, _U, _U64)),
+    "io_uring_prep_read_fixed": (None, (_P, _I, _P, _U, _U64, _I)),
+    "io_uring_prep_write_fixed": (None, (_P, _I, _P, _U, _U64, _I)),
+    "io_uring_prep_cancel64": (None, (_P, _U64, _I)),
+    "io_uring_sqe_set_flags": (None, (_P, _U)),
+    "io_uring_sqe_set_data64": (None, (_P, _U64)),
+    "io_uring_peek_batch_cqe": (_U, (_P, _P, _U)),
+    "io_uring_cq_advance": (None, (_P, _U)),
+}
+
+
+def load_library() -> SimpleNamespace:
+    """Binds the C functions.
+
+    Raises:
+        ImportError: If the package is missing, cannot be loaded or lacks a function.
+    """
+    import liburing
+
+    path = liburing.liburing.__file__
+    try:
+        blocking, quick = ctypes.CDLL(path), ctypes.PyDLL(path)
+        bound = SimpleNamespace()
+        for library, table in ((blocking, _BLOCKING), (quick, _QUICK)):
+            for name, (result, arguments) in table.items():
+                function = library[name]
+                function.restype = result
+                function.argtypes = arguments
+                setattr(bound, name.removeprefix("io_uring_"), function)
+    except (OSError, AttributeError) as error:
+        raise ImportError(f"package liburing at {path} is not usable: {error}") from error
+    return bound
+
+
+def init_ring(lib: SimpleNamespace, ring: int, entries: int) -> int:
+    """Sets up a ring with the best flags that the kernel takes.
+
+    Args:
+        lib: What :func:`load_library` returned.
+        ring: Address of zeroed memory for ``struct io_uring``.
+        entries: Length of the submission queue.
+
+    Returns:
+        The flags in use.
+
+    Raises:
+        OSError: If the kernel refuses a ring altogether.
+    """
+    for flags in FLAG_CHOICES:
+        ctypes.memset(ring, 0, _RING_NBYTES)
+        params = ctypes.create_string_buffer(_PARAMS_NBYTES)
+        struct.pack_into("<I", params, 8, flags)
+        code = lib.queue_init_params(entries, ring, ctypes.addressof(params))
+        if code == 0:
+            return flags
+        if code != -errno.EINVAL:
+            break
+    raise OSError(-code, f"io_uring_queue_init: {os.strerror(-code)}")
+
+
+def prefault(address: int, nbytes: int) -> None:
+    """Brings memory in, contents untouched: registering cold pages is a hundred times slower."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    page = os.sysconf("SC_PAGESIZE")
+    start = address // page * page
+    length = -(-(address + nbytes - start) // page) * page
+    # A kernel without MADV_POPULATE_WRITE refuses; registering then faults the pages itself.
+    libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _POPULATE_WRITE)
+
+
+class UringEngine(IoEngine):
+    """One ring, used by the thread that opened it.
+
+    Args:
+        depth: Requests that may be inside the kernel at once; the rest is held back.
+    """
+
+    name = "uring"
+
+    def __init__(self, depth: int = 64) -> None:
+        super().__init__()
+        if depth < 1:
+            raise ValueError(f"depth must be at least 1, not {depth}")
+        self._depth = depth
+        self._open = False
+        self._closed = False
+        self._waiting: deque[Progress] = deque()
+        self._delayed: list[tuple[float, int, Progress]] = []
+        self._inside: dict[int, Progress] = {}
+        self._cancels = 0
+        self._wake_armed = False
+        self._ready: list[IoCompletion] = []
+        self._sequence = 0
+        self._event = -1
+        self._event_lock = threading.Lock()
+        self._files: list[int] = []
+        self._fixed_files = False
+        self._areas: list[tuple[int, int]] = []
+        self._area_starts: list[int] = []
+        self._notes: list[str] = []
+
+    # Opening -------------------------------------------------------------------------
+
+    def open(self, files: Sequence[int], buffers: Sequence[tuple[int, int]]) -> None:
+        """See :meth:`IoEngine.open`.
+
+        Raises:
+            ImportError: If the ``liburing`` package cannot be used.
+            OSError: If the kernel refuses a ring.
+        """
+        self._check_owner()
+        if self._open or self._closed:
+            raise ClosedError("an I/O engine is opened once")
+        self._lib = load_library()
+        self._ring_memory = ctypes.create_string_buffer(_RING_NBYTES)
+        self._ring = ctypes.addressof(self._ring_memory)
+        entries = 1 << (self._depth + 1).bit_length()
+        self.flags = init_ring(self._lib, self._ring, entries)
+        self._open = True
+        self._batch = (ctypes.c_void_p * (2 * entries))()
+        self._batch_address = ctypes.addressof(self._batch)
+        self._event_value = ctypes.c_uint64()
+        self._timespec = _Timespec()
+        self._cqe_out = ctypes.c_void_p()
+        try:
+            self._event = os.eventfd(0, os.EFD_CLOEXEC)
+            self._files = list(files)
+            self._register_files()
+            self._register_buffers(buffers)
+        except BaseException:
+            self.close()
+            raise
+
+    def _register_files(self) -> None:
+        if not self._files:
+            return
+        array = (ctypes.c_int * len(self._files))(*self._files)
+        code = self._lib.register_files(self._ring, ctypes.addressof(array), len(self._files))
+        self._fixed_files = code == 0
+        if code != 0:
+            self._notes.append(f"files not registered: {os.strerror(-code)}")
+
+    def _register_buffers(self, buffers: Sequence[tuple[int, int]]) -> None:
+        areas = []
+        for address, nbytes in buffers:
+            for start in range(address, address + nbytes, MAX_AREA):
+                areas.append((start, min(MAX_AREA, address + nbytes - start)))
+        if not areas:
+            return
+        for address, nbytes in areas:
+            prefault(address, nbytes)
+        areas.sort()
+        array = (_Iovec * len(areas))(*(_Iovec(*area) for area in areas))
+        code = self._lib.register_buffers(self._ring, ctypes.addressof(array), len(areas))
+        if code != 0:
+            self._notes.append(f"buffers not registered: {os.strerror(-code)}")
+            return
+        self._areas = areas
+        self._area_starts = [start for start, _ in areas]
+
+    def describe(self) -> str:
+        """Returns the flags and registrations in use."""
+        notes = "; ".join(self._notes) or "files and buffers registered"
+        return f"io_uring, flags {self.flags:#x}, {notes}" if self._open else "io_uring, not open"
+
+    # Submitting ----------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        """See :meth:`IoEngine.in_flight`."""
+        return len(self._waiting) + len(self._delayed) + len(self._inside) + len(self._ready)
+
+    def submit(self, requests: Sequence[IoRequest]) -> None:
+        """See :meth:`IoEngine.submit`."""
+        self._check_usable()
+        for request in requests:
+            check_request(request, len(self._files))
+        self._waiting.extend(map(Progress, requests))
+        if self._fill():
+            self._enter(0.0)
+
+    def _check_usable(self) -> None:
+        self._check_owner()
+        if self._closed or not self._open:
+            raise ClosedError("this I/O engine is not open")
+
+    def _fill(self) -> int:
+        """Puts what waits into the submission queue; returns how many requests went in."""
+        if self._delayed:
+            now = time.monotonic()
+            while self._delayed and self._delayed[0][0] <= now:
+                self._waiting.append(heapq.heappop(self._delayed)[2])
+        count = 0
+        while self._waiting and len(self._inside) < self._depth:
+            sqe = self._lib.get_sqe(self._ring)
+            if not sqe:
+                break
+            self._prepare(sqe, self._waiting.popleft())
+            count += 1
+        return count
+
+    def _prepare(self, sqe: int, progress: Progress) -> None:
+        request = progress.request
+        address = request.address + progress.done
+        nbytes = min(request.nbytes - progress.done, MAX_PIECE)
+        offset = request.offset + progress.done
+        file = request.file if self._fixed_files else self._files[request.file]
+        area = self._area_of(address, nbytes)
+        lib, read = self._lib, request.op is IoOp.READ
+        if area >= 0:
+            prepare = lib.prep_read_fixed if read else lib.prep_write_fixed
+            prepare(sqe, file, address, nbytes, offset, area)
+        else:
+            prepare = lib.prep_read if read else lib.prep_write
+            prepare(sqe, file, address, nbytes, offset)
+        if self._fixed_files:
+            lib.sqe_set_flags(sqe, _FIXED_FILE)
+        self._sequence += 1
+        lib.sqe_set_data64(sqe, self._sequence)
+        self._inside[self._sequence] = progress
+
+    def _area_of(self, address: int, nbytes: int) -> int:
+        index = bisect.bisect_right(self._area_starts, address) - 1
+        if index >= 0:
+            start, length = self._areas[index]
+            if address + nbytes <= start + length:
+                return index
+        return -1
+
+    def _arm_wake(self) -> None:
+        if self._wake_armed:
+            return
+        sqe = self._lib.get_sqe(self._ring)
+        if not sqe:
+            return
+        self._lib.prep_read(sqe, self._event, ctypes.addressof(self._event_value), 8, 0)
+        self._lib.sqe_set_data64(sqe, _WAKE)
+        self._wake_armed = True
+
+    # Waiting -------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None) -> list[IoCompletion]:
+        """See :meth:`IoEngine.wait`."""
+        self._check_usable()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        woken = False
+        while True:
+            self._arm_wake()
+            self._fill()
+            idle = bool(self._ready) or woken
+            left = 0.0 if idle else self._left(deadline)
+            self._enter(left)
+            woken = self._reap() or woken
+            if self._ready or woken:
+                break
+            if deadline is not None and time.monotonic() >= deadline:
+                break
+        done, self._ready = self._ready, []
+        return done
+
+    def _left(self, deadline: float | None) -> float | None:
+        """Returns the seconds that this round may sleep; retries that fall due shorten it."""
+        ends = [] if deadline is None else [deadline]
+        if self._delayed:
+            ends.append(self._delayed[0][0])
+        if not ends:
+            return None
+        return max(0.0, min(ends) - time.monotonic())
+
+    def _enter(self, left: float | None) -> None:
+        """Submits, and sleeps in the kernel for up to ``left`` seconds (0: not at all)."""
+        lib = self._lib
+        if left == 0.0:
+            # Deferred task work only runs when the kernel is asked for events.
+            code = lib.submit_and_get_events(self._ring)
+            if code >= 0 or -code in PASSING:
+                return
+            raise OSError(-code, f"io_uring_submit: {os.strerror(-code)}")
+        timespec = None
+        if left is not None:
+            whole = int(left)
+            self._timespec.sec, self._timespec.nsec = whole, int((left - whole) * 1e9)
+            timespec = ctypes.addressof(self._timespec)
+        out = ctypes.addressof(self._cqe_out)
+        code = lib.submit_and_wait_timeout(self._ring, out, 1, timespec, None)
+        if code < 0 and -code not in PASSING and code != -errno.ETIME:
+            raise OSError(-code, f"io_uring_submit_and_wait: {os.strerror(-code)}")
+
+    def _reap(self) -> bool:
+        """Takes every entry out of the completion queue; returns whether a wake was among them."""
+        entries: list[tuple[int, int]] = []
+        while True:
+            count = self._lib.peek_batch_cqe(self._ring, self._batch_address, len(self._batch))
+            if count == 0:
+                break
+            # Copied first and given back at once: an entry seen twice would be a lost request.
+            for address in self._batch[:count]:
+                entries.append(_CQE.unpack(ctypes.string_at(address or 0, 12)))
+            self._lib.cq_advance(self._ring, count)
+        woken = False
+        for data, result in entries:
+            if data == _WAKE:
+                self._wake_armed = False
+                woken = True
+            elif data == _CANCEL:
+                self._cancels -= 1
+            else:
+                progress = self._inside.pop(data, None)
+                if progress is not None:
+                    self._settle(progress, result)
+        return woken
+
+    def _settle(self, progress: Progress, result: int) -> None:
+        completion = progress.settle(result)
+        if completion is not None:
+            self._ready.append(completion)
+            return
+        delay = progress.delay()
+        if delay > 0.0:
+            self._sequence += 1
+            heapq.heappush(self._delayed, (time.monotonic() + delay, self._sequence, progress))
+        else:
+            self._waiting.appendleft(progress)
+
+    def wake(self) -> None:
+        """See :meth:`IoEngine.wake`."""
+        self._check_owner()
+        with self._event_lock:  # a closed descriptor's number may be another file's by now
+            if self._event >= 0:
+                os.eventfd_write(self._event, 1)
+
+    # Ending --------------------------------------------------------------------------
+
+    def cancel(self) -> None:
+        """See :meth:`IoEngine.cancel`."""
+        self._check_usable()
+        held = [*self._waiting, *(entry[2] for entry in self._delayed)]
+        self._waiting.clear()
+        self._delayed.clear()
+        self._ready.extend(progress.fail(errno.ECANCELED) for progress in held)
+        for data, progress in self._inside.items():
+            progress.cancelled = True
+            self._ask_cancel(data)
+        self._enter(0.0)
+
+    def _ask_cancel(self, data: int) -> None:
+        sqe = self._lib.get_sqe(self._ring)
+        if not sqe:
+            self._enter(0.0)
+            sqe = self._lib.get_sqe(self._ring)
+        if sqe:  # without room the request simply runs to its end
+            self._lib.prep_cancel64(sqe, data, 0)
+            self._lib.sqe_set_data64(sqe, _CANCEL)
+            self._cancels += 1
+
+    def close(self) -> None:
+        """See :meth:`IoEngine.close`."""
+        if self._closed:
+            return
+        if os.getpid() != self._pid:
+            self._closed = True
+            return
+        try:
+            if self._open:
+                self._drain()
+        finally:
+            self._closed = True
+            if self._open:
+                self._lib.queue_exit(self._ring)
+            self._close_event()
+
+    def _close_event(self) -> None:
+        with self._event_lock:
+            event, self._event = self._event, -1
+        if event >= 0:
+            os.close(event)
+
+    def _drain(self) -> None:
+        self.cancel()
+        if self._wake_armed:
+            self._ask_cancel(_WAKE)
+        # The kernel may still write into the memory until its last entry has been read.
+        while self._inside or self._wake_armed or self._cancels:
+            self._enter(1.0)
+            self._reap()
+        self._ready.clear()
+
+    def __del__(self) -> None:
+        if getattr(self, "_open", False) and not self._closed and os.getpid() == self._pid:
+            self._closed = True
+            # Dropping the memory alone would leak the ring's descriptor.
+            self._lib.queue_exit(self._ring)
+            self._close_event()

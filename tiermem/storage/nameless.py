@@ -1,0 +1,169 @@
+"""Files without a name: opened, made direct, and given their space."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiermem.core.block import ALIGNMENT
+from tiermem.errors import ConfigError
+
+_STATX_DIOALIGN = 0x2000
+_AT_EMPTY_PATH = 0x1000
+_STATX_NBYTES = 256
+_FILL_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A file without a name.
+
+    Attributes:
+        fd: Its descriptor.
+        direct: Whether O_DIRECT is set.
+        reason: Why not, if it is not.
+    """
+
+    fd: int
+    direct: bool
+    reason: str
+
+
+def check_folder(path: Path) -> Path:
+    """Returns the folder's absolute path, having checked that files can be made there.
+
+    Raises:
+        ConfigError: If not, naming the path and what to do about it.
+    """
+    path = path.absolute()
+    if not path.exists():
+        raise ConfigError(f"nvme path {path} does not exist; create the folder or name another")
+    if not path.is_dir():
+        raise ConfigError(f"nvme path {path} is not a folder; name the folder, not a file in it")
+    if os.statvfs(path).f_flag & os.ST_RDONLY:
+        raise ConfigError(f"nvme path {path} is on a read-only file system; name another folder")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"nvme path {path} is not writable for this user; "
+            "change its permissions or name another"
+        )
+    return path
+
+
+def open_nameless(folder: Path) -> Opened:
+    """Opens a new file that has no name, past the page cache where the file system can.
+
+    Raises:
+        ConfigError: If no file can be made there.
+    """
+    try:
+        fd = _open_file(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"nvme path {folder} takes no file ({error.strerror}); name a folder on a local disk "
+            "that this user may write to"
+        ) from error
+    try:
+        reason = _make_direct(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    return Opened(fd, not reason, reason)
+
+
+def _open_file(folder: Path) -> int:
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
+            raise
+    fd, name = tempfile.mkstemp(prefix=".tiermem-", dir=folder)
+    os.unlink(name)
+    return fd
+
+
+def _make_direct(fd: int) -> str:
+    """Sets O_DIRECT; returns why not if that cannot be, else an empty string."""
+    unit = dio_alignment(fd)
+    if unit == 0:
+        return "statx says that this file system has no direct I/O"
+    if unit is not None and (unit > ALIGNMENT or ALIGNMENT % unit):
+        return f"its direct I/O needs an alignment of {unit} bytes, not {ALIGNMENT}"
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        _try_write(fd)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return ""  # a full disk says nothing about O_DIRECT; reserving will say the rest
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+        return f"O_DIRECT is refused ({error.strerror})"
+    return ""
+
+
+def _try_write(fd: int) -> None:
+    """Writes one page and drops it again: some file systems take the flag but no such write."""
+    with mmap.mmap(-1, ALIGNMENT) as page:
+        written = os.pwrite(fd, page, 0)
+    os.ftruncate(fd, 0)
+    if written != ALIGNMENT:
+        raise OSError(errno.EIO, "a page was only written in part")
+
+
+def dio_alignment(fd: int) -> int | None:
+    """Returns the alignment in bytes that direct I/O needs on this file.
+
+    Returns:
+        The larger of memory and offset alignment; 0 where there is no direct I/O;
+        ``None`` where the kernel does not say (before 6.1, or another file system).
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "statx"):
+        return None
+    answer = ctypes.create_string_buffer(_STATX_NBYTES)
+    if libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer) != 0:
+        return None
+    (mask,) = struct.unpack_from("<I", answer, 0)
+    if not mask & _STATX_DIOALIGN:
+        return None
+    memory, offset = struct.unpack_from("<II", answer, 0x98)
+    return 0 if not (memory and offset) else max(memory, offset)
+
+
+def reserve(fd: int, offset: int, nbytes: int) -> None:
+    """Gives a run of a file its space on the disk.
+
+    Raises:
+        OSError: ENOSPC and its like if there is none; the file may have grown in part.
+    """
+    if nbytes == 0:
+        return
+    try:
+        os.posix_fallocate(fd, offset, nbytes)
+    except OSError as error:
+        # The C library's stand-in writes single bytes, which O_DIRECT does not take.
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        _fill(fd, offset, nbytes)
+
+
+def _fill(fd: int, offset: int, nbytes: int) -> None:
+    """Writes zeros: space for sure, where the file system cannot reserve it."""
+    with mmap.mmap(-1, _FILL_NBYTES) as zeros:
+        view = memoryview(zeros)
+        try:
+            end = offset + nbytes
+            while offset < end:
+                written = os.pwrite(fd, view[: min(_FILL_NBYTES, end - offset)], offset)
+                if written == 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                offset += written
+        finally:
+            view.release()

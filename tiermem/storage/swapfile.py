@@ -1,0 +1,329 @@
+"""The NVMe store: preallocated files without a name, striped over one or several folders.
+
+Byte ``i`` of the store lies in stripe ``i // chunk``; stripes go to the files
+in turn, so one extent is read from all disks at once. The files have no name,
+so nothing is left behind however the process ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiermem.config import format_size
+from tiermem.core.block import ALIGNMENT, Extent, align_up
+from tiermem.errors import CapacityError, ClosedError, ConfigError, StorageError
+from tiermem.storage import nameless
+from tiermem.storage.freelist import FreeList
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an extent that lies in one file without a break.
+
+    Attributes:
+        file: Index of the file.
+        file_offset: First byte in that file.
+        extent_offset: First byte within the extent.
+        nbytes: Length in bytes, at most one chunk.
+    """
+
+    file: int
+    file_offset: int
+    extent_offset: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class PieceSum:
+    """What the index knows of one piece.
+
+    Attributes:
+        generation: Number of the write that counts; a later one outdates it.
+        nbytes: Length of the piece.
+        written: Whether that write came to its end; if not, the bytes are anybody's guess.
+        checksum: Of the bytes written, or ``None`` where checking is switched off.
+    """
+
+    generation: int
+    nbytes: int
+    written: bool = False
+    checksum: int | None = None
+
+
+class SwapFile:
+    """Bytes at rest on fast disks.
+
+    Args:
+        paths: Folders, one file in each.
+        capacity_limit: Most bytes it may ever reserve; ``None`` leaves that to the disks.
+        chunk_nbytes: Stripe length and most bytes of a piece; a multiple of 4,096.
+
+    Attributes:
+        chunk_nbytes: As given.
+        capacity_limit: As given.
+        alignment: What offsets, lengths and addresses are multiples of.
+        direct: Whether every file goes past the page cache (O_DIRECT).
+        direct_reason: One sentence saying why, or why not.
+        sums: The checksum index, by the store's offset of each piece.
+
+    Raises:
+        ConfigError: If a path or a size cannot be used; nothing was created then.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], capacity_limit: int | None, chunk_nbytes: int
+    ) -> None:
+        if chunk_nbytes <= 0 or chunk_nbytes % ALIGNMENT:
+            raise ConfigError(f"chunk_nbytes must be a multiple of {ALIGNMENT}: {chunk_nbytes}")
+        if not paths:
+            raise ConfigError("a swap file needs at least one folder (nvme=...)")
+        self._pid = os.getpid()
+        self._closed = False
+        self._folders = [nameless.check_folder(Path(path)) for path in paths]
+        self._fds: list[int] = []
+        self._free = FreeList()
+        self._lock = threading.Lock()
+        self._generations = itertools.count(1)
+        self.chunk_nbytes = chunk_nbytes
+        self.capacity_limit = capacity_limit
+        self.alignment = ALIGNMENT
+        self.direct = True
+        self.direct_reason = "O_DIRECT works on every path"
+        self.sums: dict[int, PieceSum] = {}
+        try:
+            for folder in self._folders:
+                self._open_in(folder)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_in(self, folder: Path) -> None:
+        opened = nameless.open_nameless(folder)
+        self._fds.append(opened.fd)
+        if not opened.direct and self.direct:
+            self.direct = False
+            self.direct_reason = f"buffered I/O on {folder}: {opened.reason}"
+
+    def __enter__(self) -> SwapFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Facts ---------------------------------------------------------------------------
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """The open files, in the order of the paths."""
+        self._check_usable()
+        return tuple(self._fds)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes reserved so far."""
+        return self._free.capacity
+
+    @property
+    def used(self) -> int:
+        """Bytes handed out in extents."""
+        return self._free.used
+
+    def folder(self, file: int) -> str:
+        """Returns the folder that holds a file, for messages."""
+        return str(self._folders[file])
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                "this swap file belongs to the parent process: after fork the child must "
+                "make its own TierManager"
+            )
+        if self._closed:
+            raise ClosedError("the swap file is closed")
+
+    # Space ---------------------------------------------------------------------------
+
+    def grow(self, nbytes: int) -> None:
+        """Reserves that many more bytes on the disks, evenly over the paths.
+
+        Args:
+            nbytes: Bytes to add; rounded up to 4,096.
+
+        Raises:
+            CapacityError: If a disk or the limit has no room; nothing has changed then.
+            StorageError: If reserving fails otherwise; nothing has changed then.
+            ClosedError: If it is closed or belongs to another process.
+        """
+        self._check_usable()
+        if nbytes < 0:
+            raise ValueError(f"cannot grow by {nbytes} bytes")
+        nbytes = align_up(nbytes)
+        before = self.capacity
+        if self.capacity_limit is not None and before + nbytes > self.capacity_limit:
+            paths = ", ".join(map(str, self._folders))
+            raise CapacityError(
+                f"tier nvme at {paths}: {format_size(nbytes)} more asked, but the limit of "
+                f"{format_size(self.capacity_limit)} leaves "
+                f"{format_size(self.capacity_limit - before)} ({self.capacity_limit - before} "
+                f"bytes); it would have to be at least {before + nbytes} bytes"
+            )
+        old = [self._file_length(file, before) for file in range(len(self._fds))]
+        new = [self._file_length(file, before + nbytes) for file in range(len(self._fds))]
+        self._check_room(old, new)
+        self._reserve(old, new)
+        self._free.grow(nbytes)
+
+    def _file_length(self, file: int, capacity: int) -> int:
+        """Returns the bytes of a file when the store has ``capacity`` bytes."""
+        rows, last = divmod(capacity, self.chunk_nbytes * len(self._fds))
+        return rows * self.chunk_nbytes + min(
+            max(0, last - file * self.chunk_nbytes), self.chunk_nbytes
+        )
+
+    def _check_room(self, old: list[int], new: list[int]) -> None:
+        asked: dict[int, int] = {}
+        for file, fd in enumerate(self._fds):
+            disk = os.fstat(fd).st_dev
+            asked[disk] = asked.get(disk, 0) + new[file] - old[file]
+            facts = os.fstatvfs(fd)
+            if asked[disk] > facts.f_bavail * facts.f_frsize:
+                raise self._no_room(file, asked[disk])
+
+    def _reserve(self, old: list[int], new: list[int]) -> None:
+        for file, fd in enumerate(self._fds):
+            try:
+                nameless.reserve(fd, old[file], new[file] - old[file])
+            except OSError as error:
+                for other, length in zip(self._fds, old, strict=True):
+                    os.ftruncate(other, length)
+                if error.errno in _NO_SPACE:
+                    raise self._no_room(file, new[file] - old[file], error) from error
+                raise StorageError(
+                    "space could not be reserved",
+                    path=self.folder(file),
+                    offset=old[file],
+                    nbytes=new[file] - old[file],
+                    errno=error.errno,
+                ) from error
+
+    def _no_room(self, file: int, asked: int, error: OSError | None = None) -> CapacityError:
+        facts = os.fstatvfs(self._fds[file])
+        free = facts.f_bavail * facts.f_frsize
+        why = f" ({error.strerror})" if error else ""
+        return CapacityError(
+            f"tier nvme at {self.folder(file)}: {format_size(asked)} ({asked} bytes) asked, "
+            f"but {format_size(free)} ({free} bytes) are free there{why}; free some space, or "
+            "give another path or a smaller budget"
+        )
+
+    def allocate(self, nbytes: int) -> Extent:
+        """Hands out a run of at least ``nbytes`` bytes (rounded up to 4,096).
+
+        Raises:
+            CapacityError: If no free run is long enough; ``grow`` adds room.
+            ClosedError: If it is closed or belongs to another process.
+        """
+        self._check_usable()
+        if nbytes <= 0:
+            raise ValueError(f"cannot allocate {nbytes} bytes")
+        extent = self._free.take(align_up(nbytes))
+        if extent is None:
+            paths = ", ".join(map(str, self._folders))
+            raise CapacityError(
+                f"tier nvme at {paths}: no free run of {align_up(nbytes)} bytes; "
+                f"{self.capacity - self.used} bytes are free, {self._free.largest} in one run"
+            )
+        return extent
+
+    def free(self, extent: Extent) -> None:
+        """Takes an extent back, and forgets its checksums.
+
+        Raises:
+            ValueError: If it is not handed out.
+            ClosedError: If it is closed or belongs to another process.
+        """
+        self._check_usable()
+        if not self._free.holds(extent):
+            raise ValueError(f"{extent} is not handed out")
+        self.forget(extent)
+        self._free.give_back(extent)
+
+    def pieces(self, extent: Extent) -> list[Piece]:
+        """Returns the parts of an extent by ascending offset, cut where the stripes are.
+
+        Raises:
+            ValueError: If the extent is not aligned or reaches past the capacity.
+        """
+        if extent.offset % ALIGNMENT or extent.nbytes % ALIGNMENT:
+            raise ValueError(f"{extent} is not aligned to {ALIGNMENT} bytes")
+        if extent.offset < 0 or extent.nbytes < 0 or extent.end > self.capacity:
+            raise ValueError(f"{extent} is not within the {self.capacity} bytes of the store")
+        chunk, files = self.chunk_nbytes, len(self._fds)
+        found: list[Piece] = []
+        offset = extent.offset
+        while offset < extent.end:
+            stripe, inside = divmod(offset, chunk)
+            nbytes = min(chunk - inside, extent.end - offset)
+            row, file = divmod(stripe, files)
+            found.append(Piece(file, row * chunk + inside, offset - extent.offset, nbytes))
+            offset += nbytes
+        return found
+
+    # Checksums -----------------------------------------------------------------------
+
+    def begin_write(self, extent: Extent, pieces: Sequence[Piece]) -> int:
+        """Marks every piece as not written, until each one's write has come to its end.
+
+        Returns:
+            The generation to hand to :meth:`end_write`.
+        """
+        with self._lock:
+            generation = next(self._generations)
+            for piece in pieces:
+                key = extent.offset + piece.extent_offset
+                self.sums[key] = PieceSum(generation, piece.nbytes)
+            return generation
+
+    def end_write(
+        self, extent: Extent, piece: Piece, generation: int, checksum: int | None
+    ) -> None:
+        """Enters the checksum of a piece, unless it was freed or begun anew meanwhile."""
+        with self._lock:
+            entry = self.sums.get(extent.offset + piece.extent_offset)
+            if entry is not None and entry.generation == generation:
+                entry.checksum = checksum
+                entry.written = True
+
+    def written(self, extent: Extent, piece: Piece) -> PieceSum | None:
+        """Returns what was written there, or ``None`` if that is nothing whole."""
+        entry = self.sums.get(extent.offset + piece.extent_offset)
+        if entry is None or not entry.written or entry.nbytes != piece.nbytes:
+            return None
+        return entry
+
+    def forget(self, extent: Extent) -> None:
+        """Drops the checksums of an extent: its bytes count as never written."""
+        with self._lock:
+            for piece in self.pieces(extent):
+                self.sums.pop(extent.offset + piece.extent_offset, None)
+
+    # End -----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Closes the files, and so gives their space back; in a forked child does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if os.getpid() != self._pid:
+            return  # the child may have given these numbers to other files already
+        fds, self._fds = self._fds, []
+        for fd in fds:
+            os.close(fd)

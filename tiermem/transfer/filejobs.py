@@ -1,0 +1,215 @@
+"""Which piece of which file transfer goes next: pure bookkeeping, used by the pump alone."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import torch
+
+from tiermem.core.block import Extent
+from tiermem.errors import StorageError
+from tiermem.storage.swapfile import Piece
+
+READS_PER_WRITE = 4
+"""Read pieces that may start while a write waits, before one write piece goes first."""
+URGENT_PER_WRITE = 16
+"""The same for urgent pieces."""
+
+
+class FileTransfer:
+    """A copy between the file and memory, under way or done.
+
+    Attributes:
+        label: Name of the block, for messages.
+        is_read: Whether bytes go from the file to memory.
+        nbytes: Bytes to move.
+        extent: Where in the store.
+        urgent: Whether it goes before others.
+        error: What went wrong, or ``None``; valid once ``finished``.
+        submitted_ns: When it was asked for (``time.perf_counter_ns``).
+        started_ns: When its first piece was begun; 0 before.
+        finished_ns: When it ended; 0 before.
+        finished: Whether it has ended, well or badly.
+    """
+
+    __slots__ = (
+        "error",
+        "extent",
+        "finished",
+        "finished_ns",
+        "is_read",
+        "label",
+        "nbytes",
+        "started_ns",
+        "submitted_ns",
+        "urgent",
+    )
+
+    def __init__(self, extent: Extent, *, is_read: bool, label: str, urgent: bool) -> None:
+        self.extent = extent
+        self.nbytes = extent.nbytes
+        self.is_read = is_read
+        self.label = label
+        self.urgent = urgent
+        self.error: StorageError | None = None
+        self.submitted_ns = time.perf_counter_ns()
+        self.started_ns = 0
+        self.finished_ns = 0
+        self.finished = False
+
+    def __repr__(self) -> str:
+        kind = "read" if self.is_read else "write"
+        state = "finished" if self.finished else "under way" if self.started_ns else "waiting"
+        return f"<FileTransfer {kind} of {self.label!r}, {self.nbytes} bytes, {state}>"
+
+
+class Job:
+    """A transfer with what the pump needs to carry it out.
+
+    Attributes:
+        transfer: What the caller holds.
+        tensor: Target or source, 1-D uint8.
+        pieces: Parts in the files.
+        next_piece: Index of the first piece not begun.
+        active: Pieces begun and not ended.
+        error: First failure; pieces not begun are then left out.
+        generation: Of the write, for the checksum index; 0 before it begins.
+        blockers: Earlier transfers of the same bytes that must end first.
+    """
+
+    __slots__ = (
+        "active",
+        "blockers",
+        "dependents",
+        "error",
+        "generation",
+        "next_piece",
+        "pieces",
+        "tensor",
+        "transfer",
+        "urgent",
+    )
+
+    def __init__(self, transfer: FileTransfer, tensor: torch.Tensor, pieces: list[Piece]) -> None:
+        self.transfer = transfer
+        self.tensor = tensor
+        self.pieces = pieces
+        self.next_piece = 0
+        self.active = 0
+        self.error: StorageError | None = None
+        self.generation = 0
+        self.blockers: set[Job] = set()
+        self.dependents: list[Job] = []
+        self.urgent = transfer.urgent
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no piece is left to begin."""
+        return self.next_piece >= len(self.pieces)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to begin or to end."""
+        return self.exhausted and self.active == 0
+
+    def stop(self, error: StorageError) -> None:
+        """Records a failure (the first one counts) and leaves out what was not begun."""
+        if self.error is None:
+            self.error = error
+        self.next_piece = len(self.pieces)
+
+    def conflicts(self, other: Job) -> bool:
+        """Returns whether the order of the two matters: same bytes, and one of them writes."""
+        mine, theirs = self.transfer, other.transfer
+        if mine.is_read and theirs.is_read:
+            return False
+        a, b = mine.extent, theirs.extent
+        if a.nbytes == 0 or b.nbytes == 0:
+            return False
+        return a.offset < b.end and b.offset < a.end
+
+
+class JobQueue:
+    """Jobs by class: urgent, reads, writes; conflicting ones in the order of submission."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[FileTransfer, Job] = {}
+        self._urgent: deque[Job] = deque()
+        self._reads: deque[Job] = deque()
+        self._writes: deque[Job] = deque()
+        self._since_write = 0
+
+    def add(self, job: Job) -> None:
+        """Takes a job in, behind the earlier ones that it conflicts with."""
+        for earlier in self.jobs.values():
+            if job.conflicts(earlier):
+                job.blockers.add(earlier)
+                earlier.dependents.append(job)
+        self.jobs[job.transfer] = job
+        if job.blockers:
+            if job.urgent:
+                self._hurry(job)
+        else:
+            self._enqueue(job)
+
+    def _enqueue(self, job: Job) -> None:
+        if job.urgent:
+            self._urgent.append(job)
+        elif job.transfer.is_read:
+            self._reads.append(job)
+        else:
+            self._writes.append(job)
+
+    def _hurry(self, job: Job) -> None:
+        """Makes everything urgent that an urgent job waits for."""
+        for blocker in job.blockers:
+            if not blocker.urgent:
+                blocker.urgent = True
+                if blocker.blockers:
+                    self._hurry(blocker)
+                else:
+                    self._urgent.append(blocker)  # its old place is passed over once exhausted
+
+    def remove(self, job: Job) -> None:
+        """Lets go of a job that is over, and of what waited for it."""
+        del self.jobs[job.transfer]
+        for later in job.dependents:
+            later.blockers.discard(job)
+            if not later.blockers and later.transfer in self.jobs:
+                self._enqueue(later)
+        for earlier in job.blockers:  # it was stopped before its turn
+            earlier.dependents.remove(job)
+        job.dependents.clear()
+        job.blockers.clear()
+
+    def take(self, *, may_write: bool) -> tuple[Job, Piece] | None:
+        """Returns the next piece to begin, or ``None``.
+
+        Args:
+            may_write: Whether a write may have a staging chunk now.
+        """
+        urgent, read, write = (self._front(q) for q in (self._urgent, self._reads, self._writes))
+        if not may_write:
+            write = None
+            urgent = self._first_read(self._urgent)
+        limit = URGENT_PER_WRITE if urgent else READS_PER_WRITE
+        chosen = urgent or read or write
+        if write is not None and self._since_write >= limit:
+            chosen = write
+        if chosen is None:
+            return None
+        self._since_write = 0 if write is None or chosen is write else self._since_write + 1
+        piece = chosen.pieces[chosen.next_piece]
+        chosen.next_piece += 1
+        return chosen, piece
+
+    @staticmethod
+    def _front(queue: deque[Job]) -> Job | None:
+        while queue and queue[0].exhausted:
+            queue.popleft()
+        return queue[0] if queue else None
+
+    @staticmethod
+    def _first_read(queue: deque[Job]) -> Job | None:
+        return next((j for j in queue if j.transfer.is_read and not j.exhausted), None)
