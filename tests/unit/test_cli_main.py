@@ -1,0 +1,86 @@
+"""The command itself: exit statuses and one-line errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tiermem import cli
+from tiermem.cli import plan
+from tiermem.errors import StorageError
+
+
+def test_help_names_every_command(capsys) -> None:
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_of_each_command(command, capsys) -> None:
+    assert cli.main([command, "--help"]) == 0
+    assert f"tiermem {command}" in capsys.readouterr().out
+
+
+def test_version(capsys) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("tiermem ")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        [],
+        ["fly"],
+        ["plan"],
+        ["plan", "--hbm", "1GiB", "--dram", "1GiB", "--params", "many"],
+        ["plan", "--hbm", "-1", "--dram", "1GiB", "--params", "7e9"],
+        ["plan", "--hbm", "1XB", "--dram", "1GiB", "--params", "7e9"],
+        ["train", "--layers", "x"],
+        ["train", "--layers", "0"],
+        ["train", "--width", "10", "--heads", "3"],
+        ["train", "--steps", "0"],
+        ["train", "--lr", "nan"],
+        ["train", "--hbm", "-5"],
+        ["train", "--policy", "params=moon"],
+        ["train", "--policy", "wings=dram"],
+        ["train", "--prefetch-depth", "deep"],
+        ["train", "--device", "abacus"],
+        ["train", "--data", "/nowhere/at/all"],
+        ["bench", "--repeat", "0"],
+        ["bench", "--size", "0"],
+    ],
+)
+def test_bad_options_give_one_line_and_status_2(line, capsys) -> None:
+    assert cli.main(line) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1 and "error: " in captured.err
+
+
+def test_tier_errors_are_one_line(monkeypatch, capsys) -> None:
+    def fail(arguments: object) -> int:
+        raise StorageError("read failed", block="layer.3", path="/disk", offset=4096, errno=5)
+
+    monkeypatch.setattr(plan, "run", fail)
+    assert cli.main(["plan", "--hbm", "1", "--dram", "1"]) == 2
+    err = capsys.readouterr().err
+    assert "layer.3" in err and "errno 5" in err and err.count("\n") == 1
+
+
+def test_ctrl_c_is_130(monkeypatch, capsys) -> None:
+    def interrupt(arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan, "run", interrupt)
+    assert cli.main(["plan", "--hbm", "1", "--dram", "1"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_python_dash_m() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tiermem", "--version"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and done.stdout.startswith("tiermem ")

@@ -1,0 +1,104 @@
+"""The forecast: its formulas by hand, and what must hold for all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiermem import cli
+from tiermem.cli.forecast import Machine, Workload, forecast
+from tiermem.errors import CapacityError
+
+GIB = 2**30
+WORK = Workload(parameters=GIB, layers=16, itemsize=2, states=2, tokens=1000)
+MACHINE = Machine(
+    hbm=GIB, dram=4 * GIB, nvme=8 * GIB, link=GIB, read=GIB, write=GIB / 2, flops=1e12
+)
+
+
+def test_by_hand() -> None:
+    # Weights and gradients 2 GiB each, states 4; a block of all roles is 0.5, two fill HBM.
+    result = forecast(WORK, MACHINE)
+    assert result.in_work == GIB
+    assert result.homes["params"] == {"hbm": 0, "dram": 2 * GIB, "nvme": 0}
+    assert result.homes["grads"] == {"hbm": 0, "dram": 2 * GIB, "nvme": 0}
+    assert result.homes["optimizer"] == {"hbm": 0, "dram": 0, "nvme": 4 * GIB}
+    assert result.traffic == {
+        "dram->hbm": (3 * 2 + 2) * GIB,
+        "hbm->dram": (2 + 2) * GIB,
+        "nvme->hbm": 4 * GIB,
+        "hbm->nvme": 4 * GIB,
+    }
+    assert result.seconds["host link, up"] == pytest.approx(12)
+    assert result.seconds["host link, down"] == pytest.approx(8)
+    assert result.seconds["disks"] == pytest.approx(4 + 8)
+    assert result.seconds["compute"] == pytest.approx(6 * GIB * 1000 / 1e12)
+
+
+def test_room_in_hbm_keeps_weights() -> None:
+    result = forecast(WORK, dataclasses.replace(MACHINE, hbm=1.5 * GIB))
+    assert result.homes["params"] == {"hbm": 0.5 * GIB, "dram": 1.5 * GIB, "nvme": 0}
+
+
+def test_inference_moves_weights_up_once() -> None:
+    work = dataclasses.replace(WORK, inference=True)
+    result = forecast(work, dataclasses.replace(MACHINE, hbm=0.25 * GIB, nvme=0))
+    assert result.traffic == {
+        "dram->hbm": 2 * GIB,
+        "hbm->dram": 0,
+        "nvme->hbm": 0,
+        "hbm->nvme": 0,
+    }
+
+
+def test_what_does_not_fit() -> None:
+    with pytest.raises(CapacityError, match=r"at least 512\.00 MiB"):
+        forecast(WORK, dataclasses.replace(MACHINE, hbm=0.4 * GIB))
+    with pytest.raises(CapacityError, match="optimizer do not fit"):
+        forecast(WORK, dataclasses.replace(MACHINE, nvme=GIB))
+
+
+@given(
+    hbm=st.floats(0.5, 30),
+    dram=st.floats(0, 20),
+    more=st.floats(0, 10),
+    recompute=st.booleans(),
+)
+def test_more_memory_never_costs(hbm, dram, more, recompute) -> None:
+    work = dataclasses.replace(WORK, recompute=recompute)
+    base = dataclasses.replace(MACHINE, hbm=hbm * GIB, dram=dram * GIB, nvme=8 * GIB)
+    result = forecast(work, base)
+    sizes = work.role_bytes()
+    for role, homes in result.homes.items():
+        assert sum(homes.values()) == pytest.approx(sizes[role])
+    assert sum(homes["dram"] for homes in result.homes.values()) <= base.dram * (1 + 1e-9)
+    for field in ("hbm", "dram"):
+        bigger = dataclasses.replace(base, **{field: getattr(base, field) + more * GIB})
+        assert forecast(work, bigger).step_seconds <= result.step_seconds * (1 + 1e-9)
+
+
+def test_hiding_tokens_is_where_the_bound_turns() -> None:
+    result = forecast(WORK, MACHINE)
+    at = dataclasses.replace(WORK, tokens=result.hiding_tokens * 1.001)
+    assert forecast(at, MACHINE).bound == "compute"
+    before = dataclasses.replace(WORK, tokens=result.hiding_tokens * 0.999)
+    assert forecast(before, MACHINE).bound != "compute"
+
+
+def test_command(capsys) -> None:
+    line = ["plan", "--params", "7B", "--hbm", "10GiB", "--dram", "48GiB"]
+    assert cli.main(line) == 0
+    assert "takes at least" in capsys.readouterr().out
+    assert cli.main([*line, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step_seconds"] == found["seconds"][found["bound"]]
+    assert cli.main(["plan", "--width", "4096", "--hbm", "10GiB", "--dram", "48GiB"]) == 0
+
+
+def test_command_needs_one_size(capsys) -> None:
+    assert cli.main(["plan", "--hbm", "10GiB", "--dram", "48GiB"]) == 2
+    assert "--params or --width" in capsys.readouterr().err

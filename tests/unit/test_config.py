@@ -1,0 +1,85 @@
+"""Sizes and policies as users write them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiermem.config import Policy, format_size, parse_size
+from tiermem.core.block import Role
+from tiermem.errors import ConfigError, TierError
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (0, 0),
+        (4096, 4096),
+        ("4096", 4096),
+        ("1b", 1),
+        ("7GiB", 7 * 2**30),
+        ("7GB", 7 * 10**9),
+        (" 7 gib ", 7 * 2**30),
+        ("1.5KiB", 1536),
+        (".5MiB", 2**19),
+        ("2TiB", 2**41),
+        ("3tb", 3 * 10**12),
+    ],
+)
+def test_sizes(text, value) -> None:
+    assert parse_size(text) == value
+
+
+@pytest.mark.parametrize(
+    "text", [-1, "-1", "-1GiB", "", "GiB", "7 bees", "1e9", "nan", None, 1.5, True, [], "7GiB 8GiB"]
+)
+def test_bad_sizes(text) -> None:
+    with pytest.raises(ConfigError, match="hbm"):
+        parse_size(text, "hbm")
+
+
+def test_config_errors_are_value_errors_too() -> None:
+    with pytest.raises(ValueError):
+        parse_size(-1)
+    with pytest.raises(TierError):
+        parse_size(-1)
+
+
+@given(st.integers(0, 2**60))
+def test_a_number_survives_its_text(nbytes) -> None:
+    assert parse_size(str(nbytes)) == nbytes == parse_size(f"{nbytes}B")
+    assert parse_size(f"{nbytes}KiB") == nbytes * 1024
+
+
+@given(st.integers(0, 2**50))
+def test_shown_sizes_are_close(nbytes) -> None:
+    shown = format_size(nbytes)
+    assert parse_size(shown) == pytest.approx(nbytes, rel=0.006, abs=1)
+
+
+def test_policy_of() -> None:
+    assert Policy.of(None) == Policy()
+    policy = Policy(params="dram", optimizer="nvme")
+    assert Policy.of(policy) is policy
+    assert Policy.of({"params": "dram", "optimizer": "nvme"}) == policy
+    assert Policy.of("dram") == Policy("dram", "dram", "dram", "dram", "dram")
+
+
+def test_policy_homes() -> None:
+    policy = Policy(params="dram", grads="hbm", master="auto", optimizer="nvme", activations="hbm")
+    homes = {role: policy.home(role) for role in Role}
+    assert homes[Role.PARAM] == homes[Role.BUFFER] == homes[Role.QUANT] == "dram"
+    assert homes[Role.GRAD] == "hbm" and homes[Role.OPTIMIZER] == "nvme"
+    assert homes[Role.MASTER] == "auto" and homes[Role.ACTIVATION] == "hbm"
+
+
+@pytest.mark.parametrize("value", ["moon", {"params": "moon"}, {"wings": "dram"}, 3, ["dram"]])
+def test_bad_policies(value) -> None:
+    with pytest.raises(ConfigError):
+        Policy.of(value)
+
+
+def test_policy_fields_are_checked_at_once() -> None:
+    with pytest.raises(ConfigError, match="grads"):
+        Policy(grads="disk")  # type: ignore[arg-type]
