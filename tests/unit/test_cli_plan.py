@@ -24,9 +24,9 @@ def test_by_hand() -> None:
     # Weights and gradients 2 GiB each, states 4; a block of all roles is 0.5, two fill HBM.
     result = forecast(WORK, MACHINE)
     assert result.in_work == GIB
-    assert result.homes["params"] == {"hbm": 0, "dram": 2 * GIB, "nvme": 0}
-    assert result.homes["grads"] == {"hbm": 0, "dram": 2 * GIB, "nvme": 0}
-    assert result.homes["optimizer"] == {"hbm": 0, "dram": 0, "nvme": 4 * GIB}
+    assert result.homes["params"] == {"dram": 2 * GIB, "nvme": 0}
+    assert result.homes["grads"] == {"dram": 2 * GIB, "nvme": 0}
+    assert result.homes["optimizer"] == {"dram": 0, "nvme": 4 * GIB}
     assert result.traffic == {
         "dram->hbm": (3 * 2 + 2) * GIB,
         "hbm->dram": (2 + 2) * GIB,
@@ -41,7 +41,9 @@ def test_by_hand() -> None:
 
 def test_room_in_hbm_keeps_weights() -> None:
     result = forecast(WORK, dataclasses.replace(MACHINE, hbm=1.5 * GIB))
-    assert result.homes["params"] == {"hbm": 0.5 * GIB, "dram": 1.5 * GIB, "nvme": 0}
+    assert result.stays == 0.5 * GIB and result.homes["params"]["dram"] == 2 * GIB
+    assert result.traffic["dram->hbm"] == (3 * 1.5 + 2) * GIB
+    assert result.traffic["hbm->dram"] == (1.5 + 2) * GIB
 
 
 def test_inference_moves_weights_up_once() -> None:

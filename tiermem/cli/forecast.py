@@ -6,7 +6,8 @@ The formulas, with ``P`` parameters of ``b`` bytes in ``L`` equal blocks:
   keeps it in the dtype of the weights (``k`` = 2 for AdamW).
 * HBM holds the blocks in work: two of each role, so that one is used while the
   next arrives. Room beyond that keeps weights for good.
-* DRAM takes weights, then gradients, then optimizer state; what is left goes to NVMe.
+* Every block has a home below HBM, also one that stays. DRAM takes the homes of weights,
+  then of gradients, then of optimizer state; what is left goes to NVMe.
 * Weights that do not stay come up three times a step (forward, backward, step) and
   go down once; gradients go down once and come up once; state comes up and goes down.
 * Compute is ``6·P`` operations per token, ``8·P`` with recomputation, ``2·P`` forward only.
@@ -93,8 +94,9 @@ class Forecast:
     """What to expect.
 
     Attributes:
-        homes: Bytes by role, then by tier.
+        homes: Bytes by role, then by home tier.
         in_work: Bytes of HBM for the blocks in work.
+        stays: Bytes of weights that stay in HBM from step to step.
         traffic: Bytes per step by link.
         seconds: Bounds per step by what sets them.
         bound: Which of them is the longest.
@@ -103,6 +105,7 @@ class Forecast:
 
     homes: dict[str, dict[str, float]]
     in_work: float
+    stays: float
     traffic: dict[str, float]
     seconds: dict[str, float]
     bound: str
@@ -123,8 +126,8 @@ def forecast(work: Workload, machine: Machine) -> Forecast:
     sizes = work.role_bytes()
     in_work = _blocks_in_work(work, machine)
     stays = min(sizes["params"], machine.hbm - in_work)
-    homes = _homes(sizes, stays, machine)
-    traffic = _traffic(homes, work.inference)
+    homes = _homes(sizes, machine)
+    traffic = _traffic(homes, 1 - stays / sizes["params"], work.inference)
     up = traffic["dram->hbm"] + traffic["nvme->hbm"]
     down = traffic["hbm->dram"] + traffic["hbm->nvme"]
     seconds = {
@@ -137,6 +140,7 @@ def forecast(work: Workload, machine: Machine) -> Forecast:
     return Forecast(
         homes=homes,
         in_work=in_work,
+        stays=stays,
         traffic=traffic,
         seconds=seconds,
         bound=max(seconds, key=lambda name: seconds[name]),
@@ -155,30 +159,29 @@ def _blocks_in_work(work: Workload, machine: Machine) -> float:
     return min(_BLOCKS_IN_WORK * least, machine.hbm)
 
 
-def _homes(sizes: dict[str, float], stays: float, machine: Machine) -> dict[str, dict[str, float]]:
+def _homes(sizes: dict[str, float], machine: Machine) -> dict[str, dict[str, float]]:
     room = {"dram": machine.dram, "nvme": machine.nvme}
     homes: dict[str, dict[str, float]] = {}
     for role in _ROLES:
-        # Weights that stay in HBM need no second home.
-        left = sizes[role] - (stays if role == "params" else 0.0)
-        home = {"hbm": sizes[role] - left, "dram": 0.0, "nvme": 0.0}
-        for tier in ("dram", "nvme"):
-            home[tier] = min(left, room[tier])
-            room[tier] -= home[tier]
-            left -= home[tier]
+        left = sizes[role]
+        homes[role] = {}
+        for tier in room:
+            homes[role][tier] = min(left, room[tier])
+            room[tier] -= homes[role][tier]
+            left -= homes[role][tier]
         if left > 0:
-            total = sum(sizes.values()) - stays
             raise CapacityError(
-                f"{role} do not fit: {format_size(total)} are needed below HBM, but --dram and "
-                f"--nvme-bytes give {format_size(machine.dram + machine.nvme)}"
+                f"{role} do not fit: {format_size(sum(sizes.values()))} are needed below HBM, "
+                f"but --dram and --nvme-bytes give {format_size(machine.dram + machine.nvme)}"
             )
-        homes[role] = home
     return homes
 
 
-def _traffic(homes: dict[str, dict[str, float]], inference: bool) -> dict[str, float]:
-    ups = {"params": 1 if inference else 3, "grads": 1, "optimizer": 1}
-    downs = {"params": 0 if inference else 1, "grads": 1, "optimizer": 1}
+def _traffic(
+    homes: dict[str, dict[str, float]], moving: float, inference: bool
+) -> dict[str, float]:
+    ups = {"params": (1 if inference else 3) * moving, "grads": 1, "optimizer": 1}
+    downs = {"params": 0 if inference else moving, "grads": 1, "optimizer": 1}
     traffic: dict[str, float] = {}
     for tier in ("dram", "nvme"):
         traffic[f"{tier}->hbm"] = sum(ups[role] * homes[role][tier] for role in _ROLES)

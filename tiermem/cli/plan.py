@@ -103,11 +103,12 @@ def _print(result: Forecast, work: Workload, machine: Machine) -> None:
 
     console = Console(highlight=False)
     homes = Table(title="Where tensors live")
-    for column in ("role", "hbm", "dram", "nvme"):
-        homes.add_column(column, justify="left" if column == "role" else "right")
+    for column in ("", "hbm", "dram", "nvme"):
+        homes.add_column(column, justify="right" if column else "left")
     for role, tiers in result.homes.items():
-        homes.add_row(role, *(format_size(tiers[tier]) for tier in ("hbm", "dram", "nvme")))
+        homes.add_row(role, "", format_size(tiers["dram"]), format_size(tiers["nvme"]))
     homes.add_row("blocks in work", format_size(result.in_work), "", "")
+    homes.add_row("params that stay", format_size(result.stays), "", "")
     console.print(homes)
 
     moved = Table(title="What moves in a step")
