@@ -92,15 +92,15 @@ def test_hiding_tokens_is_where_the_bound_turns() -> None:
 
 
 def test_command(capsys) -> None:
-    line = ["plan", "--params", "7B", "--hbm", "10GiB", "--dram", "48GiB"]
+    line = ["plan", "--params", "7B", "--hbm", "10GiB", "--dram", "64GiB"]
     assert cli.main(line) == 0
     assert "takes at least" in capsys.readouterr().out
     assert cli.main([*line, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["step_seconds"] == found["seconds"][found["bound"]]
-    assert cli.main(["plan", "--width", "4096", "--hbm", "10GiB", "--dram", "48GiB"]) == 0
+    assert cli.main(["plan", "--width", "4096", "--hbm", "10GiB", "--dram", "64GiB"]) == 0
 
 
 def test_command_needs_one_size(capsys) -> None:
-    assert cli.main(["plan", "--hbm", "10GiB", "--dram", "48GiB"]) == 2
+    assert cli.main(["plan", "--hbm", "10GiB", "--dram", "64GiB"]) == 2
     assert "--params or --width" in capsys.readouterr().err
