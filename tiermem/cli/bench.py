@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiermem.cli.options import parse_bytes, pick_device
@@ -19,6 +20,9 @@ from tiermem.errors import ConfigError
 
 if TYPE_CHECKING:
     from tiermem.storage.arena import Arena
+
+_CHUNK = 4 << 20
+_CHUNKS = 8
 
 Rows = list[dict[str, object]]
 
@@ -91,6 +95,46 @@ def bench_memory(nbytes: int, repeat: int, device: str) -> Rows:
     return rows
 
 
+def bench_disks(folders: list[str], nbytes: int, repeat: int) -> Rows:
+    """Measures writing to and reading from swap files in ``folders``, striped."""
+    import torch
+
+    from tiermem.io.probe import choose_engine
+    from tiermem.storage.arena import HostArena
+    from tiermem.storage.swapfile import SwapFile
+    from tiermem.transfer.filemover import FileMover, FileTransfer
+
+    factory, engine, _ = choose_engine()
+    chunk = min(_CHUNK, nbytes)
+    arena = HostArena(Tier.DRAM, _CHUNKS * chunk)
+    staging = arena.bytes_of(Extent(0, _CHUNKS * chunk))
+    memory = torch.randint(256, (nbytes,), dtype=torch.uint8)
+    with SwapFile([Path(folder) for folder in folders], None, chunk) as store:
+        store.grow(nbytes)
+        extent = store.allocate(nbytes)
+        with FileMover(store, factory, staging, chunk) as mover:
+
+            def over(transfer: FileTransfer) -> None:
+                mover.wait(transfer)
+                if transfer.error is not None:
+                    raise transfer.error
+
+            def write() -> None:
+                over(mover.write(extent, memory, label="bench"))
+
+            def read() -> None:
+                over(mover.read(extent, memory, label="bench"))
+
+            note = f"{engine}, {'O_DIRECT' if store.direct else 'page cache'}, checksums"
+            rows = [
+                _row("dram -> nvme", nbytes, _best(write, _nothing, repeat), note),
+                _row("nvme -> dram", nbytes, _best(read, _nothing, repeat), note),
+            ]
+    del staging
+    arena.close()
+    return rows
+
+
 def _nothing() -> None:
     """Copies within host memory are over when they return."""
 
@@ -131,8 +175,3 @@ def _print(rows: Rows) -> None:
             str(row["link"]), format_size(nbytes), f"{row['gb_per_s']:.2f}", str(row["note"])
         )
     Console(highlight=False).print(table)
-
-
-def bench_disks(folders: list[str], nbytes: int, repeat: int) -> Rows:
-    """Measures writing to and reading from swap files in ``folders``, together."""
-    raise ConfigError("tiermem bench cannot measure disks yet; use --nvme none")
