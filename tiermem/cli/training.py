@@ -122,7 +122,7 @@ def run_steps(
         for _ in range(settings.accumulate):
             tokens = corpus.batch(generator, settings.batch, settings.shape.context + 1)
             loss = loss_of(model, tokens.to(settings.device)) / settings.accumulate
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             parts.append(loss.detach())
         clip(CLIP)
         optimizer.step()
