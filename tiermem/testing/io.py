@@ -219,18 +219,21 @@ def flip(view: memoryview, bit: int) -> None:
 
 
 class Memory:
-    """Page-aligned host memory for tests.
+    """Page-aligned host memory for tests; it lives as long as its view.
 
     Args:
         nbytes: Length in bytes.
+
+    Attributes:
+        address: Of the first byte.
+        view: Writable view of the bytes.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._map = mmap.mmap(-1, nbytes)
-        self._anchor = (ctypes.c_ubyte * nbytes).from_buffer(self._map)
-        self.address = ctypes.addressof(self._anchor)
-        self.view = memory_view(self.address, nbytes)
+        anchor = (ctypes.c_ubyte * nbytes).from_buffer(mmap.mmap(-1, nbytes))
+        self.address = ctypes.addressof(anchor)
+        self.view = memoryview(anchor).cast("B")
 
 
 class EngineConformance:

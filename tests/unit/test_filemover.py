@@ -1,0 +1,456 @@
+"""The file mover: pipeline, order, urgency, cancelling, fences, endings."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiermem.core.block import Extent
+from tiermem.errors import ClosedError, ConfigError, IntegrityError, StorageError
+from tiermem.io import IoOp, IoRequest, ThreadEngine, UringEngine
+from tiermem.io.probe import probe_uring
+from tiermem.storage.swapfile import SwapFile
+from tiermem.testing.io import Fault, Memory, ScriptedEngine
+from tiermem.transfer.filejobs import FileTransfer, Job, JobQueue
+from tiermem.transfer.filemover import FileMover, HostCopier
+
+PAGE = 4096
+CHUNK = 4 * PAGE
+ENGINES = [ThreadEngine, ScriptedEngine] + ([] if probe_uring() else [UringEngine])
+
+
+def host(nbytes: int) -> torch.Tensor:
+    """Page-aligned host memory."""
+    return torch.frombuffer(Memory(nbytes).view, dtype=torch.uint8)
+
+
+def noise(nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(os.urandom(nbytes)), dtype=torch.uint8)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SwapFile]:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    with SwapFile([tmp_path / "a", tmp_path / "b"], None, CHUNK) as swap:
+        swap.grow(64 * CHUNK)
+        yield swap
+
+
+@pytest.fixture
+def scripted(store: SwapFile) -> Iterator[tuple[ScriptedEngine, FileMover]]:
+    engine = ScriptedEngine()
+    with FileMover(store, lambda: engine, host(4 * CHUNK), CHUNK) as mover:
+        yield engine, mover
+
+
+def finish(mover: FileMover, *transfers: FileTransfer) -> None:
+    for transfer in transfers:
+        mover.wait(transfer)
+        assert transfer.error is None, transfer.error
+
+
+@pytest.mark.parametrize("factory", ENGINES)
+def test_bytes_go_down_and_come_back(store: SwapFile, factory: Callable[[], object]) -> None:
+    with FileMover(store, factory, host(4 * CHUNK), CHUNK) as mover:
+        sizes = [PAGE, 3 * CHUNK, CHUNK + PAGE, 11 * CHUNK, CHUNK]
+        blocks = [(store.allocate(n), noise(n), torch.zeros(n, dtype=torch.uint8)) for n in sizes]
+        writes = [mover.write(e, data, label=str(i)) for i, (e, data, _) in enumerate(blocks)]
+        reads = [mover.read(e, out, label=str(i)) for i, (e, _, out) in enumerate(blocks)]
+        finish(mover, *writes, *reads)
+        assert all(torch.equal(data, out) for _, data, out in blocks)
+        assert set(mover.poll()) == {*writes, *reads}
+        assert mover.poll() == []
+        stats = mover.stats()
+        assert stats.bytes_read == stats.bytes_written == sum(sizes)
+        assert stats.failed == 0
+        assert stats.checksum_seconds > 0.0
+        assert stats.engine == factory().name
+        for transfer in (*writes, *reads):
+            assert 0 < transfer.submitted_ns <= transfer.started_ns <= transfer.finished_ns
+        assert [t.is_read for t in (writes[0], reads[0])] == [False, True]
+        assert "finished" in repr(reads[0])
+
+
+def test_without_checking_there_are_no_checksums(store: SwapFile) -> None:
+    with FileMover(store, ThreadEngine, host(CHUNK), CHUNK, verify=False) as mover:
+        extent, data, out = store.allocate(CHUNK), noise(CHUNK), torch.zeros(CHUNK).byte()
+        finish(mover, mover.write(extent, data, label="x"), mover.read(extent, out, label="x"))
+        assert torch.equal(data, out)
+        assert mover.stats().checksum_seconds == 0.0
+
+
+def test_a_chunk_larger_than_the_stripes(store: SwapFile) -> None:
+    with FileMover(store, ThreadEngine, host(4 * CHUNK), 2 * CHUNK) as mover:
+        extent, data, out = store.allocate(5 * CHUNK), noise(5 * CHUNK), host(5 * CHUNK)
+        finish(mover, mover.write(extent, data, label="x"), mover.read(extent, out, label="x"))
+        assert torch.equal(data, out)
+
+
+def test_autograd_sees_no_change(store: SwapFile) -> None:
+    target = torch.zeros(CHUNK, dtype=torch.uint8)
+    version = target._version
+    copier = HostCopier()
+    fence = copier.to_target(target, noise(CHUNK))
+    fence.wait()
+    assert fence.done()
+    assert target._version == version
+
+
+def test_never_written_is_an_error(scripted: tuple[ScriptedEngine, FileMover]) -> None:
+    _, mover = scripted
+    transfer = mover.read(Extent(CHUNK, 2 * CHUNK), host(2 * CHUNK), label="layer.3")
+    mover.wait(transfer)
+    error = transfer.error
+    assert isinstance(error, StorageError)
+    assert not isinstance(error, IntegrityError)
+    assert "never written" in str(error)
+    assert (error.block, error.tier, error.offset, error.nbytes) == ("layer.3", "nvme", 0, CHUNK)
+    assert error.path.endswith("/b")
+    assert mover.stats().failed == 1
+
+
+def test_same_bytes_in_the_order_of_submission(
+    scripted: tuple[ScriptedEngine, FileMover], store: SwapFile
+) -> None:
+    engine, mover = scripted
+    extent = store.allocate(6 * CHUNK)
+    data = [noise(6 * CHUNK) for _ in range(4)]
+    outs = [host(6 * CHUNK) for _ in range(4)]
+    engine.hold()
+    transfers = []
+    for source, out in zip(data, outs, strict=True):
+        transfers.append(mover.write(extent, source, label="w"))
+        transfers.append(mover.read(extent, out, label="r", urgent=True))
+    engine.release()
+    finish(mover, *transfers)
+    for source, out in zip(data, outs, strict=True):
+        assert torch.equal(source, out)
+
+
+def test_urgent_reads_go_first(scripted: tuple[ScriptedEngine, FileMover], store: SwapFile) -> None:
+    engine, mover = scripted
+    extents = [store.allocate(4 * CHUNK) for _ in range(3)]
+    finish(mover, *(mover.write(e, noise(e.nbytes), label="w") for e in extents))
+    engine.log.clear()
+    engine.hold()
+    plain = [mover.read(e, host(e.nbytes), label="r") for e in extents[:2]]
+    assert engine.until_pending(4)
+    urgent = mover.read(extents[2], host(4 * CHUNK), label="r", urgent=True)
+    engine.release()
+    finish(mover, urgent, *plain)
+    places = [(r.file, r.offset) for r in engine.log]
+    first = {(p.file, p.file_offset) for p in store.pieces(extents[2])}
+    assert set(places[4:8]) == first
+    assert urgent.finished_ns < plain[1].finished_ns
+
+
+def test_writes_do_not_starve(scripted: tuple[ScriptedEngine, FileMover], store: SwapFile) -> None:
+    engine, mover = scripted
+    extents = [store.allocate(20 * CHUNK), store.allocate(CHUNK)]
+    finish(mover, *(mover.write(e, noise(e.nbytes), label="w") for e in extents))
+    engine.log.clear()
+    engine.hold()
+    read = mover.read(extents[0], host(20 * CHUNK), label="r")
+    assert engine.until_pending(4)
+    write = mover.write(extents[1], noise(CHUNK), label="w")
+    engine.release()
+    finish(mover, read, write)
+    at = [r.op for r in engine.log].index(IoOp.WRITE)
+    assert 4 <= at <= 12
+
+
+def job(offset: int, pages: int, *, read: bool, urgent: bool = False) -> Job:
+    extent = Extent(offset * PAGE, pages * PAGE)
+    transfer = FileTransfer(extent, is_read=read, label="", urgent=urgent)
+    return Job(transfer, torch.empty(0), [object()] * pages)  # type: ignore[list-item]
+
+
+def test_what_an_urgent_read_waits_for_becomes_urgent() -> None:
+    queue = JobQueue()
+    other, write = job(50, 3, read=True), job(0, 1, read=False)
+    read = job(0, 1, read=True, urgent=True)
+    for each in (other, write, read):
+        queue.add(each)
+    order = []
+    while (taken := queue.take(may_write=True)) is not None:
+        order.append(taken[0])
+        if taken[0].exhausted:
+            queue.remove(taken[0])
+    assert order == [write, read, other, other, other]
+    assert queue.jobs == {}
+
+
+def test_writes_wait_when_they_may_have_no_chunk() -> None:
+    queue = JobQueue()
+    write, read = job(0, 1, read=False), job(9, 1, read=True)
+    queue.add(write)
+    assert queue.take(may_write=False) is None
+    queue.add(read)
+    taken = queue.take(may_write=False)
+    assert taken is not None
+    assert taken[0] is read
+    taken = queue.take(may_write=True)
+    assert taken is not None
+    assert taken[0] is write
+
+
+def test_a_stopped_job_lets_those_behind_it_go() -> None:
+    queue = JobQueue()
+    first, second, third = (job(0, 1, read=False) for _ in range(3))
+    for each in (first, second, third):
+        queue.add(each)
+    second.stop(StorageError("cancelled"))
+    queue.remove(second)
+    queue.take(may_write=True)
+    queue.remove(first)
+    taken = queue.take(may_write=True)
+    assert taken is not None
+    assert taken[0] is third
+
+
+def test_cancelling(scripted: tuple[ScriptedEngine, FileMover], store: SwapFile) -> None:
+    engine, mover = scripted
+    first, second = store.allocate(12 * CHUNK), store.allocate(CHUNK)
+    old = noise(CHUNK)
+    finish(
+        mover,
+        mover.write(first, noise(12 * CHUNK), label="a"),
+        mover.write(second, old, label="b"),
+    )
+    engine.hold()
+    under_way = mover.write(first, noise(12 * CHUNK), label="a")
+    assert engine.until_pending(3)
+    waiting = mover.read(first, host(12 * CHUNK), label="a")
+    behind = mover.write(second, noise(CHUNK), label="b")
+    for transfer in (waiting, under_way, behind):
+        mover.cancel(transfer)
+    engine.release()
+    for transfer in (waiting, under_way, behind):
+        mover.wait(transfer)
+        assert isinstance(transfer.error, StorageError)
+        assert transfer.error.errno == errno.ECANCELED
+    torn = mover.read(first, host(12 * CHUNK), label="a")
+    mover.wait(torn)
+    assert "never written" in str(torn.error), "half old and half new must not be read as whole"
+    whole = mover.read(second, out := host(CHUNK), label="b")
+    finish(mover, whole)
+    assert torch.equal(out, old), "a write that never began changes nothing"
+    mover.cancel(whole)
+    assert whole.error is None
+
+
+class HeldFence:
+    """A fence that is done when the test says so."""
+
+    def __init__(self, copy: Callable[[], object]) -> None:
+        self.copy: Callable[[], object] | None = copy
+
+    def done(self) -> bool:
+        return self.copy is None
+
+    def wait(self) -> None:
+        if self.copy is not None:
+            self.copy()
+            self.copy = None
+
+
+class LateCopier:
+    """Copies that happen only when their fence is let go, as a device's do."""
+
+    def __init__(self) -> None:
+        self.fences: list[HeldFence] = []
+        self.changed = threading.Condition()
+
+    def _late(self, target: torch.Tensor, source: torch.Tensor) -> HeldFence:
+        with self.changed:
+            fence = HeldFence(lambda: target.copy_(source))
+            self.fences.append(fence)
+            self.changed.notify_all()
+        return fence
+
+    def to_target(self, target: torch.Tensor, staging: torch.Tensor) -> HeldFence:
+        return self._late(target, staging)
+
+    def from_source(self, staging: torch.Tensor, source: torch.Tensor) -> HeldFence:
+        return self._late(staging, source)
+
+    def let_go(self, count: int) -> None:
+        """Completes that many copies, the latest first, each once it was asked for."""
+        for _ in range(count):
+            with self.changed:
+                assert self.changed.wait_for(lambda: bool(self.fences), 10.0)
+                self.fences.pop().wait()
+
+
+def test_chunks_are_kept_until_their_late_copies_are_done(store: SwapFile) -> None:
+    copier = LateCopier()
+    extent, data, out = store.allocate(9 * CHUNK), noise(9 * CHUNK), host(9 * CHUNK)
+    with FileMover(store, ThreadEngine, host(3 * CHUNK), CHUNK, copier) as mover:
+        write = mover.write(extent, data, label="w")
+        copier.let_go(9)
+        finish(mover, write)
+        read = mover.read(extent, out, label="r")
+        with copier.changed:
+            assert copier.changed.wait_for(lambda: len(copier.fences) == 3, 10.0)
+        assert not read.finished
+        copier.let_go(9)
+        finish(mover, read)
+    assert torch.equal(data, out)
+
+
+def test_closing_waits_for_late_copies(store: SwapFile) -> None:
+    copier = LateCopier()
+    extent = store.allocate(2 * CHUNK)
+    mover = FileMover(store, ThreadEngine, host(2 * CHUNK), CHUNK, copier)
+    write = mover.write(extent, noise(2 * CHUNK), label="w")
+    with copier.changed:
+        assert copier.changed.wait_for(lambda: len(copier.fences) > 0, 10.0)
+    fences = list(copier.fences)
+    mover.close()
+    assert all(fence.done() for fence in fences)
+    assert write.error is not None
+
+
+def test_closing_with_transfers_in_flight(
+    scripted: tuple[ScriptedEngine, FileMover], store: SwapFile
+) -> None:
+    engine, mover = scripted
+    engine.hold()
+    extents = [store.allocate(8 * CHUNK) for _ in range(3)]
+    transfers = [mover.write(e, noise(e.nbytes), label="w") for e in extents]
+    mover.close()
+    mover.close()
+    for transfer in transfers:
+        mover.wait(transfer)
+        assert transfer.error is not None
+        assert transfer.error.errno == errno.ECANCELED
+    assert len(mover.poll()) == 3
+    with pytest.raises(ClosedError):
+        mover.read(extents[0], host(8 * CHUNK), label="r")
+    with pytest.raises(ClosedError):
+        mover.cancel(transfers[0])
+
+
+@pytest.mark.parametrize("factory", ENGINES)
+def test_closing_a_busy_real_engine(store: SwapFile, factory: Callable[[], object]) -> None:
+    for _ in range(5):
+        mover = FileMover(store, factory, host(8 * CHUNK), CHUNK)
+        extent = store.allocate(40 * CHUNK)
+        write = mover.write(extent, noise(40 * CHUNK), label="w")
+        mover.close()
+        assert write.finished
+        store.free(extent)
+
+
+def test_a_forgotten_mover_ends_its_thread(store: SwapFile) -> None:
+    mover = FileMover(store, ThreadEngine, host(CHUNK), CHUNK)
+    gone, thread = weakref.ref(mover), mover._pump._thread
+    del mover
+    gc.collect()
+    assert gone() is None
+    assert not thread.is_alive()
+
+
+def test_a_dead_pump_fails_everything_and_says_why(
+    scripted: tuple[ScriptedEngine, FileMover], store: SwapFile
+) -> None:
+    engine, mover = scripted
+    engine.hold()
+    extent = store.allocate(8 * CHUNK)
+    transfers = [mover.write(extent, noise(8 * CHUNK), label="w") for _ in range(2)]
+    cause = OSError(errno.EBADF, "the ring is gone")
+    engine.break_with(cause)
+    for transfer in transfers:
+        mover.wait(transfer)
+    transfers.append(mover.read(extent, host(8 * CHUNK), label="r"))
+    for transfer in transfers:
+        mover.wait(transfer)
+        assert isinstance(transfer.error, StorageError)
+        assert transfer.error.__cause__ is cause
+        assert "the ring is gone" in str(transfer.error)
+    assert len(mover.poll()) == 3
+
+
+def test_an_engine_that_cannot_be_made_raises_at_once(store: SwapFile) -> None:
+    class Refused(ScriptedEngine):
+        def open(self, files: object, buffers: object) -> None:
+            raise OSError(errno.ENOMEM, "no ring")
+
+    def broken() -> ScriptedEngine:
+        raise RuntimeError("no engine")
+
+    with pytest.raises(OSError, match="no ring"):
+        FileMover(store, Refused, host(CHUNK), CHUNK)
+    with pytest.raises(RuntimeError, match="no engine"):
+        FileMover(store, broken, host(CHUNK), CHUNK)
+    assert not any(t.name == "tiermem-file-pump" for t in threading.enumerate())
+
+
+def test_what_does_not_fit_is_refused(store: SwapFile) -> None:
+    for staging, chunk in (
+        (host(CHUNK), CHUNK // 2),
+        (host(CHUNK + PAGE), CHUNK),
+        (host(CHUNK + PAGE)[1 : CHUNK + 1], CHUNK),
+    ):
+        with pytest.raises(ConfigError):
+            FileMover(store, ThreadEngine, staging, chunk)
+    with FileMover(store, ThreadEngine, host(CHUNK), CHUNK) as mover:
+        extent = store.allocate(CHUNK)
+        for bad in (host(PAGE), torch.zeros(CHUNK), host(2 * CHUNK)[::2], host(CHUNK).view(2, -1)):
+            with pytest.raises(ValueError, match=r"uint8|bytes"):
+                mover.write(extent, bad, label="w")
+        with pytest.raises(ValueError, match="not within"):
+            mover.write(Extent(0, 65 * CHUNK), host(65 * CHUNK), label="w")
+
+
+def test_a_transfer_of_no_bytes_is_done(store: SwapFile) -> None:
+    with FileMover(store, ThreadEngine, host(CHUNK), CHUNK) as mover:
+        finish(mover, mover.read(Extent(0, 0), torch.empty(0, dtype=torch.uint8), label="none"))
+
+
+def test_ctrl_c_gets_through_a_wait(
+    scripted: tuple[ScriptedEngine, FileMover], store: SwapFile
+) -> None:
+    engine, mover = scripted
+    engine.hold()
+    extent = store.allocate(CHUNK)
+    transfer = mover.write(extent, noise(CHUNK), label="w")
+    assert engine.until_pending(1)
+    main = threading.main_thread().ident
+    interrupter = threading.Timer(0.05, lambda: signal.pthread_kill(main, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        interrupter.start()
+        mover.wait(transfer)
+    interrupter.join()
+    engine.release()
+    finish(mover, transfer)
+
+
+def test_errors_name_everything(store: SwapFile) -> None:
+    def fault(request: IoRequest, tries: int) -> Fault | None:
+        return Fault(errno=errno.EIO) if request.op is IoOp.READ and request.file == 1 else None
+
+    engine = ScriptedEngine(fault=fault)
+    with FileMover(store, lambda: engine, host(2 * CHUNK), CHUNK) as mover:
+        extent = store.allocate(4 * CHUNK)
+        finish(mover, mover.write(extent, noise(4 * CHUNK), label="w"))
+        read = mover.read(extent, host(4 * CHUNK), label="decoder.7")
+        mover.wait(read)
+        error = read.error
+        assert isinstance(error, StorageError)
+        assert error.errno == errno.EIO
+        assert (error.block, error.tier, error.nbytes) == ("decoder.7", "nvme", CHUNK)
+        assert error.path.endswith("/b")
+        assert error.offset in (0, CHUNK)
+        for part in ("decoder.7", "nvme", "/b", "offset", "errno 5", "Input/output error"):
+            assert part in str(error)
