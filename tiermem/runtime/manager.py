@@ -74,6 +74,7 @@ class BlockManager:
         self._closed = False
         self._next_id = 0
         self._slots_by_id: dict[int, Slot] = {}
+        self.by_address: dict[int, Slot] = {}
         self._ready: dict[int, Event] = {}
         self._home_ready: dict[int, Event] = {}
         self._flights: dict[int, tuple[FileTransfer, Move]] = {}
@@ -375,6 +376,7 @@ class BlockManager:
                 self.mover.close()
             self.copy.synchronize()
             self._slots_by_id.clear()
+            self.by_address.clear()
             self.slots.clear()
             self.arena.close()
             self.homes.close()
@@ -421,7 +423,7 @@ class BlockManager:
             if extent is not None:
                 self.table.place_blank(block.id, extent)
                 self.table[block.id].fixed = True
-                self._slots_by_id[block.id] = self.slots.slot(block, extent)
+                self._enter(block, extent)
 
     def _bring(self, record: Record) -> None:
         """Makes the HBM copy usable, waiting for what has to be waited for."""
@@ -441,13 +443,12 @@ class BlockManager:
                 self._start_fill(record, extent, urgent=True)
             else:
                 self.table.place_blank(block.id, extent)
-                self._slots_by_id[block.id] = self.slots.slot(block, extent)
+                self._enter(block, extent)
 
     def _start_fill(self, record: Record, extent: Extent, *, urgent: bool) -> None:
         block = record.block
         move = self.table.begin_fill(block.id, extent)
-        slot = self._slots_by_id[block.id] = self.slots.slot(block, extent)
-        self._ready.pop(block.id, None)
+        slot = self._enter(block, extent)
         try:
             if record.home is Tier.DRAM:
                 started = time.perf_counter_ns()
@@ -639,8 +640,16 @@ class BlockManager:
         if holder is not None and slot is not None and slot.pointed:
             holder.unpoint()
 
+    def _enter(self, block: Block, extent: Extent) -> Slot:
+        slot = self._slots_by_id[block.id] = self.slots.slot(block, extent)
+        self.by_address[slot.address] = slot
+        self._ready.pop(block.id, None)
+        return slot
+
     def _forget(self, block_id: int, *, home: bool = True) -> None:
-        self._slots_by_id.pop(block_id, None)
+        slot = self._slots_by_id.pop(block_id, None)
+        if slot is not None and self.by_address.get(slot.address) is slot:
+            del self.by_address[slot.address]
         self._ready.pop(block_id, None)
         if home:
             self._home_ready.pop(block_id, None)

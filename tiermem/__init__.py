@@ -1,0 +1,50 @@
+"""Train and run torch models larger than their GPU, bit for bit.
+
+Every tensor lives in HBM, page-locked DRAM or a file on a fast disk, and
+moves up before it is needed.
+"""
+
+from __future__ import annotations
+
+from tiermem.config import Policy
+from tiermem.core.block import Role, Tier
+from tiermem.errors import (
+    CapacityError,
+    CheckpointError,
+    ClosedError,
+    ConfigError,
+    IntegrityError,
+    InvariantError,
+    ParameterError,
+    StepError,
+    StorageError,
+    TierError,
+    WrapError,
+)
+from tiermem.optim.tiered import TieredOptimizer
+from tiermem.runtime.stats import LinkStats, ResidencyRow, Stats
+from tiermem.tier import TierManager
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CapacityError",
+    "CheckpointError",
+    "ClosedError",
+    "ConfigError",
+    "IntegrityError",
+    "InvariantError",
+    "LinkStats",
+    "ParameterError",
+    "Policy",
+    "ResidencyRow",
+    "Role",
+    "Stats",
+    "StepError",
+    "StorageError",
+    "Tier",
+    "TierError",
+    "TierManager",
+    "TieredOptimizer",
+    "WrapError",
+]

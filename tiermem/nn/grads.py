@@ -1,0 +1,193 @@
+"""Gradients: taken from autograd as they arrive, packed into blocks, handed out lazily."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from tiermem.core.block import Block, Role
+from tiermem.core.layout import split
+from tiermem.nn.group import Entry, Group
+from tiermem.nn.lazy import LazyTensor, lazy
+from tiermem.nn.shapes import shape_of
+from tiermem.runtime.slots import Slot
+
+if TYPE_CHECKING:
+    from tiermem.nn.runtime import ModuleRuntime
+
+
+Change = Callable[[list[torch.Tensor]], None]
+
+
+class GradUnit:
+    """One block of gradients: those of consecutive parameters of one group.
+
+    Attributes:
+        block: The block.
+        entries: Its parameters, in the order of the block's specs.
+        group: The group they are from.
+        pending: Changes that every gradient of it awaits (the factor of a clipping); made when
+            the block is next in HBM, so that they cost no sweep of their own.
+    """
+
+    __slots__ = ("block", "entries", "group", "pending")
+
+    def __init__(self, block: Block, entries: list[Entry], group: Group) -> None:
+        self.block = block
+        self.entries = entries
+        self.group = group
+        self.pending: list[Change] = []
+
+
+def divide(group: Group, limit: int) -> list[list[Entry]]:
+    """Cuts a group's trainable parameters into units of at most ``limit`` bytes each."""
+    entries = [e for e in group.entries if e.param.requires_grad]
+    sizes = [e.param.numel() * e.param.element_size() for e in entries]
+    return [[entries[i] for i in run] for run in split(sizes, limit)]
+
+
+class GradStore:
+    """Takes gradients into the tiers and gives them back."""
+
+    def __init__(self, runtime: ModuleRuntime) -> None:
+        """Serves ``runtime``."""
+        self._runtime = runtime
+        self._manager = runtime.manager
+
+    def track(self, entry: Entry) -> None:
+        """Watches the gradients of a parameter from now on."""
+        if entry.tracked or not entry.param.requires_grad:
+            return
+        entry.tracked = True
+        entry.param.register_hook(partial(self._before, entry))
+        entry.param.register_post_accumulate_grad_hook(partial(self._after, entry))
+
+    def reserve(self, groups: Iterable[Group]) -> None:
+        """Reserves homes for the gradients of every trainable parameter that has none yet.
+
+        Raises:
+            CapacityError: Before anything is changed.
+        """
+        wanted, units = [], []
+        for group in groups:
+            for entries in divide(group, self._runtime.unit_limit(group)):
+                if entries[0].unit is not None:
+                    continue
+                name = f"{group.block.name}.grad[{entries[0].name}]"
+                shapes = [shape_of(e.name, e.param, self._spec_stride(e)) for e in entries]
+                wanted.append((name, Role.GRAD, shapes))
+                units.append((entries, group))
+        for block, (entries, group) in zip(self._manager.add_blocks(wanted), units, strict=True):
+            unit = GradUnit(block, entries, group)
+            for index, entry in enumerate(entries):
+                entry.unit = unit
+                entry.unit_index = index
+
+    def clear(self, entry: Entry) -> None:
+        """Forgets the gradient of one parameter."""
+        entry.has_grad = False
+        unit = entry.unit
+        if unit is not None and not any(e.has_grad for e in unit.entries):
+            unit.pending.clear()
+            self._manager.discard(unit.block)
+
+    def sync(self, entry: Entry) -> None:
+        """Takes up what a user did to ``param.grad``: None, or another tensor, ends the stored one."""
+        if entry.has_grad and entry.param.grad is not entry.lazy:
+            self.clear(entry)
+
+    def load(self, entry: Entry) -> torch.Tensor:
+        """Returns a copy of a stored gradient in ordinary memory on the device."""
+        if entry.unit is None or not entry.has_grad:
+            raise RuntimeError(f"parameter {entry.name!r} has no gradient any more")
+        slot = self.open(entry.unit)
+        try:
+            with torch.no_grad():
+                return slot.views[entry.unit_index].clone()
+        finally:
+            self._manager.release(entry.unit.block)
+
+    def open(self, unit: GradUnit) -> Slot:
+        """Acquires a unit's block and makes the changes that are pending; release it after use."""
+        slot = self._manager.acquire(unit.block)
+        if unit.pending:
+            views = [slot.views[e.unit_index] for e in unit.entries if e.has_grad]
+            with torch.no_grad():
+                for change in unit.pending:
+                    change(views)
+            unit.pending.clear()
+            if views:
+                self._manager.mark_dirty(unit.block)
+        return slot
+
+    def store(self, entry: Entry, gradient: torch.Tensor, *, add: bool = False) -> None:
+        """Puts a dense gradient into the tiers, and its lazy stand-in into ``param.grad``."""
+        if entry.unit is None:
+            self.reserve(self._runtime.groups)
+        unit = entry.unit
+        if unit is None:
+            raise RuntimeError(f"parameter {entry.name!r} is not tracked")
+        slot = self.open(unit)
+        written = False
+        try:
+            with torch.no_grad():
+                view = slot.views[entry.unit_index]
+                written = True
+                if add and entry.has_grad:
+                    view.add_(gradient)
+                else:
+                    view.copy_(gradient)
+            entry.has_grad = True
+        finally:
+            self._manager.release(unit.block, dirty=written)
+        self.expose(entry)
+
+    def expose(self, entry: Entry) -> None:
+        """Makes ``param.grad`` the lazy stand-in of the stored gradient."""
+        if entry.lazy is None:
+            entry.lazy = lazy(
+                entry.param.shape,
+                entry.param.dtype,
+                self._manager.device,
+                partial(self.load, entry),
+                partial(self.store, entry),
+            )
+        if entry.param.grad is not entry.lazy:
+            entry.param.grad = entry.lazy
+
+    def _spec_stride(self, entry: Entry) -> tuple[int, ...]:
+        return entry.group.block.tensors[entry.index].stride
+
+    def _before(self, entry: Entry, _gradient: torch.Tensor) -> None:
+        """Runs before autograd accumulates: gets the lazy stand-in out of its way."""
+        if entry.materialized:
+            return
+        self._runtime.enter_backward()
+        current = entry.param.grad
+        if current is None:
+            if entry.has_grad:
+                self.clear(entry)
+        elif isinstance(current, LazyTensor):
+            entry.param.grad = None
+        elif entry.has_grad:
+            self.clear(entry)  # the user put a gradient of their own in its place
+
+    def _after(self, entry: Entry, _param: torch.Tensor) -> None:
+        """Runs after autograd has put a new gradient into ``param.grad``."""
+        gradient = entry.param.grad
+        if gradient is None or entry.materialized:
+            return
+        if (
+            gradient.layout is not torch.strided
+            or gradient.requires_grad
+            or gradient.dtype is not entry.param.dtype
+        ):
+            if entry.has_grad:  # part of it was dense: let torch join the two
+                joined = self.load(entry) + gradient
+                self.clear(entry)
+                entry.param.grad = joined
+            return
+        self.store(entry, gradient, add=True)

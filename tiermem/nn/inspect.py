@@ -1,0 +1,132 @@
+"""Looks at a module before it is wrapped: what it holds, and what cannot work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tiermem.core.layout import is_dense
+from tiermem.errors import WrapError
+
+owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Parameter to the id of the manager that has it."""
+
+
+@dataclass(slots=True)
+class Found:
+    """A tensor of a module tree.
+
+    Attributes:
+        tensor: The parameter or buffer.
+        name: The qualified name it was met under first.
+        places: Every (module name, attribute) that holds it.
+        same_as: Another that looks at exactly the same memory, if there is one.
+    """
+
+    tensor: torch.Tensor
+    name: str
+    places: list[tuple[str, str]] = field(default_factory=list)
+    same_as: Found | None = None
+
+
+def _walk(model: nn.Module, which: str) -> Iterator[tuple[str, str, torch.Tensor]]:
+    for module_name, module in model.named_modules():
+        for name, tensor in getattr(module, which).items():
+            if tensor is not None:
+                yield module_name, name, tensor
+
+
+def find(model: nn.Module, which: str) -> list[Found]:
+    """Returns the distinct tensors in ``_parameters`` or ``_buffers``, in the modules' order."""
+    found: dict[int, Found] = {}
+    for module_name, name, tensor in _walk(model, which):
+        full = f"{module_name}.{name}" if module_name else name
+        found.setdefault(id(tensor), Found(tensor, full)).places.append((module_name, name))
+    return list(found.values())
+
+
+def check_module(model: object, manager_id: int) -> nn.Module:
+    """Refuses what cannot be wrapped.
+
+    Raises:
+        WrapError: Saying why, and what to do instead.
+    """
+    if not isinstance(model, nn.Module):
+        raise WrapError(f"tier.wrap takes a torch.nn.Module, not {type(model).__name__}")
+    for name, module in model.named_modules():
+        what = f"module {name or type(module).__name__!r}"
+        if "_call_impl" in module.__dict__:
+            raise WrapError(f"{what} is wrapped already; call tier.unwrap(module) first")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise WrapError(f"{what} is a ScriptModule, whose weights are out of reach; wrap the "
+                            "Python module it was made from")
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise WrapError(f"{what} replicates its module; wrap the module inside it instead")
+    for found in find(model, "_parameters"):
+        _check_parameter(found, manager_id)
+    return model
+
+
+def _check_parameter(found: Found, manager_id: int) -> None:
+    param, what = found.tensor, f"parameter {found.name!r}"
+    if isinstance(param, UninitializedParameter):
+        raise WrapError(f"{what} has no shape yet; run one batch through the module before tier.wrap")
+    if param.is_meta:
+        raise WrapError(f"{what} is on the meta device and has no values; load its weights first "
+                        "(module.to_empty and load_state_dict)")
+    if type(param) not in (nn.Parameter, torch.Tensor) and hasattr(param, "__torch_dispatch__") and (
+        type(param).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+    ):
+        raise WrapError(f"{what} is a {type(param).__name__}, whose bytes tiermem cannot see; wrap "
+                        "the module before it is sharded or quantized")
+    if param.layout is not torch.strided:
+        raise WrapError(f"{what} is {param.layout}; only dense parameters can be tiered")
+    if param.is_inference():
+        raise WrapError(f"{what} was made in inference_mode; build the module outside it")
+    if not param.is_leaf:
+        raise WrapError(f"{what} is not a leaf of autograd; assign it as an nn.Parameter")
+    owner = owners.get(param)
+    if owner is not None:
+        whose = "this TierManager" if owner == manager_id else "another TierManager"
+        raise WrapError(f"{what} is in {whose} already; call its tier.unwrap(module) first")
+
+
+def is_uninitialized(tensor: torch.Tensor) -> bool:
+    """Whether a buffer has no memory of its own kind to move."""
+    return isinstance(tensor, UninitializedBuffer) or tensor.is_meta
+
+
+def link_shared(params: list[Found]) -> None:
+    """Finds distinct parameters over the same memory.
+
+    Sets ``same_as`` where they cover exactly the same elements.
+
+    Raises:
+        WrapError: If two overlap in part.
+    """
+    spans: dict[int, list[tuple[int, int, Found]]] = {}
+    for found in params:
+        tensor = found.tensor
+        if tensor.numel() == 0 or not is_dense(tuple(tensor.shape), tensor.stride()):
+            continue
+        start = tensor.data_ptr()
+        end = start + tensor.numel() * tensor.element_size()
+        spans.setdefault(tensor.untyped_storage().data_ptr(), []).append((start, end, found))
+    for members in spans.values():
+        members.sort(key=lambda span: (span[0], span[1]))
+        for (start, end, first), (start2, end2, second) in zip(members, members[1:], strict=False):
+            if start2 >= end:
+                continue
+            a, b = first.tensor, second.tensor
+            same = (start, end) == (start2, end2) and a.shape == b.shape and a.dtype == b.dtype
+            if not same or a.stride() != b.stride():
+                raise WrapError(
+                    f"parameters {first.name!r} and {second.name!r} share part of their memory; "
+                    "make them one parameter, or clone one of them before tier.wrap"
+                )
+            second.same_as = first.same_as or first

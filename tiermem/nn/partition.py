@@ -1,0 +1,121 @@
+"""Which modules share a block.
+
+The automatic choice looks at three things only: what repeats (the layers of a
+stack, the experts of a mixture), what a block may weigh at most, and what is
+called as one. A *territory* is a module together with its descendants, less
+the territories inside it; its parameters form one block.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from tiermem.errors import ConfigError
+
+Predicate = Callable[[str, nn.Module], bool]
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_SMALL = 1 << 16
+
+
+def parameter_bytes(module: nn.Module) -> int:
+    """Returns the bytes of a module's parameters, descendants included, shared ones once."""
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def territories(
+    model: nn.Module, blocks: str | Iterable[str] | Predicate, largest: int
+) -> dict[str, nn.Module]:
+    """Chooses the modules at which a block begins.
+
+    Args:
+        model: The model.
+        blocks: ``"auto"``, qualified names of modules, or a predicate of name and module.
+        largest: Bytes above which a block is divided if it can be.
+
+    Returns:
+        Modules by qualified name; the root (``""``) is always among them.
+
+    Raises:
+        ConfigError: If a name is not one of a module.
+    """
+    modules = dict(model.named_modules())
+    if blocks == "auto":
+        chosen = _Automatic(largest).choose(model)
+    elif callable(blocks):
+        chosen = {name for name, module in modules.items() if blocks(name, module)}
+    elif isinstance(blocks, str):
+        raise ConfigError(f"blocks={blocks!r}: give 'auto', a list of module names or a predicate")
+    else:
+        chosen = set(blocks)
+        unknown = sorted(chosen - set(modules))
+        if unknown:
+            raise ConfigError(f"blocks: the model has no modules named {unknown[:5]}")
+    chosen.add("")
+    return {name: module for name, module in modules.items() if name in chosen}
+
+
+class _Automatic:
+    """Walks down from the root and marks where blocks begin."""
+
+    def __init__(self, largest: int) -> None:
+        self._largest = largest
+        self._marked: set[str] = set()
+        self._sizes: dict[int, int] = {}
+
+    def choose(self, model: nn.Module) -> set[str]:
+        self._visit("", model, inside=False)
+        return self._marked
+
+    def _size(self, module: nn.Module) -> int:
+        key = id(module)
+        if key not in self._sizes:
+            self._sizes[key] = parameter_bytes(module)
+        return self._sizes[key]
+
+    def _visit(self, name: str, module: nn.Module, *, inside: bool) -> None:
+        """Marks blocks among the descendants of ``module``.
+
+        Args:
+            name: Qualified name.
+            module: Where to look.
+            inside: Whether a block has begun at it or above it, other than the root's.
+        """
+        whole = inside and self._size(module) <= self._largest
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            if not self._size(child):
+                continue
+            if isinstance(child, _CONTAINERS):
+                self._visit_list(path, child, inside=inside)
+            elif whole:
+                self._visit(path, child, inside=True)
+            elif isinstance(child, nn.Sequential) and not inside and self._repeats(child):
+                self._visit_list(path, child, inside=inside)
+            elif self._size(child) > _SMALL or not inside:
+                self._begin(path, child)
+            else:
+                self._visit(path, child, inside=inside)
+
+    def _visit_list(self, path: str, container: nn.Module, *, inside: bool) -> None:
+        """Begins a block at each item of a list whose items are called one by one."""
+        for name, child in container.named_children():
+            item = f"{path}.{name}"
+            if not self._size(child):
+                continue
+            if isinstance(child, _CONTAINERS):
+                self._visit_list(item, child, inside=inside)
+            elif self._size(child) > _SMALL // 16 or not inside:
+                self._begin(item, child)
+            else:
+                self._visit(item, child, inside=inside)
+
+    def _begin(self, path: str, module: nn.Module) -> None:
+        self._marked.add(path)
+        self._visit(path, module, inside=True)
+
+    def _repeats(self, container: nn.Module) -> bool:
+        kinds = Counter(type(child) for child in container.children() if self._size(child))
+        return any(count > 1 for count in kinds.values())

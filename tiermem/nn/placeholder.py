@@ -1,0 +1,39 @@
+"""What a parameter holds while its block is elsewhere: one poisoned element, expanded.
+
+Shape, dtype and device stay right, reading gives NaN (all bits set), and most
+writes are refused by torch because the elements share memory. So a use of
+weights that are not there shows at once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_kept: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def poison_element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns a 0-d tensor with every bit set (True for bool)."""
+    key = (dtype, device)
+    element = _kept.get(key)
+    if element is None:
+        with torch.inference_mode(False), torch.no_grad():
+            if dtype is torch.bool:
+                element = torch.ones((), dtype=dtype, device=device)
+            else:
+                raw = torch.full((dtype.itemsize,), 0xFF, dtype=torch.uint8)
+                element = raw.view(dtype).reshape(()).to(device)
+        _kept[key] = element
+    return element
+
+
+def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns a tensor of this shape that takes one element of memory and reads as poison."""
+    with torch.inference_mode(False), torch.no_grad():
+        return poison_element(dtype, device).expand(shape)
+
+
+def is_placeholder(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory is the poison element of its dtype and device."""
+    element = _kept.get((tensor.dtype, tensor.device))
+    return element is not None and tensor.data_ptr() == element.data_ptr()

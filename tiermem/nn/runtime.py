@@ -1,0 +1,189 @@
+"""Where the modules of one manager are in their passes, and what they hold."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tiermem.core.block import Block, Role
+from tiermem.nn.grads import GradStore
+from tiermem.nn.group import Entry, Group
+from tiermem.nn.saved import SavedHooks
+from tiermem.runtime.manager import BlockManager
+
+if TYPE_CHECKING:
+    from tiermem.nn.scope import Scope
+
+_SOFT_IN_BACKWARD = 2
+
+
+class ModuleRuntime:
+    """State shared by every wrapped module of one manager.
+
+    Attributes:
+        manager: The blocks.
+        groups: Every group of parameters, in the order of the modules.
+        stack: Groups demanded out of turn, per scope under way.
+        grads: The gradients.
+        saved: The saved-tensor hooks.
+        on_begin: Called before each top-level pass (the optimizers check in here).
+    """
+
+    def __init__(self, manager: BlockManager) -> None:
+        """Starts with no module."""
+        self.manager = manager
+        self.groups: list[Group] = []
+        self.stack: list[list[Group]] = []
+        self.grads = GradStore(self)
+        self.saved = SavedHooks(self)
+        self.on_begin: list[Callable[[bool], None]] = []
+        self._by_block: dict[int, Group] = {}
+        self._ambient: list[Group] = []
+        self._backward: deque[Group] = deque()
+        self._in_backward = False
+        self._backward_began = 0
+        self._last_forward: Hashable = None
+
+    # -- membership ------------------------------------------------------
+
+    def add(self, groups: Iterable[Group]) -> None:
+        """Enters groups."""
+        for group in groups:
+            self.groups.append(group)
+            self._by_block[group.block.id] = group
+
+    def remove(self, groups: Iterable[Group]) -> None:
+        """Takes groups out."""
+        gone = {id(group) for group in groups}
+        self.groups = [group for group in self.groups if id(group) not in gone]
+        self._by_block = {g.block.id: g for g in self.groups}
+        self._ambient = [g for g in self._ambient if id(g) not in gone]
+        self._backward = deque(g for g in self._backward if id(g) not in gone)
+
+    def unit_limit(self, group: Group) -> int:
+        """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM.
+
+        A step holds a block of weights, its unit of gradients, and state of a few times
+        the unit's size.
+        """
+        hbm = self.manager.table.hbm.capacity
+        sizes = [e.param.numel() * e.param.element_size() for e in group.entries] or [0]
+        free = max(0, hbm - group.block.nbytes)
+        return max(max(sizes), min(sum(sizes), free // 8))
+
+    def owner_of(self, block: Block, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Returns the parameter or buffer that shares a version counter with a view of a block."""
+        group = self._by_block.get(block.id)
+        if group is None:
+            return None
+        position = tensor.storage_offset() * tensor.dtype.itemsize
+        index = bisect_right(block.tensors, position, key=lambda spec: spec.offset) - 1
+        for entry in group.entries:
+            if entry.index == index:
+                return entry.param if entry.param._version == tensor._version else None
+        for buffer, at, _ in group.buffers:
+            if at == index:
+                return buffer if buffer._version == tensor._version else None
+        return None
+
+    # -- forward ---------------------------------------------------------
+
+    def begin_forward(self, scope: Scope) -> None:
+        """A wrapped module is called while none is running."""
+        if torch._C._current_graph_task_id() != -1:
+            self.enter_backward()  # recomputation
+            return
+        self.end_backward()
+        training = torch.is_grad_enabled()
+        for check in self.on_begin:
+            check(training)
+        self._drop(self._ambient)
+        self._ambient = []
+        key = ("forward", scope.name, scope.number, training)
+        self._last_forward = key
+        guess = [g.block.id for g in scope.order()]
+        self.manager.begin_pass(key, guess)
+
+    def demand(self, group: Group) -> None:
+        """A parameter is reached for while its block is not held."""
+        self.manager.guard()
+        if self.stack:
+            group.hold()
+            self.stack[-1].append(group)
+            return
+        # outside every wrapped call: whoever reaches in may write, so assume that they do
+        backward = torch._C._current_graph_task_id() != -1
+        group.point_softly(dirty=not backward)
+        if group not in self._ambient:
+            self._ambient.append(group)
+
+    # -- backward --------------------------------------------------------
+
+    def enter_backward(self) -> None:
+        """Backward has reached something of ours: a new pass, the first time."""
+        if self._in_backward or torch._C._current_graph_task_id() == -1:
+            return
+        self._in_backward = True
+        self._backward_began = time.perf_counter_ns()
+        trained = {e.unit.block.id for g in self.groups for e in g.entries if e.unit is not None}
+        order = [b for b in self.manager.planner.schedule.order if b not in trained]
+        del order[self.manager.planner.cursor :]
+        self.manager.begin_pass(("backward", self._last_forward), order[::-1])
+        torch.autograd.Variable._execution_engine.queue_callback(  # type: ignore[attr-defined]
+            self.end_backward
+        )
+
+    def before_backward(self, scope: Scope) -> None:
+        """The gradient of a module's output is there: its backward comes next."""
+        if self.manager.closed:
+            return
+        self.enter_backward()
+        for group in scope.groups:
+            if group.holds or group.block.role is not Role.PARAM:
+                continue
+            group.point_softly(dirty=False)
+            if group in self._backward:
+                self._backward.remove(group)
+            self._backward.append(group)
+        while len(self._backward) > _SOFT_IN_BACKWARD:
+            self._backward.popleft().unpoint()
+
+    def end_backward(self) -> None:
+        """Backward is over, or was cut short by an error some time ago."""
+        if not self._in_backward:
+            return
+        self._in_backward = False
+        self._drop(self._backward)
+        self._backward.clear()
+        self.busy("backward", self._backward_began)
+
+    def busy(self, what: str, began_ns: int) -> None:
+        """Counts host time spent in a pass."""
+        ended = time.perf_counter_ns()
+        self.manager.counters.busy_ns += ended - began_ns
+        self.manager.timeline.add("compute", what, began_ns, ended)
+
+    def _drop(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            group.unpoint()
+
+
+def entries_of(groups: Iterable[Group]) -> list[Entry]:
+    """Returns the managed parameters of groups."""
+    return [entry for group in groups for entry in group.entries]
+
+
+def outputs_with_grad(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors in a module's output that backward will come through."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.requires_grad else []
+    if isinstance(value, list | tuple):
+        return [t for item in value for t in outputs_with_grad(item)]
+    if isinstance(value, dict):
+        return [t for item in value.values() for t in outputs_with_grad(item)]
+    return []

@@ -1,0 +1,158 @@
+"""Tensors that autograd saves: views of weights become references, the rest goes on.
+
+autograd keeps views of weights (``weight.t()``) that look into an HBM slot.
+Kept as they are, they would hold the slot until backward. So they are packed
+as (block, offset, shape, stride) and unpacked from wherever the block is then.
+
+Saved-tensor hooks do not chain: only the innermost pair sees a tensor. So each
+pair here remembers the pair it covers (``checkpoint``'s, or the user's) and
+hands on every tensor that is not a view of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tiermem.core.block import Block, Role
+from tiermem.runtime.slots import typed_view
+
+if TYPE_CHECKING:
+    from tiermem.nn.runtime import ModuleRuntime
+
+_REFERRED = (Role.PARAM, Role.BUFFER)
+Pair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+class SavedView:
+    """A view of a block's bytes, without holding them."""
+
+    __slots__ = ("block", "conj", "dtype", "neg", "offset", "owner", "shape", "stride", "version")
+
+    def __init__(self, block: Block, tensor: torch.Tensor, owner: torch.Tensor | None) -> None:
+        self.block = block
+        self.offset = tensor.storage_offset()
+        self.shape = tuple(tensor.shape)
+        self.stride = tensor.stride()
+        self.dtype = tensor.dtype
+        self.conj = tensor.is_conj()
+        self.neg = tensor.is_neg()
+        self.owner = owner
+        self.version = tensor._version if owner is not None else -1
+
+
+class _Handed:
+    """What a covered pair made of a tensor, and how to undo it."""
+
+    __slots__ = ("packed", "unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
+        self.packed = packed
+        self.unpack = unpack
+
+
+def top_pair() -> Pair | None:
+    """Returns the pair of saved-tensor hooks in force, or None."""
+    pair: Pair | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return pair
+
+
+class SavedHooks:
+    """Makes, pushes and pops the pairs of one runtime."""
+
+    def __init__(self, runtime: ModuleRuntime) -> None:
+        """Serves ``runtime``."""
+        self._runtime = runtime
+        self._manager = runtime.manager
+        self._plain: Pair = (self._pack_plain, self._unpack)
+        self._ours: dict[int, Pair] = {id(self._plain[0].__func__): self._plain}  # type: ignore[attr-defined]
+
+    def push(self) -> bool:
+        """Puts a pair of ours on top, unless one is there or none can be.
+
+        Returns:
+            Whether one was pushed, and :meth:`pop` is owed.
+        """
+        if not torch.is_grad_enabled() or not torch._C._autograd._saved_tensors_hooks_is_enabled():
+            return False
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return False  # functorch refuses hooks; aliases hold the slots instead
+        outer = top_pair()
+        if outer is None:
+            pack, unpack = self._plain
+        elif getattr(outer[0], "__self__", None) is self or getattr(outer[0], "hooks", None) is self:
+            return False
+        else:
+            covering = _Covering(self, outer)
+            pack, unpack = covering, self._unpack
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        return True
+
+    def pop(self) -> None:
+        """Takes the pair pushed last off again."""
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def reference(self, tensor: torch.Tensor) -> SavedView | None:
+        """Returns a reference in place of a view of a weight or large buffer, or None."""
+        if tensor.layout is not torch.strided or type(tensor) not in _PLAIN_TYPES:
+            return None
+        slot = self._manager.by_address.get(tensor.untyped_storage().data_ptr())
+        if slot is None or slot.block.role not in _REFERRED:
+            return None
+        if self._manager.table[slot.block.id].fixed:
+            return None
+        owner = self._runtime.owner_of(slot.block, tensor)
+        return SavedView(slot.block, tensor, owner)
+
+    def _pack_plain(self, tensor: torch.Tensor) -> Any:
+        found = self.reference(tensor)
+        return tensor if found is None else found
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if type(packed) is SavedView:
+            return self._view(packed)
+        if type(packed) is _Handed:
+            return packed.unpack(packed.packed)
+        return packed  # type: ignore[no-any-return]
+
+    def _view(self, saved: SavedView) -> torch.Tensor:
+        owner = saved.owner
+        if owner is not None and owner._version != saved.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a weight of block {saved.block.name!r} is at version "
+                f"{owner._version}; expected version {saved.version} instead"
+            )
+        self._runtime.enter_backward()
+        slot = self._manager.acquire(saved.block)
+        try:
+            view = typed_view(slot.storage, saved.dtype, saved.offset, saved.shape, saved.stride)
+        finally:
+            self._manager.release(saved.block)
+        if saved.conj:
+            view = view.conj()
+        if saved.neg:
+            view = torch._neg_view(view)
+        return view
+
+
+class _Covering:
+    """A pack hook over another pair."""
+
+    __slots__ = ("hooks", "outer")
+
+    def __init__(self, hooks: SavedHooks, outer: Pair) -> None:
+        self.hooks = hooks
+        self.outer = outer
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        found = self.hooks.reference(tensor)
+        if found is not None:
+            return found
+        pack, unpack = self.outer
+        return _Handed(pack(tensor), unpack)
+
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

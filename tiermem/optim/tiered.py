@@ -1,0 +1,294 @@
+"""Any torch optimizer, stepped block by block over weights, gradients and state in the tiers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.errors import StepError
+from tiermem.nn.runtime import ModuleRuntime
+from tiermem.optim import clip
+from tiermem.optim.probe import StateProbe, check_separable, settings_of
+from tiermem.optim.state import load_state
+from tiermem.optim.unit import StepUnit, plan_units
+
+Params = nn.Module | Iterable[Any]
+
+
+class TieredOptimizer(torch.optim.Optimizer):
+    """What ``tier.optimizer`` returns: the class asked for, streamed.
+
+    ``param_groups``, learning-rate schedulers, ``state_dict``, ``zero_grad`` and
+    step hooks work as on the plain optimizer, and give the same bits.
+    """
+
+    def __init__(
+        self,
+        runtime: ModuleRuntime,
+        params: Params,
+        cls: type[torch.optim.Optimizer],
+        number: int,
+        /,
+        **settings: Any,
+    ) -> None:
+        """Tries the class, learns its state and reserves homes for it.
+
+        Raises:
+            StepError: If the class cannot be stepped block by block.
+            CapacityError: If a budget cannot hold a step or its state; nothing is changed.
+        """
+        self._runtime = runtime
+        self._manager = runtime.manager
+        self._manager.guard()
+        self._cls = cls
+        self._settings = settings
+        self._number = number
+        self._pending: list[StepUnit] = []
+        self._failed = ""
+        self._units: list[StepUnit] = []
+        groups = _groups_of(params)
+        template = self._template(groups)
+        super().__init__(template, dict(self._defaults))
+        self._separable()
+        self._extend(self.param_groups)
+        runtime.on_begin.append(self._before_forward)
+
+    # -- the optimizer's own methods -------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Makes one step, each block of weights in turn.
+
+        A step that an error cuts short has stepped some blocks and not the others, never part
+        of one. Calling ``step()`` again finishes it; until then gradients cannot be cleared and
+        no training forward can begin.
+
+        Args:
+            closure: Evaluated once, first, with gradients on.
+
+        Returns:
+            What ``closure`` returned.
+        """
+        loss = None
+        self._manager.guard()
+        if closure is not None and not self._pending:
+            with torch.enable_grad():
+                loss = closure()
+        self._runtime.end_backward()
+        units = self._pending or [unit for unit in self._units if unit.wanted(self._runtime)]
+        guess = [block.id for unit in units for block in unit.blocks()]
+        began = time.perf_counter_ns()
+        self._manager.begin_pass(("optimizer", self._number), guess)
+        remaining = list(units)
+        try:
+            with torch.no_grad():
+                while remaining:
+                    remaining[0].step(self._runtime, self.param_groups, self.state)
+                    del remaining[0]
+        except BaseException as error:
+            self._pending = remaining
+            self._failed = f"{type(error).__name__} at {remaining[0].name!r}"
+            raise
+        self._pending = []
+        self._runtime.busy("optimizer", began)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients, or sets them to zero."""
+        self._refuse_if_pending("zero_grad()")
+        for unit in self._units:
+            unit.zero_grad(self._runtime, set_to_none=set_to_none)
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """Clips the norm of all gradients together, exactly as ``torch.nn.utils`` does.
+
+        Gradients are read once for their norms; the factor is applied when they are next in
+        HBM, at the latest in ``step()``.
+
+        Returns:
+            The norm before clipping, 0-d.
+
+        Raises:
+            RuntimeError: If it is not finite and ``error_if_nonfinite``.
+        """
+        self._refuse_if_pending("clip_grad_norm_()")
+        self._runtime.end_backward()
+        norms: dict[int, torch.Tensor] = {}
+        with torch.no_grad():
+            self._manager.begin_pass(("clip", self._number), [])
+            for unit in self._units:
+                unit.each_gradient(
+                    self._runtime,
+                    lambda param, grad: norms.__setitem__(
+                        id(param), clip.norms_of([grad], float(norm_type), foreach)[0]
+                    ),
+                )
+            params = [p for g in self.param_groups for p in g["params"] if id(p) in norms]
+            like = [p.detach() for p in params]
+            total = clip.total_norm([norms[id(p)] for p in params], like, float(norm_type))
+            if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
+                raise RuntimeError(
+                    f"The total norm of order {norm_type} for gradients is non-finite, so it "
+                    "cannot be clipped; call it with error_if_nonfinite=False to go on"
+                )
+            factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+            for unit in self._units:
+                unit.change(self._runtime, partial(clip.scale, factor=factor, foreach=foreach))
+        return total
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamps every gradient to ``[-clip_value, clip_value]``."""
+        self._refuse_if_pending("clip_grad_value_()")
+        limit = float(clip_value)
+
+        def clamp(tensors: Sequence[torch.Tensor]) -> None:
+            for tensor in tensors:
+                tensor.clamp_(-limit, limit)
+
+        for unit in self._units:
+            unit.change(self._runtime, clamp)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters, and reserves homes for their state."""
+        if not hasattr(self, "_units") or not getattr(self, "_ready", False):
+            super().add_param_group(param_group)
+            return
+        group = self._template([param_group])[0]
+        super().add_param_group(group)
+        try:
+            self._extend([group])
+        except BaseException:
+            self.param_groups.remove(group)
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the plain optimizer's ``state_dict`` would, with tensors in host memory."""
+        self._refuse_if_pending("state_dict()")
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        numbers: dict[int, int] = {}
+        groups = []
+        for group in self.param_groups:
+            for param in group["params"]:
+                numbers.setdefault(id(param), len(numbers))
+            packed = {k: v for k, v in group.items() if k != "params"}
+            groups.append({**packed, "params": [numbers[id(p)] for p in group["params"]]})
+        state: dict[int, Any] = {}
+        for unit in self._units:
+            for param, values in unit.export(self._runtime, self.state):
+                state[numbers[id(param)]] = values
+        result: dict[str, Any] = {"state": dict(sorted(state.items())), "param_groups": groups}
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            changed = hook(self, result)
+            result = result if changed is None else changed
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a state over, from this or from the plain optimizer.
+
+        Raises:
+            CheckpointError: If it is of other groups or shapes; nothing is changed.
+        """
+        self._refuse_if_pending("load_state_dict()")
+        load_state(self._runtime, self._units, self.param_groups, self.state, state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise StepError("a tiered optimizer cannot be pickled; save its state_dict()")
+
+    def __repr__(self) -> str:
+        return f"Tiered{self._cls.__name__}({len(self._units)} units)"
+
+    # -- setting up ------------------------------------------------------
+
+    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Returns a plain optimizer of the class and settings over ``groups``."""
+        return self._cls(groups, **self._settings)
+
+    def _template(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns the groups with every default filled in, as the class itself does it."""
+        stand_ins: dict[int, nn.Parameter] = {}
+        for group in groups:
+            for param in group["params"]:
+                meta = torch.empty(param.shape, dtype=param.dtype, device="meta")
+                stand_ins.setdefault(id(param), nn.Parameter(meta, param.requires_grad))
+        shadow = [
+            {**group, "params": [stand_ins[id(p)] for p in group["params"]]} for group in groups
+        ]
+        try:
+            optimizer = self.make(shadow)
+        except (TypeError, ValueError):
+            raise  # bad settings: torch's own words say it best
+        except Exception:  # a class that looks at the device of its parameters
+            optimizer = self.make([dict(group) for group in groups])
+        self._defaults = optimizer.defaults
+        filled = []
+        for group, original in zip(optimizer.param_groups, groups, strict=True):
+            filled.append({**group, "params": list(original["params"])})
+        return filled
+
+    def _separable(self) -> None:
+        """Refuses a class whose update of a parameter depends on others."""
+        self._sparse = False
+        for group in self.param_groups:
+            params = group["params"]
+            if not params:
+                continue
+            dims = sorted({p.dim() for p in params})
+            self._sparse |= check_separable(
+                self._cls.__name__,
+                self.make,
+                settings_of(group),
+                dims,
+                params[0].dtype,
+                self._manager.device,
+            )
+        self._probe = StateProbe(self.make, self._manager.device, sparse=self._sparse)
+        self._ready = True
+
+    def _extend(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Plans the units of new groups and reserves their homes."""
+        first = len(self.param_groups) - len(groups)
+        planned = plan_units(self._runtime, groups, first, self._probe, self.make)
+        self._units.extend(planned)
+
+    def _before_forward(self, training: bool) -> None:
+        if training:
+            self._refuse_if_pending("a training forward")
+
+    def _refuse_if_pending(self, what: str) -> None:
+        if self._pending:
+            raise StepError(
+                f"{what} while an optimizer step is unfinished: it was cut short by "
+                f"{self._failed}, with {len(self._pending)} of {len(self._units)} units to go; "
+                "call optimizer.step() again, it goes on where it stopped"
+            )
+
+
+def _groups_of(params: Params) -> list[dict[str, Any]]:
+    """Returns parameter groups from a module, parameters, or groups."""
+    if isinstance(params, nn.Module):
+        return [{"params": [p for p in params.parameters() if p.requires_grad]}]
+    items = list(params)
+    if not items:
+        raise ValueError("optimizer got an empty parameter list")
+    if isinstance(items[0], dict):
+        groups = []
+        for group in items:
+            members = group["params"]
+            members = [members] if isinstance(members, torch.Tensor) else list(members)
+            groups.append({**group, "params": members})
+        return groups
+    if isinstance(items[0], tuple):
+        return [{"params": [p for _, p in items]}]
+    return [{"params": items}]
+

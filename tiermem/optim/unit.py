@@ -1,0 +1,369 @@
+"""One unit of an optimizer step: some parameters of one block, their gradients and their state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from tiermem.config import format_size
+from tiermem.core.block import Block, Role
+from tiermem.core.layout import TensorShape
+from tiermem.errors import CapacityError
+from tiermem.nn.grads import Change, GradUnit
+from tiermem.nn.group import Entry, Group
+from tiermem.nn.lazy import LazyTensor, lazy
+from tiermem.nn.runtime import ModuleRuntime
+from tiermem.nn.shapes import shape_of
+from tiermem.optim.probe import Make, StateProbe, settings_of
+from tiermem.runtime.slots import Slot
+
+State = dict[Any, Any]
+
+
+class StepUnit:
+    """What is stepped together.
+
+    Attributes:
+        name: For messages.
+        members: Parameters and the number of their parameter group, in order.
+        entries: The managed ones among them, in the same order; empty for ordinary parameters.
+        group: The group of weights they are from, or None.
+        grads: The block of their gradients, or None.
+        block: The block of their state, or None.
+        keys: For each tensor of that block, its parameter and the state's key.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        members: Sequence[tuple[torch.Tensor, int]],
+        entries: Sequence[Entry],
+        grads: GradUnit | None,
+        make: Make,
+    ) -> None:
+        """Describes a unit; its state gets a home later."""
+        self.name = name
+        self.members = list(members)
+        self.entries = list(entries)
+        self.group: Group | None = entries[0].group if entries else None
+        self.grads = grads
+        self.block: Block | None = None
+        self.keys: list[tuple[torch.Tensor, str]] = []
+        self._make = make
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._numbers = list(dict.fromkeys(number for _, number in members))
+
+    def blocks(self) -> list[Block]:
+        """Returns the blocks that a step uses, in the order it does."""
+        found = [self.group.block] if self.group is not None else []
+        if self.grads is not None:
+            found.append(self.grads.block)
+        if self.block is not None:
+            found.append(self.block)
+        return found
+
+    def wanted(self, runtime: ModuleRuntime) -> bool:
+        """Whether any parameter of it has a gradient."""
+        for entry in self.entries:
+            runtime.grads.sync(entry)
+        return any(param.grad is not None for param, _ in self.members)
+
+    # -- the step --------------------------------------------------------
+
+    def step(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State) -> None:
+        """Steps the unit: everything it needs is brought up first, so it happens whole or not."""
+        manager = runtime.manager
+        held: list[Callable[[], None]] = []
+        stored = [e for e in self.entries if e.has_grad and not e.materialized]
+        try:
+            if self.group is not None:
+                self.group.hold()
+                held.append(self.group.let_go)
+            slot = self._state_slot(runtime, held)
+            if stored and self.grads is not None:
+                gradients = runtime.grads.open(self.grads)
+                held.append(partial(manager.release, self.grads.block))
+                for entry in stored:
+                    entry.param.grad = gradients.views[entry.unit_index]
+            optimizer = self._optimizer_for(groups)
+            self._attach(optimizer, slot)
+            try:
+                optimizer.step()
+            finally:
+                self._detach(runtime, optimizer, slot, state)
+        finally:
+            for entry in stored:
+                entry.param.grad = None
+                runtime.grads.expose(entry)
+            for undo in reversed(held):
+                undo()
+
+    def _state_slot(self, runtime: ModuleRuntime, held: list[Callable[[], None]]) -> Slot | None:
+        if self.block is None:
+            return None
+        slot = runtime.manager.acquire(self.block)
+        held.append(partial(runtime.manager.release, self.block))
+        return slot
+
+    def _optimizer_for(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Returns the plain optimizer of this unit, with the settings of now."""
+        if self._optimizer is None:
+            with torch.enable_grad():
+                self._optimizer = self._make(
+                    [
+                        {
+                            **settings_of(groups[number]),
+                            "params": [p for p, n in self.members if n == number],
+                        }
+                        for number in self._numbers
+                    ]
+                )
+        for mine, number in zip(self._optimizer.param_groups, self._numbers, strict=True):
+            mine.update(settings_of(groups[number]))
+        return self._optimizer
+
+    def _attach(self, optimizer: torch.optim.Optimizer, slot: Slot | None) -> None:
+        """Points the state at its slot, where there is state already."""
+        if slot is None:
+            return
+        for (param, key), view in zip(self.keys, slot.views, strict=True):
+            own = optimizer.state.get(param)
+            if own is not None and isinstance(own.get(key), LazyTensor):
+                own[key] = view
+
+    def _detach(
+        self,
+        runtime: ModuleRuntime,
+        optimizer: torch.optim.Optimizer,
+        slot: Slot | None,
+        state: State,
+    ) -> None:
+        """Takes what is new into the slot and leaves lazy stand-ins behind."""
+        if slot is not None and self.block is not None:
+            for index, (param, key) in enumerate(self.keys):
+                own = optimizer.state.get(param)
+                value = own.get(key) if own is not None else None
+                view = slot.views[index]
+                if own is None or not isinstance(value, torch.Tensor) or isinstance(value, LazyTensor):
+                    continue
+                if value.shape != view.shape or value.dtype is not view.dtype:
+                    continue  # it became something else: it stays in ordinary memory
+                if value is not view:
+                    view.copy_(value)
+                own[key] = self._lazy(runtime, index, view)
+            runtime.manager.mark_dirty(self.block)
+        for param, _ in self.members:
+            if param in optimizer.state:
+                state[param] = optimizer.state[param]
+
+    def _lazy(self, runtime: ModuleRuntime, index: int, view: torch.Tensor) -> LazyTensor:
+        return lazy(
+            view.shape,
+            view.dtype,
+            view.device,
+            partial(self._load, runtime, index),
+            partial(self._store, runtime, index),
+        )
+
+    def _load(self, runtime: ModuleRuntime, index: int) -> torch.Tensor:
+        if self.block is None:
+            raise RuntimeError(f"{self.name}: no state")
+        slot = runtime.manager.acquire(self.block)
+        try:
+            with torch.no_grad():
+                return slot.views[index].clone()
+        finally:
+            runtime.manager.release(self.block)
+
+    def _store(self, runtime: ModuleRuntime, index: int, value: torch.Tensor) -> None:
+        if self.block is None:
+            raise RuntimeError(f"{self.name}: no state")
+        slot = runtime.manager.acquire(self.block)
+        try:
+            with torch.no_grad():
+                slot.views[index].copy_(value)
+        finally:
+            runtime.manager.release(self.block, dirty=True)
+
+    # -- gradients -------------------------------------------------------
+
+    def zero_grad(self, runtime: ModuleRuntime, *, set_to_none: bool) -> None:
+        """Forgets the gradients, or sets them to zero."""
+        for entry in self.entries:
+            runtime.grads.sync(entry)
+        if not set_to_none:
+            self.change(runtime, lambda tensors: [t.zero_() for t in tensors] and None)
+            return
+        for entry in self.entries:
+            if entry.has_grad:
+                entry.param.grad = None
+                runtime.grads.clear(entry)
+        for param, _ in self.members:
+            param.grad = None
+
+    def each_gradient(
+        self, runtime: ModuleRuntime, use: Callable[[torch.Tensor, torch.Tensor], None]
+    ) -> None:
+        """Calls ``use`` with every parameter that has a gradient, and the gradient."""
+        for entry in self.entries:
+            runtime.grads.sync(entry)
+        stored = [e for e in self.entries if e.has_grad]
+        if stored and self.grads is not None:
+            slot = runtime.grads.open(self.grads)
+            try:
+                for entry in stored:
+                    use(entry.param, slot.views[entry.unit_index])
+            finally:
+                runtime.manager.release(self.grads.block)
+        for param, _ in self.members:
+            if param.grad is not None and not isinstance(param.grad, LazyTensor):
+                use(param, param.grad)
+
+    def change(self, runtime: ModuleRuntime, change: Change) -> None:
+        """Has every gradient changed: ordinary ones now, stored ones when next in HBM."""
+        for entry in self.entries:
+            runtime.grads.sync(entry)
+        if self.grads is not None and any(e.has_grad for e in self.entries):
+            self.grads.pending.append(change)
+        loose = [
+            p.grad
+            for p, _ in self.members
+            if p.grad is not None and not isinstance(p.grad, LazyTensor)
+        ]
+        if loose:
+            change(loose)
+
+    # -- state in and out ------------------------------------------------
+
+    def export(self, runtime: ModuleRuntime, state: State) -> Iterator[tuple[torch.Tensor, State]]:
+        """Yields each parameter that has state, with copies of it in host memory."""
+        present = [param for param, _ in self.members if state.get(param)]
+        if not present:
+            return
+        tensors = runtime.manager.read(self.block) if self.block is not None else []
+        stored = {(id(p), key): tensors[i] for i, (p, key) in enumerate(self.keys)}
+        for param in present:
+            values: State = {}
+            for key, value in state[param].items():
+                if isinstance(value, LazyTensor):
+                    values[key] = stored[(id(param), key)].clone()
+                elif isinstance(value, torch.Tensor):
+                    values[key] = value.detach().clone()
+                else:
+                    values[key] = value
+            yield param, values
+
+    def import_state(
+        self,
+        runtime: ModuleRuntime,
+        groups: Sequence[dict[str, Any]],
+        state: State,
+        loaded: dict[int, State],
+    ) -> None:
+        """Takes state over; ``loaded`` is by the id of the parameter and fits."""
+        optimizer = self._optimizer_for(groups)
+        held: list[Callable[[], None]] = []
+        with torch.no_grad():
+            slot = self._state_slot(runtime, held)
+            try:
+                for param, _ in self.members:
+                    optimizer.state.pop(param, None)
+                    state.pop(param, None)
+                    if id(param) in loaded:
+                        optimizer.state[param] = dict(loaded[id(param)])
+                self._detach(runtime, optimizer, slot, state)
+            finally:
+                for undo in held:
+                    undo()
+
+
+def plan_units(
+    runtime: ModuleRuntime,
+    groups: Sequence[dict[str, Any]],
+    first: int,
+    probe: StateProbe,
+    make: Make,
+) -> list[StepUnit]:
+    """Plans the units of parameter groups and reserves homes for gradients and state.
+
+    Args:
+        runtime: The modules' runtime.
+        groups: The parameter groups.
+        first: Number of the first of them.
+        probe: Knows the state.
+        make: Makes a plain optimizer.
+
+    Raises:
+        CapacityError: If a step or the state does not fit; nothing is reserved then.
+    """
+    number_of = {id(p): first + i for i, group in enumerate(groups) for p in group["params"]}
+    runtime.grads.reserve(runtime.groups)
+    units: list[StepUnit] = []
+    seen: set[int] = set()
+    by_unit: dict[int, list[Entry]] = {}
+    for group in runtime.groups:
+        for entry in group.entries:
+            if id(entry.param) in number_of:
+                seen.add(id(entry.param))
+                by_unit.setdefault(id(entry.unit) if entry.unit else id(group), []).append(entry)
+    for entries in by_unit.values():
+        members = [(e.param, number_of[id(e.param)]) for e in entries]
+        units.append(StepUnit(f"step[{entries[0].name}]", members, entries, entries[0].unit, make))
+    rest = [
+        (p, first + i) for i, group in enumerate(groups) for p in group["params"] if id(p) not in seen
+    ]
+    if rest:
+        units.append(StepUnit("step[ordinary parameters]", rest, [], None, make))
+    _reserve_state(runtime, units, groups, first, probe)
+    return units
+
+
+def _reserve_state(
+    runtime: ModuleRuntime,
+    units: Sequence[StepUnit],
+    groups: Sequence[dict[str, Any]],
+    first: int,
+    probe: StateProbe,
+) -> None:
+    wanted: list[tuple[str, Role, Sequence[TensorShape]]] = []
+    owners: list[tuple[StepUnit, list[tuple[torch.Tensor, str]]]] = []
+    for unit in units:
+        shapes, keys = [], []
+        for entry in unit.entries:
+            number = dict((id(p), n) for p, n in unit.members)[id(entry.param)]
+            spec = entry.group.block.tensors[entry.index]
+            settings = settings_of(groups[number - first])
+            if not entry.param.requires_grad:
+                continue
+            for key, like in probe.state_of(entry.param, spec.stride, number, settings).items():
+                shapes.append(shape_of(f"{entry.name}.{key}", like))
+                keys.append((entry.param, key))
+        if shapes:
+            wanted.append((f"{unit.name}.state", Role.OPTIMIZER, shapes))
+            owners.append((unit, keys))
+    blocks = runtime.manager.add_blocks(wanted)
+    for (unit, keys), block in zip(owners, blocks, strict=True):
+        unit.block, unit.keys = block, keys
+    try:
+        _check_step(runtime, units)
+    except CapacityError:
+        runtime.manager.remove_blocks(blocks)
+        raise
+
+
+def _check_step(runtime: ModuleRuntime, units: Sequence[StepUnit]) -> None:
+    """Refuses a device budget in which a step could not be made."""
+    table = runtime.manager.table
+    fixed = sum(r.block.nbytes for r in table if r.fixed)
+    for unit in units:
+        blocks = [b for b in unit.blocks() if not table[b.id].fixed]
+        need = fixed + sum(b.nbytes for b in blocks)
+        if need > table.hbm.capacity:
+            raise CapacityError(
+                f"an optimizer step of block {unit.name!r} takes {format_size(need)} in tier hbm: "
+                f"weights, gradients and state together; the budget is "
+                f"{format_size(table.hbm.capacity)}; give hbm= at least {need}"
+            )

@@ -1,0 +1,255 @@
+"""The public front: one manager, one line to wrap a model."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+
+from tiermem.config import Home, Policy, Settings, parse_size
+from tiermem.errors import ConfigError, WrapError
+from tiermem.nn.inspect import check_module
+from tiermem.nn.materialize import Target, materialize
+from tiermem.nn.runtime import ModuleRuntime
+from tiermem.nn.wrapped import Blocks, WrappedModel
+from tiermem.optim.tiered import Params, TieredOptimizer
+from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.stats import ResidencyRow, Stats
+from tiermem.runtime.timeline import Timeline
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+Size = int | str
+PathLike = str | os.PathLike[str]
+
+
+class TierManager:
+    """Three tiers of memory, and the models that live in them.
+
+    Use it as a context manager, or call :meth:`close`; either gives memory and
+    disk space back. Nothing is left behind even if the process is killed.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device = "cuda",
+        hbm: Size | None = None,
+        dram: Size | None = None,
+        nvme: PathLike | Sequence[PathLike] | None = None,
+        *,
+        nvme_bytes: Size | None = None,
+        policy: Policy | dict[str, Home] | str | None = None,
+        prefetch_depth: int | Literal["auto"] = "auto",
+    ) -> None:
+        """Opens the tiers.
+
+        Args:
+            device: ``"cuda"`` (or ``"cuda:1"``, ...), or ``"cpu"``, where an arena of host
+                memory stands in for HBM and the very same code runs.
+            hbm: Budget of device memory for what tiermem holds there (activations and the
+                framework's own memory come on top); bytes or text such as ``"7GiB"``. By default
+                80% of what is free on the device.
+            dram: Budget of host memory; by default half of what is available.
+            nvme: A folder on a fast disk, or several to stripe over; None for two tiers only.
+            nvme_bytes: Most bytes on disk; by default what is needed.
+            policy: The home tier of each role.
+            prefetch_depth: Blocks looked ahead, or ``"auto"``.
+
+        Raises:
+            ConfigError: If a setting cannot be used.
+            CapacityError: If memory or disk space is not there.
+        """
+        where = _device(device)
+        self._manager = BlockManager(
+            Settings(
+                device=str(where),
+                hbm=_default_hbm(where) if hbm is None else parse_size(hbm, "hbm"),
+                dram=_default_dram() if dram is None else parse_size(dram, "dram"),
+                nvme=_folders(nvme),
+                nvme_bytes=None if nvme_bytes is None else parse_size(nvme_bytes, "nvme_bytes"),
+                policy=Policy.of(policy),
+                prefetch_depth=_depth(prefetch_depth),
+            )
+        )
+        self._runtime = ModuleRuntime(self._manager)
+        self._wrapped: dict[int, WrappedModel] = {}
+        self._wraps = 0
+        self._optimizers = 0
+        self._finalizer = weakref.finalize(self, self._manager.close)
+
+    # -- models ----------------------------------------------------------
+
+    def wrap(self, model: ModuleT, blocks: Blocks = "auto") -> ModuleT:
+        """Moves a model's parameters into the tiers, in place.
+
+        Args:
+            model: Any module. It may be on the CPU or on the device already.
+            blocks: What moves as one: ``"auto"``; names of modules at which a block begins; or a
+                predicate of name and module.
+
+        Returns:
+            The same module.
+
+        Raises:
+            WrapError: If it cannot be wrapped, with what to do instead.
+            CapacityError: If a budget cannot hold it. Whatever is raised, the model is as it was.
+        """
+        self._manager.guard()
+        check_module(model, id(self._manager))
+        self._wrapped[id(model)] = WrappedModel(model, self._runtime, blocks, self._wraps)
+        self._wraps += 1
+        return model
+
+    def unwrap(self, model: ModuleT, device: str | torch.device | None = None) -> ModuleT:
+        """Makes a wrapped model an ordinary one again.
+
+        Args:
+            model: A module given to :meth:`wrap`.
+            device: Where its tensors go; host memory by default.
+
+        Returns:
+            The same module.
+        """
+        self._manager.guard()
+        wrapped = self._wrapped.get(id(model))
+        if wrapped is None:
+            raise WrapError("this module is not wrapped here; unwrap takes what wrap returned")
+        wrapped.give_back(None if device is None else torch.device(device))
+        del self._wrapped[id(model)]
+        return model
+
+    def optimizer(
+        self, params: Params, cls: type[torch.optim.Optimizer], **settings: Any
+    ) -> TieredOptimizer:
+        """Makes an optimizer whose state lives in the tiers.
+
+        Args:
+            params: A wrapped module, parameters, or parameter groups as torch takes them.
+            cls: Any ``torch.optim.Optimizer`` class that updates each parameter from its own
+                gradient and state.
+            **settings: The class's own settings.
+
+        Raises:
+            StepError: If the class cannot be stepped block by block.
+            CapacityError: If a budget cannot hold its state or a step.
+        """
+        self._optimizers += 1
+        return TieredOptimizer(self._runtime, params, cls, self._optimizers, **settings)
+
+    def materialize(
+        self, target: Target, device: str | torch.device | None = None
+    ) -> AbstractContextManager[None]:
+        """Gives parameters and their gradients as ordinary tensors, and takes changes back.
+
+        Args:
+            target: A module, a parameter, or several.
+            device: Where the tensors are; host memory by default.
+        """
+        return materialize(
+            self._runtime, target, None if device is None else torch.device(device)
+        )
+
+    # -- reports ---------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Returns what moved, what was hit and missed, and how long was waited."""
+        return self._manager.stats()
+
+    def reset_stats(self) -> None:
+        """Sets the counters and the timeline to zero."""
+        self._manager.counters.reset()
+        self._manager.timeline.clear()
+
+    def residency(self) -> list[ResidencyRow]:
+        """Returns where every block is."""
+        return self._manager.residency()
+
+    @property
+    def timeline(self) -> Timeline:
+        """What happened when."""
+        return self._manager.timeline
+
+    # -- the end ---------------------------------------------------------
+
+    def close(self) -> None:
+        """Gives everything back. Wrapped models can no longer be used; unwrap those to keep."""
+        self._manager.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the manager can no longer be used from here."""
+        return self._manager.closed
+
+    def __enter__(self) -> TierManager:
+        self._manager.guard()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        settings = self._manager.settings
+        state = "closed" if self.closed else f"{len(self._manager.table)} blocks"
+        return f"TierManager({settings.device}, hbm={settings.hbm}, dram={settings.dram}, {state})"
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        where = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device={device!r}: {error}") from error
+    if where.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={device!r}: tiermem runs on 'cuda' and on 'cpu'")
+    if where.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"device={device!r}: torch sees no CUDA device here; use device='cpu', or install "
+                "a CUDA build of torch"
+            )
+        if where.index is None:
+            where = torch.device("cuda", torch.cuda.current_device())
+    return where
+
+
+def _folders(nvme: PathLike | Sequence[PathLike] | None) -> tuple[str, ...]:
+    if nvme is None:
+        return ()
+    if isinstance(nvme, str | os.PathLike):
+        return (os.fspath(nvme),)
+    if not isinstance(nvme, Iterable):
+        raise ConfigError(f"nvme must be a folder or several, not {nvme!r}")
+    return tuple(os.fspath(path) for path in nvme)
+
+
+def _depth(depth: int | Literal["auto"]) -> int | Literal["auto"]:
+    if depth == "auto":
+        return "auto"
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
+        raise ConfigError(f"prefetch_depth must be 'auto' or a number of blocks, not {depth!r}")
+    return depth
+
+
+def _default_hbm(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * 0.8)
+    return _default_dram() // 4
+
+
+def _default_dram() -> int:
+    import psutil
+
+    available: int = psutil.virtual_memory().available
+    return available // 2
+
+
+
