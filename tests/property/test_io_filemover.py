@@ -62,7 +62,12 @@ class Unlucky:
         return None
 
 
-def play(script: list[tuple[str, int]], seed: int, engine: ScriptedEngine, chunks: int) -> None:
+Asked = tuple[str, int, FileTransfer, torch.Tensor]
+
+
+def play(
+    script: list[tuple[str, int]], seed: int, engine: ScriptedEngine, chunks: int
+) -> list[Asked]:
     """Runs a script and compares every read with what was last written whole."""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -76,9 +81,7 @@ def play(script: list[tuple[str, int]], seed: int, engine: ScriptedEngine, chunk
                     mover.wait(transfer)
                 assert len(mover.poll()) == len(asked)
     _compare(asked)
-
-
-Asked = tuple[str, int, FileTransfer, torch.Tensor]
+    return asked
 
 
 def _ask(
@@ -119,7 +122,8 @@ def test_any_order_with_passing_trouble_changes_no_byte(
     order = random.Random(seed)
     engine = ScriptedEngine(order.randrange, Unlucky(seed, 0.4, ["short", "again"]))
     script = [("write", slot) for slot in range(SLOTS)] + script
-    play(script, seed, engine, chunks)
+    asked = play(script, seed, engine, chunks)
+    assert [transfer.error for _, _, transfer, _ in asked] == [None] * len(script)
 
 
 @settings(max_examples=400)

@@ -35,7 +35,7 @@ def test_threads_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="'aio'.*'uring' or 'threads'"):
+    with pytest.raises(ConfigError, match=r"'aio'.*'uring' or 'threads'"):
         choose_engine("aio")
     monkeypatch.setenv(probe.VARIABLE, "posix")
     with pytest.raises(ConfigError, match=probe.VARIABLE):

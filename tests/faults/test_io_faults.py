@@ -1,0 +1,314 @@
+"""Disks that fail, files that are damaged, processes that die or fork."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiermem.core.block import Extent
+from tiermem.errors import ClosedError, IntegrityError, StorageError
+from tiermem.io import IoEngine, IoOp, IoRequest, ThreadEngine, UringEngine
+from tiermem.io.probe import probe_uring
+from tiermem.storage.swapfile import SwapFile
+from tiermem.testing.io import Fault, Memory, ScriptedEngine
+from tiermem.transfer.filemover import FileMover, FileTransfer
+
+PAGE = 4096
+CHUNK = 4 * PAGE
+NBYTES = 6 * CHUNK
+
+engines = pytest.mark.parametrize(
+    "factory",
+    [
+        pytest.param(
+            UringEngine,
+            marks=pytest.mark.skipif(probe_uring() is not None, reason="no io_uring here"),
+        ),
+        ThreadEngine,
+    ],
+)
+
+
+def host(nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(Memory(nbytes).view, dtype=torch.uint8)
+
+
+def noise(nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(os.urandom(nbytes)), dtype=torch.uint8)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SwapFile]:
+    with SwapFile([tmp_path], None, CHUNK) as swap:
+        swap.grow(4 * NBYTES)
+        yield swap
+
+
+def run(mover: FileMover, transfer: FileTransfer) -> StorageError | None:
+    mover.wait(transfer)
+    return transfer.error
+
+
+@engines
+def test_a_bit_flipped_in_the_file_is_seen(
+    store: SwapFile, factory: Callable[[], IoEngine], tmp_path: Path
+) -> None:
+    extent, other = store.allocate(NBYTES), store.allocate(NBYTES)
+    data, out = noise(NBYTES), torch.zeros(NBYTES, dtype=torch.uint8)
+    with FileMover(store, factory, host(2 * CHUNK), CHUNK) as mover:
+        assert run(mover, mover.write(extent, data, label="b")) is None
+        assert run(mover, mover.write(other, data, label="other")) is None
+        with open(f"/proc/self/fd/{store.fds[0]}", "r+b", buffering=0) as file:
+            file.seek(extent.offset + 2 * CHUNK + 77)
+            (byte,) = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 4]))
+            os.fsync(file.fileno())
+        error = run(mover, mover.read(extent, out, label="layers.4"))
+        assert isinstance(error, IntegrityError)
+        assert (error.block, error.offset, error.nbytes) == ("layers.4", 2 * CHUNK, CHUNK)
+        assert error.path == str(tmp_path)
+        assert not out[2 * CHUNK : 3 * CHUNK].any(), "wrong bytes must not reach the target"
+        assert run(mover, mover.read(other, out, label="other")) is None
+        assert torch.equal(out, data)
+        assert run(mover, mover.write(extent, data, label="b")) is None
+        assert run(mover, mover.read(extent, out, label="b")) is None, "written anew it is whole"
+
+
+@engines
+def test_a_misdirected_write_is_seen(store: SwapFile, factory: Callable[[], IoEngine]) -> None:
+    one, two = store.allocate(CHUNK), store.allocate(CHUNK)
+    with FileMover(store, factory, host(CHUNK), CHUNK) as mover:
+        for extent in (one, two):
+            assert run(mover, mover.write(extent, noise(CHUNK), label="b")) is None
+        with open(f"/proc/self/fd/{store.fds[0]}", "r+b", buffering=0) as file:
+            content = os.pread(file.fileno(), CHUNK, one.offset)
+            os.pwrite(file.fileno(), content, two.offset)
+            os.fsync(file.fileno())
+        assert isinstance(run(mover, mover.read(two, host(CHUNK), label="b")), IntegrityError)
+
+
+@engines
+def test_a_truncated_file_is_an_error(store: SwapFile, factory: Callable[[], IoEngine]) -> None:
+    extent = store.allocate(NBYTES)
+    with FileMover(store, factory, host(2 * CHUNK), CHUNK) as mover:
+        assert run(mover, mover.write(extent, noise(NBYTES), label="b")) is None
+        for length in (4 * CHUNK + PAGE + 100, 4 * CHUNK, 0):
+            os.ftruncate(store.fds[0], length)
+            error = run(mover, mover.read(extent, host(NBYTES), label="b"))
+            assert isinstance(error, StorageError)
+            assert error.errno == errno.EIO
+            assert error.offset >= length // CHUNK * CHUNK
+
+
+@engines
+def test_a_file_that_may_not_grow_reports_efbig(
+    tmp_path: Path, factory: Callable[[], IoEngine]
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with SwapFile([tmp_path], None, CHUNK) as store:
+        store.grow(NBYTES)
+        extent = store.allocate(NBYTES)
+        with FileMover(store, factory, host(2 * CHUNK), CHUNK) as mover:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2 * CHUNK, hard))
+            try:
+                error = run(mover, mover.write(extent, noise(NBYTES), label="b"))
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            assert isinstance(error, StorageError)
+            assert error.errno == errno.EFBIG
+            assert error.offset >= 2 * CHUNK
+            read = run(mover, mover.read(extent, host(NBYTES), label="b"))
+            assert isinstance(read, StorageError), "half a write must not be read as a whole"
+            assert run(mover, mover.write(extent, noise(NBYTES), label="b")) is None
+
+
+@engines
+def test_misaligned_addresses_are_an_error_not_garbage(
+    store: SwapFile, factory: Callable[[], IoEngine]
+) -> None:
+    if not store.direct:
+        pytest.skip("only O_DIRECT needs alignment")
+    source, target = Memory(2 * PAGE), Memory(2 * PAGE)
+    source.view[:] = os.urandom(2 * PAGE)
+    engine = factory()
+
+    def once(op: IoOp, memory: Memory, at: int, offset: int, nbytes: int = PAGE) -> int:
+        engine.submit([IoRequest(op, 0, offset, memory.address + at, nbytes, 1)])
+        (completion,) = engine.wait(10.0)
+        return completion.errno
+
+    try:
+        engine.open(store.fds, [])
+        for memory, op in ((source, IoOp.WRITE), (target, IoOp.READ)):
+            assert once(op, memory, 0, 1) == errno.EINVAL
+            assert once(op, memory, 0, 0, PAGE + 1) == errno.EINVAL
+        assert target.view == bytes(2 * PAGE)
+        # Some disks take memory at any address; the bytes must be right then.
+        codes = [once(IoOp.WRITE, source, 1, 0), once(IoOp.READ, target, 1, 0)]
+    finally:
+        engine.close()
+    if codes == [0, 0]:
+        assert target.view[1 : PAGE + 1] == source.view[1 : PAGE + 1]
+    else:
+        assert codes == [errno.EINVAL, errno.EINVAL]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("op", [IoOp.READ, IoOp.WRITE])
+def test_one_failing_place_harms_nothing_else(store: SwapFile, code: int, op: IoOp) -> None:
+    bad = {4 * CHUNK}
+
+    def fault(request: IoRequest, tries: int) -> Fault | None:
+        return Fault(errno=code) if request.op is op and request.offset in bad else None
+
+    extents = [store.allocate(NBYTES // 2) for _ in range(3)]
+    blocks = [noise(NBYTES // 2) for _ in extents]
+    with FileMover(store, lambda: ScriptedEngine(fault=fault), host(3 * CHUNK), CHUNK) as mover:
+        writes = [mover.write(e, b, label="b") for e, b in zip(extents, blocks, strict=True)]
+        outs = [host(NBYTES // 2) for _ in extents]
+        reads = [mover.read(e, o, label="b") for e, o in zip(extents, outs, strict=True)]
+        errors = [run(mover, t) for t in (*writes, *reads)]
+        failed = writes[1] if op is IoOp.WRITE else reads[1]
+        assert failed.error is not None
+        assert (failed.error.errno, failed.error.offset) == (code, 4 * CHUNK)
+        assert reads[1].error is not None
+        assert errors.count(None) == (4 if op is IoOp.WRITE else 5)
+        assert torch.equal(outs[0], blocks[0])
+        assert torch.equal(outs[2], blocks[2])
+        bad.clear()
+        again = [
+            mover.write(extents[1], blocks[1], label="b"),
+            mover.read(extents[1], outs[1], label="b"),
+        ]
+        assert [run(mover, t) for t in again] == [None, None]
+        assert torch.equal(outs[1], blocks[1])
+
+
+def test_a_torn_write_is_seen_when_read(store: SwapFile) -> None:
+    def fault(request: IoRequest, tries: int) -> Fault | None:
+        torn = request.op is IoOp.WRITE and request.offset == CHUNK
+        return Fault(torn=2 * PAGE) if torn else None
+
+    extent = store.allocate(NBYTES)
+    with FileMover(store, lambda: ScriptedEngine(fault=fault), host(3 * CHUNK), CHUNK) as mover:
+        assert run(mover, mover.write(extent, noise(NBYTES), label="b")) is None
+        error = run(mover, mover.read(extent, host(NBYTES), label="b"))
+        assert isinstance(error, IntegrityError)
+        assert error.offset == CHUNK
+
+
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.EINTR, errno.EBUSY])
+def test_a_disk_that_is_never_ready_is_an_error_at_last(store: SwapFile, code: int) -> None:
+    engine = ScriptedEngine(fault=lambda request, tries: Fault(errno=code))
+    with FileMover(store, lambda: engine, host(CHUNK), CHUNK) as mover:
+        error = run(mover, mover.write(store.allocate(CHUNK), noise(CHUNK), label="b"))
+        assert isinstance(error, StorageError)
+        assert error.errno == code
+
+
+CHILD = """
+    import os, sys, torch
+    from pathlib import Path
+    from tiermem.io import choose_engine
+    from tiermem.storage.swapfile import SwapFile
+    from tiermem.testing.io import Memory
+    from tiermem.transfer.filemover import FileMover
+    chunk = 16384
+    store = SwapFile([Path(sys.argv[1])], None, chunk)
+    store.grow(64 * chunk)
+    staging = torch.frombuffer(Memory(4 * chunk).view, dtype=torch.uint8)
+    mover = FileMover(store, choose_engine()[0], staging, chunk)
+    extent, data = store.allocate(64 * chunk), torch.zeros(64 * chunk, dtype=torch.uint8)
+    print("ready", flush=True)
+    while True:
+        mover.wait(mover.write(extent, data, label="b"))
+        mover.wait(mover.read(extent, data, label="b"))
+"""
+
+
+@pytest.mark.parametrize("name", ["uring", "threads"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_process_leaves_no_file(tmp_path: Path, name: str, number: int) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TIERMEM_IO_ENGINE": name},
+    )
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        child.send_signal(number)
+        _, messages = child.communicate(timeout=30)
+    assert list(tmp_path.iterdir()) == []
+    if number == signal.SIGINT:
+        assert messages.rstrip().endswith(b"KeyboardInterrupt")
+        assert child.returncode in (-signal.SIGINT, 130)
+    else:
+        assert child.returncode == -signal.SIGKILL
+
+
+def forked(inside: Callable[[], None]) -> int:
+    """Runs code in a forked child; returns its exit status, 0 if nothing was raised."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        code = 1
+        try:
+            inside()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@engines
+def test_a_forked_child_is_refused_and_harms_nothing(
+    store: SwapFile, factory: Callable[[], IoEngine]
+) -> None:
+    extent, data, out = store.allocate(NBYTES), noise(NBYTES), host(NBYTES)
+    mover = FileMover(store, factory, host(3 * CHUNK), CHUNK)
+    assert run(mover, mover.write(extent, data, label="b")) is None
+    transfer = mover.write(store.allocate(NBYTES), data, label="c")
+
+    def inside() -> None:
+        calls: list[Callable[[], object]] = [
+            lambda: mover.read(extent, out, label="b"),
+            lambda: mover.write(extent, out, label="b"),
+            lambda: mover.wait(transfer),
+            lambda: mover.cancel(transfer),
+            mover.poll,
+            mover.stats,
+            lambda: store.grow(CHUNK),
+            lambda: store.allocate(CHUNK),
+            lambda: store.free(extent),
+            lambda: store.fds,
+        ]
+        for call in calls:
+            with pytest.raises(ClosedError, match="fork"):
+                call()
+        mover.close()
+        store.close()
+
+    assert forked(inside) == 0
+    assert run(mover, transfer) is None
+    assert run(mover, mover.read(extent, out, label="b")) is None
+    assert torch.equal(out, data)
+    mover.close()
+
+
+def test_a_read_of_a_place_outside_is_refused(store: SwapFile) -> None:
+    with FileMover(store, ThreadEngine, host(CHUNK), CHUNK) as mover:
+        with pytest.raises(ValueError, match="not within"):
+            mover.read(Extent(store.capacity, CHUNK), host(CHUNK), label="b")
