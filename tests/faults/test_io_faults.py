@@ -150,6 +150,7 @@ def test_misaligned_addresses_are_an_error_not_garbage(
 
     try:
         engine.open(store.fds, [])
+        assert once(IoOp.WRITE, source, 0, 0, 2 * PAGE) == 0
         for memory, op in ((source, IoOp.WRITE), (target, IoOp.READ)):
             assert once(op, memory, 0, 1) == errno.EINVAL
             assert once(op, memory, 0, 0, PAGE + 1) == errno.EINVAL

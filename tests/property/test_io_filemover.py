@@ -21,6 +21,7 @@ from tiermem.transfer.filemover import FileMover, FileTransfer
 PAGE = 4096
 CHUNK = 2 * PAGE
 SLOTS = 5
+PATIENCE = 4  # tries after which one request is left alone: endless trouble is an error
 SIZES = [PAGE, CHUNK, CHUNK + PAGE, 4 * CHUNK, 5 * CHUNK + PAGE]
 
 steps = st.lists(
@@ -45,7 +46,7 @@ class Unlucky:
         self.kinds = kinds
 
     def __call__(self, request: IoRequest, tries: int) -> Fault | None:
-        if self.rng.random() >= self.rate:
+        if tries >= PATIENCE or self.rng.random() >= self.rate:
             return None
         match self.rng.choice(self.kinds):
             case "short":
