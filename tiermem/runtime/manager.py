@@ -562,7 +562,7 @@ class BlockManager:
                 started = time.perf_counter_ns()
                 target = self.homes.arena.bytes_of(move.target_extent)
                 event = self.copy.down(
-                    target, slot.bytes, move.source_extent, self._home_ready.get(block.id)
+                    target, slot.bytes, move.source_extent, self._ready.get(block.id)
                 )
                 if event is not None:
                     self._home_ready[block.id] = event

@@ -37,7 +37,14 @@ class CopyEngine(Protocol):
     def down(
         self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Event | None
     ) -> Event | None:
-        """Copies the HBM ``extent`` that ``source`` covers into host bytes."""
+        """Copies the HBM ``extent`` that ``source`` covers into host bytes.
+
+        Args:
+            target: Host bytes.
+            source: Device bytes.
+            extent: Where ``source`` is, so that it is not overwritten too soon.
+            after: Event of the copy that brought ``source`` up.
+        """
         ...
 
     def prepare_up(self, extent: Extent) -> None:
@@ -143,8 +150,6 @@ class CudaCopyEngine:
         """Makes the down stream wait for the compute submitted so far."""
         for mark in self._marks():
             self.down_stream.wait_event(mark)
-        # a block that has only just come up may go down without any compute between
-        self.down_stream.wait_stream(self.up_stream)
 
     def use(self, event: Event | None) -> None:
         """Makes the current compute stream wait for ``event``."""
