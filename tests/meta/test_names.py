@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import tiermem
 from tiermem import errors
 
-FIXED = {"TierManager", "Policy", "Tier", "Role", "Stats", "__version__"}
+ROOT = Path(__file__).resolve().parents[2]
+
+FIXED = {"TierManager", "Policy", "Tier", "Role", "Stats"}
 
 
 def test_public_names() -> None:
@@ -15,6 +18,11 @@ def test_public_names() -> None:
     assert len(set(tiermem.__all__)) == len(tiermem.__all__)
     for name in tiermem.__all__:
         assert hasattr(tiermem, name), name
+
+
+def test_version_is_that_of_the_package() -> None:
+    lines = (ROOT / "pyproject.toml").read_text(encoding="utf-8").splitlines()
+    assert f'version = "{tiermem.__version__}"' in lines
 
 
 def test_every_error_is_public_and_of_the_tree() -> None:

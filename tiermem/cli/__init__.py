@@ -21,14 +21,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 if what was checked does not hold, 2 for bad
         options or a machine that cannot do what was asked, 130 after Ctrl-C.
     """
-    from tiermem.cli.options import Parser, package_version
-    from tiermem.errors import TierError
+    from tiermem import TierError, __version__
+    from tiermem.cli.options import Parser
 
     parser = Parser(
         prog="tiermem",
         description="Train and run torch models larger than their GPU, bit for bit.",
     )
-    parser.add_argument("--version", action="version", version=f"tiermem {package_version()}")
+    parser.add_argument("--version", action="version", version=f"tiermem {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     modules: dict[str, ModuleType] = {}
     for name in COMMANDS:

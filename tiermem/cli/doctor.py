@@ -44,14 +44,14 @@ def examine(paths: list[str]) -> dict[str, Any]:
     import psutil
     import torch
 
+    from tiermem import __version__
     from tiermem.cli.machine import hardware, inspect_path, locked_memory_limit
-    from tiermem.cli.options import package_version
     from tiermem.io.probe import choose_engine
 
     _, engine, reason = choose_engine()
     memory = psutil.virtual_memory()
     return {
-        "tiermem": package_version(),
+        "tiermem": __version__,
         "hardware": hardware(),
         "cuda": torch.cuda.is_available(),
         "memory": {"total": memory.total, "available": memory.available},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from importlib import metadata
 from typing import NoReturn, cast
 
 from tiermem.config import Home, Policy, parse_size
@@ -17,14 +16,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints the message and stops with status 2."""
         self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def package_version() -> str:
-    """Returns the installed version, or ``"unknown"`` when run from bare sources."""
-    try:
-        return metadata.version("tiermem")
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def parse_count(text: str | float, name: str = "count") -> float:

@@ -1,0 +1,96 @@
+"""``tiermem train`` with the real manager: small, all three tiers, all options."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tiermem import cli
+
+SMALL = (
+    "train --layers 24 --width 32 --heads 2 --context 16 --batch 2 --steps 3 --device cpu --quiet"
+).split()
+
+
+def _train(tmp_path, *more: str) -> dict:
+    out = tmp_path / "out"
+    assert cli.main([*SMALL, "--out", str(out), "--nvme", str(tmp_path), *more]) == 0
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"out"}, left
+    return json.loads((out / "report.json").read_text())
+
+
+def test_three_tiers_and_the_same_bits(tmp_path) -> None:
+    report = _train(tmp_path)
+    assert report["equal"] is True
+    stats = report["stats"]
+    for link in ("dram->hbm", "hbm->dram", "nvme->hbm", "hbm->nvme"):
+        assert stats["links"][link]["nbytes"] > 0, link
+    for tier, peak in stats["peak"].items():
+        assert 0 < peak <= stats["budget"][tier], tier
+    weights = report["weight_bytes"]
+    assert stats["budget"]["hbm"] == weights // 4
+    assert stats["budget"]["dram"] < 4 * weights
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--checkpointing",
+        "--accumulate 2",
+        "--dtype bfloat16",
+        "--policy nvme",
+        "--policy params=dram,optimizer=nvme --prefetch-depth 2",
+        "--prefetch-depth 0",
+    ],
+)
+def test_options_change_no_bit(tmp_path, more) -> None:
+    assert _train(tmp_path, *more.split())["equal"] is True
+
+
+def test_without_a_disk(tmp_path) -> None:
+    out = tmp_path / "out"
+    assert cli.main([*SMALL, "--out", str(out), "--nvme", "none"]) == 0
+    stats = json.loads((out / "report.json").read_text())["stats"]
+    assert stats["io_engine"] == "none" and stats["used"]["nvme"] == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("--hbm 8KiB", "hbm"),
+        ("--dram 1MiB --nvme none", "dram"),
+        ("--nvme /nowhere/at/all", "/nowhere/at/all"),
+        ("--nvme-bytes 64KiB", "nvme"),
+    ],
+)
+def test_what_cannot_work_is_one_line(tmp_path, capsys, more, said) -> None:
+    line = [*SMALL, "--out", str(tmp_path / "out"), "--nvme", str(tmp_path)]
+    if "--nvme " in more:
+        line = line[:-2]
+    assert cli.main([*line, *more.split()]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1, err
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_nothing(tmp_path) -> None:
+    line = [sys.executable, "-m", "tiermem", *SMALL, "--steps", "100000"]
+    line += ["--out", str(tmp_path / "out"), "--nvme", str(tmp_path)]
+    line.remove("--quiet")
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline()  # it has started, and speaks before the first step
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert err.strip().endswith("interrupted") and "Traceback" not in err
+    assert {path.name for path in tmp_path.iterdir()} <= {"out"}
