@@ -9,6 +9,7 @@ something here polls; no transfer calls back.
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 from collections.abc import Hashable, Sequence
@@ -72,6 +73,9 @@ class BlockManager:
         self.holders: dict[int, Holder] = {}
         self._generation = generation()
         self._closed = False
+        # what leaves the stand-in for HBM is overwritten, so that a wrong residency shows; on a
+        # GPU that costs bandwidth, and is for tests
+        self.poison = not cuda or os.environ.get("TIERMEM_POISON") == "1"
         self._next_id = 0
         self._slots_by_id: dict[int, Slot] = {}
         self.by_address: dict[int, Slot] = {}
@@ -548,7 +552,7 @@ class BlockManager:
         self._unpoint(record)
         extent = self.table.drop(record.block.id)
         self.counters.evictions += 1
-        if self.device.type == "cpu":
+        if self.poison:
             self.arena.poison(extent)
         self._forget(record.block.id, home=False)
 
