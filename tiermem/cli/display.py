@@ -97,7 +97,9 @@ class LiveDisplay(Display):
 
     def __enter__(self) -> Display:
         self._live.__enter__()
-        return super().__enter__()
+        super().__enter__()
+        self.show()
+        return self
 
     def __exit__(
         self,
@@ -118,8 +120,8 @@ class LiveDisplay(Display):
             Text(self.title, style="bold"),
             ProgressBar(self.steps, self.done, width=_BAR_WIDTH),
             f"{self.done}/{self.steps}",
-            f"loss {self.loss:.4f}",
-            f"{self.tokens_per_second:,.0f} tokens/s",
+            f"loss {self.loss:.4f}" if self.done else "starting",
+            f"{self.tokens_per_second:,.0f} tokens/s" if self.done else "",
         )
         return Group(head) if self.stats is None else Group(head, _tiers(self.stats))
 
