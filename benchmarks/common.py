@@ -1,0 +1,82 @@
+"""What every benchmark shares: machine facts, medians, and the files they leave."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def machine() -> dict[str, str]:
+    """Returns hardware and versions, for the record."""
+    import os
+
+    facts = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "kernel": platform.release(),
+        "cores": str(os.cpu_count()),
+        "cpu": _cpu_name(),
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["cuda"] = str(torch.version.cuda)
+    return facts
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Returns median, least and most."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def report(title: str, rows: Sequence[dict[str, Any]], out: str | None, **extra: Any) -> None:
+    """Prints a table; writes ``out`` (.json) and the same as Markdown beside it."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [[_cell(row.get(column, "")) for column in columns] for row in rows]
+    widths = [max(len(c), *(len(r[i]) for r in cells)) for i, c in enumerate(columns)]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(columns, widths, strict=True)) + " |"]
+    lines.append("|" + "|".join("-" * (w + 2) for w in widths) + "|")
+    lines += ["| " + " | ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) + " |" for r in cells]
+    print(f"{title}\n" + "\n".join(lines))
+    if out is None:
+        return
+    command = "python " + " ".join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]])
+    record = {
+        "title": title,
+        "date": datetime.date.today().isoformat(),
+        "command": command,
+        "machine": machine(),
+        "rows": list(rows),
+        **extra,
+    }
+    path = Path(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    about = ", ".join(f"{k} {v}" for k, v in machine().items())
+    notes = "".join(f"\n{k}: {v}\n" for k, v in extra.items() if isinstance(v, str))
+    path.with_suffix(".md").write_text(
+        f"# {title}\n\n{record['date']}; `{command}`; {about}\n\n" + "\n".join(lines) + "\n" + notes
+    )
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)

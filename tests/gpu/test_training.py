@@ -1,0 +1,187 @@
+"""On a CUDA device: the same bits as resident, over every combination of home tiers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import tiermem
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TIERMEM_POISON", "1")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, width: int, layers: int, mode: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, 256)
+        self.mode = mode
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            if self.mode == "plain":
+                h = layer(h)
+            else:
+                h = checkpoint(layer, h, use_reentrant=self.mode == "reentrant")
+        return self.head(self.norm(h.flatten(0, 1)))
+
+
+def build(mode: str, layers: int = 8, width: int = 512) -> Model:
+    torch.manual_seed(0)
+    return Model(width, layers, mode).cuda()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, clip) -> list[float]:
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        for _ in range(2):
+            x = torch.randint(0, 256, (4, 64), device="cuda")
+            loss = F.cross_entropy(model(x), x.flatten())
+            loss.backward()
+        norm = clip(1.0)
+        optimizer.step()
+        losses += [loss.item(), norm.item()]
+    return losses
+
+
+@pytest.mark.parametrize("mode", ["plain", "nonreentrant", "reentrant"])
+@pytest.mark.parametrize("home", ["dram", "nvme", "mixed"])
+def test_training_equals_resident(mode: str, home: str, tmp_path: Path) -> None:
+    plain = build(mode)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    expected = train(
+        plain, reference, 4, lambda m: nn.utils.clip_grad_norm_(plain.parameters(), m)
+    )
+    model = build(mode)
+    policy = {
+        "dram": tiermem.Policy("dram", "dram", "dram", "dram"),
+        "nvme": tiermem.Policy("nvme", "nvme", "nvme", "nvme"),
+        "mixed": tiermem.Policy("dram", "dram", "dram", "nvme"),
+    }[home]
+    with tiermem.TierManager(
+        "cuda", hbm="40MiB", dram="512MiB", nvme=tmp_path, policy=policy
+    ) as tier:
+        tier.wrap(model)
+        optimizer = tier.optimizer(model, torch.optim.AdamW, lr=1e-3)
+        assert train(model, optimizer, 4, optimizer.clip_grad_norm_) == expected
+        state = model.state_dict()
+        for name, value in plain.state_dict().items():
+            assert torch.equal(value.cpu(), state[name].cpu()), name
+        mine, theirs = optimizer.state_dict()["state"], reference.state_dict()["state"]
+        for key, values in theirs.items():
+            for name, value in values.items():
+                assert torch.equal(value.cpu(), mine[key][name].cpu()), (key, name)
+        tier._manager.table.check()
+
+
+def _delay(engine, name: str, cycles: int) -> None:
+    """Makes every copy of one stream late."""
+    inner = engine._copy
+
+    def late(stream, target, source):
+        if stream is getattr(engine, name):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(cycles)
+        return inner(stream, target, source)
+
+    engine._copy = late
+
+
+@pytest.mark.parametrize("stream", ["up_stream", "down_stream", "both", "compute"])
+@pytest.mark.parametrize("depth", [0, 1, 4, "auto"])
+def test_late_streams_change_nothing(stream: str, depth, tmp_path: Path) -> None:
+    plain = build("plain", layers=6)
+    reference = torch.optim.SGD(plain.parameters(), lr=1e-2, momentum=0.9)
+    expected = train(plain, reference, 3, lambda m: torch.zeros(()))
+    model = build("plain", layers=6)
+    if stream == "compute":
+        for layer in model.layers:
+            layer.register_forward_pre_hook(lambda *_: torch.cuda._sleep(2_000_000))
+    with tiermem.TierManager("cuda", hbm="36MiB", dram="512MiB", prefetch_depth=depth) as tier:
+        tier.wrap(model)
+        for name in ("up_stream", "down_stream"):
+            if stream in (name, "both"):
+                _delay(tier._manager.copy, name, 3_000_000)
+        optimizer = tier.optimizer(model, torch.optim.SGD, lr=1e-2, momentum=0.9)
+        assert train(model, optimizer, 3, lambda m: torch.zeros(())) == expected
+        assert tier.stats().evictions > 0
+
+
+def test_steady_state_does_not_synchronize_nor_allocate(tmp_path: Path) -> None:
+    model = build("plain").eval()
+    x = torch.randint(0, 256, (4, 64), device="cuda")
+    with tiermem.TierManager("cuda", hbm="36MiB", dram="256MiB") as tier, torch.no_grad():
+        tier.wrap(model)
+        for _ in range(3):
+            model(x)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(3):
+                model(x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert tier.stats().evictions > 0
+
+
+def test_two_managers_on_one_device() -> None:
+    x = torch.randint(0, 256, (4, 64), device="cuda")
+    first, second = build("plain").eval(), build("plain").eval()
+    expected = build("plain").eval()(x)
+    with (
+        tiermem.TierManager("cuda", hbm="36MiB", dram="128MiB") as a,
+        tiermem.TierManager("cuda", hbm="48MiB", dram="128MiB") as b,
+        torch.no_grad(),
+    ):
+        a.wrap(first)
+        b.wrap(second)
+        for _ in range(3):
+            assert torch.equal(first(x), expected)
+            assert torch.equal(second(x), expected)
+
+
+def test_out_of_memory_leaves_the_manager_usable() -> None:
+    model = build("plain").eval()
+    x = torch.randint(0, 256, (4, 64), device="cuda")
+    expected = model(x)
+    with tiermem.TierManager("cuda", hbm="36MiB", dram="128MiB") as tier, torch.no_grad():
+        tier.wrap(model)
+        handle = model.layers[3].register_forward_pre_hook(
+            lambda *_: torch.empty(1 << 46, dtype=torch.uint8, device="cuda")
+        )
+        with pytest.raises(torch.OutOfMemoryError):
+            model(x)
+        handle.remove()
+        assert torch.equal(model(x), expected)
