@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--context", type=int, default=128, metavar="N", help="bytes in a sequence")
     model.add_argument("--batch", type=int, default=4, metavar="N", help="sequences in a forward")
     model.add_argument("--accumulate", type=int, default=1, metavar="N", help="forwards in a step")
-    model.add_argument("--steps", type=int, default=60, metavar="N")
+    model.add_argument("--steps", type=int, default=80, metavar="N")
     model.add_argument("--lr", type=float, default=1e-3)
     model.add_argument("--seed", type=int, default=0)
     model.add_argument("--dtype", choices=_DTYPES, default="float32")
