@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from tiermem.storage.swapfile import SwapFile
 from tiermem.testing.io import Fault, Memory, ScriptedEngine
 from tiermem.transfer.filejobs import FileTransfer, Job, JobQueue
 from tiermem.transfer.filemover import FileMover, HostCopier
+from tiermem.transfer.filepump import SWITCH_SECONDS, SwitchInterval
 
 PAGE = 4096
 CHUNK = 4 * PAGE
@@ -434,6 +436,36 @@ def test_ctrl_c_gets_through_a_wait(
     interrupter.join()
     engine.release()
     finish(mover, transfer)
+
+
+def test_the_switch_interval_is_short_only_while_there_is_work(
+    scripted: tuple[ScriptedEngine, FileMover], store: SwapFile
+) -> None:
+    engine, mover = scripted
+    usual = sys.getswitchinterval()
+    assert usual > SWITCH_SECONDS
+    engine.hold()
+    transfer = mover.write(store.allocate(CHUNK), noise(CHUNK), label="w")
+    assert engine.until_pending(1)
+    behind = mover.write(store.allocate(CHUNK), noise(CHUNK), label="w")
+    assert engine.until_pending(2), "the round of the first one is over"
+    assert sys.getswitchinterval() == SWITCH_SECONDS
+    engine.release()
+    finish(mover, transfer, behind)
+    mover.close()
+    assert sys.getswitchinterval() == usual
+
+
+def test_a_switch_interval_set_meanwhile_is_left_alone() -> None:
+    usual, interval = sys.getswitchinterval(), SwitchInterval()
+    interval.shorten()
+    interval.shorten()
+    interval.restore()
+    assert sys.getswitchinterval() == SWITCH_SECONDS
+    sys.setswitchinterval(0.001)
+    interval.restore()
+    assert sys.getswitchinterval() == 0.001
+    sys.setswitchinterval(usual)
 
 
 def test_errors_name_everything(store: SwapFile) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,6 +54,8 @@ def probe_uring() -> str | None:
     Returns:
         ``None`` if both worked, else the reason why not.
     """
+    if sys.platform != "linux":
+        return "io_uring is a part of Linux"
     engine = UringEngine(depth=2)
     try:
         file = os.memfd_create("tiermem-probe", os.MFD_CLOEXEC)
