@@ -425,6 +425,7 @@ class BlockManager:
                 self.remove_blocks(blocks)
                 raise
             if extent is not None:
+                self.copy.claim(extent)
                 self.table.place_blank(block.id, extent)
                 self.table[block.id].fixed = True
                 self._enter(block, extent)
@@ -446,6 +447,7 @@ class BlockManager:
             if record.defined:
                 self._start_fill(record, extent, urgent=True)
             else:
+                self.copy.claim(extent)
                 self.table.place_blank(block.id, extent)
                 self._enter(block, extent)
 
@@ -553,7 +555,7 @@ class BlockManager:
         extent = self.table.drop(record.block.id)
         self.counters.evictions += 1
         if self.poison:
-            self.arena.poison(extent)
+            self.copy.poison(self._slots_by_id[record.block.id].bytes, extent)
         self._forget(record.block.id, home=False)
 
     def _start_drain(self, record: Record) -> None:

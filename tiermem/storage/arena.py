@@ -18,7 +18,6 @@ import torch
 from tiermem.core.block import ALIGNMENT, Extent, Tier, align_up
 from tiermem.errors import CapacityError, ClosedError
 
-_POISON = 0xFF
 _TOUCH_UNIT = 256 << 20
 
 
@@ -39,10 +38,6 @@ class Arena:
     def bytes_of(self, extent: Extent) -> torch.Tensor:
         """Returns a new 1-D uint8 tensor over ``extent``, with a storage of its own."""
         raise NotImplementedError
-
-    def poison(self, extent: Extent) -> None:
-        """Overwrites ``extent`` so that a use of it shows (0xFF: NaN in every float format)."""
-        self.bytes_of(extent).fill_(_POISON)
 
     def close(self) -> None:
         """Drops the arena's own hold on the memory."""

@@ -14,6 +14,9 @@ import torch
 
 from tiermem.core.block import Extent
 
+POISON = 0xFF
+"""Fills what must not be read: NaN in every float format, -1 in the integers."""
+
 Event = torch.cuda.Event
 """What a copy leaves behind; None where it is over already."""
 
@@ -45,6 +48,17 @@ class CopyEngine(Protocol):
             extent: Where ``source`` is, so that it is not overwritten too soon.
             after: Event of the copy that brought ``source`` up.
         """
+        ...
+
+    def claim(self, extent: Extent) -> None:
+        """Makes the current compute stream wait for copies from and to ``extent``.
+
+        Compute is about to write there, and what was there before may still be on its way.
+        """
+        ...
+
+    def poison(self, target: torch.Tensor, extent: Extent) -> None:
+        """Sets every bit of the HBM ``extent`` that ``target`` covers, after its last readers."""
         ...
 
     def prepare_up(self, extent: Extent) -> None:
@@ -85,6 +99,13 @@ class HostCopyEngine:
         target.copy_(source)
         return None
 
+    def claim(self, extent: Extent) -> None:
+        """Nothing to wait for."""
+
+    def poison(self, target: torch.Tensor, extent: Extent) -> None:
+        """Sets every bit of ``target``."""
+        target.fill_(POISON)
+
     def prepare_up(self, extent: Extent) -> None:
         """Nothing to order."""
 
@@ -124,7 +145,9 @@ class CudaCopyEngine:
         self.prepare_up(extent)
         if after is not None:
             self.up_stream.wait_event(after)
-        return self._copy(self.up_stream, target, source)
+        event = self._copy(self.up_stream, target, source)
+        self._fence(extent, event)
+        return event
 
     def down(
         self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Event | None
@@ -134,17 +157,30 @@ class CudaCopyEngine:
         if after is not None:
             self.down_stream.wait_event(after)
         event = self._copy(self.down_stream, target, source)
-        self._fences = [fence for fence in self._fences if not fence[2].query()]
-        self._fences.append((extent.offset, extent.end, event))
+        self._fence(extent, event)
         return event
+
+    def claim(self, extent: Extent) -> None:
+        """Makes the current compute stream wait for copies from and to ``extent``."""
+        stream = torch.cuda.current_stream(self.device)
+        for event in self._fences_of(extent):
+            stream.wait_event(event)
+
+    def poison(self, target: torch.Tensor, extent: Extent) -> None:
+        """Sets every bit, on the up stream."""
+        self.prepare_up(extent)
+        event = Event()
+        with torch.cuda.stream(self.up_stream):
+            target.fill_(POISON)
+            event.record(self.up_stream)
+        self._fence(extent, event)
 
     def prepare_up(self, extent: Extent) -> None:
         """Makes the up stream wait for every reader of ``extent``."""
         for mark in self._marks():
             self.up_stream.wait_event(mark)
-        for start, end, event in self._fences:
-            if start < extent.end and extent.offset < end:
-                self.up_stream.wait_event(event)
+        for event in self._fences_of(extent):
+            self.up_stream.wait_event(event)
 
     def prepare_down(self) -> None:
         """Makes the down stream wait for the compute submitted so far."""
@@ -166,6 +202,15 @@ class CudaCopyEngine:
     def synchronize(self) -> None:
         """Makes the host wait for both copy streams and the device's compute."""
         torch.cuda.synchronize(self.device)
+
+    def _fence(self, extent: Extent, event: Event) -> None:
+        """Remembers a copy from or to an extent until it is over."""
+        if len(self._fences) > 64:
+            self._fences = [fence for fence in self._fences if not fence[2].query()]
+        self._fences.append((extent.offset, extent.end, event))
+
+    def _fences_of(self, extent: Extent) -> list[Event]:
+        return [e for start, end, e in self._fences if start < extent.end and extent.offset < end]
 
     def _marks(self) -> Sequence[Event]:
         self.use(None)
