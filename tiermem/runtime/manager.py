@@ -25,6 +25,7 @@ from tiermem.core.residency import Move, Record, ResidencyTable, State
 from tiermem.core.schedule import Planner
 from tiermem.errors import CapacityError, ClosedError, InvariantError, StorageError
 from tiermem.io.probe import choose_engine
+from tiermem.runtime.compact import compact
 from tiermem.runtime.homes import HomeRequest, Homes
 from tiermem.runtime.prefetch import Prefetcher
 from tiermem.runtime.process import generation
@@ -42,6 +43,7 @@ from tiermem.transfer.copy import (
 from tiermem.transfer.filemover import FileMover, FileTransfer
 
 _SOFT = 1e15
+_RESIDENT = 1e12
 
 
 class Holder(Protocol):
@@ -49,6 +51,14 @@ class Holder(Protocol):
 
     def unpoint(self) -> None:
         """Points them elsewhere; the block is about to leave HBM."""
+        ...
+
+    def repoint(self, slot: Slot) -> None:
+        """Points them at the block's new place."""
+        ...
+
+    def leases(self) -> int:
+        """Returns how many leases of the block are this holder's own."""
         ...
 
 
@@ -71,6 +81,7 @@ class BlockManager:
         self.timeline = Timeline()
         self.planner = Planner()
         self.holders: dict[int, Holder] = {}
+        self.unseen: dict[int, int] = {}
         self._generation = generation()
         self._closed = False
         # what leaves the stand-in for HBM is overwritten, so that a wrong residency shows; on a
@@ -180,6 +191,30 @@ class BlockManager:
                     self.table.release(block.id)
                     raise
             return self._slots_by_id[block.id]
+
+    def acquire_all(self, blocks: Sequence[Block]) -> list[Slot]:
+        """Acquires several blocks that are used together, or none.
+
+        Until all are there nobody has seen an address of theirs, so they may be moved to make
+        room for each other.
+        """
+        with self.lock:
+            taken: list[Block] = []
+            try:
+                for block in blocks:
+                    self.acquire(block)
+                    taken.append(block)
+                    self.unseen[block.id] = self.unseen.get(block.id, 0) + 1
+                return [self._slots_by_id[block.id] for block in blocks]
+            except BaseException:
+                for block in taken:
+                    self.table.release(block.id)
+                raise
+            finally:
+                for block in taken:
+                    self.unseen[block.id] -= 1
+                    if not self.unseen[block.id]:
+                        del self.unseen[block.id]
 
     def release(self, block: Block, *, dirty: bool = False) -> None:
         """Gives a lease back."""
@@ -321,6 +356,7 @@ class BlockManager:
                 prefetches=counters.prefetches,
                 evictions=counters.evictions,
                 write_backs=counters.write_backs,
+                relocations=counters.relocations,
                 stalls=counters.stalls,
                 stall_seconds=counters.stall_ns / 1e9,
                 errors=counters.errors,
@@ -503,7 +539,10 @@ class BlockManager:
                     tried_gc = True
                     gc.collect()  # a cycle may hold the last alias of something
                 else:
-                    raise self._too_small(block)
+                    extent = compact(self, block.nbytes)
+                    if extent is None:
+                        raise self._too_small(block)
+                    return extent
                 continue
             if not self._clear(window.victims, wait=position is None):
                 return None
@@ -526,6 +565,10 @@ class BlockManager:
         if position is not None and (distance <= position or slot.pointed):
             return None
         price = eviction_cost(block.nbytes, distance, dirty=record.in_hbm is State.DIRTY)
+        if block.id in self.prefetcher.residents:
+            if position is not None:
+                return None
+            price += _RESIDENT
         return price + _SOFT if slot.pointed else price
 
     def _clear(self, victims: Sequence[int], *, wait: bool) -> bool:
@@ -680,7 +723,7 @@ class BlockManager:
         return CapacityError(
             f"block {block.name!r} ({format_size(block.nbytes)}) does not fit in tier hbm "
             f"({format_size(self.table.hbm.capacity)}) beside {names or 'nothing'}; give hbm= at "
-            f"least {format_size(total + block.nbytes)}, or wrap with smaller blocks"
+            f"least {total + block.nbytes}, or wrap with smaller blocks"
         )
 
 
