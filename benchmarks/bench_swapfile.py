@@ -178,12 +178,20 @@ class Bench:
         return rows
 
     def beside_fio(self, rows: dict[str, Row], op: IoOp, fio_first: bool) -> None:
-        """Measures the bare engine and fio, one after the other."""
-        if self.fio and fio_first:
-            rows[f"fio {op.value}"] = self.run_fio(op.value)
-        rows[f"engine {op.value}"] = self.engine(op)
-        if self.fio and not fio_first:
-            rows[f"fio {op.value}"] = self.run_fio(op.value)
+        """Measures the bare engine and fio in the order A B B A, so that drift cancels out."""
+        a, b = ("fio", "engine") if fio_first else ("engine", "fio")
+        found: dict[str, list[Row]] = {"fio": [], "engine": []}
+        for who in (a, b, b, a):
+            if who == "engine":
+                found[who].append(self.engine(op))
+            elif self.fio:
+                found[who].append(self.run_fio(op.value))
+        for who, pair in found.items():
+            if pair:
+                rows[f"{who} {op.value}"] = {
+                    "bytes_per_s": statistics.harmonic_mean([r["bytes_per_s"] for r in pair]),
+                    "cores": statistics.mean(r["cores"] for r in pair),
+                }
 
     def run_fio(self, op: str) -> Row:
         return fio(self.store.fds[0], op, self.size, self.block, self.depth)

@@ -23,7 +23,7 @@ from tiermem.storage.swapfile import SwapFile
 from tiermem.testing.io import Fault, Memory, ScriptedEngine
 from tiermem.transfer.filejobs import FileTransfer, Job, JobQueue
 from tiermem.transfer.filemover import FileMover, HostCopier
-from tiermem.transfer.filepump import SWITCH_SECONDS, SwitchInterval
+from tiermem.transfer.switching import SWITCH_SECONDS, SwitchInterval
 
 PAGE = 4096
 CHUNK = 4 * PAGE
@@ -156,6 +156,20 @@ def test_urgent_reads_go_first(scripted: tuple[ScriptedEngine, FileMover], store
     assert urgent.finished_ns < plain[1].finished_ns
 
 
+def test_what_somebody_waits_for_goes_first(
+    scripted: tuple[ScriptedEngine, FileMover], store: SwapFile
+) -> None:
+    engine, mover = scripted
+    extents = [store.allocate(8 * CHUNK) for _ in range(3)]
+    finish(mover, *(mover.write(e, noise(e.nbytes), label="w") for e in extents))
+    engine.hold()
+    reads = [mover.read(e, host(e.nbytes), label="r") for e in extents]
+    assert engine.until_pending(4)
+    threading.Timer(0.02, engine.release).start()
+    finish(mover, reads[2], *reads)
+    assert reads[2].finished_ns < reads[1].finished_ns
+
+
 def test_writes_do_not_starve(scripted: tuple[ScriptedEngine, FileMover], store: SwapFile) -> None:
     engine, mover = scripted
     extents = [store.allocate(20 * CHUNK), store.allocate(CHUNK)]
@@ -166,7 +180,8 @@ def test_writes_do_not_starve(scripted: tuple[ScriptedEngine, FileMover], store:
     assert engine.until_pending(4)
     write = mover.write(extents[1], noise(CHUNK), label="w")
     engine.release()
-    finish(mover, read, write)
+    with mover._pump.changed:  # waiting through the mover would make them urgent
+        assert mover._pump.changed.wait_for(lambda: read.finished and write.finished, 10.0)
     at = [r.op for r in engine.log].index(IoOp.WRITE)
     assert 4 <= at <= 12
 
@@ -360,6 +375,7 @@ def test_a_forgotten_mover_ends_its_thread(store: SwapFile) -> None:
     del mover
     gc.collect()
     assert gone() is None
+    thread.join(10.0)
     assert not thread.is_alive()
 
 

@@ -35,7 +35,7 @@ class ThreadEngine(IoEngine):
         if n_threads < 1:
             raise ValueError(f"n_threads must be at least 1, not {n_threads}")
         self._n_threads = n_threads
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collected mover may wake from anywhere
         self._work = threading.Condition(self._lock)
         self._news = threading.Condition(self._lock)
         self._queue: deque[Progress] = deque()

@@ -170,7 +170,7 @@ class UringEngine(IoEngine):
         self._ready: list[IoCompletion] = []
         self._sequence = 0
         self._event = -1
-        self._event_lock = threading.Lock()
+        self._event_lock = threading.RLock()  # a collected mover may wake from anywhere
         self._files: list[int] = []
         self._fixed_files = False
         self._areas: list[tuple[int, int]] = []
@@ -456,7 +456,7 @@ class UringEngine(IoEngine):
     def _drain(self) -> None:
         self.cancel()
         if self._wake_armed:
-            self._ask_cancel(_WAKE)
+            os.eventfd_write(self._event, 1)  # ends the read that waits for a wake
         # The kernel may still write into the memory until its last entry has been read.
         while self._inside or self._wake_armed or self._cancels:
             self._enter(1.0)

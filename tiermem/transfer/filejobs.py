@@ -161,15 +161,19 @@ class JobQueue:
         else:
             self._writes.append(job)
 
+    def hurry(self, job: Job) -> None:
+        """Makes a job urgent that was not, and what it waits for."""
+        if job.urgent:
+            return
+        job.urgent = True
+        if job.blockers:
+            self._hurry(job)
+        else:
+            self._urgent.append(job)  # its old place is passed over once it is exhausted
+
     def _hurry(self, job: Job) -> None:
-        """Makes everything urgent that an urgent job waits for."""
         for blocker in job.blockers:
-            if not blocker.urgent:
-                blocker.urgent = True
-                if blocker.blockers:
-                    self._hurry(blocker)
-                else:
-                    self._urgent.append(blocker)  # its old place is passed over once exhausted
+            self.hurry(blocker)
 
     def remove(self, job: Job) -> None:
         """Lets go of a job that is over, and of what waited for it."""

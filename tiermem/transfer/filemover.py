@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import weakref
@@ -120,7 +121,8 @@ class FileMover:
         self._pump = Pump(store, engine_factory, staging, chunk_nbytes, copier, verify)
         self._pump.start()
         # The thread holds the pump, not this object: a forgotten mover still ends it.
-        self._finalizer = weakref.finalize(self, self._pump.close)
+        self._finalizer = weakref.finalize(self, self._pump.ask_to_close)
+        self._finalizer.atexit = False
 
     def __enter__(self) -> FileMover:
         return self
@@ -159,7 +161,7 @@ class FileMover:
         self._check_usable()
         _check_tensor(tensor, transfer.nbytes)
         job = Job(transfer, tensor, self._store.pieces(transfer.extent))
-        if not self._pump.post(job):
+        if not self._pump.start_job(job):
             self._pump.settle(transfer, failure(transfer, self._pump.dead))
         return transfer
 
@@ -176,7 +178,7 @@ class FileMover:
     def wait(self, transfer: FileTransfer) -> None:
         """Blocks, without the GIL, until a transfer has finished; Ctrl-C gets through.
 
-        Its error is not raised: see ``transfer.error``.
+        From now on it goes before others. Its error is not raised: see ``transfer.error``.
 
         Raises:
             ClosedError: If the mover belongs to another process.
@@ -184,6 +186,9 @@ class FileMover:
         self._check_process()
         if transfer.finished:
             return
+        if not (transfer.urgent or self._closed):
+            with contextlib.suppress(ClosedError):  # closing finishes it as well
+                self._pump.hurry(transfer)
         changed = self._pump.changed
         with changed:
             while not transfer.finished:
@@ -197,7 +202,7 @@ class FileMover:
         """
         self._check_usable()
         if not transfer.finished:
-            self._pump.post(transfer)
+            self._pump.cancel(transfer)
 
     def stats(self) -> MoverStats:
         """Returns what was done so far."""

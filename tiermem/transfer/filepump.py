@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import enum
 import errno
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -20,9 +21,7 @@ from tiermem.io.engine import IoCompletion, IoEngine, IoOp, IoRequest
 from tiermem.storage.checksum import checksum
 from tiermem.storage.swapfile import Piece, SwapFile
 from tiermem.transfer.filejobs import FileTransfer, Job, JobQueue
-
-SWITCH_SECONDS = 0.0005
-"""Longest time that a busy Python thread keeps the GIL while transfers are under way."""
+from tiermem.transfer.switching import switch_interval
 
 _FIRST_LOOK = 50e-6
 _LAST_LOOK = 1e-3
@@ -48,35 +47,12 @@ class ChunkCopier(Protocol):
         """Starts a copy into staging; the chunk is read once the fence is done."""
 
 
-class SwitchInterval:
-    """Shortens the interpreter's switch interval while any pump has work.
+class Message(enum.Enum):
+    """What another thread asks of the pump."""
 
-    A pump takes the GIL back three times a chunk. At the usual 5 ms a thread busy
-    in pure Python would hold it to a fifth of the disk's speed.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._usual = 0.0
-
-    def shorten(self) -> None:
-        """Counts one more pump at work."""
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self._usual = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._usual, SWITCH_SECONDS))
-
-    def restore(self) -> None:
-        """Counts one less; the last puts back what was, unless somebody else set it since."""
-        with self._lock:
-            self._users -= 1
-            if self._users == 0 and sys.getswitchinterval() == SWITCH_SECONDS:
-                sys.setswitchinterval(self._usual)
-
-
-_switch_interval = SwitchInterval()
+    START = "start"
+    CANCEL = "cancel"
+    HURRY = "hurry"
 
 
 @dataclass(slots=True)
@@ -132,7 +108,7 @@ class Pump:
         self._copier = copier
         self._verify = verify
         self._pid = os.getpid()
-        self._inbox: list[Job | FileTransfer] = []
+        self._inbox: list[tuple[Message, FileTransfer, Job | None]] = []
         self._closing = False
         self._started = threading.Event()
         self._queue = JobQueue()
@@ -160,37 +136,55 @@ class Pump:
         Raises:
             BaseException: Whatever kept the engine from being made.
         """
+        # The kernel must be done with staging before the interpreter takes it apart.
+        atexit.register(self.close)
         self._thread.start()
         try:
             self._started.wait()
         except BaseException:  # Ctrl-C: nobody else will end the thread
-            with self.changed:
-                self._closing = True
+            self.ask_to_close()
             raise
         if self.dead is not None:
             self._thread.join()
             raise self.dead
 
-    def post(self, message: Job | FileTransfer) -> bool:
-        """Hands over a job, or a transfer to cancel; returns whether the pump still runs."""
+    def start_job(self, job: Job) -> bool:
+        """Hands over a job; returns whether the pump still runs."""
+        return self._post(Message.START, job.transfer, job)
+
+    def cancel(self, transfer: FileTransfer) -> None:
+        """Asks for a transfer to be stopped."""
+        self._post(Message.CANCEL, transfer, None)
+
+    def hurry(self, transfer: FileTransfer) -> None:
+        """Asks for a transfer to go before the others, because somebody waits for it."""
+        self._post(Message.HURRY, transfer, None)
+
+    def _post(self, message: Message, transfer: FileTransfer, job: Job | None) -> bool:
         with self.changed:
             if self._closing:
                 raise ClosedError("the file mover is closed")
             if self.dead is not None:
                 return False
-            self._inbox.append(message)
+            self._inbox.append((message, transfer, job))
             if len(self._inbox) == 1:
                 self._engine.wake()
             return True
+
+    def ask_to_close(self) -> None:
+        """Lets the thread end soon; never blocks, so that a garbage collection may call it."""
+        if os.getpid() != self._pid:
+            return
+        with self.changed:
+            self._closing = True
+            if self.dead is None and self.engine_name and self._thread.is_alive():
+                self._engine.wake()
 
     def close(self) -> None:
         """Cancels everything, ends the thread and its engine; in a forked child does nothing."""
         if os.getpid() != self._pid:
             return
-        with self.changed:
-            self._closing = True
-            if self.dead is None and self._thread.is_alive():
-                self._engine.wake()
+        self.ask_to_close()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -202,6 +196,7 @@ class Pump:
         except BaseException as error:
             self.dead = error
             self._started.set()
+            atexit.unregister(self.close)
             return
         cause: BaseException | None = None
         try:
@@ -216,6 +211,7 @@ class Pump:
         finally:
             self._end(cause)
             self._started.set()
+            atexit.unregister(self.close)
 
     def _loop(self) -> None:
         look = _FIRST_LOOK
@@ -237,21 +233,25 @@ class Pump:
     def _set_brisk(self, brisk: bool) -> None:
         if brisk != self._brisk:
             self._brisk = brisk
-            (_switch_interval.shorten if brisk else _switch_interval.restore)()
+            (switch_interval.shorten if brisk else switch_interval.restore)()
 
     def _read_inbox(self) -> None:
         with self.changed:
             messages, self._inbox = self._inbox, []
-        for message in messages:
-            if isinstance(message, Job):
-                self._queue.add(message)
-                if message.over and not message.blockers:  # it has no bytes
-                    self._finish(message)
-            else:
-                self._cancel(self._queue.jobs.get(message))
+        for message, transfer, job in messages:
+            if message is Message.START and job is not None:
+                self._queue.add(job)
+                if job.over and not job.blockers:  # it has no bytes
+                    self._finish(job)
+                continue
+            known = self._queue.jobs.get(transfer)
+            if known is not None and message is Message.CANCEL:
+                self._cancel(known)
+            elif known is not None:
+                self._queue.hurry(known)
 
-    def _cancel(self, job: Job | None) -> None:
-        if job is None or job.exhausted:
+    def _cancel(self, job: Job) -> None:
+        if job.exhausted:
             return
         job.stop(self._error(job, job.pieces[job.next_piece], "cancelled", errno.ECANCELED))
         if job.over:
@@ -442,7 +442,7 @@ class Pump:
             if cause is not None:
                 self.dead = cause
             self._closing = self._closing or cause is None
-            left = [m for m in self._inbox if isinstance(m, Job)]
+            left = [job for _, _, job in self._inbox if job is not None]
             self._inbox.clear()
         for job in [*self._queue.jobs.values(), *left]:
             self.settle(job.transfer, job.error or failure(job.transfer, cause))
