@@ -34,6 +34,7 @@ class Prefetcher:
         # on the CPU a copy from DRAM is made by the thread that computes: begun early it
         # hides behind nothing, so only files are worth fetching ahead
         self._dram = manager.device.type == "cuda"
+        self._least = min(_AUTO_BYTES, manager.table.hbm.capacity // 4)
         self._planned: Schedule | None = None
         self.residents: frozenset[int] = frozenset()
 
@@ -46,7 +47,7 @@ class Prefetcher:
         blocks, nbytes = 0, 0
         for step in manager.planner.upcoming():
             if blocks >= self._depth and not (
-                self._auto and nbytes < _AUTO_BYTES and blocks < _MOST_BLOCKS
+                self._auto and nbytes < self._least and blocks < _MOST_BLOCKS
             ):
                 return
             record = manager.table[step.block]
@@ -74,7 +75,7 @@ class Prefetcher:
         fixed = sum(record.block.nbytes for record in manager.table if record.fixed)
         streaming = sum(sorted(sizes.values())[-(self._depth + 1) :])
         if self._auto:
-            streaming = max(streaming, min(_AUTO_BYTES, sum(sizes.values())))
+            streaming = max(streaming, self._least)
         room = manager.table.hbm.capacity - fixed - streaming
         if sum(sizes.values()) + fixed <= manager.table.hbm.capacity:
             room = sum(sizes.values())
