@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tiermem.core.block import Extent
 from tiermem.errors import IntegrityError, StorageError
-from tiermem.io import IoOp, IoRequest
+from tiermem.io import IoEngine, IoOp, IoRequest, choose_engine
 from tiermem.storage.swapfile import SwapFile
 from tiermem.testing.io import Fault, Memory, ScriptedEngine
 from tiermem.transfer.filemover import FileMover, FileTransfer
@@ -67,7 +67,7 @@ Asked = tuple[str, int, FileTransfer, torch.Tensor]
 
 
 def play(
-    script: list[tuple[str, int]], seed: int, engine: ScriptedEngine, chunks: int
+    script: list[tuple[str, int]], seed: int, engine: IoEngine, chunks: int
 ) -> list[Asked]:
     """Runs a script and compares every read with what was last written whole."""
     rng = random.Random(seed)
@@ -135,6 +135,16 @@ def test_faults_are_errors_or_harmless_but_never_wrong_bytes(
     order = random.Random(seed)
     kinds = ["short", "again", "fail", "torn", "flip"]
     play(script, seed, ScriptedEngine(order.randrange, Unlucky(seed, rate, kinds)), chunks)
+
+
+@settings(max_examples=40)
+@given(steps, st.integers(0, 2**32), st.integers(1, 6), st.sampled_from(["uring", "threads"]))
+def test_the_real_engines_change_no_byte(
+    script: list[tuple[str, int]], seed: int, chunks: int, name: str
+) -> None:
+    script = [("write", slot) for slot in range(SLOTS)] + script
+    asked = play(script, seed, choose_engine(name)[0](), chunks)
+    assert [transfer.error for _, _, transfer, _ in asked] == [None] * len(script)
 
 
 @settings(max_examples=40)
