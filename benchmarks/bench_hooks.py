@@ -36,23 +36,37 @@ def model(layers: int, width: int) -> nn.Module:
 
 
 def forward_time(net: nn.Module, x: torch.Tensor, repeats: int) -> list[float]:
-    """Returns seconds per forward without gradients, one per repeat."""
+    """Returns host seconds per forward without gradients, one per repeat."""
     times = []
     with torch.no_grad():
         for _ in range(3):
             net(x)
         for _ in range(repeats):
+            if x.is_cuda:
+                torch.cuda.synchronize()
             began = time.perf_counter()
             net(x)
             times.append(time.perf_counter() - began)
     return times
 
 
-def hook_pair(layers: int, width: int, repeats: int) -> dict[str, float | int | str]:
-    """Measures plain and wrapped forwards in turn and takes the difference per block."""
-    x = torch.rand(width)
-    plain, wrapped = model(layers, width), model(layers, width)
-    with tiermem.TierManager(device="cpu", hbm="256MiB", dram="256MiB") as tier:
+def hook_pair(
+    layers: int, width: int, repeats: int, device: str, share: float = 0.0
+) -> dict[str, float | int | str]:
+    """Measures plain and wrapped forwards in turn and takes the difference per block.
+
+    Args:
+        layers: Blocks.
+        width: Elements of each of a block's parameters.
+        repeats: Measurements.
+        device: Where.
+        share: Share of the blocks that HBM holds; 0 for all of them and room to spare.
+    """
+    x = torch.rand(width, device=device)
+    plain, wrapped = model(layers, width).to(device), model(layers, width).to(device)
+    block = -(-width * 4 // 256) * 256 * 12 + 4096
+    hbm = int(layers * share) * block if share else 256 << 20
+    with tiermem.TierManager(device=device, hbm=hbm, dram=max(64 << 20, 2 * layers * block)) as tier:
         tier.wrap(wrapped)
         forward_time(wrapped, x, 3)
         differences = []
@@ -62,7 +76,7 @@ def hook_pair(layers: int, width: int, repeats: int) -> dict[str, float | int | 
             differences.append((b - a) / layers * 1e6)
         stats = tier.stats()
     return {
-        "what": "hook pair, all resident, no_grad",
+        "what": f"hook pair, {f'{share:.0%} of it' if share else 'all'} resident, no_grad, {device}",
         "layers": layers,
         "parameters per block": 12,
         "us per block (median)": spread(differences)["median"],
@@ -103,13 +117,16 @@ def main() -> None:
     """Runs both and prints a table each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=64)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=51)
     parser.add_argument("--depths", type=int, nargs="*", default=[8, 16, 32, 64, 128, 256, 512])
     parser.add_argument("--out", default=None, help="JSON file; Markdown is written beside it")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [hook_pair(args.layers, args.width, args.repeats)]
+    rows = [hook_pair(args.layers, args.width, args.repeats, args.device)]
+    if args.device != "cpu":
+        rows.append(hook_pair(args.layers, 1 << 16, args.repeats, args.device, 0.25))
     rows += [step_time(depth, args.width * 2, max(3, args.repeats // 7)) for depth in args.depths]
     report("Host time of tiermem", rows, args.out)
 
