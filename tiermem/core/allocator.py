@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from tiermem.core.block import ALIGNMENT, Extent, align_up
 from tiermem.errors import InvariantError
 
+_PRICE_UNIT = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -52,6 +54,14 @@ class Allocator:
         """Bytes of the largest extent that could be had without evicting anything."""
         return max((size for _, size in self._gaps), default=0)
 
+    def holds(self, extent: Extent) -> bool:
+        """Whether ``extent`` is one that was handed out."""
+        return self._taken.get(extent.offset) == extent.nbytes
+
+    def gaps(self) -> list[Extent]:
+        """Returns the free runs by address; no two of them touch."""
+        return [Extent(offset, size) for offset, size in self._gaps]
+
     def extents(self) -> Iterable[Extent]:
         """Yields the allocated extents by address."""
         for offset in self._order:
@@ -66,7 +76,7 @@ class Allocator:
         Returns:
             The extent, or None where no gap is large enough.
         """
-        size = align_up(nbytes, self.alignment)
+        size = self._size(nbytes)
         best = -1
         for index, (_, gap) in enumerate(self._gaps):
             if gap >= size and (best < 0 or gap < self._gaps[best][1]):
@@ -86,8 +96,10 @@ class Allocator:
         """Takes exactly ``extent``, all of which must be free.
 
         Raises:
-            InvariantError: If any byte of it is taken.
+            InvariantError: If any byte of it is taken, or it is empty or not aligned.
         """
+        if extent.nbytes <= 0 or extent.offset % self.alignment or extent.nbytes % self.alignment:
+            raise InvariantError(f"{extent} cannot be handed out")
         index = bisect_left(self._gaps, (extent.offset + 1,)) - 1
         offset, size = self._gaps[index] if index >= 0 else (0, 0)
         if index < 0 or offset + size < extent.end:
@@ -106,7 +118,7 @@ class Allocator:
         Raises:
             InvariantError: If it is not one that was handed out.
         """
-        if self._taken.get(extent.offset) != extent.nbytes:
+        if not self.holds(extent):
             raise InvariantError(f"{extent} was not allocated")
         del self._taken[extent.offset]
         del self._order[bisect_left(self._order, extent.offset)]
@@ -123,41 +135,53 @@ class Allocator:
     def cheapest_window(self, nbytes: int, cost: Callable[[int], float | None]) -> Window | None:
         """Finds the run of gaps and extents that is cheapest to clear.
 
-        Two pointers over the segments in address order: linear in their number.
+        Two pointers over the segments in address order: linear in their number. Prices are
+        added as whole numbers, so that a dear extent leaves no rounding error behind when it
+        drops out of the window.
 
         Args:
             nbytes: Bytes wanted; rounded up to the alignment.
-            cost: Price of evicting the extent at an offset; None where it must stay.
+            cost: Price of evicting the extent at an offset, 0 or more; None where it must stay.
 
         Returns:
             The cheapest window (the lowest address among equals), or None.
         """
-        size = align_up(nbytes, self.alignment)
+        size = self._size(nbytes)
         segments = self._segments(cost)
-        best: Window | None = None
-        left = 0
-        total, price = 0, 0.0
+        best: tuple[int, int, int] | None = None
+        left = total = price = 0
         for right, (_, length, fee) in enumerate(segments):
             if fee is None:
-                left, total, price = right + 1, 0, 0.0
+                left, total, price = right + 1, 0, 0
                 continue
             total += length
             price += fee
             while total - segments[left][1] >= size:
                 total -= segments[left][1]
-                price -= segments[left][2] or 0.0
+                price -= segments[left][2] or 0
                 left += 1
-            if total >= size and (best is None or price < best.cost - 1e-12):
-                victims = tuple(s[0] for s in segments[left : right + 1] if s[0] in self._taken)
-                best = Window(Extent(segments[left][0], size), victims, price)
-        return best
+            if total >= size and (best is None or price < best[0]):
+                best = (price, left, right)
+        if best is None:
+            return None
+        price, left, right = best
+        victims = tuple(s[0] for s in segments[left : right + 1] if s[0] in self._taken)
+        return Window(Extent(segments[left][0], size), victims, price / _PRICE_UNIT)
 
-    def _segments(self, cost: Callable[[int], float | None]) -> list[tuple[int, int, float | None]]:
-        """Returns (offset, length, cost) of every gap and extent, by address."""
-        parts: list[tuple[int, int, float | None]] = [(o, s, 0.0) for o, s in self._gaps]
-        parts += [(o, self._taken[o], cost(o)) for o in self._order]
+    def _segments(self, cost: Callable[[int], float | None]) -> list[tuple[int, int, int | None]]:
+        """Returns (offset, length, price) of every gap and extent, by address."""
+        parts: list[tuple[int, int, int | None]] = [(o, s, 0) for o, s in self._gaps]
+        for offset in self._order:
+            fee = cost(offset)
+            price = None if fee is None else int(fee * _PRICE_UNIT)
+            parts.append((offset, self._taken[offset], price))
         parts.sort()
         return parts
+
+    def _size(self, nbytes: int) -> int:
+        if nbytes <= 0:
+            raise InvariantError(f"cannot hand out {nbytes} bytes")
+        return align_up(nbytes, self.alignment)
 
     def _take(self, extent: Extent) -> Extent:
         self._taken[extent.offset] = extent.nbytes

@@ -89,6 +89,7 @@ class ResidencyTable:
         self.hbm = Allocator(hbm_nbytes)
         self._records: dict[int, Record] = {}
         self._at: dict[int, Record] = {}
+        self._orphans: dict[int, Extent] = {}
 
     def __getitem__(self, block_id: int) -> Record:
         return self._records[block_id]
@@ -99,9 +100,13 @@ class ResidencyTable:
     def __len__(self) -> int:
         return len(self._records)
 
-    def at(self, offset: int) -> Record:
-        """Returns the record of the block that is in HBM at ``offset``."""
-        return self._at[offset]
+    def get(self, block_id: int) -> Record | None:
+        """Returns a block's record, or None where there is no such block (any more)."""
+        return self._records.get(block_id)
+
+    def at(self, offset: int) -> Record | None:
+        """Returns the record of the block in HBM at ``offset``; None for an orphan."""
+        return self._at.get(offset)
 
     def add(
         self, block: Block, home: Tier, home_extent: Extent | None, *, defined: bool = False
@@ -123,8 +128,12 @@ class ResidencyTable:
         self._records[block.id] = record
         return record
 
-    def remove(self, block_id: int) -> Record:
+    def remove(self, block_id: int, *, keep: bool = False) -> Record:
         """Takes a block out; its HBM space is freed, its home extent is the caller's.
+
+        Args:
+            block_id: The block.
+            keep: Leave its HBM space taken, as an orphan; see :meth:`reclaim`.
 
         Raises:
             InvariantError: If it is leased or under way.
@@ -132,7 +141,7 @@ class ResidencyTable:
         record = self._records[block_id]
         if record.leases or record.in_hbm in (State.FILLING, State.DRAINING):
             raise self._wrong(record, "removed")
-        self._leave(record)
+        self._leave(record, keep=keep)
         del self._records[block_id]
         return record
 
@@ -145,17 +154,18 @@ class ResidencyTable:
             raise self._wrong(record, "filled")
         if record.home_extent is None:
             raise self._wrong(record, "filled from a home in HBM")
-        self._enter(record, extent, State.FILLING)
+        self._enter(record, extent, State.FILLING)  # raises where it is not the caller's
         return Move(record.block, record.home, Tier.HBM, record.home_extent, extent)
 
-    def end_fill(self, block_id: int, *, ok: bool) -> None:
-        """Ends a fill; one that failed frees the HBM space again."""
+    def end_fill(self, block_id: int, *, ok: bool, keep: bool = False) -> None:
+        """Ends a fill; one that failed frees the HBM space again, or leaves it an orphan."""
         record = self._records[block_id]
         if record.in_hbm is not State.FILLING:
             raise self._wrong(record, "said to be filled")
-        record.in_hbm = State.VALID
-        if not ok:
-            self._leave(record)
+        if ok:
+            record.in_hbm = State.VALID
+        else:
+            self._leave(record, keep=keep)
 
     def place_blank(self, block_id: int, extent: Extent) -> None:
         """Gives a block that holds no data yet a place in HBM, to be written there."""
@@ -225,23 +235,63 @@ class ResidencyTable:
         self._leave(record)
         return extent
 
-    def discard(self, block_id: int) -> Extent | None:
-        """Forgets a block's data (a gradient set to zero); the block itself stays.
+    def relocate(self, block_id: int, offset: int) -> Extent:
+        """Gives the HBM copy another address; its bytes are the caller's to move.
+
+        The new extent may overlap the old one and nothing else.
 
         Returns:
-            The HBM extent that was freed, if there was one.
+            The new extent.
+
+        Raises:
+            InvariantError: If there is no copy at rest, or the place is not free.
+        """
+        record = self._records[block_id]
+        old = record.extent
+        if not record.usable or old is None:
+            raise self._wrong(record, "moved within HBM")
+        self.hbm.free(old)
+        try:
+            new = self.hbm.take(Extent(offset, old.nbytes))
+        except InvariantError:
+            self.hbm.take(old)
+            raise
+        del self._at[old.offset]
+        record.extent = new
+        self._at[offset] = record
+        return new
+
+    def discard(self, block_id: int, *, keep: bool = False) -> None:
+        """Forgets a block's data (a gradient set to zero); the block itself stays.
+
+        Args:
+            block_id: The block.
+            keep: Leave its HBM space taken, as an orphan; see :meth:`reclaim`.
         """
         record = self._records[block_id]
         if record.leases or record.in_hbm in (State.FILLING, State.DRAINING):
             raise self._wrong(record, "discarded")
-        extent = record.extent
         if not record.fixed:
-            self._leave(record)
+            self._leave(record, keep=keep)
         elif record.usable:
             record.in_hbm = State.VALID
         record.at_home = State.ABSENT
         record.defined = False
-        return extent
+
+    def orphans(self) -> list[Extent]:
+        """Returns the HBM extents that belong to no block and are taken all the same."""
+        return list(self._orphans.values())
+
+    def reclaim(self, extent: Extent) -> None:
+        """Frees an orphan: an extent whose block has gone and that something still looked at.
+
+        Raises:
+            InvariantError: If it is none.
+        """
+        if self._orphans.get(extent.offset) != extent:
+            raise InvariantError(f"{extent} is not an orphan")
+        del self._orphans[extent.offset]
+        self.hbm.free(extent)
 
     def home_written(self, block_id: int) -> None:
         """Says that the home copy was written directly, there being none in HBM."""
@@ -273,19 +323,28 @@ class ResidencyTable:
                 raise self._wrong(record, "leased and not usable")
             if present != (record.extent is not None):
                 raise self._wrong(record, "in HBM without an extent, or the other way round")
-        used = sum(r.extent.nbytes for r in self._records.values() if r.extent is not None)
+            if record.extent is not None and self._at.get(record.extent.offset) is not record:
+                raise self._wrong(record, "at an address that is another's")
+        held = [r.extent for r in self._records.values() if r.extent is not None]
+        used = sum(extent.nbytes for extent in [*held, *self._orphans.values()])
         if used != self.hbm.used or used > self.hbm.capacity:
             raise InvariantError(f"HBM: {used} bytes in the table, {self.hbm.used} allocated")
 
     def _enter(self, record: Record, extent: Extent, state: State) -> None:
+        taken = extent.offset in self._at or extent.offset in self._orphans
+        if taken or not self.hbm.holds(extent) or extent.nbytes < record.block.nbytes:
+            raise self._wrong(record, f"placed at {extent}")
         record.in_hbm = state
         record.extent = extent
         self._at[extent.offset] = record
 
-    def _leave(self, record: Record) -> None:
+    def _leave(self, record: Record, *, keep: bool = False) -> None:
         if record.extent is not None:
             del self._at[record.extent.offset]
-            self.hbm.free(record.extent)
+            if keep:
+                self._orphans[record.extent.offset] = record.extent
+            else:
+                self.hbm.free(record.extent)
         record.extent = None
         record.in_hbm = State.ABSENT
 

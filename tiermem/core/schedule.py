@@ -18,6 +18,8 @@ NEVER = 1 << 60
 
 _CONTEXTS = (16, 8, 4, 2, 1)
 _LOOK_AHEAD = 64
+_MOST_CONTEXTS = 4096
+_MOST_USES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +78,9 @@ class Trace:
         self.blocks: list[int] = []
 
     def add(self, block: int) -> None:
-        """Records a use."""
-        self.blocks.append(block)
+        """Records a use; what comes after four million of one pass is not remembered."""
+        if len(self.blocks) < _MOST_USES:
+            self.blocks.append(block)
 
 
 class Planner:
@@ -110,7 +113,7 @@ class Planner:
         self._end()
         for length in _CONTEXTS:
             if len(self._history) >= length:
-                self._after[tuple(self._history[-length:])] = key
+                self._learn(tuple(self._history[-length:]), key)
         self._history.append(key)
         del self._history[:-64]
         if key not in self._known:
@@ -151,8 +154,12 @@ class Planner:
         for key, order in self._known.items():
             self._known[key] = [block for block in order if block not in blocks]
         self._cache.clear()
-        self.schedule = Schedule([b for b in self.schedule.order if b not in blocks])
-        self.cursor = min(self.cursor, len(self.schedule))
+        if self._trace is not None:
+            self._trace.blocks = [block for block in self._trace.blocks if block not in blocks]
+        foreseen = self.schedule.order
+        behind = sum(1 for block in foreseen[: self.cursor] if block in blocks)
+        self.schedule = Schedule([block for block in foreseen if block not in blocks])
+        self.cursor -= behind
 
     def _end(self) -> None:
         if self._trace is None:
@@ -163,6 +170,13 @@ class Planner:
             self._cache.clear()
             self.learned += 1
         self._trace = None
+
+    def _learn(self, context: tuple[Hashable, ...], key: Hashable) -> None:
+        """Remembers what followed; contexts that have not been met for long are let go."""
+        self._after.pop(context, None)
+        self._after[context] = key
+        if len(self._after) > _MOST_CONTEXTS:
+            del self._after[next(iter(self._after))]
 
     def _foresee(self) -> Schedule:
         """Strings together this pass and those expected after it, about two rounds."""

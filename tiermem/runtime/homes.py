@@ -66,7 +66,7 @@ class Homes:
         if staging > dram:
             raise CapacityError(
                 f"tier dram: an NVMe tier needs {staging} bytes of staging, the budget is {dram}; "
-                f"give dram= at least {format_size(staging)}"
+                f"give dram= at least {staging}"
             )
         self.swap = SwapFile([Path(p) for p in nvme], nvme_bytes, self.chunk) if nvme else None
         try:
@@ -161,7 +161,7 @@ class Homes:
         return CapacityError(
             f"block {request.name!r} ({format_size(request.nbytes)}) does not fit in tier dram: "
             f"{format_size(free)} of {format_size(self.dram.capacity)} are free; "
-            f"give dram= at least {format_size(max(least, taken + asked - mine))}{hint}"
+            f"give dram= at least {max(least, taken + asked - mine)}{hint}"
         )
 
     def _on_disk(self, nbytes: int) -> Extent:

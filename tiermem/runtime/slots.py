@@ -74,14 +74,57 @@ class Slot:
         """Whether anything but us and the pointed parameters can see the bytes."""
         return use_count(self.storage) > self.baseline + self.pointed
 
+    def others(self) -> bool:
+        """Whether anything else sees the bytes, or a parameter that should point here does not."""
+        return use_count(self.storage) != self.baseline + self.pointed
+
+
+class Holder:
+    """Something that points parameters at a block.
+
+    As it stands here it points none, has no lease and cannot be pointed anew.
+    """
+
+    def unpoint(self) -> None:
+        """Points elsewhere what points at the block without a lease; it is about to leave."""
+
+    def repoint(self, slot: Slot) -> None:
+        """Points at the block's new place; called only where :meth:`leases` says it can be."""
+        raise NotImplementedError
+
+    def leases(self) -> int:
+        """Returns how many leases of the block are this holder's own, and follow a repoint."""
+        return 0
+
 
 class SlotCache:
-    """Makes slots, and keeps them, since addresses repeat from step to step."""
+    """Makes slots, and keeps them, since addresses repeat from step to step.
+
+    Attributes:
+        current: Slot of each block that is in HBM or on its way there.
+        by_address: The same slots by the address of their first byte.
+    """
 
     def __init__(self, arena: Arena) -> None:
         """Makes slots in ``arena``."""
         self._arena = arena
         self._kept: dict[int, list[Slot]] = {}
+        self.current: dict[int, Slot] = {}
+        self.by_address: dict[int, Slot] = {}
+
+    def enter(self, block: Block, extent: Extent) -> Slot:
+        """Returns the slot of a block at the address where it is from now on."""
+        slot = self.slot(block, extent)
+        self.leave(block.id)
+        self.current[block.id] = slot
+        self.by_address[slot.address] = slot
+        return slot
+
+    def leave(self, block_id: int) -> None:
+        """Says that a block is nowhere in HBM."""
+        slot = self.current.pop(block_id, None)
+        if slot is not None and self.by_address.get(slot.address) is slot:
+            del self.by_address[slot.address]
 
     def slot(self, block: Block, extent: Extent) -> Slot:
         """Returns the slot of a block at an address."""
@@ -102,6 +145,8 @@ class SlotCache:
     def clear(self) -> None:
         """Lets every slot go."""
         self._kept.clear()
+        self.current.clear()
+        self.by_address.clear()
 
     def _make(self, block: Block, extent: Extent) -> Slot:
         with torch.inference_mode(False):
@@ -113,7 +158,9 @@ class SlotCache:
                 if not isinstance(dtype, torch.dtype):
                     raise TypeError(f"{spec.name}: {dtype!r} is not a torch dtype")
                 item = dtype.itemsize
-                views.append(typed_view(storage, dtype, spec.offset // item, spec.shape, spec.stride))
+                views.append(
+                    typed_view(storage, dtype, spec.offset // item, spec.shape, spec.stride)
+                )
         slot = Slot(block, extent, whole, views, storage, storage.data_ptr())
         slot.baseline = use_count(storage)
         return slot

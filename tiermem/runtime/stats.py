@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+_TIERS = ("hbm", "dram", "nvme")
+
 
 @dataclass(frozen=True)
 class LinkStats:
@@ -31,6 +33,7 @@ class Stats:
         prefetches: Fetches begun before the use.
         evictions: Blocks taken out of HBM.
         write_backs: Of those, how many were dirty.
+        relocations: Blocks in use that were moved within HBM to join free pieces.
         stalls: Times the host waited for a transfer.
         stall_seconds: How long, in all.
         errors: Transfers that failed (and were raised, or tried again).
@@ -51,6 +54,7 @@ class Stats:
     prefetches: int = 0
     evictions: int = 0
     write_backs: int = 0
+    relocations: int = 0
     stalls: int = 0
     stall_seconds: float = 0.0
     errors: int = 0
@@ -105,6 +109,7 @@ class Counters:
         self.prefetches = 0
         self.evictions = 0
         self.write_backs = 0
+        self.relocations = 0
         self.stalls = 0
         self.stall_ns = 0
         self.copy_ns = 0
@@ -125,3 +130,46 @@ class Counters:
             name: LinkStats(nbytes, moves, nanoseconds / 1e9)
             for name, (nbytes, moves, nanoseconds) in sorted(self._links.items())
         }
+
+
+def stats_of(
+    counters: Counters,
+    *,
+    used: tuple[int, int, int],
+    budget: tuple[int, int, int],
+    peak: tuple[int, int, int],
+    io: tuple[str, str],
+    direct: bool,
+) -> Stats:
+    """Returns what was counted, for users.
+
+    Args:
+        counters: The counts.
+        used: Bytes in use in HBM, DRAM and on NVMe.
+        budget: Bytes allowed there.
+        peak: Most bytes ever in use there.
+        io: The I/O engine, and why that one.
+        direct: Whether the files bypass the page cache.
+    """
+    busy = counters.busy_ns
+    lost = min(busy, counters.stall_ns + counters.copy_ns)
+    return Stats(
+        links=counters.links(),
+        hits=counters.hits,
+        misses=counters.misses,
+        prefetches=counters.prefetches,
+        evictions=counters.evictions,
+        write_backs=counters.write_backs,
+        relocations=counters.relocations,
+        stalls=counters.stalls,
+        stall_seconds=counters.stall_ns / 1e9,
+        errors=counters.errors,
+        used=dict(zip(_TIERS, used, strict=True)),
+        budget=dict(zip(_TIERS, budget, strict=True)),
+        peak=dict(zip(_TIERS, peak, strict=True)),
+        io_engine=io[0],
+        io_reason=io[1],
+        direct_io=direct,
+        compute_seconds=(busy - lost) / 1e9,
+        efficiency=(busy - lost) / busy if busy else None,
+    )

@@ -1,0 +1,113 @@
+"""Slides blocks together in HBM when what is free lies in pieces.
+
+Blocks in use cannot be evicted, but most can be moved: those that are seen only
+through parameters, which can be pointed anew. So a budget that holds what is in
+use at one time is enough, wherever its pieces happen to lie. It is a last resort:
+the device is waited for before and after.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tiermem.core.block import align_up
+from tiermem.core.residency import Record
+
+if TYPE_CHECKING:
+    from tiermem.runtime.space import Space
+    from tiermem.runtime.stats import Counters
+
+_BOUNCE = 4 << 20
+
+
+class Compactor:
+    """Joins free pieces of HBM."""
+
+    def __init__(self, space: Space, counters: Counters) -> None:
+        """Works for ``space``, under its lock."""
+        self._space = space
+        self._counters = counters
+
+    def gather(self, nbytes: int, keep: Record | None = None) -> bool:
+        """Makes one gap of ``nbytes`` by evicting and moving blocks; nothing may be under way.
+
+        Args:
+            nbytes: Bytes wanted.
+            keep: A block that is not to be evicted, although it could be.
+
+        Returns:
+            Whether there is such a gap now.
+
+        Raises:
+            StorageError: If what must leave cannot be written.
+        """
+        space = self._space
+        hbm = space.table.hbm
+        size = align_up(nbytes)
+        region = self._best_region(size, keep)
+        if region is None:
+            return False
+        start, records = region
+        space.clear(
+            [r.extent.offset for r in records if r.extent is not None and self._leaves(r, keep)],
+            wait=True,
+        )
+        space.traffic.copy.synchronize()
+        for record in records:
+            extent = record.extent
+            if extent is None:
+                continue
+            if extent.offset != start and space.movable(record):
+                self._slide(record, start)
+                start += extent.nbytes
+            else:  # where it is already, or found in use meanwhile
+                start = extent.end
+        space.traffic.copy.synchronize()
+        return hbm.largest_gap >= size
+
+    def _best_region(self, size: int, keep: Record | None) -> tuple[int, list[Record]] | None:
+        """Returns where the run between two immovable blocks begins that needs the fewest moves."""
+        table = self._space.table
+        best: tuple[int, int, list[Record]] | None = None
+        start, stays, inside = 0, 0, list[Record]()
+        for extent in [*table.hbm.extents(), None]:
+            record = None if extent is None else table.at(extent.offset)
+            if extent is not None and record is not None:
+                leaves = self._leaves(record, keep)
+                if leaves or self._space.movable(record):
+                    inside.append(record)
+                    stays += 0 if leaves else extent.nbytes
+                    continue
+            end = table.hbm.capacity if extent is None else extent.offset
+            if end - start - stays >= size and (best is None or stays < best[0]):
+                best = (stays, start, inside)
+            if extent is not None:
+                start, stays, inside = extent.end, 0, []
+        return None if best is None else (best[1], best[2])
+
+    def _leaves(self, record: Record, keep: Record | None) -> bool:
+        if record is keep or record.extent is None:
+            return False
+        return self._space.price(record.extent.offset, None) is not None
+
+    def _slide(self, record: Record, offset: int) -> None:
+        """Moves a block to a lower address, which may overlap the one it has."""
+        space = self._space
+        block = record.block
+        source = space.slots.current[block.id]
+        pointed = source.pointed
+        extent = space.table.relocate(block.id, offset)
+        target = space.slots.enter(block, extent)
+        with torch.no_grad(), torch.inference_mode(False):
+            for begin in range(0, extent.nbytes, _BOUNCE):
+                end = min(begin + _BOUNCE, extent.nbytes)
+                target.bytes[begin:end].copy_(source.bytes[begin:end].clone())
+        holder = space.holders.get(block.id)
+        if holder is not None and pointed:
+            holder.repoint(target)
+        source.pointed = 0
+        space.traffic.ready.pop(block.id, None)
+        space.traffic.changes += 1
+        self._counters.relocations += 1

@@ -1,0 +1,258 @@
+"""Room in HBM: who gets which bytes, and who leaves for them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+from tiermem.config import format_size
+from tiermem.core.block import Block, Extent, align_up
+from tiermem.core.cost import eviction_cost
+from tiermem.core.residency import Record, ResidencyTable, State
+from tiermem.core.schedule import Planner
+from tiermem.errors import CapacityError
+from tiermem.runtime.compact import Compactor
+from tiermem.runtime.slots import Holder, Slot, SlotCache
+from tiermem.runtime.stats import Counters
+from tiermem.runtime.traffic import Traffic
+
+_RESIDENT = 1e12
+_SOFT = 1e15
+_SEEN = "still referred to"
+
+
+class Space:
+    """Hands out HBM, evicting what is needed last.
+
+    What is leased, fixed, under way or seen by anything but parameters stays.
+
+    Attributes:
+        holders: Who points parameters at which block.
+        residents: Blocks that shall stay while the present loop goes on.
+        unseen: Leases under way of whom nobody has seen an address yet, by block.
+    """
+
+    def __init__(
+        self,
+        table: ResidencyTable,
+        slots: SlotCache,
+        traffic: Traffic,
+        planner: Planner,
+        holders: dict[int, Holder],
+        counters: Counters,
+    ) -> None:
+        """Works on ``table``, under its lock."""
+        self.table = table
+        self.slots = slots
+        self.traffic = traffic
+        self.holders = holders
+        self.residents: frozenset[int] = frozenset()
+        self.unseen: dict[int, int] = {}
+        self._planner = planner
+        self._counters = counters
+        self._compactor = Compactor(self, counters)
+        self._orphans: list[Slot] = []
+
+    # -- in --------------------------------------------------------------
+
+    def place(self, block: Block, position: int | None) -> Extent | None:
+        """Makes room for a block.
+
+        Every round either returns, raises, or has something leave, land or be found in use.
+
+        Args:
+            block: What needs it.
+            position: Uses until then, for a fetch ahead, which may not wait and may not evict
+                what is needed sooner; None where it is needed now.
+
+        Raises:
+            CapacityError: If it is needed now and cannot be had.
+            StorageError: If what must leave cannot be written.
+        """
+        hbm = self.table.hbm
+        resorts = 0
+        while True:
+            extent = hbm.allocate(block.nbytes)
+            if extent is not None:
+                return extent
+            if self._reap():
+                continue
+            window = hbm.cheapest_window(block.nbytes, lambda offset: self.price(offset, position))
+            if window is not None:
+                if not self.clear(window.victims, wait=position is None):
+                    return None
+                continue
+            if position is not None:
+                return None
+            if self.traffic.flights:
+                self.traffic.settle(next(iter(self.traffic.flights)))
+            elif resorts == 3:
+                raise self._too_small(block)
+            else:
+                self._last_resort(resorts, block.nbytes)
+                resorts += 1
+
+    def _last_resort(self, number: int, nbytes: int) -> None:
+        """Tries what may still make room: joining pieces, finding cycles that hold an alias."""
+        if number == 1:
+            gc.collect()
+        else:
+            self._compactor.gather(nbytes)
+
+    def tidy(self, record: Record, later: int) -> None:
+        """Moves a block out of the middle before it is leased, where it would be in the way.
+
+        A block in use can often not be moved any more; so it has to lie where what is needed
+        beside it still finds a place.
+
+        Args:
+            record: A block in HBM that nothing holds.
+            later: Bytes of the largest block that may be needed while it is in use.
+        """
+        extent = record.extent
+        if extent is None or record.leases or record.fixed:
+            return
+        behind = self.table.hbm.capacity - extent.end
+        if max(extent.offset, behind) < min(later, extent.offset + behind):
+            self.traffic.settle_all()
+            if record.usable and self.movable(record):
+                self._compactor.gather(min(later, extent.offset + behind), keep=record)
+
+    def price(self, offset: int, position: int | None) -> float | None:
+        """What evicting the block at ``offset`` costs; None where it has to stay."""
+        record = self.table.at(offset)
+        if record is None or record.leases or record.fixed or not record.usable:
+            return None
+        block = record.block
+        slot = self.slots.current[block.id]
+        if slot.aliased:
+            return None
+        distance = self._planner.distance(block.id)
+        resident = block.id in self.residents
+        if position is not None and (
+            resident or distance <= position or slot.pointed or block.id in self.traffic.failing
+        ):
+            return None
+        price = eviction_cost(block.nbytes, distance, dirty=record.in_hbm is State.DIRTY)
+        return price + resident * _RESIDENT + (_SOFT if slot.pointed else 0.0)
+
+    def movable(self, record: Record) -> bool:
+        """Whether nobody but parameters that can be pointed anew sees a block's address."""
+        slot = self.slots.current.get(record.block.id)
+        if slot is None or not record.usable or slot.aliased:
+            return False
+        holder = self.holders.get(record.block.id)
+        known = holder.leases() if holder is not None else 0
+        if slot.pointed and not known:
+            return False
+        return record.leases == known + self.unseen.get(record.block.id, 0)
+
+    # -- out -------------------------------------------------------------
+
+    def clear(self, victims: Sequence[int], *, wait: bool) -> bool:
+        """Evicts the blocks at these offsets; returns whether all that could be has been done.
+
+        Args:
+            victims: Offsets.
+            wait: Whether to wait for write-backs; otherwise they are only begun.
+        """
+        records = [record for record in map(self.table.at, victims) if record is not None]
+        pending = []
+        for record in records:
+            if not self._let_loose(record):
+                continue
+            if record.in_hbm is State.DIRTY:
+                self.traffic.drain(record)
+            if record.in_hbm is State.DRAINING:
+                pending.append(record)
+        if pending and not wait:
+            return False
+        for record in pending:
+            error = self.traffic.settle(record.block.id)
+            if error is not None:
+                raise error
+        for record in records:
+            if record.in_hbm is State.VALID and self._let_loose(record):
+                self.evict(record)
+        return True
+
+    def evict(self, record: Record) -> None:
+        """Takes a clean block out of HBM."""
+        self.unpoint(record)
+        self.table.drop(record.block.id)
+        self.traffic.leave(record.block.id)
+        self._counters.evictions += 1
+
+    def unpoint(self, record: Record) -> None:
+        """Has a block's parameters point elsewhere, where nothing holds them to it."""
+        slot = self.slots.current.get(record.block.id)
+        holder = self.holders.get(record.block.id)
+        if holder is not None and slot is not None and slot.pointed:
+            holder.unpoint()
+
+    def forget(self, record: Record, *, gone: bool) -> None:
+        """Has a block's data go, while what still looks at the bytes keeps its view of them.
+
+        Args:
+            record: The block, at rest and not leased.
+            gone: Whether the block itself goes as well.
+        """
+        block_id = record.block.id
+        self.unpoint(record)
+        slot = self.slots.current.get(block_id)
+        keep = slot is not None and slot.aliased and (gone or not record.fixed)
+        if gone:
+            self.table.remove(block_id, keep=keep)
+        else:
+            self.table.discard(block_id, keep=keep)
+        if keep and slot is not None:
+            self._orphans.append(slot)
+        if gone or not record.fixed:
+            self.traffic.leave(block_id, seen=keep)
+
+    def _let_loose(self, record: Record) -> bool:
+        """Unpoints a block; returns whether nothing else needs it where it is."""
+        if record.leases or record.fixed or record.extent is None:
+            return False
+        self.unpoint(record)
+        slot = self.slots.current.get(record.block.id)
+        return slot is not None and not slot.aliased
+
+    def _reap(self) -> bool:
+        """Frees what blocks that have gone left behind and nothing looks at any more."""
+        gone = [slot for slot in self._orphans if not slot.aliased]
+        if not gone:
+            return False
+        self._orphans = [slot for slot in self._orphans if slot.aliased]
+        for slot in gone:
+            self.table.reclaim(slot.extent)
+        return True
+
+    # -- messages --------------------------------------------------------
+
+    def _too_small(self, block: Block) -> CapacityError:
+        held = []
+        for record in self.table:
+            slot = self.slots.current.get(record.block.id)
+            if record.extent is None or slot is None:
+                continue
+            if record.leases or record.fixed or slot.aliased:
+                why = (
+                    "leased" if record.leases else "fixed" if record.fixed else "still referred to"
+                )
+                held.append((record.block.nbytes, record.block.name, why))
+        for extent in self.table.orphans():
+            held.append((extent.nbytes, "a block that is gone", _SEEN))
+        held.sort(reverse=True)
+        capacity = self.table.hbm.capacity
+        least = sum(entry[0] for entry in held) + align_up(block.nbytes)
+        pieces = ""
+        if least <= capacity:  # it would fit if what is free lay together
+            pieces = ", and what is free lies in pieces between blocks that cannot be moved"
+            least = capacity + align_up(block.nbytes)
+        names = ", ".join(f"{name!r} ({format_size(n)}, {why})" for n, name, why in held[:6])
+        return CapacityError(
+            f"block {block.name!r} ({format_size(block.nbytes)}) does not fit in tier hbm "
+            f"({format_size(capacity)}) beside {names or 'nothing'}{pieces}; give hbm= at "
+            f"least {least}, or wrap with smaller blocks"
+        )

@@ -1,0 +1,275 @@
+"""Blocks under way: begins copies, takes up their ends, and waits where it has to.
+
+A copy between HBM and DRAM counts as made once it is submitted (streams order
+it); one between HBM and a file is a *flight* until its transfer has finished.
+Completions come up only when something here polls; no transfer calls back.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from tiermem.core.block import Block, Extent, Tier
+from tiermem.core.residency import Move, Record, ResidencyTable, State
+from tiermem.errors import InvariantError, StorageError
+from tiermem.runtime.homes import Homes
+from tiermem.runtime.slots import SlotCache
+from tiermem.runtime.stats import Counters
+from tiermem.runtime.timeline import Timeline
+from tiermem.transfer.copy import CopyEngine, Event
+from tiermem.transfer.filemover import FileMover, FileTransfer
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A file transfer under way, and the move that it makes."""
+
+    transfer: FileTransfer
+    move: Move
+
+
+class Traffic:
+    """Moves blocks between HBM and their homes, and keeps the table informed.
+
+    Attributes:
+        flights: File transfers under way, by block.
+        ready: Event of the last copy up of a block, where there is something to wait for.
+        home_ready: The same of the last copy down.
+        failing: Blocks whose last write-back failed; they are not written ahead of need.
+        changes: Grows whenever a block leaves HBM.
+    """
+
+    def __init__(
+        self,
+        table: ResidencyTable,
+        slots: SlotCache,
+        homes: Homes,
+        copy: CopyEngine,
+        counters: Counters,
+        timeline: Timeline,
+        *,
+        poison: bool,
+    ) -> None:
+        """Works on ``table``, whose only writer it shares a lock with."""
+        self.table = table
+        self.slots = slots
+        self.homes = homes
+        self.copy = copy
+        self.mover: FileMover | None = None
+        self.flights: dict[int, Flight] = {}
+        self.ready: dict[int, Event] = {}
+        self.home_ready: dict[int, Event] = {}
+        self.failing: set[int] = set()
+        self.changes = 0
+        self._counters = counters
+        self._timeline = timeline
+        self._poison = poison
+
+    # -- beginning -------------------------------------------------------
+
+    def fill(self, record: Record, extent: Extent, *, urgent: bool) -> None:
+        """Begins to bring a block up into ``extent``, which is freed again if that fails."""
+        block = record.block
+        asked = False
+        try:
+            move = self.table.begin_fill(block.id, extent)
+            slot = self.slots.enter(block, extent)
+            self.ready.pop(block.id, None)
+            if record.home is Tier.DRAM:
+                started = time.perf_counter_ns()
+                source = self.homes.arena.bytes_of(move.source_extent)
+                event = self.copy.up(slot.bytes, source, extent, self.home_ready.get(block.id))
+                if event is not None:
+                    self.ready[block.id] = event
+                self._copied("dram->hbm", block, started)
+            else:
+                self.copy.prepare_up(extent)
+                asked = True
+                transfer = self.need_mover().read(
+                    move.source_extent, slot.bytes, label=block.name, urgent=urgent
+                )
+                self.flights[block.id] = Flight(transfer, move)
+                return
+        except BaseException as error:
+            if record.extent is None:
+                self._give_back(extent)
+            elif block.id not in self.flights:
+                self._unfill(block.id, lost=asked and not isinstance(error, Exception))
+            raise
+        self.table.end_fill(block.id, ok=True)
+
+    def blank(self, record: Record, extent: Extent) -> None:
+        """Gives a block without data its place in ``extent``, to be written there."""
+        block = record.block
+        try:
+            self.copy.claim(extent)
+            self.slots.enter(block, extent)
+            self.ready.pop(block.id, None)
+            self.table.place_blank(block.id, extent)
+        except BaseException:
+            if record.extent is None:
+                self.slots.leave(block.id)
+                self._give_back(extent)
+            raise
+
+    def drain(self, record: Record) -> None:
+        """Begins to write a dirty block back to its home."""
+        block = record.block
+        slot = self.slots.current[block.id]
+        move = self.table.begin_drain(block.id)
+        try:
+            if record.home is Tier.DRAM:
+                started = time.perf_counter_ns()
+                target = self.homes.arena.bytes_of(move.target_extent)
+                event = self.copy.down(
+                    target, slot.bytes, move.source_extent, self.ready.get(block.id)
+                )
+                if event is not None:
+                    self.home_ready[block.id] = event
+                self._copied("hbm->dram", block, started)
+            else:
+                self.copy.prepare_down()
+                transfer = self.need_mover().write(move.target_extent, slot.bytes, label=block.name)
+                self.flights[block.id] = Flight(transfer, move)
+                return
+        except BaseException:
+            # A write that was handed over all the same (Ctrl-C at that very moment) does no
+            # harm: the home copy is stale, and later writes of these bytes go after it.
+            if block.id not in self.flights:
+                self.copy.synchronize()
+                self.table.end_drain(block.id, ok=False)
+            raise
+        self.table.end_drain(block.id, ok=True)
+        self._counters.write_backs += 1
+
+    # -- ending ----------------------------------------------------------
+
+    def poll(self) -> None:
+        """Takes up every transfer that has finished."""
+        if self.mover is None:
+            return
+        self.mover.poll()  # what it returns may get lost to a Ctrl-C: the flights are what counts
+        for block_id, flight in list(self.flights.items()):
+            if flight.transfer.finished:
+                self._land(block_id, flight)
+
+    def settle(self, block_id: int) -> StorageError | None:
+        """Waits for the flight of a block, if there is one; returns its error.
+
+        Raises:
+            InvariantError: If the block is under way and nothing flies.
+        """
+        flight = self.flights.get(block_id)
+        if flight is None:
+            if self.table[block_id].in_hbm in (State.FILLING, State.DRAINING):
+                raise InvariantError(f"block {block_id} is under way and nothing moves it")
+            return None
+        self.wait(flight.transfer)
+        self.poll()
+        return flight.transfer.error
+
+    def settle_all(self) -> None:
+        """Waits until nothing is under way."""
+        for block_id in list(self.flights):
+            self.settle(block_id)
+
+    def wait(self, transfer: FileTransfer) -> None:
+        """Waits for one transfer, and counts that as a stall."""
+        if transfer.finished:
+            return
+        started = time.perf_counter_ns()
+        try:
+            self.need_mover().wait(transfer)
+        finally:
+            ended = time.perf_counter_ns()
+            self._counters.stalls += 1
+            self._counters.stall_ns += ended - started
+            self._timeline.add("stall", "wait", started, ended)
+
+    def run(self, transfer: FileTransfer) -> None:
+        """Waits for a transfer that is no flight, and raises its error."""
+        self.wait(transfer)
+        self.poll()
+        if transfer.error is not None:
+            self._counters.errors += 1
+            raise transfer.error
+
+    def leave(self, block_id: int, *, seen: bool = False) -> None:
+        """Lets go of the slot of a block that leaves HBM, and overwrites what was there.
+
+        Args:
+            block_id: The block.
+            seen: Whether something may still look at the bytes, so that they must stay.
+        """
+        slot = self.slots.current.get(block_id)
+        if slot is not None and self._poison and not seen:
+            self.copy.poison(slot.bytes, slot.extent)
+        self.slots.leave(block_id)
+        self.ready.pop(block_id, None)
+        self.changes += 1
+
+    def need_mover(self) -> FileMover:
+        """Returns the file mover.
+
+        Raises:
+            InvariantError: If there is no NVMe tier.
+        """
+        if self.mover is None:
+            raise InvariantError("there is no NVMe tier")
+        return self.mover
+
+    # -- inside ----------------------------------------------------------
+
+    def _land(self, block_id: int, flight: Flight) -> None:
+        """Enters one finished transfer into the table.
+
+        The table comes first: cut short by a Ctrl-C, this is done again at the next poll.
+        """
+        transfer, move = flight.transfer, flight.move
+        state = self.table[block_id].in_hbm
+        ok = transfer.error is None
+        link = "nvme->hbm"
+        if state is State.FILLING and move.target is Tier.HBM:
+            if ok:
+                self.table.end_fill(block_id, ok=True)
+            else:
+                self._unfill(block_id)
+        elif state is State.DRAINING and move.source is Tier.HBM:
+            link = "hbm->nvme"
+            self.table.end_drain(block_id, ok=ok)
+            if ok:
+                self._counters.write_backs += 1
+                self.failing.discard(block_id)
+            else:
+                self.failing.add(block_id)
+        del self.flights[block_id]
+        if not ok:
+            self._counters.errors += 1
+            return
+        begun = transfer.started_ns or transfer.submitted_ns
+        self._counters.moved(link, move.block.nbytes, transfer.finished_ns - begun)
+        self._timeline.add(link, move.block.name, begun, transfer.finished_ns, move.block.nbytes)
+
+    def _unfill(self, block_id: int, *, lost: bool = False) -> None:
+        """Undoes a fill that failed.
+
+        Args:
+            block_id: The block.
+            lost: Whether a transfer into it may be under way all the same, with nobody to ask
+                about it (Ctrl-C at the moment of asking): then its bytes are not used again.
+        """
+        self.copy.synchronize()
+        self.table.end_fill(block_id, ok=False, keep=lost)
+        self.leave(block_id, seen=lost)
+
+    def _give_back(self, extent: Extent) -> None:
+        """Frees space that was taken for a block and that it did not get."""
+        if self.table.at(extent.offset) is None and self.table.hbm.holds(extent):
+            self.table.hbm.free(extent)
+
+    def _copied(self, link: str, block: Block, started: int) -> None:
+        ended = time.perf_counter_ns()
+        self._counters.moved(link, block.nbytes, ended - started)
+        self._counters.copy_ns += ended - started
+        self._timeline.add(link, block.name, started, ended, block.nbytes)
