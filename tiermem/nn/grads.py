@@ -11,7 +11,7 @@ import torch
 from tiermem.core.block import Block, Role
 from tiermem.core.layout import split
 from tiermem.nn.group import Entry, Group
-from tiermem.nn.lazy import LazyTensor, lazy
+from tiermem.nn.lazy import LazyTensor, flush, is_held, lazy, orphan, refresh
 from tiermem.nn.shapes import shape_of
 from tiermem.runtime.slots import Slot
 
@@ -44,7 +44,7 @@ class GradUnit:
 
 def divide(group: Group, limit: int) -> list[list[Entry]]:
     """Cuts a group's trainable parameters into units of at most ``limit`` bytes each."""
-    entries = [e for e in group.entries if e.param.requires_grad]
+    entries = [e for e in group.entries if e.param.requires_grad and e.unit is None]
     sizes = [e.param.numel() * e.param.element_size() for e in entries]
     return [[entries[i] for i in run] for run in split(sizes, limit)]
 
@@ -74,8 +74,6 @@ class GradStore:
         wanted, units = [], []
         for group in groups:
             for entries in divide(group, self._runtime.unit_limit(group)):
-                if entries[0].unit is not None:
-                    continue
                 name = f"{group.block.name}.grad[{entries[0].name}]"
                 shapes = [shape_of(e.name, e.param, self._spec_stride(e)) for e in entries]
                 wanted.append((name, Role.GRAD, shapes))
@@ -87,7 +85,13 @@ class GradStore:
                 entry.unit_index = index
 
     def clear(self, entry: Entry) -> None:
-        """Forgets the gradient of one parameter."""
+        """Forgets the gradient of one parameter; whoever still has it keeps its value."""
+        stand_in, entry.lazy = entry.lazy, None
+        if isinstance(stand_in, LazyTensor):
+            if entry.param.grad is stand_in:
+                entry.param.grad = None
+            if entry.has_grad and is_held(stand_in, 1):
+                orphan(stand_in)
         entry.has_grad = False
         unit = entry.unit
         if unit is not None and not any(e.has_grad for e in unit.entries):
@@ -96,8 +100,12 @@ class GradStore:
 
     def sync(self, entry: Entry) -> None:
         """Takes up what a user did to ``param.grad``: None, or another tensor, ends the stored one."""
-        if entry.has_grad and entry.param.grad is not entry.lazy:
+        if not entry.has_grad:
+            return
+        if entry.param.grad is not entry.lazy:
             self.clear(entry)
+        else:
+            flush(entry.lazy)
 
     def load(self, entry: Entry) -> torch.Tensor:
         """Returns a copy of a stored gradient in ordinary memory on the device."""
@@ -113,6 +121,15 @@ class GradStore:
     def open(self, unit: GradUnit) -> Slot:
         """Acquires a unit's block and makes the changes that are pending; release it after use."""
         slot = self._manager.acquire(unit.block)
+        try:
+            self.settle(unit, slot)
+        except BaseException:
+            self._manager.release(unit.block)
+            raise
+        return slot
+
+    def settle(self, unit: GradUnit, slot: Slot) -> None:
+        """Makes the changes that are pending on a unit whose block has been acquired."""
         if unit.pending:
             views = [slot.views[e.unit_index] for e in unit.entries if e.has_grad]
             with torch.no_grad():
@@ -121,7 +138,6 @@ class GradStore:
             unit.pending.clear()
             if views:
                 self._manager.mark_dirty(unit.block)
-        return slot
 
     def store(self, entry: Entry, gradient: torch.Tensor, *, add: bool = False) -> None:
         """Puts a dense gradient into the tiers, and its lazy stand-in into ``param.grad``."""
@@ -140,6 +156,8 @@ class GradStore:
                     view.add_(gradient)
                 else:
                     view.copy_(gradient)
+                if entry.lazy is not None:
+                    refresh(entry.lazy, view)
             entry.has_grad = True
         finally:
             self._manager.release(unit.block, dirty=written)
@@ -166,17 +184,28 @@ class GradStore:
         if entry.materialized:
             return
         self._runtime.enter_backward()
+        with torch._C.DisableTorchFunctionSubclass():
+            self._make_way(entry)
+
+    def _make_way(self, entry: Entry) -> None:
         current = entry.param.grad
         if current is None:
             if entry.has_grad:
                 self.clear(entry)
         elif isinstance(current, LazyTensor):
+            if entry.has_grad and current is not entry.lazy:
+                self.clear(entry)
+            flush(current)
             entry.param.grad = None
         elif entry.has_grad:
             self.clear(entry)  # the user put a gradient of their own in its place
 
     def _after(self, entry: Entry, _param: torch.Tensor) -> None:
         """Runs after autograd has put a new gradient into ``param.grad``."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._take_in(entry)
+
+    def _take_in(self, entry: Entry) -> None:
         gradient = entry.param.grad
         if gradient is None or entry.materialized:
             return

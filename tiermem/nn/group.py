@@ -3,71 +3,119 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from tiermem.core.block import Block
+from tiermem.nn.away import away_class
 from tiermem.nn.placeholder import placeholder
+from tiermem.runtime.audit import differs_from_home
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.slots import Slot
+from tiermem.runtime.slots import Holder, Slot
 
 if TYPE_CHECKING:
     from tiermem.nn.grads import GradUnit
 
 
-class Entry:
+class Member:
+    """One tensor of a module that lives in a block.
+
+    Attributes:
+        tensor: The parameter or buffer, always the same object.
+        group: The group whose block holds its bytes.
+        index: Which tensor of the block.
+        placeholder: What it holds while released.
+        kind: Its class while it is held.
+        away: Its class while it is not.
+        materialized: Whether a user has it as an ordinary tensor.
+    """
+
+    __slots__ = ("away", "group", "index", "kind", "materialized", "placeholder", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, group: Group, index: int) -> None:
+        """Describes ``tensor``; moves nothing."""
+        self.tensor = tensor
+        self.group = group
+        self.index = index
+        self.placeholder = placeholder(tensor.shape, tensor.dtype, group.manager.device)
+        self.kind: type = type(tensor)
+        self.away = away_class(self.kind)
+        self.materialized = False
+
+    def point(self, data: torch.Tensor, kind: type) -> None:
+        """Sets what the tensor looks at, and its class."""
+        tensor: Any = self.tensor
+        tensor.__class__ = self.kind
+        tensor.data = data
+        if kind is not self.kind:
+            tensor.__class__ = kind
+
+
+class Entry(Member):
     """One managed parameter.
 
     Attributes:
         param: The parameter, always the same object.
         name: Qualified name.
-        group: The group whose block holds its bytes.
-        index: Which tensor of the block.
-        placeholder: What it holds while released.
         unit: Block of its gradient, once gradients have a home.
         unit_index: Which tensor of that block.
         has_grad: Whether a gradient is in the tiers.
         tracked: Whether gradients of it are taken.
-        materialized: Whether a user has it as an ordinary tensor.
+        lazy: What stands for the gradient in ``param.grad``.
     """
 
-    __slots__ = (
-        "group",
-        "has_grad",
-        "index",
-        "lazy",
-        "materialized",
-        "name",
-        "param",
-        "placeholder",
-        "tracked",
-        "unit",
-        "unit_index",
-    )
+    __slots__ = ("has_grad", "lazy", "name", "param", "tracked", "unit", "unit_index")
 
     def __init__(self, param: nn.Parameter, name: str, group: Group, index: int) -> None:
         """Describes ``param``; moves nothing."""
+        super().__init__(param, group, index)
         self.param = param
         self.name = name
-        self.group = group
-        self.index = index
-        self.placeholder = placeholder(param.shape, param.dtype, group.manager.device)
         self.unit: GradUnit | None = None
         self.unit_index = -1
         self.has_grad = False
         self.tracked = False
-        self.materialized = False
         self.lazy: torch.Tensor | None = None
 
 
-class Group:
+class Lender(Protocol):
+    """Brings blocks up for operations on tensors that are away."""
+
+    def lend(self, group: Group) -> int:
+        """Holds a group for one operation; returns what ``lent`` wants to know."""
+        ...
+
+    def lent(self, group: Group, token: int, *, dirty: bool) -> None:
+        """Ends that."""
+        ...
+
+    def thawed(self, tensor: torch.Tensor) -> None:
+        """A parameter's ``requires_grad`` was set."""
+        ...
+
+
+class Group(Holder):
     """The parameters (or large buffers) of one block, held and let go together.
 
     While *held* the block is leased and the tensors point at it. While *soft*
     they point at it without a lease: it may leave, and then they let go.
+
+    Attributes:
+        manager: Where the block is.
+        block: The block.
+        writes_hidden: Whether every use counts as a write.
+        suspect: Whether the code of its modules may write weights in a way that torch does not
+            count (``weight.data``), so that the bytes are compared after every use.
+        entries: Its parameters.
+        buffers: Its buffers.
+        holds: How many hold it.
+        soft: Whether it is pointed at without a lease.
+        lender: Who brings it up for operations on tensors that are away.
     """
+
+    lender: Lender
 
     def __init__(self, manager: BlockManager, block: Block, *, writes_hidden: bool = False) -> None:
         """Describes a block.
@@ -82,33 +130,73 @@ class Group:
         self.block = block
         self.writes_hidden = writes_hidden
         self.entries: list[Entry] = []
-        self.buffers: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+        self.buffers: list[Member] = []
         self.holds = 0
         self.soft = False
+        self._members: Sequence[Member] = ()
         self._versions = 0
         self._slot: Slot | None = None
+        self.suspect = False
         manager.holders[block.id] = self
+
+    def ready(self, lender: Lender) -> None:
+        """Lets go of the tensors' own memory; from now on ``lender`` brings them up."""
+        self.lender = lender
+        self._members = (*self.entries, *self.buffers)
+        for member in self._members:
+            member.tensor._tier_group = self  # type: ignore[attr-defined]
+        self._away()
+
+    def free(self, member: Member, data: torch.Tensor) -> None:
+        """Makes a tensor an ordinary one over ``data``."""
+        if self._slot is not None and not member.materialized:
+            self._slot.pointed -= 1
+        member.materialized = True
+        member.point(data, member.kind)
+
+    def recapture(self, member: Member) -> None:
+        """Takes a tensor back that was freed."""
+        member.materialized = False
+        if self._slot is None:
+            member.point(member.placeholder, member.away)
+        else:
+            member.point(self._slot.views[member.index], member.kind if self.holds else member.away)
+            self._slot.pointed += 1
 
     def hold(self) -> None:
         """Leases the block and points its tensors at it."""
         if self.holds == 0:
             slot = self.manager.acquire(self.block)
-            if not self.soft:
-                self._point(slot)
+            self._point(slot, soft=False)
             self.soft = False
             self._versions = self._count()
         self.holds += 1
 
-    def let_go(self, *, dirty: bool = False) -> None:
-        """Gives one hold back; the last one points the tensors away."""
+    def let_go(self, *, dirty: bool = False, soft: bool = False) -> None:
+        """Gives one hold back; the last one points the tensors away.
+
+        Args:
+            dirty: Whether it was certainly written.
+            soft: Whether to leave the tensors pointed at the block, without a lease.
+        """
         if self.holds > 1:
             self.holds -= 1
             if dirty:
                 self.manager.mark_dirty(self.block)
             return
+        slot = self._slot
         written = dirty or self.writes_hidden or self._count() != self._versions
+        if slot is not None and slot.others():
+            written = True  # whoever looks at the bytes may write them, or has replaced them
+            self._bring_home(slot)
+        if self.suspect and not written:
+            written = differs_from_home(self.manager, self.block)
         self.holds = 0
-        self._away()
+        if soft and slot is not None:
+            self._point(slot, soft=True)
+            self.soft = True
+        else:
+            self._away()
         self.manager.release(self.block, dirty=written)
 
     def point_softly(self, *, dirty: bool) -> None:
@@ -121,7 +209,7 @@ class Group:
             return
         slot = self.manager.acquire(self.block)
         if not self.soft:
-            self._point(slot)
+            self._point(slot, soft=True)
             self.soft = True
         self.manager.release(self.block, dirty=dirty or self.writes_hidden)
 
@@ -131,34 +219,63 @@ class Group:
             self.soft = False
             self._away()
 
+    def repoint(self, slot: Slot) -> None:
+        """Points the tensors at the block's new place."""
+        self._point(slot, soft=self.soft)
+
+    def leases(self) -> int:
+        """Returns how many leases of the block are this group's own."""
+        return 1 if self.holds else 0
+
     def tensors(self) -> Sequence[torch.Tensor]:
         """Returns the tensors that point at the block, in the order of the block's specs."""
-        return [e.param for e in self.entries] + [b[0] for b in self.buffers]
+        return [m.tensor for m in (*self.entries, *self.buffers)]
 
-    def _point(self, slot: Slot) -> None:
+    def copy_into(self, memo: dict[int, Any]) -> None:
+        """Enters ordinary copies of the tensors into a deepcopy's memo."""
+        tensors = self.manager.read(self.block)
+        for entry in self.entries:
+            if entry.materialized:
+                with torch.no_grad():
+                    source = entry.param.detach()
+            else:
+                source = tensors[entry.index]
+            copy = entry.kind(source.clone(), requires_grad=entry.param.requires_grad)
+            memo[id(entry.param)] = copy
+        for buffer in self.buffers:
+            memo[id(buffer.tensor)] = tensors[buffer.index].clone()
+
+    def _point(self, slot: Slot, *, soft: bool) -> None:
         views = slot.views
         count = 0
         with torch.inference_mode(False):
-            for entry in self.entries:
-                if not entry.materialized:
-                    entry.param.data = views[entry.index]
+            for member in self._members:
+                if not member.materialized:
+                    member.point(views[member.index], member.away if soft else member.kind)
                     count += 1
-            for tensor, index, _ in self.buffers:
-                tensor.data = views[index]
-                count += 1
         slot.pointed = count
         self._slot = slot
 
     def _away(self) -> None:
         with torch.inference_mode(False):
-            for entry in self.entries:
-                if not entry.materialized:
-                    entry.param.data = entry.placeholder
-            for tensor, _, empty in self.buffers:
-                tensor.data = empty
+            for member in self._members:
+                if not member.materialized:
+                    member.point(member.placeholder, member.away)
         if self._slot is not None:
             self._slot.pointed = 0
             self._slot = None
+
+    def _bring_home(self, slot: Slot) -> None:
+        """Takes over the values of tensors that were pointed elsewhere (``w.data = w.data * m``)."""
+        with torch.inference_mode(False), torch.no_grad():
+            for member in self._members:
+                if member.materialized:
+                    continue
+                data, view = member.tensor.data, slot.views[member.index]
+                if data.untyped_storage().data_ptr() == slot.address:
+                    continue
+                if data.shape == view.shape and data.dtype is view.dtype:
+                    view.copy_(data)
 
     def _count(self) -> int:
         total = 0

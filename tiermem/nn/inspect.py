@@ -63,8 +63,10 @@ def check_module(model: object, manager_id: int) -> nn.Module:
         if "_call_impl" in module.__dict__:
             raise WrapError(f"{what} is wrapped already; call tier.unwrap(module) first")
         if isinstance(module, torch.jit.ScriptModule):
-            raise WrapError(f"{what} is a ScriptModule, whose weights are out of reach; wrap the "
-                            "Python module it was made from")
+            raise WrapError(
+                f"{what} is a ScriptModule, whose weights are out of reach; wrap the "
+                "Python module it was made from"
+            )
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise WrapError(f"{what} replicates its module; wrap the module inside it instead")
     for found in find(model, "_parameters"):
@@ -75,15 +77,23 @@ def check_module(model: object, manager_id: int) -> nn.Module:
 def _check_parameter(found: Found, manager_id: int) -> None:
     param, what = found.tensor, f"parameter {found.name!r}"
     if isinstance(param, UninitializedParameter):
-        raise WrapError(f"{what} has no shape yet; run one batch through the module before tier.wrap")
+        raise WrapError(
+            f"{what} has no shape yet; run one batch through the module before tier.wrap"
+        )
     if param.is_meta:
-        raise WrapError(f"{what} is on the meta device and has no values; load its weights first "
-                        "(module.to_empty and load_state_dict)")
-    if type(param) not in (nn.Parameter, torch.Tensor) and hasattr(param, "__torch_dispatch__") and (
-        type(param).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+        raise WrapError(
+            f"{what} is on the meta device and has no values; load its weights first "
+            "(module.to_empty and load_state_dict)"
+        )
+    if (
+        type(param) not in (nn.Parameter, torch.Tensor)
+        and hasattr(param, "__torch_dispatch__")
+        and (type(param).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl)
     ):
-        raise WrapError(f"{what} is a {type(param).__name__}, whose bytes tiermem cannot see; wrap "
-                        "the module before it is sharded or quantized")
+        raise WrapError(
+            f"{what} is a {type(param).__name__}, whose bytes tiermem cannot see; wrap "
+            "the module before it is sharded or quantized"
+        )
     if param.layout is not torch.strided:
         raise WrapError(f"{what} is {param.layout}; only dense parameters can be tiered")
     if param.is_inference():

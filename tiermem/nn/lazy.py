@@ -1,80 +1,130 @@
 """A tensor whose bytes are in the tiers, and that fetches itself when it is used.
 
 ``param.grad`` and the optimizer's state are such tensors between their uses
-by tiermem itself. Any torch operation on one gets the real tensor instead;
-where the operation changed it, the change is written back.
+by tiermem itself. Any torch operation on one gets a copy of the real tensor
+instead; where the operation changed it, the change is written back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tiermem.nn.placeholder import placeholder
+from tiermem.nn.standin import Opened, StandIn
+from tiermem.runtime.slots import use_count
 
-_METADATA = {
-    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.device.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_sparse_csr.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_cpu.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_mps.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_quantized.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_meta.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.itemsize.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.nbytes.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.nelement,
-    torch.Tensor.element_size,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex,
-    torch.Tensor.get_device,
-    torch.Tensor.__len__,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.Tensor.__hash__,
-    torch.Tensor.register_hook,
-}
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _NOTHING = {torch.Tensor.detach_, torch.Tensor.requires_grad_}
-_LISTS = ("_foreach_", "_amp_foreach_")
+_OWN_REFERENCES = 2
+_UNCOUNTED = -1
 
 
-class LazyTensor(torch.Tensor):
+class LazyTensor(StandIn, torch.Tensor):
     """Stands for a tensor in the tiers. Make it with :func:`lazy`."""
 
     _load: Callable[[], torch.Tensor]
-    _store: Callable[[torch.Tensor], None]
+    _store: Callable[[torch.Tensor], Any]
+    _kept: tuple[torch.Tensor, int] | None
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Runs ``func`` on the real tensors; see the module's text."""
-        kwargs = kwargs or {}
+    def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
+        return (True, self) if func in _NOTHING else (False, None)
+
+    def _open(self) -> Opened:
+        return _Copy(self, self._kept[0] if self._kept is not None else self._load())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copy = self._load()
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _METADATA:
-                return func(*args, **kwargs)
-            if func in _NOTHING:
-                return args[0]
-            name = getattr(func, "__name__", "")
-            if name.startswith(_LISTS) and args and isinstance(args[0], list | tuple):
-                return _one_by_one(func, args, kwargs)
-            return _run(func, args, kwargs)
+            return self._load().__reduce_ex__(protocol)
+
+
+class _Copy(Opened):
+    """A copy of a lazy tensor, in use by an operation."""
+
+    __slots__ = ("lazy", "version")
+
+    def __init__(self, stand_in: LazyTensor, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
+        self.lazy = stand_in
+        self.version = tensor._version
+
+    def close(self, func: Callable[..., Any]) -> None:
+        """Writes a change back; keeps the copy while something else looks into it."""
+        kept = self.lazy._kept
+        uncounted = func == _DATA or (kept is not None and kept[1] == _UNCOUNTED)
+        if self.tensor._version != self.version:
+            self.lazy._store(self.tensor.detach())
+        self.lazy._kept = None
+        if _seen(self.tensor):
+            self.lazy._kept = (self.tensor, _UNCOUNTED if uncounted else self.tensor._version)
+
+
+def _seen(tensor: torch.Tensor) -> bool:
+    return use_count(tensor.untyped_storage()) > _OWN_REFERENCES
+
+
+def flush(tensor: torch.Tensor | None) -> None:
+    """Writes back what was changed through a view of a lazy tensor (``p.grad[0].zero_()``)."""
+    if not isinstance(tensor, LazyTensor) or tensor._kept is None:
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        kept, version = tensor._kept
+        if version == _UNCOUNTED or kept._version != version:
+            tensor._store(kept.detach())
+        tensor._kept = (kept, version if version == _UNCOUNTED else kept._version)
+        if not _seen(kept):
+            tensor._kept = None
+
+
+def forget(tensor: torch.Tensor) -> None:
+    """Lets the views of a lazy tensor be."""
+    if isinstance(tensor, LazyTensor):
+        tensor._kept = None
+
+
+def orphan(tensor: LazyTensor) -> None:
+    """Gives a lazy tensor its value for good: what it stood for is about to be forgotten."""
+    kept = tensor._kept[0] if tensor._kept is not None else tensor._load()
+    tensor._kept = None
+    tensor._load = lambda: kept
+    tensor._store = lambda value: None if value is kept else kept.copy_(value) and None
+
+
+def _references(thing: object) -> int:
+    return sys.getrefcount(thing)
+
+
+def _alone() -> int:
+    thing = object()
+    return _references(thing)
+
+
+ALONE = _alone()
+"""What :func:`_references` counts for an object that one local variable holds."""
+
+
+def is_held(tensor: LazyTensor, own: int) -> bool:
+    """Whether anybody has a reference to a lazy tensor besides ``own`` of the caller's."""
+    return _references(tensor) > ALONE + own
+
+
+def refresh(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Shows a change of what is stored in the views of a lazy tensor that are still seen."""
+    if isinstance(tensor, LazyTensor) and tensor._kept is not None:
+        kept, version = tensor._kept
+        if not _seen(kept):
+            tensor._kept = None
+        elif kept is not value:
+            kept.copy_(value)
+            tensor._kept = (kept, version if version == _UNCOUNTED else kept._version)
 
 
 def lazy(
@@ -93,56 +143,8 @@ def lazy(
         load: Returns a copy of the real tensor, in ordinary memory.
         store: Takes a changed copy back.
     """
-    tensor: LazyTensor = torch.Tensor._make_subclass(
-        LazyTensor, placeholder(shape, dtype, device)
-    )
+    tensor: LazyTensor = torch.Tensor._make_subclass(LazyTensor, placeholder(shape, dtype, device))
     tensor._load = load
     tensor._store = store
+    tensor._kept = None
     return tensor
-
-
-def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    loaded: dict[int, tuple[LazyTensor, torch.Tensor, int]] = {}
-
-    def real(value: Any) -> Any:
-        if isinstance(value, LazyTensor):
-            if id(value) not in loaded:
-                tensor = value._load()
-                loaded[id(value)] = (value, tensor, tensor._version)
-            return loaded[id(value)][1]
-        if isinstance(value, list | tuple):
-            items = [real(item) for item in value]
-            return type(value)(items) if type(value) in (list, tuple) else items
-        if isinstance(value, dict):
-            return {key: real(item) for key, item in value.items()}
-        return value
-
-    result = func(*real(args), **real(kwargs))
-    by_tensor = {}
-    for value, tensor, version in loaded.values():
-        if tensor._version != version:
-            value._store(tensor.detach())
-        by_tensor[id(tensor)] = value
-    return by_tensor.get(id(result), result)
-
-
-def _one_by_one(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Runs an operation on lists of tensors one tensor at a time, so that one is here at a time."""
-    first = args[0]
-    length = len(first)
-
-    def pick(value: Any, index: int) -> Any:
-        if isinstance(value, list | tuple) and len(value) == length:
-            return type(value)([value[index]])
-        return value
-
-    results: list[Any] = []
-    for index in range(length):
-        one = _run(
-            func,
-            tuple(pick(arg, index) for arg in args),
-            {key: pick(arg, index) for key, arg in kwargs.items()},
-        )
-        if one is not None:
-            results.extend(one)
-    return type(first)(results) if results else None

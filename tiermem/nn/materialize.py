@@ -72,21 +72,20 @@ def _open(
     runtime: ModuleRuntime, entries: list[Entry], place: torch.device, opened: list[Entry]
 ) -> None:
     for members in _by_block(entries).values():
-        members[0].group.unpoint()
-        tensors = runtime.manager.read(members[0].group.block)
+        group = members[0].group
+        tensors = runtime.manager.read(group.block)
         shared: dict[int, torch.Tensor] = {}
         for entry in members:
             runtime.grads.sync(entry)
             gradient = runtime.grads.load(entry) if entry.has_grad else None
-            entry.materialized = True
-            opened.append(entry)
+            own = entry.param.grad if gradient is None else gradient
             if entry.index not in shared:
                 shared[entry.index] = tensors[entry.index].clone().to(place)
-            if gradient is not None:
-                entry.param.grad = None
-            entry.param.data = shared[entry.index]
-            if gradient is not None:
-                entry.param.grad = gradient.to(place)
+            entry.param.grad = None
+            group.free(entry, shared[entry.index])
+            opened.append(entry)
+            if own is not None:
+                entry.param.grad = own.to(place)
 
 
 def _close(runtime: ModuleRuntime, opened: list[Entry]) -> None:
@@ -111,8 +110,7 @@ def _close(runtime: ModuleRuntime, opened: list[Entry]) -> None:
                         view.copy_(value)
                 gradients.append((entry, entry.param.grad))
                 entry.param.grad = None
-                entry.materialized = False
-                entry.param.data = entry.placeholder
+                group.recapture(entry)
         finally:
             runtime.manager.release(group.block, dirty=dirty)
         for entry, gradient in gradients:

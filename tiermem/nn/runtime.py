@@ -56,6 +56,7 @@ class ModuleRuntime:
         for group in groups:
             self.groups.append(group)
             self._by_block[group.block.id] = group
+            group.ready(self)
 
     def remove(self, groups: Iterable[Group]) -> None:
         """Takes groups out."""
@@ -86,8 +87,9 @@ class ModuleRuntime:
         for entry in group.entries:
             if entry.index == index:
                 return entry.param if entry.param._version == tensor._version else None
-        for buffer, at, _ in group.buffers:
-            if at == index:
+        for member in group.buffers:
+            if member.index == index:
+                buffer = member.tensor
                 return buffer if buffer._version == tensor._version else None
         return None
 
@@ -113,12 +115,47 @@ class ModuleRuntime:
         """A parameter is reached for while its block is not held."""
         self.manager.guard()
         if self.stack:
-            group.hold()
-            self.stack[-1].append(group)
+            if not group.holds:
+                group.hold()
+                self.stack[-1].append(group)
             return
-        # outside every wrapped call: whoever reaches in may write, so assume that they do
+        # outside every wrapped call every torch operation on the parameter brings its block; it
+        # is pointed there for code that torch does not see, which may write
         backward = torch._C._current_graph_task_id() != -1
         group.point_softly(dirty=not backward)
+        self._remember(group)
+
+    def lend(self, group: Group) -> int:
+        """Holds a group for one operation on a tensor of it that is away."""
+        if self.stack:
+            self.demand(group)
+            return 0
+        self.manager.guard()
+        self.enter_backward()
+        group.hold()
+        return 2 if self.saved.push() else 1
+
+    def lent(self, group: Group, token: int, *, dirty: bool) -> None:
+        """Ends that; in a module's call the group stays held until the call returns."""
+        if token == 0:
+            if dirty:
+                self.manager.mark_dirty(group.block)
+            return
+        if token == 2:
+            self.saved.pop()
+        group.let_go(dirty=dirty, soft=True)
+        self._remember(group)
+
+    def thawed(self, tensor: torch.Tensor) -> None:
+        """A parameter's ``requires_grad`` was set: its gradients are taken from now on."""
+        if not tensor.requires_grad:
+            return
+        for group in self.groups:
+            for entry in group.entries:
+                if entry.param is tensor:
+                    self.grads.track(entry)
+
+    def _remember(self, group: Group) -> None:
         if group not in self._ambient:
             self._ambient.append(group)
 

@@ -82,7 +82,9 @@ class SavedHooks:
         outer = top_pair()
         if outer is None:
             pack, unpack = self._plain
-        elif getattr(outer[0], "__self__", None) is self or getattr(outer[0], "hooks", None) is self:
+        elif (
+            getattr(outer[0], "__self__", None) is self or getattr(outer[0], "hooks", None) is self
+        ):
             return False
         else:
             covering = _Covering(self, outer)

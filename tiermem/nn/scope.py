@@ -39,7 +39,13 @@ class Scope:
     __slots__ = ("begins", "groups", "name", "number", "wrapped")
 
     def __init__(
-        self, name: str, number: int, groups: Sequence[Group], wrapped: WrappedModule, *, begins: bool
+        self,
+        name: str,
+        number: int,
+        groups: Sequence[Group],
+        wrapped: WrappedModule,
+        *,
+        begins: bool,
     ) -> None:
         self.name = name
         self.number = number
@@ -202,7 +208,9 @@ class TieredDict(dict[str, Any]):
     self.embedding.weight)``) is there as well.
     """
 
-    def __init__(self, plain: dict[str, Any], groups: dict[str, Group], runtime: ModuleRuntime) -> None:
+    def __init__(
+        self, plain: dict[str, Any], groups: dict[str, Group], runtime: ModuleRuntime
+    ) -> None:
         """Copies ``plain``.
 
         Args:
@@ -245,7 +253,7 @@ class TieredDict(dict[str, Any]):
         for name, value in self.items():
             group = self.groups.get(name)
             if group is not None and id(value) not in memo:
-                _copy_group(group, memo)
+                group.copy_into(memo)
             copied[name] = deepcopy(value, memo)
         return copied
 
@@ -258,16 +266,3 @@ class TieredDict(dict[str, Any]):
             "replaced or removed behind the manager's back; change its values inside "
             "`with tier.materialize(...)`, or call tier.unwrap(module) first"
         )
-
-
-def _copy_group(group: Group, memo: dict[int, Any]) -> None:
-    """Enters ordinary copies of a group's tensors into a deepcopy's memo."""
-    tensors = group.manager.read(group.block)
-    for entry in group.entries:
-        param = entry.param
-        source = param.detach() if entry.materialized else tensors[entry.index]
-        copy = nn.Parameter(source.clone(), requires_grad=param.requires_grad)
-        memo[id(param)] = copy
-    for buffer, index, _ in group.buffers:
-        memo[id(buffer)] = tensors[index].clone()
-

@@ -13,10 +13,9 @@ from torch import nn
 from tiermem.config import format_size
 from tiermem.core.block import Role
 from tiermem.errors import CapacityError, CheckpointError
-from tiermem.nn.group import Entry, Group
+from tiermem.nn.group import Entry, Group, Member
 from tiermem.nn.inspect import Found, find, is_uninitialized, link_shared, owners
 from tiermem.nn.partition import Predicate, territories
-from tiermem.nn.placeholder import placeholder
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.scope import (
     ApplyInterceptor,
@@ -29,6 +28,7 @@ from tiermem.nn.scope import (
     TieredDict,
 )
 from tiermem.nn.shapes import shape_of
+from tiermem.nn.writes import may_write_uncounted
 
 _LARGE_BUFFER = 1 << 18
 
@@ -163,10 +163,7 @@ class WrappedModel:
 
     def _fill_group(self, group: Group, members: list[Found], params: list[Found]) -> None:
         if group.block.role is Role.BUFFER:
-            device = self.manager.device
-            for index, found in enumerate(members):
-                empty = placeholder(found.tensor.shape, found.tensor.dtype, device)
-                group.buffers.append((found.tensor, index, empty))
+            group.buffers = [Member(f.tensor, group, index) for index, f in enumerate(members)]
             return
         position = {id(found): index for index, found in enumerate(members)}
         for found in params:
@@ -195,6 +192,10 @@ class WrappedModel:
             if begins or name in own or not name:
                 groups = list(needed.get(root, {}).values())
                 self.scopes[name] = Scope(name, self.number, groups, self, begins=begins)
+        for name, module in self._modules.items():
+            if may_write_uncounted(module):
+                for group in needed.get(name, {}).values():
+                    group.suspect = True
 
     def _check_hbm(self) -> None:
         """Refuses a device budget in which the model could not run.
@@ -263,13 +264,12 @@ class WrappedModel:
 
     def _install(self) -> None:
         """Points the tensors at their blocks' placeholders and intercepts the modules."""
-        for group in self.groups:
-            group._away()
+        self.runtime.add(self.groups)
         if self._resident is not None:
+            self._resident.ready(self.runtime)
             self._resident.hold()
         for entry in self.entries:
             owners[entry.param] = id(self.manager)
-        self.runtime.add(self.groups)
         for entry in self.entries:
             old = entry.param.grad
             entry.param.grad = None
@@ -279,7 +279,10 @@ class WrappedModel:
         for name, scope in self.scopes.items():
             module = self._modules[name]
             kinds: list[type[Interceptor]] = [
-                CallInterceptor, ApplyInterceptor, SaveInterceptor, LoadInterceptor
+                CallInterceptor,
+                ApplyInterceptor,
+                SaveInterceptor,
+                LoadInterceptor,
             ]
             for kind in kinds:
                 module.__dict__[kind.method] = kind(module, scope)
@@ -314,25 +317,28 @@ class WrappedModel:
             tensors = values.pop(group.block.id)
             shared: dict[int, torch.Tensor] = {}
             for entry in group.entries:
-                fresh = shared.setdefault(entry.index, tensors[entry.index].clone())
-                entry.param.data = fresh.to(target)
-                self._free_entry(entry, gradients.get(id(entry)), target)
-            for buffer, index, _ in group.buffers:
-                buffer.data = tensors[index].clone().to(target)
+                if entry.index not in shared:
+                    shared[entry.index] = tensors[entry.index].clone().to(target)
+                if not entry.materialized:
+                    self._free_entry(entry, shared[entry.index], gradients.get(id(entry)))
+                owners.pop(entry.param, None)
+            for member in group.buffers:
+                group.free(member, tensors[member.index].clone().to(target))
         if self._resident is not None:
-            for buffer, _, _ in self._resident.buffers:
-                buffer.data = buffer.detach().clone().to(target)
+            for member in self._resident.buffers:
+                self._resident.free(member, member.tensor.detach().clone().to(target))
         self._uninstall()
 
-    def _free_entry(
-        self, entry: Entry, gradient: torch.Tensor | None, target: torch.device
-    ) -> None:
-        stored = entry.has_grad
-        entry.has_grad = False
-        entry.materialized = True  # the hooks on the parameter stay, and do nothing
-        if stored and gradient is not None:
-            entry.param.grad = gradient.to(target)
-        owners.pop(entry.param, None)
+    def _free_entry(self, entry: Entry, value: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Makes a parameter an ordinary one; the hooks on it stay, and do nothing."""
+        own = None if entry.has_grad else entry.param.grad
+        if entry.has_grad:
+            self.runtime.grads.clear(entry)
+            own = gradient
+        entry.param.grad = None
+        entry.group.free(entry, value)
+        if own is not None:
+            entry.param.grad = own.to(value.device)
 
     def _uninstall(self) -> None:
         for name in self.scopes:
@@ -388,8 +394,8 @@ class WrappedModel:
             for entry in group.entries:
                 source = entry.param.detach() if entry.materialized else tensors[entry.index]
                 cache[id(entry.param)] = source.clone()
-            for buffer, index, _ in group.buffers:
-                cache[id(buffer)] = tensors[index].clone()
+            for member in group.buffers:
+                cache[id(member.tensor)] = tensors[member.index].clone()
         return cache[id(tensor)]
 
     @contextmanager

@@ -39,7 +39,9 @@ def _gradient(param: torch.Tensor, *, sparse: bool) -> torch.Tensor:
     return dense.to_sparse(1) if sparse and dense.dim() else dense
 
 
-def _tiny(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[nn.Parameter]:
+def _tiny(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> list[nn.Parameter]:
     return [nn.Parameter(torch.rand(shape).to(dtype).to(device)) for shape in shapes]
 
 
@@ -160,8 +162,9 @@ class StateProbe:
         self._sparse = sparse
         self._known: dict[Any, dict[str, torch.Tensor]] = {}
 
-    def state_of(self, param: torch.Tensor, stride: tuple[int, ...], group: int,
-                 settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def state_of(
+        self, param: torch.Tensor, stride: tuple[int, ...], group: int, settings: dict[str, Any]
+    ) -> dict[str, torch.Tensor]:
         """Returns, by key, stand-ins on the meta device for the tensors that the state has.
 
         Args:
@@ -192,7 +195,10 @@ class StateProbe:
         ) from problem
 
     def _step(
-        self, param: torch.Tensor, stride: tuple[int, ...], settings: dict[str, Any],
+        self,
+        param: torch.Tensor,
+        stride: tuple[int, ...],
+        settings: dict[str, Any],
         device: torch.device,
     ) -> dict[str, torch.Tensor]:
         with torch.no_grad():

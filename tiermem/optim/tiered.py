@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import StepError
+from tiermem.nn.placeholder import placeholder
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim import clip
 from tiermem.optim.probe import StateProbe, check_separable, settings_of
@@ -134,7 +135,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                     ),
                 )
             params = [p for g in self.param_groups for p in g["params"] if id(p) in norms]
-            like = [p.detach() for p in params]
+            like = [placeholder(p.shape, p.dtype, p.device) for p in params]
             total = clip.total_norm([norms[id(p)] for p in params], like, float(norm_type))
             if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
                 raise RuntimeError(
@@ -291,4 +292,3 @@ def _groups_of(params: Params) -> list[dict[str, Any]]:
     if isinstance(items[0], tuple):
         return [{"params": [p for _, p in items]}]
     return [{"params": items}]
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from tiermem.core.layout import TensorShape
 from tiermem.errors import CapacityError
 from tiermem.nn.grads import Change, GradUnit
 from tiermem.nn.group import Entry, Group
-from tiermem.nn.lazy import LazyTensor, lazy
+from tiermem.nn.lazy import LazyTensor, flush, forget, lazy
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.shapes import shape_of
 from tiermem.optim.probe import Make, StateProbe, settings_of
@@ -31,7 +32,6 @@ class StepUnit:
         members: Parameters and the number of their parameter group, in order.
         entries: The managed ones among them, in the same order; empty for ordinary parameters.
         group: The group of weights they are from, or None.
-        grads: The block of their gradients, or None.
         block: The block of their state, or None.
         keys: For each tensor of that block, its parameter and the state's key.
     """
@@ -41,7 +41,6 @@ class StepUnit:
         name: str,
         members: Sequence[tuple[torch.Tensor, int]],
         entries: Sequence[Entry],
-        grads: GradUnit | None,
         make: Make,
     ) -> None:
         """Describes a unit; its state gets a home later."""
@@ -49,7 +48,6 @@ class StepUnit:
         self.members = list(members)
         self.entries = list(entries)
         self.group: Group | None = entries[0].group if entries else None
-        self.grads = grads
         self.block: Block | None = None
         self.keys: list[tuple[torch.Tensor, str]] = []
         self._make = make
@@ -59,11 +57,15 @@ class StepUnit:
     def blocks(self) -> list[Block]:
         """Returns the blocks that a step uses, in the order it does."""
         found = [self.group.block] if self.group is not None else []
-        if self.grads is not None:
-            found.append(self.grads.block)
+        found += [unit.block for unit in self.grad_units()]
         if self.block is not None:
             found.append(self.block)
         return found
+
+    def grad_units(self) -> list[GradUnit]:
+        """Returns the blocks of gradients of these parameters; normally one."""
+        units = [e.unit for e in self.entries if e.unit is not None]
+        return list({id(unit): unit for unit in units}.values())
 
     def wanted(self, runtime: ModuleRuntime) -> bool:
         """Whether any parameter of it has a gradient."""
@@ -75,38 +77,56 @@ class StepUnit:
 
     def step(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State) -> None:
         """Steps the unit: everything it needs is brought up first, so it happens whole or not."""
-        manager = runtime.manager
-        held: list[Callable[[], None]] = []
         stored = [e for e in self.entries if e.has_grad and not e.materialized]
-        try:
-            if self.group is not None:
-                self.group.hold()
-                held.append(self.group.let_go)
-            slot = self._state_slot(runtime, held)
-            if stored and self.grads is not None:
-                gradients = runtime.grads.open(self.grads)
-                held.append(partial(manager.release, self.grads.block))
-                for entry in stored:
-                    entry.param.grad = gradients.views[entry.unit_index]
-            optimizer = self._optimizer_for(groups)
-            self._attach(optimizer, slot)
+        optimizer = self._optimizer_for(groups)
+        for entry in self.entries:
+            runtime.grads.sync(entry)
+        self._flush(optimizer)
+        with self._held(runtime) as slots:
+            slot = slots.get(id(self.block))
             try:
-                optimizer.step()
+                for entry in stored:
+                    unit = entry.unit
+                    if unit is not None:
+                        entry.param.grad = slots[id(unit.block)].views[entry.unit_index]
+                self._attach(optimizer, slot)
+                try:
+                    optimizer.step()
+                finally:
+                    self._detach(runtime, optimizer, slot, state)
             finally:
-                self._detach(runtime, optimizer, slot, state)
-        finally:
-            for entry in stored:
-                entry.param.grad = None
-                runtime.grads.expose(entry)
-            for undo in reversed(held):
-                undo()
+                for entry in stored:
+                    entry.param.grad = None
+                    runtime.grads.expose(entry)
 
-    def _state_slot(self, runtime: ModuleRuntime, held: list[Callable[[], None]]) -> Slot | None:
-        if self.block is None:
-            return None
-        slot = runtime.manager.acquire(self.block)
-        held.append(partial(runtime.manager.release, self.block))
-        return slot
+    @contextmanager
+    def _held(self, runtime: ModuleRuntime) -> Iterator[dict[int, Slot]]:
+        """Holds weights, gradients and state together; yields slots by the id of their block."""
+        manager = runtime.manager
+        units = [u for u in self.grad_units() if any(e.has_grad for e in u.entries)]
+        blocks = [u.block for u in units] + ([self.block] if self.block is not None else [])
+        stepped = False
+        if self.group is not None:
+            self.group.hold()
+        try:
+            slots = manager.acquire_all(blocks)
+            try:
+                for unit, slot in zip(units, slots, strict=False):
+                    runtime.grads.settle(unit, slot)
+                stepped = True
+                yield {id(block): slot for block, slot in zip(blocks, slots, strict=True)}
+            finally:
+                # a class may write gradients too, and weights through `param.data`: nobody counts
+                for block in blocks:
+                    manager.release(block, dirty=stepped)
+        finally:
+            if self.group is not None:
+                self.group.let_go(dirty=stepped)
+
+    def _flush(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes in what was written through views of the state."""
+        for param, key in self.keys:
+            flush(optimizer.state.get(param, {}).get(key))
 
     def _optimizer_for(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
         """Returns the plain optimizer of this unit, with the settings of now."""
@@ -132,6 +152,7 @@ class StepUnit:
         for (param, key), view in zip(self.keys, slot.views, strict=True):
             own = optimizer.state.get(param)
             if own is not None and isinstance(own.get(key), LazyTensor):
+                forget(own[key])
                 own[key] = view
 
     def _detach(
@@ -147,14 +168,17 @@ class StepUnit:
                 own = optimizer.state.get(param)
                 value = own.get(key) if own is not None else None
                 view = slot.views[index]
-                if own is None or not isinstance(value, torch.Tensor) or isinstance(value, LazyTensor):
+                if (
+                    own is None
+                    or not isinstance(value, torch.Tensor)
+                    or isinstance(value, LazyTensor)
+                ):
                     continue
                 if value.shape != view.shape or value.dtype is not view.dtype:
                     continue  # it became something else: it stays in ordinary memory
                 if value is not view:
                     view.copy_(value)
                 own[key] = self._lazy(runtime, index, view)
-            runtime.manager.mark_dirty(self.block)
         for param, _ in self.members:
             if param in optimizer.state:
                 state[param] = optimizer.state[param]
@@ -210,14 +234,16 @@ class StepUnit:
         """Calls ``use`` with every parameter that has a gradient, and the gradient."""
         for entry in self.entries:
             runtime.grads.sync(entry)
-        stored = [e for e in self.entries if e.has_grad]
-        if stored and self.grads is not None:
-            slot = runtime.grads.open(self.grads)
+        for unit in self.grad_units():
+            stored = [e for e in self.entries if e.has_grad and e.unit is unit]
+            if not stored:
+                continue
+            slot = runtime.grads.open(unit)
             try:
                 for entry in stored:
                     use(entry.param, slot.views[entry.unit_index])
             finally:
-                runtime.manager.release(self.grads.block)
+                runtime.manager.release(unit.block)
         for param, _ in self.members:
             if param.grad is not None and not isinstance(param.grad, LazyTensor):
                 use(param, param.grad)
@@ -226,8 +252,9 @@ class StepUnit:
         """Has every gradient changed: ordinary ones now, stored ones when next in HBM."""
         for entry in self.entries:
             runtime.grads.sync(entry)
-        if self.grads is not None and any(e.has_grad for e in self.entries):
-            self.grads.pending.append(change)
+        for unit in self.grad_units():
+            if any(e.has_grad for e in unit.entries):
+                unit.pending.append(change)
         loose = [
             p.grad
             for p, _ in self.members
@@ -265,9 +292,8 @@ class StepUnit:
     ) -> None:
         """Takes state over; ``loaded`` is by the id of the parameter and fits."""
         optimizer = self._optimizer_for(groups)
-        held: list[Callable[[], None]] = []
         with torch.no_grad():
-            slot = self._state_slot(runtime, held)
+            slot = runtime.manager.acquire(self.block) if self.block is not None else None
             try:
                 for param, _ in self.members:
                     optimizer.state.pop(param, None)
@@ -276,8 +302,8 @@ class StepUnit:
                         optimizer.state[param] = dict(loaded[id(param)])
                 self._detach(runtime, optimizer, slot, state)
             finally:
-                for undo in held:
-                    undo()
+                if self.block is not None:
+                    runtime.manager.release(self.block, dirty=True)
 
 
 def plan_units(
@@ -311,12 +337,15 @@ def plan_units(
                 by_unit.setdefault(id(entry.unit) if entry.unit else id(group), []).append(entry)
     for entries in by_unit.values():
         members = [(e.param, number_of[id(e.param)]) for e in entries]
-        units.append(StepUnit(f"step[{entries[0].name}]", members, entries, entries[0].unit, make))
+        units.append(StepUnit(f"step[{entries[0].name}]", members, entries, make))
     rest = [
-        (p, first + i) for i, group in enumerate(groups) for p in group["params"] if id(p) not in seen
+        (p, first + i)
+        for i, group in enumerate(groups)
+        for p in group["params"]
+        if id(p) not in seen
     ]
     if rest:
-        units.append(StepUnit("step[ordinary parameters]", rest, [], None, make))
+        units.append(StepUnit("step[ordinary parameters]", rest, [], make))
     _reserve_state(runtime, units, groups, first, probe)
     return units
 

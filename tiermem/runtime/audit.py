@@ -1,0 +1,39 @@
+"""Compares a block in HBM with its copy at home, to see writes that nobody counted."""
+
+from __future__ import annotations
+
+import torch
+
+from tiermem.core.block import Block, Tier
+from tiermem.core.residency import State
+from tiermem.runtime.manager import BlockManager
+
+_CHUNK = 4 << 20
+
+
+def differs_from_home(manager: BlockManager, block: Block) -> bool:
+    """Whether a leased block that counts as clean was written all the same.
+
+    Raises:
+        StorageError: If its home is a file that cannot be read.
+    """
+    with manager.lock, torch.inference_mode(False), torch.no_grad():
+        record = manager.record(block)
+        extent = record.home_extent
+        if record.in_hbm is not State.VALID or record.at_home is not State.VALID or extent is None:
+            return False
+        slot = manager.slot_at_hand(block)
+        if slot is None:
+            return False
+        here = slot.bytes
+        if record.home is Tier.DRAM:
+            home = manager.homes.arena.bytes_of(extent)
+        else:
+            home = torch.empty(block.nbytes, dtype=torch.uint8)
+            mover = manager.traffic.need_mover()
+            manager.traffic.run(mover.read(extent, home, label=block.name, urgent=True))
+        same = torch.ones((), dtype=torch.bool, device=here.device)
+        for start in range(0, block.nbytes, _CHUNK):
+            end = start + _CHUNK
+            same &= (here[start:end] == home[start:end].to(here.device)).all()
+        return not bool(same)
