@@ -19,7 +19,7 @@ def prefetch_depth(transfer: float, compute: float) -> int:
     """
     if transfer <= 0:
         return 1
-    if compute <= 0:
+    if compute <= transfer / 64:
         return 64
     return max(1, min(64, math.ceil(transfer / compute)))
 

@@ -48,10 +48,12 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether the elements fill one run of memory, in any order of dimensions."""
+    if 0 in shape:
+        return True
     expected = 1
     for step, size in sorted((st, sz) for st, sz in zip(stride, shape, strict=True) if sz != 1):
         if step != expected:
-            return size == 0
+            return False
         expected *= size
     return True
 

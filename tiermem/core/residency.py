@@ -296,7 +296,7 @@ class ResidencyTable:
     def home_written(self, block_id: int) -> None:
         """Says that the home copy was written directly, there being none in HBM."""
         record = self._records[block_id]
-        if record.in_hbm is not State.ABSENT:
+        if record.in_hbm is not State.ABSENT or record.home_extent is None:
             raise self._wrong(record, "written at home")
         record.at_home = State.VALID
         record.defined = True

@@ -105,7 +105,7 @@ class Compactor:
                 end = min(begin + _BOUNCE, extent.nbytes)
                 target.bytes[begin:end].copy_(source.bytes[begin:end].clone())
         holder = space.holders.get(block.id)
-        if holder is not None and pointed:
+        if holder is not None and (pointed or holder.leases()):
             holder.repoint(target)
         source.pointed = 0
         space.traffic.ready.pop(block.id, None)

@@ -71,7 +71,7 @@ class Homes:
         self.swap = SwapFile([Path(p) for p in nvme], nvme_bytes, self.chunk) if nvme else None
         try:
             self.arena = HostArena(Tier.DRAM, dram // 4096 * 4096, page_lock=page_lock)
-        except CapacityError:
+        except BaseException:
             self.close()
             raise
         self.dram = Allocator(self.arena.capacity)
@@ -104,7 +104,7 @@ class Homes:
             for index, request in enumerate(requests):
                 if tiers[index] is Tier.NVME:
                     given[index] = (Tier.NVME, self._on_disk(request.nbytes))
-        except CapacityError:
+        except BaseException:
             for tier, extent in given:
                 if extent is not None:
                     self.release(tier, extent)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -21,6 +21,7 @@ from tiermem.core.layout import TensorShape, pack
 from tiermem.core.residency import Record, ResidencyTable, State
 from tiermem.core.schedule import Planner
 from tiermem.errors import ClosedError, InvariantError
+from tiermem.io.engine import IoEngine
 from tiermem.io.probe import choose_engine
 from tiermem.runtime.homes import HomeRequest, Homes
 from tiermem.runtime.prefetch import Prefetcher
@@ -40,8 +41,14 @@ _IN_BACKWARD = (Role.GRAD, Role.ACTIVATION)
 class BlockManager:
     """Blocks in three tiers, under one roof and one lock."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(
+        self, settings: Settings, engine: Callable[[], IoEngine] | None = None
+    ) -> None:
         """Opens the tiers.
+
+        Args:
+            settings: Budgets, paths and policy.
+            engine: Makes the I/O engine; by default the best that works here.
 
         Raises:
             ConfigError: If a path cannot be used.
@@ -84,7 +91,7 @@ class BlockManager:
             self.space = Space(
                 self.table, self.slots, self.traffic, self.planner, self.holders, self.counters
             )
-            self._open_mover()
+            self._open_mover(engine)
             self.prefetcher = Prefetcher(self)
         except BaseException:
             self._give_back()
@@ -444,10 +451,13 @@ class BlockManager:
             return DeviceArena(nbytes // 4096 * 4096, self.device)
         return HostArena(Tier.HBM, nbytes // 4096 * 4096)
 
-    def _open_mover(self) -> None:
+    def _open_mover(self, engine: Callable[[], IoEngine] | None) -> None:
         if self.homes.swap is None or self.homes.staging is None:
             return
-        factory, self.io_engine, self.io_reason = choose_engine()
+        if engine is None:
+            factory, self.io_engine, self.io_reason = choose_engine()
+        else:
+            factory, self.io_engine, self.io_reason = engine, "given", "it was asked for"
         copier = CudaChunkCopier(self.copy) if isinstance(self.copy, CudaCopyEngine) else None
         self.mover = self.traffic.mover = FileMover(
             self.homes.swap, factory, self.homes.staging, self.homes.chunk, copier

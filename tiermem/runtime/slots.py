@@ -9,6 +9,7 @@ backward, views a user keeps. While there are any, the bytes stay.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -79,14 +80,15 @@ class Slot:
         return use_count(self.storage) != self.baseline + self.pointed
 
 
-class Holder:
+class Holder(Protocol):
     """Something that points parameters at a block.
 
-    As it stands here it points none, has no lease and cannot be pointed anew.
+    What derives from it and overrides nothing has no lease and cannot be pointed anew.
     """
 
     def unpoint(self) -> None:
         """Points elsewhere what points at the block without a lease; it is about to leave."""
+        return
 
     def repoint(self, slot: Slot) -> None:
         """Points at the block's new place; called only where :meth:`leases` says it can be."""

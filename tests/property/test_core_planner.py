@@ -1,0 +1,209 @@
+"""The planner: next uses, loops it has seen, loops that change, and the optimum of evicting."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiermem.core.cost import eviction_cost, prefetch_depth
+from tiermem.core.residents import choose_residents
+from tiermem.core.schedule import NEVER, Planner, Schedule
+
+orders = st.lists(st.integers(0, 7), max_size=40)
+
+
+@given(orders, st.integers(0, 9), st.integers(0, 45))
+def test_next_use_is_the_first_from_there(order, block, start) -> None:
+    naive = next((i for i in range(start, len(order)) if order[i] == block), NEVER)
+    assert Schedule(order).next_use(block, start) == naive
+
+
+@given(orders, st.integers(0, 45))
+def test_upcoming_yields_each_block_once_at_its_first_use(order, start) -> None:
+    steps = list(Schedule(order).upcoming(start))
+    assert [s.block for s in steps] == list(dict.fromkeys(order[start:]))
+    assert all(order[start:].index(s.block) + start == s.position for s in steps)
+
+
+def run(planner: Planner, key: str, order: list[int]) -> list[bool]:
+    """Plays one pass; returns, use by use, whether it was what the planner expected next."""
+    planner.begin(key)
+    hits = []
+    for block in order:
+        hits.append(planner.distance(block) == 0)
+        planner.touch(block)
+    return hits
+
+
+def no_repeats(order: list[int]) -> list[int]:
+    return [b for i, b in enumerate(order) if i == 0 or b != order[i - 1]]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), orders.filter(len).map(no_repeats)),
+        min_size=1,
+        max_size=4,
+        unique_by=lambda item: item[0],
+    )
+)
+def test_a_loop_seen_twice_is_foreseen(loop) -> None:
+    planner = Planner()
+    for _ in range(3):
+        for key, order in loop:
+            run(planner, key, order)
+    learned = planner.learned
+    for key, order in loop:
+        assert all(run(planner, key, order))
+        following = [use for k, o in loop * 3 for use in [(k, o)]]
+        at = [k for k, _ in loop].index(key)
+        ahead = [b for _, o in following[at + 1 : at + 3] for b in o]
+        assert list(planner.schedule.order[planner.cursor :])[: len(ahead)] == ahead
+    assert planner.learned == learned, "nothing new was learned"
+
+
+def test_accumulation_is_told_apart_by_what_came_before() -> None:
+    """fwd, bwd, fwd, bwd, opt: after a backward comes a forward, or the optimizer."""
+    forward, backward, step = [0, 1, 2], [2, 1, 0], [5, 6, 7]
+    loop = [("f", forward), ("b", backward), ("f", forward), ("b", backward), ("o", step)]
+    planner = Planner()
+    for _ in range(4):
+        for key, order in loop:
+            run(planner, key, order)
+    for index, (key, order) in enumerate(loop):
+        run(planner, key, order)
+        ahead = loop[(index + 1) % len(loop)][1]
+        assert list(planner.schedule.order[planner.cursor :])[: len(ahead)] == ahead, index
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), orders), max_size=12), st.sets(st.integers(0, 7)))
+def test_any_order_is_taken_and_the_last_one_is_learned(passes, gone) -> None:
+    planner = Planner()
+    for key, order in passes:
+        run(planner, key, order)
+        assert 0 <= planner.cursor <= len(planner.schedule)
+    planner.begin("end")
+    last = {key: no_repeats(order) for key, order in passes}
+    for key, order in last.items():
+        planner.begin(key)
+        assert list(planner.schedule.order)[: len(order)] == order
+        for block in order:
+            planner.touch(block)
+    planner.forget(gone)
+    assert not gone & set(planner.schedule.order)
+    assert 0 <= planner.cursor <= len(planner.schedule)
+    for key in last:
+        planner.begin(key)
+        assert not gone & set(planner.schedule.order)
+
+
+def test_a_pass_that_changes_is_learned_again() -> None:
+    planner = Planner()
+    for _ in range(3):
+        run(planner, "f", [0, 1, 2, 3])
+    assert not all(run(planner, "f", [3, 1, 0, 2]))
+    assert all(run(planner, "f", [3, 1, 0, 2]))
+    assert all(run(planner, "f", [3, 1, 0, 2]))
+
+
+def test_a_guess_serves_the_first_time() -> None:
+    planner = Planner()
+    planner.begin("f", [4, 5, 6])
+    assert [step.block for step in planner.upcoming()] == [4, 5, 6]
+    assert planner.distance(6) == 2 and planner.distance(9) == NEVER
+    assert planner.touch(4) and not planner.touch(4)
+    assert planner.distance(5) == 0
+
+
+def test_memory_stays_bounded_under_passes_without_order() -> None:
+    planner = Planner()
+    for number in range(6000):
+        planner.begin(number * 7919 % 251)
+        planner.touch(number % 13)
+    assert len(planner._after) <= 4096
+    assert len(planner._cache) <= 33
+
+
+# -- evicting ---------------------------------------------------------------
+
+
+def fewest_misses(trace: tuple[int, ...], room: int) -> int:
+    """Returns the optimum by trying every eviction."""
+
+    @cache
+    def rest(position: int, inside: frozenset[int]) -> int:
+        if position == len(trace):
+            return 0
+        block = trace[position]
+        if block in inside:
+            return rest(position + 1, inside)
+        if len(inside) < room:
+            return 1 + rest(position + 1, inside | {block})
+        return 1 + min(rest(position + 1, inside - {victim} | {block}) for victim in inside)
+
+    return rest(0, frozenset())
+
+
+def misses_by_cost(trace: tuple[int, ...], room: int) -> int:
+    schedule = Schedule(trace)
+    inside: set[int] = set()
+    misses = 0
+    for position, block in enumerate(trace):
+        if block in inside:
+            continue
+        misses += 1
+        if len(inside) == room:
+
+            def cost(victim: int, now: int = position + 1) -> float:
+                use = schedule.next_use(victim, now)
+                distance = NEVER if use == NEVER else use - now
+                return eviction_cost(4096, distance, dirty=False)
+
+            inside.remove(min(sorted(inside), key=cost))
+        inside.add(block)
+    return misses
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.integers(1, 3), st.integers(1, 4))
+def test_equal_sizes_are_evicted_as_belady_does(cycle, rounds, room) -> None:
+    trace = tuple(cycle * rounds)[:14]
+    assert misses_by_cost(trace, room) == fewest_misses(trace, room)
+
+
+@pytest.mark.parametrize(("blocks", "room"), [(5, 2), (5, 4), (6, 3)])
+def test_a_sweep_there_and_back_misses_as_few_as_can_be(blocks, room) -> None:
+    there = list(range(blocks))
+    trace = tuple((there + there[::-1]) * 2)
+    assert misses_by_cost(trace, room) == fewest_misses(trace, room)
+
+
+def test_a_dirty_block_costs_its_write_as_well() -> None:
+    assert eviction_cost(100, 3, dirty=True) == 2 * eviction_cost(100, 3, dirty=False)
+    assert eviction_cost(100, NEVER, dirty=False) == 0.0
+    assert 0.0 < eviction_cost(100, NEVER, dirty=True) < eviction_cost(100, 1 << 19, dirty=False)
+
+
+@given(st.floats(0, 1e3), st.floats(0, 1e3))
+def test_depth_is_the_least_that_hides_the_transfer(transfer, compute) -> None:
+    depth = prefetch_depth(transfer, compute)
+    assert 1 <= depth <= 64
+    if compute > 0 and depth < 64:
+        assert depth * compute >= transfer * (1 - 1e-9)
+        assert depth == 1 or (depth - 1) * compute < transfer
+
+
+@given(
+    st.lists(st.integers(0, 9), max_size=30),
+    st.lists(st.integers(1, 50), min_size=10, max_size=10),
+    st.integers(-10, 400),
+)
+def test_residents_fit_and_leave_no_room_for_another(order, sizes, room) -> None:
+    by_id = dict(enumerate(sizes))
+    kept = choose_residents(order, by_id, room)
+    used = sum(by_id[block] for block in kept)
+    assert kept <= set(order)
+    assert used <= max(room, 0)
+    assert all(used + by_id[block] > room for block in set(order) - kept)
