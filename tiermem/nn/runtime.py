@@ -114,33 +114,21 @@ class ModuleRuntime:
     def demand(self, group: Group) -> None:
         """A parameter is reached for while its block is not held."""
         self.manager.guard()
-        if self.stack:
-            if not group.holds:
-                group.hold()
-                self.stack[-1].append(group)
-            return
-        # outside every wrapped call every torch operation on the parameter brings its block; it
-        # is pointed there for code that torch does not see, which may write
-        backward = torch._C._current_graph_task_id() != -1
-        group.point_softly(dirty=not backward)
+        # every torch operation on the parameter brings its block for its own time; it is pointed
+        # there for code that torch does not see, which may write if it runs outside every pass
+        inside = bool(self.stack) or torch._C._current_graph_task_id() != -1
+        group.point_softly(dirty=not inside)
         self._remember(group)
 
     def lend(self, group: Group) -> int:
         """Holds a group for one operation on a tensor of it that is away."""
-        if self.stack:
-            self.demand(group)
-            return 0
         self.manager.guard()
         self.enter_backward()
         group.hold()
         return 2 if self.saved.push() else 1
 
     def lent(self, group: Group, token: int, *, dirty: bool) -> None:
-        """Ends that; in a module's call the group stays held until the call returns."""
-        if token == 0:
-            if dirty:
-                self.manager.mark_dirty(group.block)
-            return
+        """Ends that; the group stays pointed at the block until that leaves."""
         if token == 2:
             self.saved.pop()
         group.let_go(dirty=dirty, soft=True)
