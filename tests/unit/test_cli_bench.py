@@ -1,32 +1,140 @@
-"""The quick measurements."""
+"""The quick measurements, and the profile they leave."""
 
 from __future__ import annotations
 
 import json
 
+import pytest
+
 from tiermem import cli
+from tiermem.cli import disks, measured
+from tiermem.cli.measured import Measurement, picture, rounds
+from tiermem.runtime import profile
+
+MEMORY = ["bench", "--nvme", "none", "--size", "1MiB", "--repeat", "1", "--device", "cpu"]
+PNG = b"\x89PNG"
 
 
-def test_memory(capsys) -> None:
-    line = ["bench", "--nvme", "none", "--size", "1MiB", "--repeat", "1", "--device", "cpu"]
-    assert cli.main(line) == 0
-    assert "dram -> hbm" in capsys.readouterr().out
-    assert cli.main([*line, "--json"]) == 0
+@pytest.fixture(autouse=True)
+def saved(tmp_path, monkeypatch):
+    """Keeps the profile of whoever runs the tests out of it."""
+    path = tmp_path / "cache" / "profile.json"
+    monkeypatch.setenv(profile.VARIABLE, str(path))
+    return path
+
+
+def test_memory(saved, capsys) -> None:
+    assert cli.main(MEMORY) == 0
+    out = capsys.readouterr().out
+    assert "dram->hbm" in out and f"saved as {saved}" in out
+    assert cli.main([*MEMORY, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["results"]
-    assert [row["link"] for row in rows] == ["host -> host", "dram -> hbm", "hbm -> dram"]
+    assert [row["link"] for row in rows] == ["dram->hbm", "hbm->dram", "dram->dram"] * 2
+    assert {row["nbytes"] for row in rows} == {64 << 10, 1 << 20}
     assert all(row["gb_per_s"] > 0 for row in rows)
 
 
 def test_disks(tmp_path, capsys) -> None:
-    line = ["bench", "--nvme", str(tmp_path), "--size", "9MiB", "--repeat", "1", "--device", "cpu"]
+    folder = tmp_path / "nvme"
+    folder.mkdir()
+    line = ["bench", "--nvme", str(folder), "--size", "9MiB", "--repeat", "1", "--device", "cpu"]
     assert cli.main([*line, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["results"]
-    assert [row["link"] for row in rows[3:]] == ["dram -> nvme", "nvme -> dram"]
-    assert all(row["gb_per_s"] > 0 and "checksums" in row["note"] for row in rows[3:])
-    assert list(tmp_path.iterdir()) == []
+    found = json.loads(capsys.readouterr().out)
+    rows = [row for row in found["results"] if "nvme" in row["link"]]
+    assert [row["link"] for row in rows] == ["nvme->hbm", "hbm->nvme", "nvme<->hbm"]
+    assert all(row["gb_per_s"] > 0 and "checksums" in row["note"] for row in rows)
+    tried = {(row["chunk"], row["depth"]) for row in found["sweep"]}
+    assert (rows[0]["chunk"], rows[0]["depth"]) in tried
+    assert list(folder.iterdir()) == []
 
 
-def test_a_folder_that_is_not_there(tmp_path, capsys) -> None:
+def test_the_profile_has_what_was_measured(tmp_path, saved, capsys) -> None:
+    line = ["bench", "--nvme", str(tmp_path), "--size", "2MiB", "--repeat", "1", "--device", "cpu"]
+    assert cli.main([*line, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rates = {row["link"]: row["bytes_per_s"] for row in found["results"]}  # the largest is last
+    loaded = profile.load(saved).profile
+    assert loaded is not None and found["saved"] == str(saved)
+    assert loaded.device == "cpu" and loaded.folders == (str(tmp_path),)
+    assert (loaded.h2d, loaded.d2h) == (rates["dram->hbm"], rates["hbm->dram"])
+    assert (loaded.duplex, loaded.d2d) == (None, None)
+    assert loaded.host_copy == rates["dram->dram"]
+    assert (loaded.nvme_read, loaded.nvme_write) == (rates["nvme->hbm"], rates["hbm->nvme"])
+    assert loaded.nvme_mixed == rates["nvme<->hbm"]
+    assert loaded.nvme_chunk in (1 << 20, 2 << 20) and loaded.nvme_depth in disks.DEPTHS
+    assert [size for size, _ in loaded.h2d_by_size] == [64 << 10, 1 << 20, 2 << 20]
+    assert loaded.h2d_by_size[-1][1] == loaded.h2d
+
+
+def test_not_saved_on_demand(saved, capsys) -> None:
+    assert cli.main([*MEMORY, "--no-save"]) == 0
+    assert "saved" not in capsys.readouterr().out and not saved.exists()
+
+
+def test_saved_where_nothing_can_be(tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(profile.VARIABLE, str(tmp_path / "file" / "profile.json"))
+    assert cli.main(MEMORY) == 2
+    assert "--no-save" in capsys.readouterr().err
+
+
+def test_picture(tmp_path, capsys) -> None:
+    path = tmp_path / "links.png"
+    line = ["bench", "--nvme", str(tmp_path), "--size", "1MiB", "--repeat", "1", "--device", "cpu"]
+    assert cli.main([*line, "--picture", str(path)]) == 0
+    assert path.read_bytes().startswith(PNG)
+    assert cli.main([*MEMORY, "--picture", str(tmp_path / "no" / "links.png")]) == 2
+    assert "--picture" in capsys.readouterr().err
+
+
+def test_picture_without_anything(tmp_path) -> None:
+    picture([], tmp_path / "empty.png", "nothing")
+    assert (tmp_path / "empty.png").read_bytes().startswith(PNG)
+
+
+def test_a_folder_that_is_not_there(tmp_path, saved, capsys) -> None:
     missing = str(tmp_path / "missing")
     assert cli.main(["bench", "--nvme", missing, "--size", "4KiB", "--device", "cpu"]) == 2
     assert "missing does not exist" in capsys.readouterr().err
+    assert not saved.exists()
+
+
+def test_rounds_take_turns_and_stop_in_time(monkeypatch) -> None:
+    calls: list[str] = []
+    now = iter(range(1, 100))
+    monkeypatch.setattr(measured.time, "perf_counter", lambda: next(now))
+
+    def timed(name):
+        return lambda: calls.append(name) or float(len(calls))
+
+    timers = {"a": timed("a"), "b": timed("b")}
+    assert rounds(timers, 2) == {"a": [3.0, 5.0], "b": [4.0, 6.0]}  # a round before warms up
+    assert calls == ["a", "b"] * 3
+    calls.clear()
+    assert rounds(timers, 5, until=1) == {"a": [3.0, 5.0], "b": [4.0]}
+    calls.clear()
+    assert rounds(timers, 5, until=0) == {"a": [3.0], "b": [4.0]}
+
+
+def test_median_of_rates() -> None:
+    found = Measurement.of("dram->hbm", "page-locked", 100, [1.0, 2.0, 50.0])
+    assert (found.bytes_per_s, found.least, found.most) == (50.0, 2.0, 100.0)
+
+
+def test_best_is_the_least_staging_that_is_as_fast() -> None:
+    def read(rate: float, chunk: int, depth: int, link: str = "nvme->hbm") -> Measurement:
+        return Measurement.of(link, "mover", int(rate), [1.0], chunk=chunk, depth=depth)
+
+    small, large = read(980, 4, 8), read(1000, 8, 16)
+    assert disks.best([large, small, read(900, 1, 1), read(2000, 1, 4, "hbm->nvme")]) is small
+    assert disks.best([large, read(960, 4, 8)]) is large
+    assert disks.best([read(1000, 8, 4), few := read(1000, 4, 8)]) is few
+
+
+def test_sweep_stops_in_time_but_not_before_the_first(tmp_path) -> None:
+    found = disks.sweep([str(tmp_path)], "cpu", 64 << 10, 1, until=0.0)
+    assert [(m.link, m.depth) for m in found] == [("nvme->hbm", 1), ("hbm->nvme", 1)]
+    found = disks.sweep([str(tmp_path)], "cpu", 64 << 10, 1, depths=(1, 2), engine="threads")
+    # Chunks larger than the file are all the same one.
+    assert [(m.chunk, m.depth) for m in found[::2]] == [(64 << 10, 1), (64 << 10, 2)]
+    assert {m.how for m in found} == {"mover, threads"}

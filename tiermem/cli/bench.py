@@ -1,30 +1,34 @@
-"""Measure what this machine's links give: host memory, the bus, the disks.
+"""Measure what this machine's links give, and keep it as the machine's profile.
 
-Short and rough, for choosing budgets; benchmarks/ has the careful ones.
+Short, for choosing budgets and for ``tiermem plan``; benchmarks/ has the careful ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiermem.cli.options import parse_bytes, pick_device
 from tiermem.config import format_size
-from tiermem.core.block import ALIGNMENT, Extent, Tier, align_up
+from tiermem.core.block import ALIGNMENT, align_up
 from tiermem.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tiermem.storage.arena import Arena
+    from tiermem.cli.measured import Measurement
+    from tiermem.runtime.profile import MachineProfile
 
-_CHUNK = 4 << 20
-_CHUNKS = 8
-
-Rows = list[dict[str, object]]
+_SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
+_CHUNKS = (4 << 20, 8 << 20, 1 << 20)  # the usual ones first: time may run out
+_DEPTHS = (8, 16, 4, 1)
+_MEMORY_SECONDS = 5.0
+_SWEEP_SECONDS = 6.0
+_BEST_SECONDS = 3.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,14 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="repeatable; 'none' to leave disks out (default: a folder on a disk)",
     )
     parser.add_argument("--size", default="256MiB", help="of each copy (default: 256MiB)")
-    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="the best counts")
+    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="the median counts")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--no-save", action="store_true", help="leave the saved profile as it is")
+    parser.add_argument("--picture", metavar="FILE", help="draw bandwidth by size and by depth")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs ``tiermem bench``."""
     from tiermem.cli.machine import default_swap_folder, hardware
+    from tiermem.cli.measured import picture
 
     nbytes = align_up(parse_bytes(arguments.size, "--size"))
     if nbytes < ALIGNMENT:
@@ -52,126 +59,121 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--repeat must be at least 1, not {arguments.repeat}")
     device = pick_device(arguments.device)
     folders = [default_swap_folder()] if arguments.nvme is None else arguments.nvme
+    folders = [] if folders == ["none"] else folders
 
-    rows = bench_memory(nbytes, arguments.repeat, device)
-    if folders != ["none"]:
-        rows += bench_disks(folders, nbytes, arguments.repeat)
+    memory = bench_memory(nbytes, arguments.repeat, device)
+    tried, disks = bench_disks(folders, nbytes, arguments.repeat, device) if folders else ([], [])
+    profile = make_profile(memory, disks, device, folders)
+    saved = "" if arguments.no_save else _save(profile)
+    if arguments.picture:
+        try:
+            picture([*memory, *tried], arguments.picture, f"Links of {profile.device}")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--picture {arguments.picture}: {error}") from error
     if arguments.json:
-        print(json.dumps({"hardware": hardware(), "results": rows}, indent=2))
+        results = [_row(measured) for measured in [*memory, *disks]]
+        facts = {"hardware": hardware(), "results": results, "sweep": [_row(m) for m in tried]}
+        print(json.dumps({**facts, "profile": asdict(profile), "saved": saved}, indent=2))
     else:
-        _print(rows)
+        _print([*memory, *disks], saved)
     return 0
 
 
-def bench_memory(nbytes: int, repeat: int, device: str) -> Rows:
-    """Measures copies within host memory and between the arenas of HBM and DRAM."""
+def bench_memory(nbytes: int, repeat: int, device: str) -> list[Measurement]:
+    """Measures copies within memory and between the arenas of HBM and DRAM, by size."""
+    from tiermem.cli.links import MemoryLinks
+
+    sizes = [size for size in _SIZES if size < nbytes] + [nbytes]
+    with MemoryLinks(device, nbytes) as links:
+        return links.measure(sizes, repeat, time.perf_counter() + _MEMORY_SECONDS)
+
+
+def bench_disks(
+    folders: Sequence[str], nbytes: int, repeat: int, device: str
+) -> tuple[list[Measurement], list[Measurement]]:
+    """Measures swap files in ``folders``, striped.
+
+    Returns:
+        Every chunk and depth that was tried, and the best of them, measured with care.
+    """
+    from tiermem.cli.disks import DiskLinks, best, sweep
+
+    until = time.perf_counter() + _SWEEP_SECONDS
+    tried = sweep(folders, device, nbytes, 1, chunks=_CHUNKS, depths=_DEPTHS, until=until)
+    chosen = best(tried)
+    until = time.perf_counter() + _BEST_SECONDS
+    with DiskLinks(folders, device, nbytes, chosen.chunk, chosen.depth) as links:
+        with links.mover(chosen.depth) as work:
+            return tried, work.measure(repeat, until, mixed=True)
+
+
+def make_profile(
+    memory: Sequence[Measurement],
+    disks: Sequence[Measurement],
+    device: str,
+    folders: Sequence[str],
+) -> MachineProfile:
+    """Returns the profile: the speed of the largest copy counts for each link."""
     import torch
 
-    from tiermem.storage.arena import DeviceArena, HostArena
+    from tiermem import __version__
+    from tiermem.runtime.profile import MachineProfile, device_name
 
-    cuda = device.startswith("cuda")
-    whole = Extent(0, nbytes)
-    host: Arena = HostArena(Tier.DRAM, nbytes, page_lock=cuda)
-    high: Arena
-    if cuda:
-        high = DeviceArena(nbytes, torch.device(device))
-    else:
-        high = HostArena(Tier.HBM, nbytes)
-    source = torch.ones(nbytes, dtype=torch.uint8)
-    low, up = host.bytes_of(whole), high.bytes_of(whole)
-    wait = torch.cuda.synchronize if cuda else _nothing
-    rows: Rows = []
-    for name, target, origin in (
-        ("host -> host", low, source),
-        ("dram -> hbm", up, low),
-        ("hbm -> dram", low, up),
-    ):
-        copy = partial(target.copy_, origin, non_blocking=cuda)
-        rows.append(_row(name, nbytes, _best(copy, wait, repeat)))
-    # The maps go with the last tensor over them.
-    del source, low, up, copy, target, origin
-    host.close()
-    high.close()
-    return rows
+    largest = sorted([*memory, *disks], key=lambda m: m.nbytes)
+    rates = {measured.link: measured.bytes_per_s for measured in largest}
+    ups = [m for m in memory if m.link == "dram->hbm"]
+    return MachineProfile(
+        device=device_name(device),
+        date=datetime.date.today().isoformat(),
+        tiermem=__version__,
+        torch=torch.__version__,
+        h2d=rates.get("dram->hbm"),
+        d2h=rates.get("hbm->dram"),
+        duplex=rates.get("dram<->hbm"),
+        d2d=rates.get("hbm->hbm"),
+        host_copy=rates.get("dram->dram"),
+        nvme_read=rates.get("nvme->hbm"),
+        nvme_write=rates.get("hbm->nvme"),
+        nvme_mixed=rates.get("nvme<->hbm"),
+        nvme_chunk=disks[0].chunk if disks else None,
+        nvme_depth=disks[0].depth if disks else None,
+        h2d_by_size=tuple((m.nbytes, m.bytes_per_s) for m in ups),
+        folders=tuple(str(Path(folder).absolute()) for folder in folders),
+    )
 
 
-def bench_disks(folders: list[str], nbytes: int, repeat: int) -> Rows:
-    """Measures writing to and reading from swap files in ``folders``, striped."""
-    import torch
+def _save(profile: MachineProfile) -> str:
+    from tiermem.runtime.profile import profile_path, save
 
-    from tiermem.io.probe import choose_engine
-    from tiermem.storage.arena import HostArena
-    from tiermem.storage.swapfile import SwapFile
-    from tiermem.transfer.filemover import FileMover, FileTransfer
-
-    factory, engine, _ = choose_engine()
-    chunk = min(_CHUNK, nbytes)
-    arena = HostArena(Tier.DRAM, _CHUNKS * chunk)
-    staging = arena.bytes_of(Extent(0, _CHUNKS * chunk))
-    memory = torch.randint(256, (nbytes,), dtype=torch.uint8)
-    with SwapFile([Path(folder) for folder in folders], None, chunk) as store:
-        store.grow(nbytes)
-        extent = store.allocate(nbytes)
-        with FileMover(store, factory, staging, chunk) as mover:
-
-            def over(transfer: FileTransfer) -> None:
-                mover.wait(transfer)
-                if transfer.error is not None:
-                    raise transfer.error
-
-            def write() -> None:
-                over(mover.write(extent, memory, label="bench"))
-
-            def read() -> None:
-                over(mover.read(extent, memory, label="bench"))
-
-            note = f"{engine}, {'O_DIRECT' if store.direct else 'page cache'}, checksums"
-            rows = [
-                _row("dram -> nvme", nbytes, _best(write, _nothing, repeat), note),
-                _row("nvme -> dram", nbytes, _best(read, _nothing, repeat), note),
-            ]
-    del staging
-    arena.close()
-    return rows
+    try:
+        return str(save(profile))
+    except OSError as error:
+        path = profile_path(profile.device)
+        raise ConfigError(
+            f"the profile cannot be saved as {path} ({error.strerror}); set TIERMEM_PROFILE "
+            "to a file that can be written, or give --no-save"
+        ) from error
 
 
-def _nothing() -> None:
-    """Copies within host memory are over when they return."""
+def _row(measured: Measurement) -> dict[str, object]:
+    return {**asdict(measured), "gb_per_s": measured.bytes_per_s / 1e9}
 
 
-def _best(action: Callable[[], object], wait: Callable[[], object], repeat: int) -> float:
-    action()  # pages are touched and clocks wake up outside the measurement
-    wait()
-    best = float("inf")
-    for _ in range(repeat):
-        begin = time.perf_counter()
-        action()
-        wait()
-        best = min(best, time.perf_counter() - begin)
-    return best
-
-
-def _row(name: str, nbytes: int, seconds: float, note: str = "") -> dict[str, object]:
-    return {
-        "link": name,
-        "nbytes": nbytes,
-        "seconds": seconds,
-        "gb_per_s": nbytes / seconds / 1e9,
-        "note": note,
-    }
-
-
-def _print(rows: Rows) -> None:
+def _print(rows: Sequence[Measurement], saved: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table()
-    for column in ("link", "bytes", "GB/s", ""):
+    for column in ("link", "bytes", "GB/s", "how"):
         table.add_column(column, justify="right" if column in ("bytes", "GB/s") else "left")
     for row in rows:
-        nbytes = row["nbytes"]
-        assert isinstance(nbytes, int)
-        table.add_row(
-            str(row["link"]), format_size(nbytes), f"{row['gb_per_s']:.2f}", str(row["note"])
-        )
-    Console(highlight=False).print(table)
+        how = row.how
+        if row.chunk:
+            how += f", {format_size(row.chunk)} × {row.depth} in flight"
+        how += f", {row.note}" if row.note else ""
+        rate = f"{row.bytes_per_s / 1e9:.2f}"
+        table.add_row(row.link, format_size(row.nbytes), rate, how)
+    console = Console(highlight=False)
+    console.print(table)
+    if saved:
+        console.print(f"saved as {saved}", soft_wrap=True)
