@@ -168,6 +168,65 @@ class Allocator:
         victims = tuple(s[0] for s in segments[left : right + 1] if s[0] in self._taken)
         return Window(Extent(segments[left][0], size), victims, price / _PRICE_UNIT)
 
+    def window_around(
+        self, offset: int, nbytes: int, cost: Callable[[int], float | None]
+    ) -> Window | None:
+        """Grows a window from one extent to whichever neighbour is cheaper, until it is enough.
+
+        It looks at what it takes and its neighbours only, not at the whole store.
+
+        Args:
+            offset: Of an extent that is to be cleared.
+            nbytes: Bytes wanted; rounded up to the alignment.
+            cost: Price of evicting the extent at an offset, 0 or more; None where it must stay.
+
+        Returns:
+            A window that contains the extent, or None if its neighbourhood has no such one.
+        """
+        size = self._size(nbytes)
+        total = cost(offset)
+        if total is None or offset not in self._taken:
+            return None
+        start, end = self._with_gaps(offset, offset + self._taken[offset])
+        victims = [offset]
+        while end - start < size:
+            before, after = self._neighbours(start, end)
+            prices = [
+                (price, side)
+                for price, side in (
+                    (cost(before), before) if before is not None else (None, 0),
+                    (cost(after), after) if after is not None else (None, 0),
+                )
+                if price is not None
+            ]
+            if not prices:
+                return None
+            price, taken = min(prices)
+            total += price
+            victims.append(taken)
+            start, end = self._with_gaps(min(start, taken), max(end, taken + self._taken[taken]))
+        first = min(victims)
+        begin = max(start, min(first, end - size))
+        return Window(Extent(begin, size), tuple(sorted(victims)), total)
+
+    def _with_gaps(self, start: int, end: int) -> tuple[int, int]:
+        """Returns a run together with the gaps that touch it."""
+        index = bisect_left(self._gaps, (start,))
+        if index > 0 and sum(self._gaps[index - 1]) == start:
+            start = self._gaps[index - 1][0]
+        index = bisect_left(self._gaps, (end,))
+        if index < len(self._gaps) and self._gaps[index][0] == end:
+            end = sum(self._gaps[index])
+        return start, end
+
+    def _neighbours(self, start: int, end: int) -> tuple[int | None, int | None]:
+        """Returns the offsets of the extents just before and just after a run."""
+        index = bisect_left(self._order, start)
+        before = self._order[index - 1] if index > 0 else None
+        index = bisect_left(self._order, end)
+        after = self._order[index] if index < len(self._order) else None
+        return before, after
+
     def _segments(self, cost: Callable[[int], float | None]) -> list[tuple[int, int, int | None]]:
         """Returns (offset, length, price) of every gap and extent, by address."""
         parts: list[tuple[int, int, int | None]] = [(o, s, 0) for o, s in self._gaps]

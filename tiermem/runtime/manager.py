@@ -198,6 +198,8 @@ class BlockManager:
             if not record.leases and self._largest_later:
                 self.space.tidy(record, self._largest_later)
             self.table.lease(block_id)
+            if moved_on:
+                self.space.used(block_id)
             try:
                 self.copy.use(self.traffic.ready.get(block_id))
                 if moved_on:
@@ -365,6 +367,7 @@ class BlockManager:
         if extent is None:
             return False
         self.traffic.fill(record, extent, urgent=False)
+        self.space.used(record.block.id)
         self.counters.prefetches += 1
         return True
 

@@ -6,16 +6,19 @@ import gc
 from collections.abc import Sequence
 
 from tiermem.config import format_size
+from tiermem.core.allocator import Window
 from tiermem.core.block import Block, Extent, align_up
 from tiermem.core.cost import eviction_cost
 from tiermem.core.residency import Record, ResidencyTable, State
 from tiermem.core.schedule import Planner
+from tiermem.core.victims import NextUseQueue
 from tiermem.errors import CapacityError
 from tiermem.runtime.compact import Compactor
 from tiermem.runtime.slots import Holder, Slot, SlotCache
 from tiermem.runtime.stats import Counters
 from tiermem.runtime.traffic import Traffic
 
+_CANDIDATES = 4
 _RESIDENT = 1e12
 _SOFT = 1e15
 _SEEN = "still referred to"
@@ -52,6 +55,7 @@ class Space:
         self._counters = counters
         self._compactor = Compactor(self, counters)
         self._orphans: list[Slot] = []
+        self._queue = NextUseQueue()
 
     # -- in --------------------------------------------------------------
 
@@ -77,7 +81,7 @@ class Space:
                 return extent
             if self._reap():
                 continue
-            window = hbm.cheapest_window(block.nbytes, lambda offset: self.price(offset, position))
+            window = self._window(block.nbytes, position)
             if window is not None:
                 if not self.clear(window.victims, wait=position is None):
                     return None
@@ -91,6 +95,43 @@ class Space:
             else:
                 self._last_resort(resorts, block.nbytes)
                 resorts += 1
+
+    def used(self, block_id: int) -> None:
+        """Says that a block in HBM was used, or has come, so that its next use is another."""
+        if block_id not in self.residents:
+            self._queue.put(block_id, self._planner.cursor)
+
+    def _window(self, nbytes: int, position: int | None) -> Window | None:
+        """Finds what to evict: around the blocks needed last, or, failing that, anywhere."""
+        planner, hbm, queue = self._planner, self.table.hbm, self._queue
+        if queue.schedule is not planner.schedule:
+            inside = (self.table.at(extent.offset) for extent in hbm.extents())
+            loose = (r.block.id for r in inside if r is not None and not r.fixed)
+            queue.rebuild(
+                planner.schedule, planner.cursor, [b for b in loose if b not in self.residents]
+            )
+
+        def price(offset: int) -> float | None:
+            return self.price(offset, position)
+
+        def free(block_id: int) -> bool:
+            record = self.table.get(block_id)
+            if record is None or record.extent is None:
+                queue.drop(block_id)
+                return False
+            return price(record.extent.offset) is not None
+
+        beyond = -1 if position is None else planner.cursor + position
+        best: Window | None = None
+        last = queue.last(_CANDIDATES, beyond, free)
+        for block_id in last:
+            extent = self.table[block_id].extent
+            window = None if extent is None else hbm.window_around(extent.offset, nbytes, price)
+            if window is not None and (best is None or window.cost < best.cost):
+                best = window
+        if best is None and (position is None or last):
+            best = hbm.cheapest_window(nbytes, price)
+        return best
 
     def _last_resort(self, number: int, nbytes: int) -> None:
         """Tries what may still make room: joining pieces, finding cycles that hold an alias."""

@@ -1,0 +1,75 @@
+"""Who is needed last: blocks in HBM ordered by next use, without looking at all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from heapq import heapify, heappop, heappush
+
+from tiermem.core.schedule import NEVER, Schedule
+
+_MOST_REFUSED = 64
+
+
+class NextUseQueue:
+    """Blocks by position of next use, the last first.
+
+    Entries are kept lazily: one that no longer holds is thrown away when it comes up. A block
+    whose use was foreseen and did not come about is found again by the next :meth:`rebuild`.
+    """
+
+    def __init__(self) -> None:
+        """Starts empty, for an empty schedule."""
+        self._heap: list[tuple[int, int]] = []
+        self._use: dict[int, int] = {}
+        self.schedule: Schedule | None = None
+
+    def __len__(self) -> int:
+        return len(self._use)
+
+    def rebuild(self, schedule: Schedule, cursor: int, blocks: Iterable[int]) -> None:
+        """Starts anew for another schedule.
+
+        Args:
+            schedule: Where next uses are looked up from now on.
+            cursor: Position in it.
+            blocks: What is in HBM and may leave.
+        """
+        self.schedule = schedule
+        self._use = {block: schedule.next_use(block, cursor) for block in blocks}
+        self._heap = [(-use, block) for block, use in self._use.items()]
+        heapify(self._heap)
+
+    def put(self, block: int, cursor: int) -> None:
+        """Enters a block, or says that it was used and its next use is another."""
+        use = NEVER if self.schedule is None else self.schedule.next_use(block, cursor)
+        if self._use.get(block) != use:
+            self._use[block] = use
+            heappush(self._heap, (-use, block))
+
+    def drop(self, block: int) -> None:
+        """Takes a block out."""
+        self._use.pop(block, None)
+
+    def last(self, most: int, beyond: int, accept: Callable[[int], bool]) -> list[int]:
+        """Returns up to ``most`` acceptable blocks, the one needed last first.
+
+        Args:
+            most: How many to look for.
+            beyond: Only blocks used after this position count.
+            accept: Whether a block may be taken now.
+        """
+        found: list[int] = []
+        again: list[tuple[int, int]] = []
+        while self._heap and len(found) < most and len(again) - len(found) < _MOST_REFUSED:
+            use, block = self._heap[0]
+            if -use <= beyond:
+                break
+            entry = heappop(self._heap)
+            if self._use.get(block) != -use or entry in again:
+                continue
+            again.append(entry)
+            if accept(block):
+                found.append(block)
+        for entry in again:
+            heappush(self._heap, entry)
+        return found
