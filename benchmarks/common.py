@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from tiermem.cli.measured import Measurement
+from tiermem.config import format_size
+
 
 def machine() -> dict[str, str]:
     """Returns hardware and versions, for the record."""
@@ -53,7 +56,9 @@ def report(title: str, rows: Sequence[dict[str, Any]], out: str | None, **extra:
     widths = [max(len(c), *(len(r[i]) for r in cells)) for i, c in enumerate(columns)]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(columns, widths, strict=True)) + " |"]
     lines.append("|" + "|".join("-" * (w + 2) for w in widths) + "|")
-    lines += ["| " + " | ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) + " |" for r in cells]
+    lines += [
+        "| " + " | ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) + " |" for r in cells
+    ]
     print(f"{title}\n" + "\n".join(lines))
     if out is None:
         return
@@ -74,6 +79,22 @@ def report(title: str, rows: Sequence[dict[str, Any]], out: str | None, **extra:
     path.with_suffix(".md").write_text(
         f"# {title}\n\n{record['date']}; `{command}`; {about}\n\n" + "\n".join(lines) + "\n" + notes
     )
+
+
+def speed_row(measured: Measurement, **more: Any) -> dict[str, Any]:
+    """Returns a measured speed as a row for :func:`report`, with further columns."""
+    return {
+        "link": measured.link,
+        "how": measured.how,
+        "size": format_size(measured.nbytes),
+        "chunk": format_size(measured.chunk) if measured.chunk else "",
+        "depth": measured.depth or "",
+        "GB/s": measured.bytes_per_s / 1e9,
+        "min": measured.least / 1e9,
+        "max": measured.most / 1e9,
+        **more,
+        "note": measured.note,
+    }
 
 
 def _cell(value: Any) -> str:

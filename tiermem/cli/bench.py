@@ -96,15 +96,12 @@ def bench_disks(
     Returns:
         Every chunk and depth that was tried, and the best of them, measured with care.
     """
-    from tiermem.cli.disks import DiskLinks, best, sweep
+    from tiermem.cli.disks import measure_best, sweep
 
     until = time.perf_counter() + _SWEEP_SECONDS
     tried = sweep(folders, device, nbytes, 1, chunks=_CHUNKS, depths=_DEPTHS, until=until)
-    chosen = best(tried)
     until = time.perf_counter() + _BEST_SECONDS
-    with DiskLinks(folders, device, nbytes, chosen.chunk, chosen.depth) as links:
-        with links.mover(chosen.depth) as work:
-            return tried, work.measure(repeat, until, mixed=True)
+    return tried, measure_best(tried, folders, device, nbytes, repeat, until)
 
 
 def make_profile(

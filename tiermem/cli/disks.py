@@ -238,3 +238,27 @@ def best(measured: Sequence[Measurement]) -> Measurement:
     fastest = max(m.bytes_per_s for m in reads)
     good = [m for m in reads if m.bytes_per_s >= _AS_GOOD * fastest]
     return min(good, key=lambda m: (m.chunk * m.depth, m.chunk))
+
+
+def measure_best(
+    tried: Sequence[Measurement],
+    folders: Sequence[str],
+    device: str,
+    nbytes: int,
+    repeats: int,
+    until: float | None = None,
+) -> list[Measurement]:
+    """Measures reading, writing and both at once with the best chunk and depth of a sweep.
+
+    Args:
+        tried: What :func:`sweep` found.
+        folders: One file in each, striped.
+        device: ``"cpu"`` or a CUDA device.
+        nbytes: Bytes of the file.
+        repeats: Rounds; the median counts.
+        until: See :func:`tiermem.cli.measured.rounds`.
+    """
+    chosen = best(tried)
+    with DiskLinks(folders, device, nbytes, chosen.chunk, chosen.depth) as links:
+        with links.mover(chosen.depth) as work:
+            return work.measure(repeats, until, mixed=True)
