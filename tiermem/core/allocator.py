@@ -54,6 +54,11 @@ class Allocator:
         """Bytes of the largest extent that could be had without evicting anything."""
         return max((size for _, size in self._gaps), default=0)
 
+    @property
+    def count(self) -> int:
+        """How many extents are handed out."""
+        return len(self._taken)
+
     def holds(self, extent: Extent) -> bool:
         """Whether ``extent`` is one that was handed out."""
         return self._taken.get(extent.offset) == extent.nbytes

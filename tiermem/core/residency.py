@@ -282,6 +282,21 @@ class ResidencyTable:
         """Returns the HBM extents that belong to no block and are taken all the same."""
         return list(self._orphans.values())
 
+    @property
+    def present(self) -> int:
+        """How many blocks are in HBM, or on their way there or from there."""
+        return len(self._at)
+
+    def strays(self) -> list[Extent]:
+        """Returns extents that were taken for a block that never got them (Ctrl-C in between)."""
+        if self.hbm.count == len(self._at) + len(self._orphans):
+            return []
+        return [
+            extent
+            for extent in self.hbm.extents()
+            if extent.offset not in self._at and extent.offset not in self._orphans
+        ]
+
     def reclaim(self, extent: Extent) -> None:
         """Frees an orphan: an extent whose block has gone and that something still looked at.
 

@@ -139,7 +139,7 @@ class Homes:
                 if extent is None and request.home == "auto" and self.swap is not None:
                     tier = Tier.NVME
                 elif extent is None:
-                    raise self._no_dram(request, requests)
+                    raise self._no_dram(request, requests, given)
             elif request.home == "nvme":
                 tier = Tier.NVME
                 if self.swap is None:
@@ -151,17 +151,25 @@ class Homes:
             given.append((tier, extent))
         return tiers
 
-    def _no_dram(self, request: HomeRequest, requests: Sequence[HomeRequest]) -> CapacityError:
-        taken = sum(e.nbytes for e in self.dram.extents())
+    def _no_dram(
+        self,
+        request: HomeRequest,
+        requests: Sequence[HomeRequest],
+        given: Sequence[tuple[Tier, Extent | None]],
+    ) -> CapacityError:
+        """Says how much DRAM would do for all of ``requests``, of which ``given`` have theirs."""
+        mine = sum(extent.nbytes for tier, extent in given if tier is Tier.DRAM and extent)
         asked = sum(align_up(r.nbytes) for r in requests if r.home in ("dram", "auto"))
-        free = self.dram.capacity - taken
-        mine = sum(align_up(r.nbytes) for r in requests[: requests.index(request)])
-        least = self.dram.capacity - free - mine + asked
+        least = self.dram.used - mine + asked
+        pieces = ""
+        if least <= self.dram.capacity:
+            pieces = " in pieces that are each too small"
+            least = self.dram.capacity + align_up(request.nbytes)
         hint = "" if self.swap is not None else ", or give nvme=folder for what does not fit"
         return CapacityError(
             f"block {request.name!r} ({format_size(request.nbytes)}) does not fit in tier dram: "
-            f"{format_size(free)} of {format_size(self.dram.capacity)} are free; "
-            f"give dram= at least {max(least, taken + asked - mine)}{hint}"
+            f"{format_size(self.dram.capacity - self.dram.used)} of "
+            f"{format_size(self.dram.capacity)} are free{pieces}; give dram= at least {least}{hint}"
         )
 
     def _on_disk(self, nbytes: int) -> Extent:

@@ -41,9 +41,7 @@ _IN_BACKWARD = (Role.GRAD, Role.ACTIVATION)
 class BlockManager:
     """Blocks in three tiers, under one roof and one lock."""
 
-    def __init__(
-        self, settings: Settings, engine: Callable[[], IoEngine] | None = None
-    ) -> None:
+    def __init__(self, settings: Settings, engine: Callable[[], IoEngine] | None = None) -> None:
         """Opens the tiers.
 
         Args:
@@ -190,23 +188,23 @@ class BlockManager:
                 self.guard()
             block_id = block.id
             record = self.table[block_id]
-            moved_on = self.planner.touch(block_id)
-            if record.usable:
-                self.counters.hits += 1
-            else:
-                self._bring(record)
-            if not record.leases and self._largest_later:
-                self.space.tidy(record, self._largest_later)
-            self.table.lease(block_id)
-            if moved_on:
-                self.space.used(block_id)
+            leases = record.leases
             try:
+                moved_on = self.planner.touch(block_id)
+                if record.usable:
+                    self.counters.hits += 1
+                else:
+                    self._bring(record)
+                if not leases and self._largest_later:
+                    self.space.tidy(record, self._largest_later)
+                self.table.lease(block_id)
                 self.copy.use(self.traffic.ready.get(block_id))
                 if moved_on:
                     self.prefetcher.run()
                 return self.slots.current[block_id]
             except BaseException:
-                self.table.release(block_id)
+                if record.leases > leases:
+                    self.table.release(block_id)
                 raise
 
     def acquire_all(self, blocks: Sequence[Block]) -> list[Slot]:
@@ -349,9 +347,10 @@ class BlockManager:
             self.traffic.poll()
 
     def flush(self) -> None:
-        """Waits until no transfer is under way."""
+        """Waits until no transfer is under way, and frees what belongs to no block."""
         with self.lock:
             self.traffic.settle_all()
+            self.space.reap()
 
     def try_fill(self, record: Record, position: int) -> bool:
         """Begins to fetch a block ahead of its use, if that evicts nothing needed sooner.

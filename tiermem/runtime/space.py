@@ -79,7 +79,7 @@ class Space:
             extent = hbm.allocate(block.nbytes)
             if extent is not None:
                 return extent
-            if self._reap():
+            if self.reap():
                 continue
             window = self._window(block.nbytes, position)
             if window is not None:
@@ -259,15 +259,26 @@ class Space:
         slot = self.slots.current.get(record.block.id)
         return slot is not None and not slot.aliased
 
-    def _reap(self) -> bool:
-        """Frees what blocks that have gone left behind and nothing looks at any more."""
+    def reap(self) -> bool:
+        """Frees what belongs to no block and that nothing looks at; returns whether it found any.
+
+        That is what blocks that have gone left behind, and what was taken for a block that never
+        got it because of a Ctrl-C in between.
+        """
         gone = [slot for slot in self._orphans if not slot.aliased]
-        if not gone:
-            return False
-        self._orphans = [slot for slot in self._orphans if slot.aliased]
-        for slot in gone:
-            self.table.reclaim(slot.extent)
-        return True
+        if gone:
+            self._orphans = [slot for slot in self._orphans if slot not in gone]
+            for slot in gone:
+                self.table.reclaim(slot.extent)
+        if len(self.slots.current) != self.table.present:
+            for block_id in list(self.slots.current):
+                record = self.table.get(block_id)
+                if record is None or record.extent is None:
+                    self.traffic.leave(block_id, seen=True)
+        strays = self.table.strays()
+        for extent in strays:
+            self.table.hbm.free(extent)
+        return bool(gone or strays)
 
     # -- messages --------------------------------------------------------
 

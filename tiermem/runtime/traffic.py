@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from tiermem.core.block import Block, Extent, Tier
 from tiermem.core.residency import Move, Record, ResidencyTable, State
@@ -83,21 +84,19 @@ class Traffic:
                 if event is not None:
                     self.ready[block.id] = event
                 self._copied("dram->hbm", block, started)
+                self.table.end_fill(block.id, ok=True)
             else:
                 self.copy.prepare_up(extent)
+                start = partial(self.need_mover().read, label=block.name, urgent=urgent)
                 asked = True
-                transfer = self.need_mover().read(
-                    move.source_extent, slot.bytes, label=block.name, urgent=urgent
-                )
+                transfer = start(move.source_extent, slot.bytes)
                 self.flights[block.id] = Flight(transfer, move)
-                return
         except BaseException as error:
             if record.extent is None:
                 self._give_back(extent)
-            elif block.id not in self.flights:
+            elif record.in_hbm is State.FILLING and block.id not in self.flights:
                 self._unfill(block.id, lost=asked and not isinstance(error, Exception))
             raise
-        self.table.end_fill(block.id, ok=True)
 
     def blank(self, record: Record, extent: Extent) -> None:
         """Gives a block without data its place in ``extent``, to be written there."""
@@ -117,8 +116,8 @@ class Traffic:
         """Begins to write a dirty block back to its home."""
         block = record.block
         slot = self.slots.current[block.id]
-        move = self.table.begin_drain(block.id)
         try:
+            move = self.table.begin_drain(block.id)
             if record.home is Tier.DRAM:
                 started = time.perf_counter_ns()
                 target = self.homes.arena.bytes_of(move.target_extent)
@@ -128,20 +127,19 @@ class Traffic:
                 if event is not None:
                     self.home_ready[block.id] = event
                 self._copied("hbm->dram", block, started)
+                self.table.end_drain(block.id, ok=True)
+                self._counters.write_backs += 1
             else:
                 self.copy.prepare_down()
                 transfer = self.need_mover().write(move.target_extent, slot.bytes, label=block.name)
                 self.flights[block.id] = Flight(transfer, move)
-                return
         except BaseException:
             # A write that was handed over all the same (Ctrl-C at that very moment) does no
             # harm: the home copy is stale, and later writes of these bytes go after it.
-            if block.id not in self.flights:
+            if record.in_hbm is State.DRAINING and block.id not in self.flights:
                 self.copy.synchronize()
                 self.table.end_drain(block.id, ok=False)
             raise
-        self.table.end_drain(block.id, ok=True)
-        self._counters.write_backs += 1
 
     # -- ending ----------------------------------------------------------
 
@@ -155,15 +153,10 @@ class Traffic:
                 self._land(block_id, flight)
 
     def settle(self, block_id: int) -> StorageError | None:
-        """Waits for the flight of a block, if there is one; returns its error.
-
-        Raises:
-            InvariantError: If the block is under way and nothing flies.
-        """
+        """Waits for the flight of a block, if there is one; returns its error."""
         flight = self.flights.get(block_id)
         if flight is None:
-            if self.table[block_id].in_hbm in (State.FILLING, State.DRAINING):
-                raise InvariantError(f"block {block_id} is under way and nothing moves it")
+            self._mend(block_id)
             return None
         self.wait(flight.transfer)
         self.poll()
@@ -262,6 +255,17 @@ class Traffic:
         self.copy.synchronize()
         self.table.end_fill(block_id, ok=False, keep=lost)
         self.leave(block_id, seen=lost)
+
+    def _mend(self, block_id: int) -> None:
+        """Puts a block right that is under way by the table while nothing moves it.
+
+        Only a second Ctrl-C, amid the handling of the first, leaves one like that.
+        """
+        state = self.table[block_id].in_hbm
+        if state is State.FILLING:
+            self._unfill(block_id, lost=True)
+        elif state is State.DRAINING:
+            self.table.end_drain(block_id, ok=False)
 
     def _give_back(self, extent: Extent) -> None:
         """Frees space that was taken for a block and that it did not get."""

@@ -1,0 +1,535 @@
+"""The block manager under faults: Ctrl-C at every line, failing starts, failing disks, endings."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from support_runtime import PAGE, Owner, Rig, rig
+
+import tiermem.runtime.manager as manager_module
+from tiermem.config import Policy, Settings
+from tiermem.core.residency import State
+from tiermem.errors import CapacityError, ClosedError, InvariantError, StorageError
+from tiermem.io.engine import IoOp
+from tiermem.runtime.manager import BlockManager
+from tiermem.testing.io import Fault, ScriptedEngine
+
+RUNTIME = str(Path(manager_module.__file__).parent)
+WATCHED = ("manager.py", "traffic.py", "space.py", "compact.py", "prefetch.py")
+
+
+class Stop(BaseException):
+    """Stands for Ctrl-C."""
+
+
+def cut_short(call: Callable[[], Any], number: int) -> bool:
+    """Runs ``call``, raising before its ``number``-th line in the runtime.
+
+    Returns:
+        Whether it came to that line.
+    """
+    lines = 0
+    hit = False
+
+    def local(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal lines, hit
+        if event == "line" and not hit:
+            lines += 1
+            if lines == number:
+                hit = True
+                raise Stop
+        return local
+
+    def trace(frame: FrameType, _event: str, _: Any) -> Any:
+        file = frame.f_code.co_filename
+        return local if file.startswith(RUNTIME) and file.endswith(WATCHED) else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except Stop:
+        pass
+    finally:
+        sys.settrace(before)
+    return hit
+
+
+def leases_of(made: Rig) -> dict[str, int]:
+    return {r.block.name: r.leases for r in made.manager.table if r.leases}
+
+
+OPERATIONS: dict[str, Callable[[Rig], Any]] = {
+    "fill from dram": lambda m: m.manager.acquire(m.blocks[0]),
+    "fill from nvme": lambda m: m.manager.acquire(m.blocks[1]),
+    "evict what is dirty on nvme": lambda m: m.manager.acquire(m.blocks[4]),
+    "discard": lambda m: m.manager.discard(m.blocks[3]),
+    "read": lambda m: m.manager.read(m.blocks[1]),
+    "begin a pass": lambda m: m.manager.begin_pass("x", [b.id for b in m.blocks]),
+    "remove": lambda m: m.manager.remove_blocks([m.blocks[3]]),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_ctrl_c_at_every_line_leaves_a_state_to_go_on_from(tmp_path, name) -> None:
+    """Cut short before any line, an operation can be repeated and no byte is lost."""
+    operation = OPERATIONS[name]
+    number, leaked, lost = 0, 0, 0
+    while True:
+        number += 1
+        homes = [(2, "dram"), (2, "nvme"), (2, "dram"), (3, "nvme"), (6, "nvme")]
+        with rig(8, homes, nvme=tmp_path) as made:
+            made.write(made.blocks[3])
+            made.write(made.blocks[2])
+            hit = cut_short(lambda: operation(made), number)
+            if not hit:
+                break
+            gone = name in ("discard", "remove")
+            if gone:
+                made.data.pop(made.blocks[3].id)
+            # between a lease and its receiver there is a line that nothing can guard
+            leaked += len(leases_of(made))
+            for record in made.manager.table:
+                while record.leases:
+                    made.manager.release(record.block)
+            made.check()
+            if made.manager.table.orphans():  # a read may still be writing there, for all we know
+                lost += 1
+                continue
+            operation(made)
+            made.manager.flush()
+            made.manager.table.check()
+            if gone:
+                del made.blocks[3]
+            for block in made.blocks:
+                while made.manager.record(block).leases:
+                    made.manager.release(block)
+            made.check()
+    assert number > 5
+    assert leaked <= 2 and lost <= 3
+
+
+# -- starts that fail --------------------------------------------------------
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: BaseException) -> None:
+    real = getattr(owner, name)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(owner, name, real)
+        raise error
+
+    monkeypatch.setattr(owner, name, broken)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "wanted"),
+    [
+        ("copy", "up", 0),
+        ("copy", "prepare_up", 1),
+        ("mover", "read", 1),
+        ("slots", "enter", 0),
+        ("slots", "enter", 1),
+        ("copy", "claim", 2),
+        ("slots", "enter", 2),
+        ("copy", "use", 0),
+    ],
+)
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), MemoryError(), KeyboardInterrupt()])
+def test_a_fill_that_cannot_begin_changes_nothing(
+    tmp_path, monkeypatch, part, name, wanted, error
+) -> None:
+    with rig(8, [(2, "dram"), (2, "nvme")], nvme=tmp_path) as made:
+        made.add(2, "dram", blank=True)
+        fail_once(monkeypatch, getattr(made.manager, part), name, error)
+        with pytest.raises(type(error)):
+            made.manager.acquire(made.blocks[wanted])
+        assert leases_of(made) == {}
+        made.check()
+        assert made.manager.table.hbm.used == sum(
+            r.extent.nbytes for r in made.manager.table if r.extent is not None
+        ) + sum(e.nbytes for e in made.manager.table.orphans())
+        made.manager.acquire(made.blocks[wanted])
+        made.manager.release(made.blocks[wanted])
+        made.check()
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "home"),
+    [("copy", "down", "dram"), ("copy", "prepare_down", "nvme"), ("mover", "write", "nvme")],
+)
+def test_a_write_back_that_cannot_begin_changes_nothing(
+    tmp_path, monkeypatch, part, name, home
+) -> None:
+    with rig(4, [(3, home), (3, "dram")], nvme=tmp_path) as made:
+        dirty, other = made.blocks
+        made.manager.acquire(dirty).bytes.copy_(made.noise(dirty))
+        made.manager.release(dirty, dirty=True)
+        fail_once(monkeypatch, getattr(made.manager, part), name, RuntimeError("no"))
+        with pytest.raises(RuntimeError):
+            made.manager.acquire(other)
+        assert made.manager.record(dirty).in_hbm is State.DIRTY
+        made.check()
+        made.use(other)
+        assert made.manager.record(dirty).in_hbm is State.ABSENT
+        made.check()
+
+
+def test_a_read_posted_and_lost_is_never_written_over(tmp_path, monkeypatch) -> None:
+    """Ctrl-C between the start of a read and the note of it: its bytes may come at any time."""
+    with rig(4, [(2, "nvme"), (2, "dram")], nvme=tmp_path) as made:
+        mover = made.manager.mover
+        real = mover.read
+
+        def posted(*args: Any, **kwargs: Any) -> Any:
+            monkeypatch.setattr(mover, "read", real)
+            made.engine.hold()
+            real(*args, **kwargs)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(mover, "read", posted)
+        with pytest.raises(KeyboardInterrupt):
+            made.manager.acquire(made.blocks[0])
+        (lost,) = made.manager.table.orphans()
+        made.use(made.blocks[1])
+        slot = made.manager.acquire(made.blocks[1])
+        assert slot.extent.end <= lost.offset or lost.end <= slot.extent.offset
+        made.engine.release()
+        made.manager.release(made.blocks[1])
+        made.use(made.blocks[0])
+        made.check()
+
+
+def test_waiting_can_be_interrupted(tmp_path, monkeypatch) -> None:
+    with rig(4, [(2, "nvme")], nvme=tmp_path) as made:
+        fail_once(monkeypatch, made.manager.mover, "wait", KeyboardInterrupt())
+        made.engine.hold()
+        with pytest.raises(KeyboardInterrupt):
+            made.manager.acquire(made.blocks[0])
+        assert made.manager.record(made.blocks[0]).in_hbm is State.FILLING
+        made.engine.release()
+        made.use(made.blocks[0])
+        made.check()
+
+
+# -- disks that fail ---------------------------------------------------------
+
+
+class Breaks:
+    """A disk that can be told which operation fails."""
+
+    def __init__(self) -> None:
+        self.op: IoOp | None = None
+        self.code = errno.EIO
+        self.tries = 0
+
+    def __call__(self, request: Any, tries: int) -> Fault | None:
+        if request.op is not self.op:
+            return None
+        self.tries += 1
+        return Fault(errno=self.code)
+
+
+def settle(made: Rig) -> None:
+    made.engine.release()
+    made.manager.flush()
+
+
+def test_a_fetch_ahead_that_failed_is_made_again(tmp_path) -> None:
+    disk = Breaks()
+    with rig(12, [(2, "dram"), (2, "nvme")], nvme=tmp_path, fault=disk) as made:
+        first, second = made.blocks
+        disk.op = IoOp.READ
+        made.manager.begin_pass("f", [first.id, second.id])
+        settle(made)
+        assert made.manager.stats().errors == 1
+        assert made.manager.record(second).in_hbm is State.ABSENT
+        with pytest.raises(StorageError) as caught:
+            made.manager.acquire(second)
+        assert (caught.value.block, caught.value.errno) == (second.name, errno.EIO)
+        disk.op = None
+        made.use(second)
+        made.check()
+
+
+def test_the_wait_for_a_fetch_ahead_that_fails_tries_again(tmp_path) -> None:
+    disk = Breaks()
+    with rig(12, [(2, "dram"), (2, "nvme")], nvme=tmp_path, fault=disk) as made:
+        disk.op = IoOp.READ
+        made.engine.hold()
+        made.manager.begin_pass("f", [block.id for block in made.blocks])
+        assert made.manager.record(made.blocks[1]).in_hbm is State.FILLING
+        made.engine.release()
+        with pytest.raises(StorageError):
+            made.manager.acquire(made.blocks[1])
+        assert disk.tries >= 2
+        disk.op = None
+        made.use(made.blocks[1])
+        made.check()
+
+
+def test_a_full_disk_is_not_tried_again_and_again_ahead_of_need(tmp_path) -> None:
+    disk = Breaks()
+    disk.code = errno.ENOSPC
+    with rig(4, [(3, "nvme"), (3, "nvme")], nvme=tmp_path, fault=disk, depth=2) as made:
+        dirty, other = made.blocks
+        made.write(dirty)
+        disk.op = IoOp.WRITE
+        for _ in range(5):
+            made.manager.begin_pass("f", [other.id])
+            settle(made)
+        assert disk.tries == 1
+        assert made.manager.record(dirty).in_hbm is State.DIRTY
+        with pytest.raises(StorageError) as caught:
+            made.manager.acquire(other)
+        assert (caught.value.block, caught.value.errno) == (dirty.name, errno.ENOSPC)
+        disk.op = None
+        made.use(other)
+        made.check()
+
+
+def test_only_part_of_a_window_cleared(tmp_path) -> None:
+    """One of two victims cannot be written: what left has left, nothing is lost."""
+    disk = Breaks()
+    with rig(4, [(2, "dram"), (2, "nvme"), (4, "dram")], nvme=tmp_path, fault=disk) as made:
+        made.write(made.blocks[0])
+        made.write(made.blocks[1])
+        disk.op = IoOp.WRITE
+        with pytest.raises(StorageError):
+            made.manager.acquire(made.blocks[2])
+        disk.op = None
+        made.check()
+        made.use(made.blocks[2])
+        made.check()
+
+
+def test_discarding_what_is_being_written_waits_for_it(tmp_path) -> None:
+    with rig(4, [(3, "nvme"), (3, "nvme")], nvme=tmp_path, depth=2) as made:
+        dirty, other = made.blocks
+        made.write(dirty)
+        made.engine.hold()
+        made.manager.begin_pass("f", [other.id])
+        assert made.manager.record(dirty).in_hbm is State.DRAINING
+        made.engine.release()
+        made.manager.discard(dirty)
+        assert not made.manager.record(dirty).defined
+        made.data.pop(dirty.id)
+        made.check()
+
+
+def test_removing_blocks_under_way(tmp_path) -> None:
+    with rig(8, [(3, "nvme"), (3, "nvme")], nvme=tmp_path) as made:
+        made.engine.hold()
+        made.manager.begin_pass("f", [block.id for block in made.blocks])
+        assert made.manager.record(made.blocks[0]).in_hbm is State.FILLING
+        made.engine.release()
+        made.manager.remove_blocks(made.blocks)
+        made.manager.remove_blocks(made.blocks)
+        assert len(made.manager.table) == 0 and made.manager.table.hbm.used == 0
+        assert made.manager.stats().used["nvme"] == 0
+
+
+def test_what_is_leased_is_not_removed() -> None:
+    with rig(8, [(3, "dram"), (3, "dram")]) as made:
+        made.manager.acquire(made.blocks[1])
+        with pytest.raises(InvariantError, match="in use"):
+            made.manager.remove_blocks(made.blocks)
+        assert len(made.manager.table) == 2
+        made.manager.release(made.blocks[1])
+
+
+# -- aliases -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_who_looks_at_a_discarded_block_keeps_seeing_it(removed) -> None:
+    with rig(4, [(2, "dram"), (2, "dram"), (2, "dram")]) as made:
+        block = made.blocks[0]
+        view = made.manager.acquire(block).views[0][7:]
+        made.manager.release(block)
+        data = made.data.pop(block.id)
+        if removed:
+            made.manager.remove_blocks([block])
+            made.blocks.remove(block)
+        else:
+            made.manager.discard(block)
+        for other in made.blocks[-2:]:
+            made.use(other)
+        assert view.numpy().tobytes() == data[7:]
+        assert len(made.manager.table.orphans()) == 1
+        wide = made.add(3, "dram")
+        with pytest.raises(CapacityError, match="still referred to"):
+            made.manager.acquire(wide)
+        del view
+        made.use(wide)
+        assert made.manager.table.orphans() == []
+        made.check()
+
+
+# -- the end -----------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No descriptor and no thread outlives a manager."""
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    yield
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("what", ["HostArena", "SlotCache", "Space", "FileMover", "Prefetcher"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_opening_that_fails_leaves_nothing(tmp_path, monkeypatch, what, error) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(manager_module, what, refuse)
+    config = Settings("cpu", 8 * PAGE, 1 << 20, (str(tmp_path),), None, Policy(), "auto")
+    with pytest.raises(error):
+        BlockManager(config, ScriptedEngine)
+
+
+def test_closing_while_things_are_under_way(tmp_path) -> None:
+    with rig(8, [(2, "nvme"), (2, "nvme")], nvme=tmp_path) as made:
+        made.engine.hold()
+        made.manager.begin_pass("f", [block.id for block in made.blocks])
+        assert made.manager.traffic.flights
+        made.manager.close()
+        assert made.engine.in_flight == 0
+        for call in (
+            lambda: made.manager.acquire(made.blocks[0]),
+            lambda: made.manager.acquire_all(made.blocks),
+            lambda: made.manager.read(made.blocks[0]),
+            lambda: made.manager.begin_pass("f"),
+            lambda: made.manager.add_blocks([]),
+        ):
+            with pytest.raises(ClosedError):
+                call()
+        assert made.manager.residency() and made.manager.stats()
+        made.manager.remove_blocks(made.blocks)
+
+
+def test_closing_within_a_use_lets_it_end() -> None:
+    with rig(8, [(2, "dram")]) as made:
+        owner = Owner(made.manager, made.blocks[0])
+        owner.hold()
+        made.manager.close()
+        made.compare(owner.param.detach(), made.blocks[0])
+        owner.let_go(dirty=True)
+
+
+def test_closing_goes_through_whatever_fails(tmp_path, monkeypatch) -> None:
+    with rig(8, [(2, "nvme")], nvme=tmp_path) as made:
+        owner = Owner(made.manager, made.blocks[0])
+
+        def refuse() -> None:
+            raise RuntimeError("no")
+
+        monkeypatch.setattr(owner, "unpoint", refuse)
+        with pytest.raises(RuntimeError, match="no"):
+            made.manager.close()
+        assert made.manager.closed
+
+
+def test_closing_cut_short_can_be_done_again(tmp_path, monkeypatch) -> None:
+    with rig(8, [(2, "nvme")], nvme=tmp_path) as made:
+        fail_once(monkeypatch, made.manager.mover, "close", KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            made.manager.close()
+        made.manager.mover.close()
+        made.manager.close()
+
+
+def test_a_forked_child_is_refused_even_where_the_lock_was_taken() -> None:
+    with rig(8, [(2, "dram")]) as made:
+        manager, block = made.manager, made.blocks[0]
+        taken, done = threading.Event(), threading.Event()
+
+        def keep() -> None:
+            with manager.lock:
+                taken.set()
+                done.wait(20)
+
+        thread = threading.Thread(target=keep)
+        thread.start()
+        taken.wait(20)
+        try:
+            child = os.fork()
+            if child == 0:
+                signal.alarm(10)
+                code = 1
+                try:
+                    code = 0 if refused(manager, block) else 1
+                finally:
+                    os._exit(code)
+            status = os.waitpid(child, 0)[1]
+        finally:
+            done.set()
+            thread.join()
+        assert os.waitstatus_to_exitcode(status) == 0
+        made.use(block)
+        made.check()
+
+
+def refused(manager: BlockManager, block: Any) -> bool:
+    count = 0
+    for call in (
+        lambda: manager.acquire(block),
+        lambda: manager.read(block),
+        lambda: manager.begin_pass("f"),
+        lambda: manager.add_blocks([]),
+        lambda: manager.write_home(block, [None]),
+    ):
+        try:
+            call()
+        except ClosedError as error:
+            count += "forked child" in str(error)
+    manager.close()
+    manager.remove_blocks([block])
+    return count == 5 and manager.closed and bool(manager.residency())
+
+
+def test_threads_may_call_at_once(tmp_path) -> None:
+    sizes = [(2, "dram"), (2, "nvme"), (3, "nvme"), (1, "dram"), (2, "nvme"), (2, "dram")]
+    with rig(12, sizes, nvme=tmp_path) as made:
+        wrong: list[BaseException] = []
+
+        def work(start: int) -> None:
+            try:
+                for turn in range(60):
+                    made.use(made.blocks[(start * 7 + turn * (start + 1)) % len(made.blocks)])
+                    if turn % 10 == start:
+                        made.manager.begin_pass(start, [b.id for b in made.blocks])
+                        made.manager.residency()
+            except BaseException as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        made.check()
+
+
+def test_bytes_that_leave_are_poisoned() -> None:
+    with rig(2, [(2, "dram"), (2, "dram")]) as made:
+        slot = made.manager.acquire(made.blocks[0])
+        made.manager.release(made.blocks[0])
+        made.manager.discard(made.blocks[0])
+        made.data.pop(made.blocks[0].id)
+        assert bool((slot.bytes == 0xFF).all())
+        made.use(made.blocks[1])
+        assert torch.equal(slot.bytes, made.manager.slots.current[made.blocks[1].id].bytes)
