@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -90,6 +91,54 @@ def test_picture(tmp_path, capsys) -> None:
 def test_picture_without_anything(tmp_path) -> None:
     picture([], tmp_path / "empty.png", "nothing")
     assert (tmp_path / "empty.png").read_bytes().startswith(PNG)
+
+
+def plan(capsys, *more: str) -> dict[str, Any]:
+    """Returns what ``tiermem plan`` says."""
+    line = ["plan", "--params", "7B", "--hbm", "10GiB", "--dram", "16GiB", "--nvme-bytes", "99GiB"]
+    assert cli.main([*line, "--json", *more]) == 0
+    return dict(json.loads(capsys.readouterr().out))
+
+
+def test_plan_takes_the_measured_speeds(saved, tmp_path, monkeypatch, capsys) -> None:
+    usual = plan(capsys, "--profile", "none")
+    assert set(usual["speeds"].values()) == {"not measured: of the reference machine"}
+    assert plan(capsys) == usual
+    gpu = profile.MachineProfile(
+        "GPU", "2026-11-21", "1", "2", h2d=55e9, d2h=27.5e9, nvme_read=1e9, nvme_write=2e9
+    )
+    profile.save(gpu)
+    assert plan(capsys) == usual  # of another machine's device
+    monkeypatch.setattr(profile, "device_name", lambda: "GPU")
+    found = plan(capsys)
+    assert set(found["speeds"].values()) == {f"measured 2026-11-21, {saved}"}
+    for way in ("up", "down"):
+        seconds = 2 * usual["seconds"][f"host link, {way}"]
+        assert found["seconds"][f"host link, {way}"] == pytest.approx(seconds)
+    traffic = found["traffic"]
+    disks = traffic["nvme->hbm"] / 1e9 + traffic["hbm->nvme"] / 2e9
+    assert found["seconds"]["disks"] == pytest.approx(disks) and disks > 0
+    given = plan(capsys, "--link-gbps", "55", "--read-gbps", "3", "--write-gbps", "3")
+    assert given["seconds"] == usual["seconds"]
+    assert given["speeds"] == {link: f"--{link}-gbps" for link in ("link", "read", "write")}
+    monkeypatch.undo()
+    assert plan(capsys, "--profile", str(saved)) == found  # named, it may be of any device
+
+
+def test_plan_takes_only_the_disks_of_a_machine_without_gpu(saved, capsys) -> None:
+    profile.save(profile.MachineProfile("cpu", "2026-11-21", "1", "2", h2d=1e9, nvme_read=1e9))
+    found = plan(capsys)["speeds"]
+    assert found["read"].startswith("measured")
+    assert {found["link"], found["write"]} == {"not measured: of the reference machine"}
+    line = ["plan", "--params", "7B", "--hbm", "10GiB", "--dram", "64GiB"]
+    assert cli.main(line) == 0
+    assert f"read: 1 GB/s (measured 2026-11-21, {saved})" in capsys.readouterr().out
+
+
+def test_plan_with_a_profile_that_is_not_there(tmp_path, capsys) -> None:
+    line = ["plan", "--params", "7B", "--hbm", "10GiB", "--dram", "64GiB"]
+    assert cli.main([*line, "--profile", str(tmp_path / "none.json")]) == 2
+    assert "--profile: there is no" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_not_there(tmp_path, saved, capsys) -> None:

@@ -1,7 +1,8 @@
 """Forecast where a model's tensors live, what moves, and a bound on the step time.
 
 It moves nothing and needs no GPU: sizes and speeds are arithmetic from the options.
-The speeds default to those of one H200 on PCIe Gen5 x16 with a 3 GB/s disk.
+The speeds default to what ``tiermem bench`` saved of this machine, and where it has not
+been measured to those of one H200 on PCIe Gen5 x16 with a 3 GB/s disk.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from tiermem.cli.options import parse_bytes, parse_count
 from tiermem.config import format_size
 from tiermem.errors import ConfigError
 
+_USUAL_GBPS = {"link": 55.0, "read": 3.0, "write": 3.0}
 _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
@@ -34,22 +36,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tiers.add_argument("--dram", required=True, metavar="SIZE")
     tiers.add_argument("--nvme-bytes", default="0", metavar="SIZE")
     speeds = parser.add_argument_group("speeds")
-    speeds.add_argument("--link-gbps", default="55", metavar="GB/S", help="host link, each way")
-    speeds.add_argument("--read-gbps", default="3", metavar="GB/S", help="disks, reading")
-    speeds.add_argument("--write-gbps", default="3", metavar="GB/S", help="disks, writing")
+    speeds.add_argument("--link-gbps", metavar="GB/S", help="host link, each way")
+    speeds.add_argument("--read-gbps", metavar="GB/S", help="disks, reading")
+    speeds.add_argument("--write-gbps", metavar="GB/S", help="disks, writing")
     speeds.add_argument("--tflops", default="700", metavar="N", help="of the device, in --dtype")
+    speeds.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="what `tiermem bench` saved, of any machine; 'none' to use no profile",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs ``tiermem plan``."""
     work = read_workload(arguments)
-    machine = read_machine(arguments)
+    machine, sources = read_machine(arguments)
     result = forecast(work, machine)
     if arguments.json:
-        print(json.dumps({**asdict(result), "step_seconds": result.step_seconds}, indent=2))
+        more = {"step_seconds": result.step_seconds, "speeds": sources}
+        print(json.dumps({**asdict(result), **more}, indent=2))
     else:
-        _print(result, work, machine)
+        _print(result, work, machine, sources)
     return 0
 
 
@@ -80,24 +88,60 @@ def read_workload(arguments: argparse.Namespace) -> Workload:
     )
 
 
-def read_machine(arguments: argparse.Namespace) -> Machine:
+def read_machine(arguments: argparse.Namespace) -> tuple[Machine, dict[str, str]]:
     """Checks the options about budgets and speeds.
+
+    Returns:
+        The machine, and where each speed of a link is from.
 
     Raises:
         ConfigError: If one cannot be used.
     """
-    return Machine(
+    measured, source = _measured(arguments.profile)
+    speeds: dict[str, float] = {}
+    sources: dict[str, str] = {}
+    for link, usual in _USUAL_GBPS.items():
+        option = f"--{link}-gbps"
+        given = getattr(arguments, f"{link}_gbps")
+        if given is not None:
+            speeds[link], sources[link] = 1e9 * parse_count(given, option), option
+        elif link in measured:
+            speeds[link], sources[link] = measured[link], source
+        else:
+            speeds[link], sources[link] = 1e9 * usual, "not measured: of the reference machine"
+    machine = Machine(
         hbm=parse_bytes(arguments.hbm, "--hbm"),
         dram=parse_bytes(arguments.dram, "--dram"),
         nvme=parse_bytes(arguments.nvme_bytes, "--nvme-bytes"),
-        link=1e9 * parse_count(arguments.link_gbps, "--link-gbps"),
-        read=1e9 * parse_count(arguments.read_gbps, "--read-gbps"),
-        write=1e9 * parse_count(arguments.write_gbps, "--write-gbps"),
         flops=1e12 * parse_count(arguments.tflops, "--tflops"),
+        **speeds,
     )
+    return machine, sources
 
 
-def _print(result: Forecast, work: Workload, machine: Machine) -> None:
+def _measured(path: str | None) -> tuple[dict[str, float], str]:
+    """Returns the speeds of the profile that counts, and where it is from."""
+    from tiermem.runtime.profile import load
+
+    if path == "none":
+        return {}, ""
+    loaded = load(path)
+    profile = loaded.profile
+    if profile is None:
+        if path is not None:
+            raise ConfigError(f"--profile: {loaded.reason}")
+        return {}, loaded.reason
+    # Without a GPU the link is a copy within host memory, which says nothing of a bus.
+    both_ways = [] if profile.device == "cpu" else [profile.h2d, profile.d2h]
+    rates = {
+        "link": min((rate for rate in both_ways if rate is not None), default=None),
+        "read": profile.nvme_read,
+        "write": profile.nvme_write,
+    }
+    return {link: rate for link, rate in rates.items() if rate is not None}, loaded.reason
+
+
+def _print(result: Forecast, work: Workload, machine: Machine, sources: dict[str, str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -124,6 +168,9 @@ def _print(result: Forecast, work: Workload, machine: Machine) -> None:
     for name, seconds in result.seconds.items():
         times.add_row(name, f"{seconds:.4g}", style="bold" if name == result.bound else "")
     console.print(times)
+    for link, source in sources.items():
+        rate = getattr(machine, link) / 1e9
+        console.print(f"{link}: {rate:.3g} GB/s ({source})", soft_wrap=True, markup=False)
     console.print(
         f"A step of {work.tokens:,.0f} tokens takes at least {result.step_seconds:.4g} s "
         f"({work.tokens / result.step_seconds:,.0f} tokens/s), set by {result.bound}."
