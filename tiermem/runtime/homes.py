@@ -15,8 +15,8 @@ from tiermem.errors import CapacityError
 from tiermem.storage.arena import HostArena
 from tiermem.storage.swapfile import SwapFile
 
-_CHUNKS = 8
-_LEAST_CHUNK = 64 << 10
+_CHUNKS = 16
+_LEAST_CHUNK = 32 << 10
 _MOST_CHUNK = 4 << 20
 
 
@@ -36,7 +36,7 @@ class HomeRequest:
 
 
 def chunk_size(dram: int) -> int:
-    """Returns the bytes of one staging chunk for a DRAM budget: a power of two, 64 KiB to 4 MiB."""
+    """Returns the bytes of one staging chunk for a DRAM budget: a power of two, 32 KiB to 4 MiB."""
     chunk = _MOST_CHUNK
     while chunk > _LEAST_CHUNK and chunk * _CHUNKS * 8 > dram:
         chunk //= 2

@@ -24,7 +24,7 @@ from tiermem.transfer.filejobs import FileTransfer, Job, JobQueue
 from tiermem.transfer.switching import switch_interval
 
 _FIRST_LOOK = 50e-6
-_LAST_LOOK = 1e-3
+_LAST_LOOK = 2e-4
 
 
 class Fence(Protocol):
