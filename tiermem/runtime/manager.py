@@ -200,6 +200,7 @@ class BlockManager:
                 self.table.lease(block_id)
                 self.copy.use(self.traffic.ready.get(block_id))
                 if moved_on:
+                    self.space.used(block_id)
                     self.prefetcher.run()
                 return self.slots.current[block_id]
             except BaseException:
