@@ -129,9 +129,15 @@ class Space:
             window = None if extent is None else hbm.window_around(extent.offset, nbytes, price)
             if window is not None and (best is None or window.cost < best.cost):
                 best = window
+            if best is not None and len(best.victims) == 1 and not self._dirty(best.victims[0]):
+                break  # one clean block, needed last of all: nothing is cheaper by much
         if best is None and (position is None or last):
             best = hbm.cheapest_window(nbytes, price)
         return best
+
+    def _dirty(self, offset: int) -> bool:
+        record = self.table.at(offset)
+        return record is not None and record.in_hbm is State.DIRTY
 
     def _last_resort(self, number: int, nbytes: int) -> None:
         """Tries what may still make room: joining pieces, finding cycles that hold an alias."""
