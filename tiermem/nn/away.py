@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
+
+from torch.autograd.graph import get_gradient_edge
 
 from tiermem.errors import ParameterError, WrapError
 from tiermem.nn.standin import Opened, StandIn
@@ -24,29 +27,34 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _UNSEEN_WRITES = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__}
 _classes: dict[type, type] = {}
+group_of: WeakValueDictionary[int, Group] = WeakValueDictionary()
+"""Managed tensors by id to their group, which keeps them; not kept on the tensors, since what is
+there is copied and pickled with them."""
 
 
 class Away(StandIn):
     """A parameter or buffer whose block is not held."""
 
     __slots__ = ()
-    _tier_group: Group
 
     def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
         if func == _SET_DATA:
             return True, _take_data(self, args[1])
         if func is torch.Tensor.requires_grad_ or func == _SET_REQUIRES_GRAD:
             result = func(*args, **kwargs)
-            self._tier_group.lender.thawed(self)
+            group_of[id(self)].lender.thawed(self)
             return True, result
         return False, None
 
     def _open(self) -> Opened:
         return _Held(self)
 
+    def _in_a_pass(self) -> Any:
+        return get_gradient_edge(self)  # type: ignore[arg-type]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            self._tier_group.copy_into(memo)
+            group_of[id(self)].copy_into(memo)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -63,7 +71,7 @@ class _Held(Opened):
 
     def __init__(self, away: Any) -> None:
         super().__init__(away)
-        self.group: Group = away._tier_group
+        self.group = group_of[id(away)]
         self.pushed = self.group.lender.lend(self.group)
 
     def close(self, func: Callable[..., Any]) -> None:
@@ -85,7 +93,7 @@ def _take_data(away: Any, value: torch.Tensor) -> None:
     """``param.data = value``: takes the values over, since the memory has to be the block's."""
     if value.shape != away.shape or value.dtype is not away.dtype:
         raise ParameterError(
-            f"a parameter of block {away._tier_group.block.name!r} cannot become "
+            f"a parameter of block {group_of[id(away)].block.name!r} cannot become "
             f"{tuple(value.shape)} {value.dtype} behind the manager's back, it is "
             f"{tuple(away.shape)} {away.dtype}; call tier.unwrap(module) first"
         )

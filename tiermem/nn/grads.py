@@ -56,6 +56,7 @@ class GradStore:
         """Serves ``runtime``."""
         self._runtime = runtime
         self._manager = runtime.manager
+        self._displaced: list[Entry] = []
 
     def track(self, entry: Entry) -> None:
         """Watches the gradients of a parameter from now on."""
@@ -100,12 +101,25 @@ class GradStore:
 
     def sync(self, entry: Entry) -> None:
         """Takes up what a user did to ``param.grad``: None, or another tensor, ends the stored one."""
+        if self._displaced:
+            self.restore()
         if not entry.has_grad:
             return
         if entry.param.grad is not entry.lazy:
             self.clear(entry)
         else:
             flush(entry.lazy)
+
+    def restore(self) -> None:
+        """Puts stand-ins back that made way for a gradient that was never accumulated.
+
+        ``torch.autograd.grad`` computes gradients of parameters and leaves ``param.grad`` alone.
+        """
+        for entry in self._displaced:
+            if entry.displaced and entry.has_grad and entry.param.grad is None:
+                self.expose(entry)
+            entry.displaced = False
+        self._displaced.clear()
 
     def load(self, entry: Entry) -> torch.Tensor:
         """Returns a copy of a stored gradient in ordinary memory on the device."""
@@ -197,6 +211,9 @@ class GradStore:
                 self.clear(entry)
             flush(current)
             entry.param.grad = None
+            if entry.has_grad:
+                entry.displaced = True
+                self._displaced.append(entry)
         elif entry.has_grad:
             self.clear(entry)  # the user put a gradient of their own in its place
 
@@ -206,6 +223,7 @@ class GradStore:
             self._take_in(entry)
 
     def _take_in(self, entry: Entry) -> None:
+        entry.displaced = False
         gradient = entry.param.grad
         if gradient is None or entry.materialized:
             return

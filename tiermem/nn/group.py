@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tiermem.core.block import Block
-from tiermem.nn.away import away_class
+from tiermem.nn.away import away_class, group_of
 from tiermem.nn.placeholder import placeholder
 from tiermem.runtime.audit import differs_from_home
 from tiermem.runtime.manager import BlockManager
@@ -62,11 +62,12 @@ class Entry(Member):
         unit: Block of its gradient, once gradients have a home.
         unit_index: Which tensor of that block.
         has_grad: Whether a gradient is in the tiers.
+        displaced: Whether its stand-in made way for a new gradient that is not there yet.
         tracked: Whether gradients of it are taken.
         lazy: What stands for the gradient in ``param.grad``.
     """
 
-    __slots__ = ("has_grad", "lazy", "name", "param", "tracked", "unit", "unit_index")
+    __slots__ = ("displaced", "has_grad", "lazy", "name", "param", "tracked", "unit", "unit_index")
 
     def __init__(self, param: nn.Parameter, name: str, group: Group, index: int) -> None:
         """Describes ``param``; moves nothing."""
@@ -76,6 +77,7 @@ class Entry(Member):
         self.unit: GradUnit | None = None
         self.unit_index = -1
         self.has_grad = False
+        self.displaced = False
         self.tracked = False
         self.lazy: torch.Tensor | None = None
 
@@ -144,7 +146,7 @@ class Group(Holder):
         self.lender = lender
         self._members = (*self.entries, *self.buffers)
         for member in self._members:
-            member.tensor._tier_group = self  # type: ignore[attr-defined]
+            group_of[id(member.tensor)] = self
         self._away()
 
     def free(self, member: Member, data: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from tiermem.nn.placeholder import placeholder
 from tiermem.nn.standin import Opened, StandIn
 from tiermem.runtime.slots import use_count
 
-_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_WITHOUT_COUNT = {torch.Tensor.data.__get__, torch.Tensor.numpy, torch.Tensor.untyped_storage}  # type: ignore[attr-defined]
 _NOTHING = {torch.Tensor.detach_, torch.Tensor.requires_grad_}
 _OWN_REFERENCES = 2
 _UNCOUNTED = -1
@@ -34,7 +34,12 @@ class LazyTensor(StandIn, torch.Tensor):
         return (True, self) if func in _NOTHING else (False, None)
 
     def _open(self) -> Opened:
+        flush(self)
         return _Copy(self, self._kept[0] if self._kept is not None else self._load())
+
+    def _in_a_pass(self) -> Any:
+        flush(self)
+        return self._load()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copy = self._load()
@@ -59,7 +64,7 @@ class _Copy(Opened):
     def close(self, func: Callable[..., Any]) -> None:
         """Writes a change back; keeps the copy while something else looks into it."""
         kept = self.lazy._kept
-        uncounted = func == _DATA or (kept is not None and kept[1] == _UNCOUNTED)
+        uncounted = func in _WITHOUT_COUNT or (kept is not None and kept[1] == _UNCOUNTED)
         if self.tensor._version != self.version:
             self.lazy._store(self.tensor.detach())
         self.lazy._kept = None

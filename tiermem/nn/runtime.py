@@ -183,6 +183,7 @@ class ModuleRuntime:
         if not self._in_backward:
             return
         self._in_backward = False
+        self.grads.restore()
         self._drop(self._backward)
         self._backward.clear()
         self.busy("backward", self._backward_began)

@@ -133,6 +133,11 @@ class SavedHooks:
             view = typed_view(slot.storage, saved.dtype, saved.offset, saved.shape, saved.stride)
         finally:
             self._manager.release(saved.block)
+        if torch.is_grad_enabled():
+            # backward with a graph of its own saves this again, where no hook of ours sees it: a
+            # copy in ordinary memory does not hold the block in HBM
+            with torch.no_grad():
+                view = view.clone(memory_format=torch.preserve_format)
         if saved.conj:
             view = view.conj()
         if saved.neg:

@@ -8,6 +8,7 @@ exception passes through a plain ``finally``.
 
 from __future__ import annotations
 
+import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +19,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from tiermem.core.block import Role
 from tiermem.errors import ParameterError, WrapError
 from tiermem.nn.group import Group
 from tiermem.nn.runtime import ModuleRuntime, outputs_with_grad
 
 if TYPE_CHECKING:
     from tiermem.nn.wrapped import WrappedModule
+
+
+_SWAPS = "torch.nn.utils._named_member_accessor"
+"""Where ``torch.func.functional_call`` puts other tensors in a module's, for one call."""
 
 
 class Scope:
@@ -230,19 +236,26 @@ class TieredDict(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name in self.groups and value is not self.get(name):
-            raise self._replaced(name)
+            self._let_go(name, value)
         super().__setitem__(name, value)
 
     def __delitem__(self, name: str) -> None:
         if name in self.groups:
-            raise self._replaced(name)
+            self._let_go(name)
         super().__delitem__(name)
 
     def pop(self, name: str, *default: Any) -> Any:
-        """Removes a name that is not managed."""
+        """Removes a name that is not managed, or is a buffer's."""
         if name in self.groups:
-            raise self._replaced(name)
+            self._let_go(name)
         return super().pop(name, *default)
+
+    def _let_go(self, name: str, value: Any = None) -> None:
+        """A name gets another tensor: a buffer's may, as in ``self.mean = 0.9 * self.mean + x``."""
+        if self.groups[name].block.role is not Role.PARAM:
+            del self.groups[name]
+        elif sys._getframe(2).f_globals.get("__name__") != _SWAPS:
+            raise self._replaced(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return self.runtime_copy(memo)

@@ -65,6 +65,7 @@ _METADATA = {
     torch.is_inference,
     torch.numel,
 }
+_PASSES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 _LISTS = ("_foreach_", "_amp_foreach_")
 
 
@@ -94,6 +95,8 @@ class StandIn:
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Runs ``func`` on the real tensors."""
+        if func in _PASSES:
+            return _pass(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             if func in _METADATA:
                 return func(*args, **kwargs or {})
@@ -105,6 +108,24 @@ class StandIn:
 
     def _open(self) -> Opened:
         raise NotImplementedError
+
+    def _in_a_pass(self) -> Any:
+        """Returns what stands for the tensor among the arguments of a backward pass."""
+        raise NotImplementedError
+
+
+def _pass(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Runs a backward pass, which names parameters and does not need them all at once."""
+
+    def known(value: Any) -> Any:
+        if isinstance(value, StandIn):
+            with torch._C.DisableTorchFunctionSubclass():
+                return value._in_a_pass()
+        if type(value) in (list, tuple):
+            return type(value)(known(item) for item in value)
+        return value
+
+    return func(*known(args), **{key: known(value) for key, value in kwargs.items()})
 
 
 def dispatch(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

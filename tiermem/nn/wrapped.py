@@ -288,8 +288,9 @@ class WrappedModel:
                 module.__dict__[kind.method] = kind(module, scope)
             self._intercept_names(module)
         root = self.scopes[""]
-        for kind in (ApplyInterceptor, LoadAllInterceptor):
-            self.model.__dict__[kind.method] = kind(self.model, root)
+        for module in self._modules.values():
+            for kind in (ApplyInterceptor, LoadAllInterceptor):
+                module.__dict__[kind.method] = kind(module, root)
 
     def _intercept_names(self, module: nn.Module) -> None:
         for which in ("_parameters", "_buffers"):
@@ -348,7 +349,9 @@ class WrappedModel:
             for which in ("_parameters", "_buffers"):
                 if isinstance(module.__dict__[which], TieredDict):
                     module.__dict__[which] = dict(module.__dict__[which].items())
-        self.model.__dict__.pop(LoadAllInterceptor.method, None)
+        for module in self._modules.values():
+            for kind in (ApplyInterceptor, LoadAllInterceptor):
+                module.__dict__.pop(kind.method, None)
         units = {id(e.unit): e.unit for e in self.entries if e.unit is not None}
         blocks = [u.block for u in units.values()] + [g.block for g in self.groups]
         if self._resident is not None:
@@ -434,8 +437,11 @@ class WrappedModel:
             )
         if not isinstance(state, Mapping):
             return
-        for name, scope in self.scopes.items():
-            for own, tensor in self._modules[name].__dict__["_parameters"].items():
+        for name, part in module.named_modules():
+            if part._load_state_dict_pre_hooks or not _loads_plainly(part):
+                continue  # it may reshape what it is given
+            tensors = [*part.__dict__["_parameters"].items(), *part.__dict__["_buffers"].items()]
+            for own, tensor in tensors:
                 key = f"{name}.{own}" if name else own
                 value = state.get(key)
                 if tensor is None or not isinstance(value, torch.Tensor):
@@ -445,6 +451,11 @@ class WrappedModel:
                         f"the checkpoint's {key!r} has shape {tuple(value.shape)}, the model's has "
                         f"{tuple(tensor.shape)}; nothing was loaded"
                     )
+
+
+def _loads_plainly(module: nn.Module) -> bool:
+    """Whether a module takes its state as torch's own modules do."""
+    return type(module)._load_from_state_dict.__module__.startswith("torch.")
 
 
 Blocks = str | Iterable[str] | Callable[[str, nn.Module], bool]

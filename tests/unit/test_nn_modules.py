@@ -1,0 +1,440 @@
+"""Plain torch models of many kinds, trained in the tiers bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support_nn import Pair, Tiers, compare_training
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import spectral_norm as old_spectral_norm
+from torch.nn.utils import weight_norm as old_weight_norm
+from torch.utils.checkpoint import checkpoint
+
+import tiermem
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+DRAM = Tiers("dram")
+
+
+def vector(width: int = 16, rows: int = 3) -> Callable[[], Any]:
+    return lambda: ((torch.randn(rows, width, requires_grad=True),), {})
+
+
+def image(channels: int = 3, size: int = 8) -> Callable[[], Any]:
+    return lambda: ((torch.randn(2, channels, size, size, requires_grad=True),), {})
+
+
+def tokens(high: int = 40, length: int = 7) -> Callable[[], Any]:
+    return lambda: ((torch.randint(0, high, (2, length)),), {})
+
+
+class Residual(nn.Module):
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inside, outside, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outside)
+        self.second = nn.Conv2d(outside, outside, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outside)
+        self.short = nn.Conv2d(inside, outside, 1) if inside != outside else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.relu(self.norm1(self.first(x)))
+        return F.relu(self.norm2(self.second(y)) + self.short(x))
+
+
+class Experts(nn.Module):
+    """A mixture in which each token goes to one expert."""
+
+    def __init__(self, width: int = 64, count: int = 8) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, count)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, x: torch.Tensor, only: int | None = None) -> torch.Tensor:
+        scores = self.router(x)
+        chosen = scores.argmax(-1) if only is None else torch.full((len(x),), only)
+        out = torch.zeros_like(x)
+        for index in chosen.unique().tolist():
+            rows = (chosen == index).nonzero()[:, 0]
+            gate = scores.softmax(-1)[rows, index, None]
+            out = out.index_add(0, rows, self.experts[index](x[rows]) * gate)
+        return out
+
+
+class TiedLanguageModel(nn.Module):
+    def __init__(self, by_function: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 16)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.1) for _ in range(2)
+        )
+        self.by_function = by_function
+        if not by_function:
+            self.head = nn.Linear(16, 40, bias=False)
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.linear(x, self.embed.weight) if self.by_function else self.head(x)
+
+
+class Repeated(nn.Module):
+    """One layer called several times, and checkpointed or not."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+        self.other = nn.Linear(16, 16)
+        self.how = how
+
+    def _region(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(torch.tanh(self.layer(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            if self.how == "plain":
+                x = self._region(x)
+            else:
+                x = checkpoint(self._region, x, use_reentrant=self.how == "reentrant")
+        return x
+
+
+class Parameters(nn.Module):
+    """Parameters in lists and dictionaries, 0-d, empty, of one element, frozen, of ints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.ParameterList([nn.Parameter(torch.randn(16, 16)) for _ in range(3)])
+        self.named = nn.ParameterDict({"a": nn.Parameter(torch.randn(16))})
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.counts = nn.Parameter(torch.arange(16), requires_grad=False)
+        self.flags = nn.Parameter(torch.arange(16) % 2 == 0, requires_grad=False)
+        self.frozen = nn.Parameter(torch.randn(16), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for item in self.items:
+            x = torch.tanh(x @ item) * self.scale
+        x = x + self.named["a"] * self.counts + self.frozen
+        return torch.where(self.flags, x, -x) + self.empty.sum()
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 9, dtype=torch.complex64))
+        self.register_buffer("phase", torch.randn(9, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) @ self.weight.conj().T[:, :9] * self.phase, n=16)
+
+
+class Buffers(nn.Module):
+    """Buffers of every kind: large, written in place, reassigned, not saved, shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("large", torch.zeros(300, 300))
+        self.register_buffer("table", torch.randn(300, 300), persistent=False)
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("big_mean", torch.zeros(300, 300))
+        self.alias = nn.Linear(16, 16)
+        self.alias.register_buffer("mean", self.mean)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        with torch.no_grad():
+            self.large.add_(x.mean())
+            self.large.data[0] += 1
+            self.mean = self.mean * 0.9 + x.mean(0) * 0.1
+            self.big_mean = self.big_mean * 0.5 + self.count
+        y = self.linear(x) + self.mean + self.alias(x) * self.alias.mean
+        return y * self.large.mean() + self.table[: x.shape[0], :16] + self.big_mean[0, 0]
+
+
+class SavesItsWeight(torch.autograd.Function):
+    """Keeps the parameter on the context, out of autograd's sight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight, ctx.x = weight, x
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad @ ctx.weight, grad.t() @ ctx.x
+
+
+class OwnFunction(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return SavesItsWeight.apply(x, self.weight) + self.bias
+
+
+class MaskedThroughData(nn.Linear):
+    """Writes its weight in a way that torch does not count."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.register_buffer("mask", (torch.rand(16, 16) > 0.5).float())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _mask(self)
+        return super().forward(x)
+
+
+def _mask(layer: Any) -> None:
+    layer.weight.data *= layer.mask
+
+
+class ReplacesData(MaskedThroughData):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight.data * self.mask
+        return F.linear(x, self.weight, self.bias)
+
+
+class ReturnsItsWeight(nn.Module):
+    """A child hands out its parameter and a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Linear(16, 16)
+        self.child = nn.Embedding(16, 16)
+        self.child.forward = lambda: (self.child.weight, self.child.weight[:3])  # type: ignore[method-assign]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole, some = self.child()
+        return self.position(x @ whole) + some
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase], **settings: Any) -> None:
+        super().__init__()
+        self.net = kind(16, 12, num_layers=2, batch_first=True, **settings)
+        width = settings.get("proj_size", 12) * (2 if settings.get("bidirectional") else 1)
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out, state = self.net(x)
+        return self.head(out), state
+
+
+class Cells(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru, self.rnn = nn.LSTMCell(16, 16), nn.GRUCell(16, 16), nn.RNNCell(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, c = torch.zeros_like(x), torch.zeros_like(x)
+        for _ in range(3):
+            h, c = self.lstm(x, (h, c))
+            h = self.rnn(x, self.gru(c, h))
+        return h
+
+
+class Attention(nn.Module):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.net = nn.MultiheadAttention(16, 2, batch_first=True, **settings)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        more = {} if self.net.kdim == 16 else {"key": x[..., :8], "value": x[..., :8]}
+        return self.net(x, **({"key": x, "value": x} | more))
+
+
+class Adaptive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 16)
+        self.out = nn.AdaptiveLogSoftmaxWithLoss(16, 40, [10, 20], div_value=2.0)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        found = self.out(self.embed(ids).flatten(0, 1), ids.flatten())
+        return found.output, found.loss, self.out.log_prob(self.embed(ids).flatten(0, 1))
+
+
+class Bag(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(40, 16, mode="sum", sparse=sparse)
+        self.embed = nn.Embedding(40, 16, max_norm=1.0, sparse=sparse, padding_idx=0)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.bag(ids) + self.embed(ids).sum(1)
+
+
+def _sequence(width: int = 16) -> Callable[[], Any]:
+    return lambda: ((torch.randn(2, 5, width, requires_grad=True),), {})
+
+
+def _orthogonal() -> nn.Module:
+    net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    parametrizations.orthogonal(net[0])
+    parametrizations.spectral_norm(net[2])
+    return net
+
+
+def _channels_last() -> nn.Module:
+    return Residual(3, 8).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def _strided() -> nn.Module:
+    net = nn.Linear(16, 16)
+    net.weight = nn.Parameter(torch.randn(16, 16).t())
+    net.bias = nn.Parameter(torch.randn(32)[::2])
+    return net
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    "resnet": (lambda: nn.Sequential(Residual(3, 8), Residual(8, 8)), image()),
+    "channels-last": (_channels_last, image()),
+    "strided-weights": (_strided, vector()),
+    "conv-transpose": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.GELU(), nn.ConvTranspose2d(8, 3, 3)),
+        image(),
+    ),
+    "depthwise": (
+        lambda: nn.Sequential(nn.Conv2d(4, 8, 3, groups=4), nn.GroupNorm(2, 8)),
+        image(4),
+    ),
+    "lstm": (lambda: Recurrent(nn.LSTM), _sequence()),
+    "lstm-both-ways": (lambda: Recurrent(nn.LSTM, bidirectional=True, dropout=0.1), _sequence()),
+    "lstm-projected": (lambda: Recurrent(nn.LSTM, proj_size=6, bidirectional=True), _sequence()),
+    "gru": (lambda: Recurrent(nn.GRU, bidirectional=True), _sequence()),
+    "rnn": (lambda: Recurrent(nn.RNN, nonlinearity="relu"), _sequence()),
+    "cells": (Cells, vector()),
+    "attention": (lambda: Attention(dropout=0.1), _sequence()),
+    "attention-apart": (lambda: Attention(kdim=8, vdim=8, add_bias_kv=True), _sequence()),
+    "transformer": (
+        lambda: nn.Transformer(16, 2, 2, 2, 32, batch_first=True),
+        lambda: ((torch.randn(2, 5, 16, requires_grad=True), torch.randn(2, 3, 16)), {}),
+    ),
+    "tied": (lambda: TiedLanguageModel(False), tokens()),
+    "tied-by-function": (lambda: TiedLanguageModel(True), tokens()),
+    "experts": (Experts, vector(64, 12)),
+    "repeated": (lambda: Repeated("plain"), vector()),
+    "checkpointed": (lambda: Repeated("not"), vector()),
+    "checkpointed-reentrant": (lambda: Repeated("reentrant"), vector()),
+    "parameters": (Parameters, vector()),
+    "complex": (Complex, vector()),
+    "buffers": (Buffers, vector()),
+    "own-function": (lambda: nn.Sequential(OwnFunction(16, 16), OwnFunction(16, 16)), vector()),
+    "data-masked": (lambda: nn.Sequential(MaskedThroughData(), MaskedThroughData()), vector()),
+    "data-replaced": (lambda: nn.Sequential(ReplacesData(), ReplacesData()), vector()),
+    "returns-weight": (ReturnsItsWeight, vector()),
+    "adaptive": (Adaptive, tokens()),
+    "bag": (lambda: Bag(False), tokens()),
+    "bag-sparse": (lambda: Bag(True), tokens()),
+    "weight-norm": (
+        lambda: nn.Sequential(
+            parametrizations.weight_norm(nn.Linear(16, 16)), nn.Linear(16, 16), nn.Linear(16, 4)
+        ),
+        vector(),
+    ),
+    "orthogonal": (_orthogonal, vector()),
+    "old-weight-norm": (
+        lambda: nn.Sequential(old_weight_norm(nn.Linear(16, 16)), nn.Linear(16, 4)),
+        vector(),
+    ),
+    "old-spectral-norm": (
+        lambda: nn.Sequential(old_spectral_norm(nn.Linear(16, 16)), nn.Linear(16, 4)),
+        vector(),
+    ),
+    "bilinear": (
+        lambda: nn.Bilinear(16, 16, 4),
+        lambda: ((torch.randn(3, 16), torch.randn(3, 16)), {}),
+    ),
+    "instance-norm": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+        ),
+        image(),
+    ),
+}
+
+
+@pytest.mark.parametrize("disk", [False, True], ids=["dram", "nvme"])
+@pytest.mark.parametrize("name", CASES)
+def test_trains_bit_for_bit(name: str, disk: bool, tmp_path: Any) -> None:
+    build, inputs = CASES[name]
+    tiers = Tiers("nvme", 1 << 20, str(tmp_path), "nvme") if disk else DRAM
+    if name in ("returns-weight", "orthogonal"):
+        tiers.extra_hbm = 16384  # views of weights that live on keep their block in HBM
+    if name == "bag-sparse":
+        compare_training(
+            build, inputs, tiers, optimizer=(torch.optim.SparseAdam, {"lr": 0.05}), steps=3
+        )
+        return
+    compare_training(build, inputs, tiers)
+    if not disk:
+        compare_training(build, inputs, tiers, train=False, steps=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    compare_training(
+        lambda: nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4)).to(dtype),
+        lambda: ((torch.randn(3, 16, dtype=dtype, requires_grad=True),), {}),
+        DRAM,
+    )
+
+
+@pytest.mark.parametrize("name", ["tied", "resnet", "transformer"])
+def test_autocast(name: str) -> None:
+    build, inputs = CASES[name]
+    compare_training(
+        build, inputs, DRAM, context=lambda: torch.autocast("cpu", dtype=torch.bfloat16)
+    )
+
+
+def test_the_fast_path_of_the_encoder_is_taken() -> None:
+    def build() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        return nn.TransformerEncoder(layer, 2).eval()
+
+    with Pair(build, DRAM, optimizer=None) as pair:
+
+        def kernels(model: nn.Module, optimizer: Any) -> Any:
+            x = torch.randn(2, 5, 16)
+            with (
+                torch.no_grad(),
+                torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen,
+            ):
+                out = model(x)
+            names = {event.key for event in seen.key_averages()}
+            assert "aten::_transformer_encoder_layer_fwd" in names
+            return out
+
+        pair.both(kernels)
+
+
+def test_only_the_experts_that_are_used_move() -> None:
+    with Pair(Experts, DRAM, optimizer=None) as pair:
+        x = torch.randn(4, 64)
+        with torch.no_grad():
+            pair.model(x, only=2)
+            pair.tier.reset_stats()
+            pair.model(x, only=5)
+        moved = pair.tier.stats().links["dram->hbm"].nbytes
+        one = sum(p.numel() * p.element_size() for p in pair.plain.experts[5].parameters())
+        assert moved < 2 * one, f"{moved} bytes moved for one expert of {one}"
+
+
+def test_reparametrized_while_wrapped_is_refused() -> None:
+    with Pair(lambda: nn.Sequential(nn.Linear(4, 4)), DRAM) as pair:
+        with pytest.raises(RuntimeError):
+            parametrizations.weight_norm(pair.model[0])
+        assert not parametrize.is_parametrized(pair.model[0])
+        with pytest.raises(tiermem.ParameterError, match=r"tier\.unwrap"):
+            pair.model[0].weight = nn.Parameter(torch.zeros(4, 4))
+        with pytest.raises(tiermem.ParameterError, match=r"tier\.unwrap"):
+            del pair.model[0].weight
+        pair.finish()
