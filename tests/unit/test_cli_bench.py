@@ -187,3 +187,13 @@ def test_sweep_stops_in_time_but_not_before_the_first(tmp_path) -> None:
     # Chunks larger than the file are all the same one.
     assert [(m.chunk, m.depth) for m in found[::2]] == [(64 << 10, 1), (64 << 10, 2)]
     assert {m.how for m in found} == {"mover, threads"}
+
+
+@pytest.mark.gpu
+def test_on_cuda(tmp_path, saved, capsys) -> None:
+    line = ["bench", "--nvme", str(tmp_path), "--size", "8MiB", "--repeat", "2"]
+    assert cli.main([*line, "--device", "cuda", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["profile"]
+    rates = ("h2d", "d2h", "duplex", "d2d", "host_copy", "nvme_read", "nvme_write", "nvme_mixed")
+    assert all(found[rate] > 0 for rate in rates)
+    assert found["d2d"] > found["h2d"] and found["device"] != "cpu"
