@@ -184,6 +184,23 @@ class Residency(RuleBasedStateMachine):
             if allowed:
                 fact.here, fact.home, fact.data = "dirty", False, True
 
+    @rule(number=numbers, dirty=st.booleans(), hold=st.booleans())
+    def use(self, number: int, dirty: bool, hold: bool) -> None:
+        """The way a block is used, so that searches get far."""
+        chosen = self.pick(number)
+        if chosen is None:
+            return
+        fact = chosen[1]
+        if fact.here == "no":
+            self.fill(number) if fact.data else self.blank(number)
+        if fact.here == "coming":
+            self.filled(number, ok=True, keep=False)
+        self.lease(number)
+        if dirty:
+            self.write(number)
+        if not hold:
+            self.release(number, dirty=False)
+
     # -- out ---------------------------------------------------------------
 
     @rule(number=numbers)
@@ -306,7 +323,9 @@ class Residency(RuleBasedStateMachine):
 
 
 TestResidency = Residency.TestCase
-TestResidency.settings = settings(stateful_step_count=40)
+TestResidency.settings = settings(
+    max_examples=max(300, settings().max_examples), stateful_step_count=50
+)
 
 
 def test_a_block_is_entered_once_and_rightly() -> None:

@@ -83,9 +83,11 @@ class Space:
                 continue
             window = self._window(block.nbytes, position)
             if window is not None:
+                used = hbm.used
                 if not self.clear(window.victims, wait=position is None):
                     return None
-                continue
+                if hbm.used < used:
+                    continue
             if position is not None:
                 return None
             if self.traffic.flights:

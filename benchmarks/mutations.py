@@ -1,0 +1,321 @@
+"""The mutations that the tests must catch: one safeguard taken out at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MANAGER = ("tests/unit/test_runtime_space.py", "tests/stateful/test_manager.py")
+TABLE = ("tests/stateful/test_residency.py",)
+FAULTS = ("tests/faults/test_manager_faults.py",)
+PLANNER = ("tests/property/test_core_planner.py",)
+FILES = (
+    "tests/unit/test_filemover.py",
+    "tests/unit/test_swapfile.py",
+    "tests/faults/test_io_faults.py",
+    "tests/property/test_io_filemover.py",
+)
+ENGINES = ("tests/unit/test_io_engines.py", "tests/property/test_io_filemover.py")
+NN = ("tests/unit/test_nn_training.py", "tests/unit/test_nn_modules.py")
+GPU = ("tests/gpu",)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One change that makes the code wrong.
+
+    Attributes:
+        name: What is taken out.
+        file: Where.
+        old: Text that occurs there exactly once.
+        new: What takes its place.
+        tests: The files of tests of which at least one must fail.
+        gpu: Whether only a GPU can tell.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    gpu: bool = False
+
+
+_RUNTIME, _CORE = "tiermem/runtime/", "tiermem/core/"
+_PUMP, _SAVED = "tiermem/transfer/filepump.py", "tiermem/nn/saved.py"
+_COPY = "tiermem/transfer/copy.py"
+
+MUTATIONS = (
+    # leases, aliases, dirty marks
+    Mutation(
+        "an acquire that takes no lease",
+        _RUNTIME + "manager.py",
+        "                self.table.lease(block_id)\n",
+        "",
+        MANAGER,
+    ),
+    Mutation(
+        "a leased block may be evicted",
+        _RUNTIME + "space.py",
+        "if record is None or record.leases or record.fixed or not record.usable:",
+        "if record is None or record.fixed or not record.usable:",
+        MANAGER,
+    ),
+    Mutation(
+        "aliases are not seen",
+        _RUNTIME + "slots.py",
+        "return use_count(self.storage) > self.baseline + self.pointed",
+        "return False",
+        MANAGER,
+    ),
+    Mutation(
+        "aliases hidden by a parameter are not looked for again",
+        _RUNTIME + "space.py",
+        "return slot is not None and not slot.aliased",
+        "return slot is not None",
+        MANAGER,
+    ),
+    Mutation(
+        "a discarded block's space is reused under who looks at it",
+        _RUNTIME + "space.py",
+        "keep = slot is not None and slot.aliased and (gone or not record.fixed)",
+        "keep = False",
+        MANAGER + FAULTS,
+    ),
+    Mutation(
+        "letting go of weights forgets that they were written",
+        "tiermem/nn/group.py",
+        "self.manager.release(self.block, dirty=written)",
+        "self.manager.release(self.block, dirty=False)",
+        NN,
+    ),
+    Mutation(
+        "a release forgets that the block was written",
+        _RUNTIME + "manager.py",
+        "self.table.release(block.id, dirty=dirty)",
+        "self.table.release(block.id)",
+        MANAGER,
+    ),
+    Mutation(
+        "a written block's home copy still counts",
+        _CORE + "residency.py",
+        "        record.in_hbm = State.DIRTY\n        record.at_home = State.ABSENT\n",
+        "        record.in_hbm = State.DIRTY\n",
+        TABLE,
+    ),
+    Mutation(
+        "a write-back that failed counts as made",
+        _CORE + "residency.py",
+        "record.in_hbm = State.VALID if ok else State.DIRTY",
+        "record.in_hbm = State.VALID",
+        TABLE,
+    ),
+    # transfers
+    Mutation(
+        "a dirty block leaves before its write-back has ended",
+        _CORE + "residency.py",
+        "        record.in_hbm = State.DRAINING\n        record.at_home = State.FILLING\n",
+        "        record.in_hbm = State.VALID\n        record.at_home = State.VALID\n",
+        MANAGER,
+    ),
+    Mutation(
+        "the result of a transfer is not looked at",
+        _RUNTIME + "traffic.py",
+        "        ok = transfer.error is None\n",
+        "        ok = True\n",
+        MANAGER,
+    ),
+    Mutation(
+        "a write-back that fails is tried ahead of need for ever",
+        _RUNTIME + "traffic.py",
+        "                self.failing.add(block_id)\n",
+        "                pass\n",
+        FAULTS,
+    ),
+    Mutation(
+        "a fetch ahead that failed is not made again",
+        _RUNTIME + "manager.py",
+        "if error is not None and asked:",
+        "if error is not None:",
+        FAULTS,
+    ),
+    Mutation(
+        "a block under way is removed without waiting",
+        _RUNTIME + "manager.py",
+        "                self.traffic.settle(block.id)\n                if self.table",
+        "                if self.table",
+        FAULTS,
+    ),
+    Mutation(
+        "bytes that leave are not poisoned",
+        _RUNTIME + "traffic.py",
+        "if slot is not None and self._poison and not seen:",
+        "if slot is None and self._poison and not seen:",
+        FAULTS,
+    ),
+    # space and order
+    Mutation(
+        "a fetch ahead evicts what is needed sooner",
+        _RUNTIME + "space.py",
+        "resident or distance <= position or slot.pointed",
+        "resident or slot.pointed",
+        MANAGER,
+    ),
+    Mutation(
+        "a block that was moved is not pointed anew",
+        _RUNTIME + "compact.py",
+        "            holder.repoint(target)\n",
+        "            pass\n",
+        MANAGER,
+    ),
+    Mutation(
+        "a block whose address is known is moved",
+        _RUNTIME + "space.py",
+        "return record.leases == known + self.unseen.get(record.block.id, 0)",
+        "return True",
+        MANAGER,
+    ),
+    Mutation(
+        "gaps that touch are not joined",
+        _CORE + "allocator.py",
+        "            last, end = index + 1, sum(self._gaps[index])\n",
+        "            pass\n",
+        ("tests/property/test_core_allocator.py",),
+    ),
+    Mutation(
+        "what is needed soonest is evicted",
+        _CORE + "cost.py",
+        "return (nbytes + write) / (distance + 1)",
+        "return (nbytes + write) * (distance + 1.0)",
+        PLANNER,
+    ),
+    Mutation(
+        "the next pass is foreseen from the last one only",
+        _CORE + "schedule.py",
+        "_CONTEXTS = (16, 8, 4, 2, 1)",
+        "_CONTEXTS = (1,)",
+        PLANNER,
+    ),
+    Mutation(
+        "a forked child is not told from its parent",
+        _RUNTIME + "process.py",
+        "    _generation += 1\n",
+        "    _generation += 0\n",
+        FAULTS,
+    ),
+    # files
+    Mutation(
+        "checksums are not compared",
+        _PUMP,
+        "if self._verify and expected is not None and self._checksum(chunk) != expected:",
+        "if self._verify and expected is not None and self._checksum(chunk) is None:",
+        FILES,
+    ),
+    Mutation(
+        "the result of a completion is not looked at",
+        _PUMP,
+        "        if completion.errno:\n",
+        "        if completion.errno and not completion.errno:\n",
+        FILES,
+    ),
+    Mutation(
+        "a short result counts as whole",
+        "tiermem/io/engine.py",
+        "if self.done + result >= request.nbytes:",
+        "if self.done + result > 0:",
+        ENGINES + FILES,
+    ),
+    Mutation(
+        "a refusal that passes is not tried again",
+        "tiermem/io/engine.py",
+        "if code in PASSING and self.retries < MAX_RETRIES:",
+        "if code in PASSING and self.retries < 0:",
+        ENGINES + FILES,
+    ),
+    Mutation(
+        "a write that was overtaken counts",
+        "tiermem/storage/swapfile.py",
+        "if entry is not None and entry.generation == generation:",
+        "if entry is not None:",
+        FILES,
+    ),
+    Mutation(
+        "transfers of the same bytes overtake each other",
+        "tiermem/transfer/filejobs.py",
+        "return a.offset < b.end and b.offset < a.end",
+        "return False",
+        FILES,
+    ),
+    # autograd
+    Mutation(
+        "a weight that changed after it was saved is not noticed",
+        _SAVED,
+        "if owner is not None and owner._version != saved.version:",
+        "if owner is not None and owner._version < 0:",
+        NN,
+    ),
+    Mutation(
+        "weights are saved as they are",
+        _SAVED,
+        "return tensor if found is None else found",
+        "return tensor",
+        NN,
+    ),
+    Mutation(
+        "the saved-tensor hooks around are left out",
+        _SAVED,
+        "return _Handed(pack(tensor), unpack)",
+        "return tensor",
+        NN,
+    ),
+    Mutation(
+        "a clipping is applied at every use",
+        "tiermem/nn/grads.py",
+        "                for change in unit.pending:\n"
+        "                    change(views)\n"
+        "            unit.pending.clear()\n",
+        "                for change in unit.pending:\n                    change(views)\n",
+        NN,
+    ),
+    # streams
+    Mutation(
+        "compute does not wait for a copy up",
+        _COPY,
+        "        if event is not None:\n            stream.wait_event(event)\n",
+        "",
+        GPU,
+        gpu=True,
+    ),
+    Mutation(
+        "a copy up does not wait for compute that still reads there",
+        _COPY,
+        "        for mark in self._marks():\n            self.up_stream.wait_event(mark)\n",
+        "",
+        GPU,
+        gpu=True,
+    ),
+    Mutation(
+        "a copy up does not wait for copies down from there",
+        _COPY,
+        "        for event in self._fences_of(extent):\n"
+        "            self.up_stream.wait_event(event)\n",
+        "",
+        GPU,
+        gpu=True,
+    ),
+    Mutation(
+        "a copy down does not wait for the compute that writes",
+        _COPY,
+        "        for mark in self._marks():\n            self.down_stream.wait_event(mark)\n",
+        "",
+        GPU,
+        gpu=True,
+    ),
+    Mutation(
+        "compute writes where a copy still reads",
+        _COPY,
+        "        for event in self._fences_of(extent):\n            stream.wait_event(event)\n",
+        "",
+        GPU,
+        gpu=True,
+    ),
+)
