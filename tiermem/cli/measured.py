@@ -109,7 +109,7 @@ def picture(measured: Iterable[Measurement], path: str | os.PathLike[str], title
     ]
     panels = [panel for panel in panels if panel[2]]
     width = max(1, len(panels))
-    figure = Figure(figsize=(1 + 5 * width, 5), layout="constrained")
+    figure = Figure(figsize=(1 + 5 * width, 6), layout="constrained")
     axes = figure.subplots(1, width, squeeze=False)[0]
     for axis, (name, label, rows) in zip(axes, panels, strict=False):
         if rows[0].chunk:
@@ -120,7 +120,14 @@ def picture(measured: Iterable[Measurement], path: str | os.PathLike[str], title
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize="small")
+        # Below the axes, so that it hides nothing however many lines there are.
+        axis.legend(
+            frameon=False,
+            fontsize="x-small",
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.25),
+            ncols=3,
+        )
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
 
