@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from tiermem.errors import ParameterError
+from tiermem.errors import ParameterError, StorageError
 from tiermem.nn.group import Entry
 from tiermem.nn.lazy import LazyTensor
 from tiermem.nn.runtime import ModuleRuntime
@@ -51,6 +51,8 @@ def materialize(
             value is kept, the others' changes are taken.
     """
     runtime.manager.guard()
+    stranded, runtime.stranded = runtime.stranded, []
+    _close(runtime, stranded)
     entries = [e for e in entries_for(runtime, target) if not e.materialized]
     place = device or torch.device("cpu")
     opened: list[Entry] = []
@@ -89,34 +91,54 @@ def _open(
 
 
 def _close(runtime: ModuleRuntime, opened: list[Entry]) -> None:
-    wrong = ""
+    """Takes everything back that can be; the rest stays ordinary, to be tried again later."""
+    wrong: list[str] = []
+    failed: StorageError | None = None
     for members in _by_block(opened).values():
-        group = members[0].group
-        slot = runtime.manager.acquire(group.block)
-        dirty = False
-        gradients = []
         try:
-            for entry in members:
-                view = slot.views[entry.index]
-                value = entry.param.data
-                if value.shape != view.shape or value.dtype is not view.dtype:
-                    wrong = wrong or (
-                        f"parameter {entry.name!r} became {tuple(value.shape)} {value.dtype} inside "
-                        f"materialize, it was {tuple(view.shape)} {view.dtype}; its old value is kept"
-                    )
-                elif _differ(view, value):
-                    dirty = True
-                    with torch.no_grad():
-                        view.copy_(value)
-                gradients.append((entry, entry.param.grad))
-                entry.param.grad = None
-                group.recapture(entry)
-        finally:
-            runtime.manager.release(group.block, dirty=dirty)
-        for entry, gradient in gradients:
-            _take_gradient(runtime, entry, gradient)
+            _close_block(runtime, members, wrong)
+        except StorageError as error:
+            failed = failed or error
+            runtime.stranded += [e for e in members if e.materialized]
+    if failed is not None:
+        raise failed
     if wrong:
-        raise ParameterError(wrong)
+        raise ParameterError(wrong[0])
+
+
+def _close_block(runtime: ModuleRuntime, members: list[Entry], wrong: list[str]) -> None:
+    group = members[0].group
+    slot = runtime.manager.acquire(group.block)
+    dirty = False
+    gradients = []
+    try:
+        for entry in members:
+            view = slot.views[entry.index]
+            value = entry.param.data
+            if value.shape != view.shape or value.dtype is not view.dtype:
+                wrong.append(
+                    f"parameter {entry.name!r} became {tuple(value.shape)} {value.dtype} inside "
+                    f"materialize, it was {tuple(view.shape)} {view.dtype}; its old value is kept"
+                )
+            elif _differ(view, value):
+                dirty = True
+                with torch.no_grad():
+                    view.copy_(value)
+            gradients.append((entry, entry.param.grad))
+            entry.param.grad = None
+            group.recapture(entry)
+    finally:
+        runtime.manager.release(group.block, dirty=dirty)
+    while gradients:
+        entry, gradient = gradients[0]
+        try:
+            _take_gradient(runtime, entry, gradient)
+        except BaseException:
+            for entry, gradient in gradients:
+                if gradient is not None and entry.param.grad is None:
+                    entry.param.grad = gradient.to(entry.param.device)
+            raise
+        del gradients[0]
 
 
 def _take_gradient(runtime: ModuleRuntime, entry: Entry, gradient: torch.Tensor | None) -> None:

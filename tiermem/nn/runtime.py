@@ -32,6 +32,7 @@ class ModuleRuntime:
         grads: The gradients.
         saved: The saved-tensor hooks.
         on_begin: Called before each top-level pass (the optimizers check in here).
+        stranded: Parameters that a failed disk kept from being taken back after materialize.
     """
 
     def __init__(self, manager: BlockManager) -> None:
@@ -42,6 +43,7 @@ class ModuleRuntime:
         self.grads = GradStore(self)
         self.saved = SavedHooks(self)
         self.on_begin: list[Callable[[bool], None]] = []
+        self.stranded: list[Entry] = []
         self._by_block: dict[int, Group] = {}
         self._ambient: list[Group] = []
         self._backward: deque[Group] = deque()
