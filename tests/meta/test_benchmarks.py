@@ -129,12 +129,21 @@ def test_peers(tmp_path) -> None:
 
 
 def test_profile_of_the_host(tmp_path) -> None:
-    line = "--device cpu --layers 4 --width 16 --repeats 2 --lines 3"
+    line = "--device cpu --layers 16 --width 1024 --repeats 2 --lines 3"
     found = re.search(r"([0-9.]+) us per block", output("profile_host.py", tmp_path, *line.split()))
     assert found is not None and float(found[1]) > 0
 
 
-@pytest.mark.parametrize("script", [("mutation_check.py"), ("bench_planning.py")])
-def test_options(tmp_path, script) -> None:
-    """One takes minutes, as it runs the tests; the other's options are not settled."""
-    assert "--" in output(script, tmp_path, "--help")
+def test_planning(tmp_path) -> None:
+    line = "--blocks 50 100 --repeats 1 --out out.json"
+    rows = run("bench_planning.py", tmp_path, *line.split())["rows"]
+    assert len(rows) >= 2
+    for row in rows:
+        figures = [value for value in row.values() if not isinstance(value, str)]
+        assert figures and all(0 <= value < math.inf for value in figures), row
+        assert any(value > 0 for value in figures), row
+
+
+def test_mutation_check(tmp_path) -> None:
+    """Only its list: a run of it runs the tests, for minutes."""
+    assert len(output("mutation_check.py", tmp_path, "--list").splitlines()) > 1
