@@ -54,11 +54,18 @@ MUTATIONS = (
         MANAGER,
     ),
     Mutation(
-        "a leased block may be evicted",
-        _RUNTIME + "space.py",
-        "if record is None or record.leases or record.fixed or not record.usable:",
-        "if record is None or record.fixed or not record.usable:",
-        MANAGER,
+        "a leased block may be dropped",
+        _CORE + "residency.py",
+        "if not clean or record.leases or record.extent is None or record.fixed:",
+        "if not clean or record.extent is None or record.fixed:",
+        TABLE,
+    ),
+    Mutation(
+        "a leased block may be written back under its writer",
+        _CORE + "residency.py",
+        "if record.in_hbm is not State.DIRTY or record.leases:",
+        "if record.in_hbm is not State.DIRTY:",
+        TABLE,
     ),
     Mutation(
         "aliases are not seen",

@@ -13,6 +13,8 @@ from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 NEVER = 1 << 60
 """Position of a use that is not foreseen."""
 
@@ -38,26 +40,33 @@ class Step:
 class Schedule:
     """An order of use, indexed so that the next use of a block is found in O(log n).
 
-    Building takes time and memory linear in the length of the order.
+    Building takes time and memory practically linear in the length of the order.
     """
 
     def __init__(self, order: Sequence[int]) -> None:
         """Indexes ``order``, a sequence of block ids."""
         self.order = order
-        self._positions: dict[int, list[int]] = {}
-        for position, block in enumerate(order):
-            self._positions.setdefault(block, []).append(position)
+        # All positions in one list, block by block: a list per block would be a hundred
+        # thousand objects for the garbage collector to look at, again and again.
+        array = np.fromiter(order, np.int64, len(order))
+        by_block = np.argsort(array, kind="stable")
+        blocks, first = np.unique(array[by_block], return_index=True)
+        names = blocks.tolist()
+        bounds = [*first.tolist(), len(order)]
+        self._positions: list[int] = by_block.tolist()
+        self._begin: dict[int, int] = dict(zip(names, bounds, strict=False))
+        self._end: dict[int, int] = dict(zip(names, bounds[1:], strict=True))
 
     def __len__(self) -> int:
         return len(self.order)
 
     def next_use(self, block: int, start: int) -> int:
         """Returns the first position at or after ``start`` that uses ``block``, or NEVER."""
-        positions = self._positions.get(block)
-        if positions is None:
+        end = self._end.get(block)
+        if end is None:
             return NEVER
-        index = bisect_left(positions, start)
-        return positions[index] if index < len(positions) else NEVER
+        index = bisect_left(self._positions, start, self._begin[block], end)
+        return self._positions[index] if index < end else NEVER
 
     def upcoming(self, start: int) -> Iterator[Step]:
         """Yields the steps from ``start`` on, each block once."""
