@@ -22,20 +22,17 @@ Event = torch.cuda.Event
 """What a copy leaves behind; None where it is over already."""
 
 
-_THREADED = 8 << 20
-
-
 def host_copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies host bytes; only large runs are worth waking torch's threads for.
+    """Copies host bytes in the calling thread, without the GIL.
+
+    torch's own copy would wake a team of threads, and wait for all of them: on cores that are
+    busy with something else that takes longer than the copy.
 
     Args:
         target: 1-D contiguous uint8.
         source: The same, of the same length.
     """
-    if target.numel() >= _THREADED:
-        target.copy_(source)
-    else:
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
 
 
 class CopyEngine(Protocol):

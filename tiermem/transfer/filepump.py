@@ -9,7 +9,7 @@ import errno
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -222,13 +222,34 @@ class Pump:
             self._begin_pieces()
             self._set_brisk(bool(self._queue.jobs))
             before = time.perf_counter_ns()
-            completions = self._engine.wait(look if self._fenced else None)
+            completions = self._wait(look)
             self.counters.wait_ns += time.perf_counter_ns() - before
             for completion in completions:
                 self._complete(completion)
                 self._begin_pieces()
             moved = self._look_at_fences()
             look = _FIRST_LOOK if moved or completions else min(2 * look, _LAST_LOOK)
+
+    def _wait(self, look: float) -> list[IoCompletion]:
+        """Waits for what ends next: an operation, or a copy whose chunk is needed.
+
+        A copy cannot wake the engine, and short timers are coarse on some kernels. So copies
+        are looked at whenever an operation ends, waited for where no operation is under way,
+        and polled only where somebody waits for a transfer of which nothing else is left.
+        """
+        if not self._fenced:
+            return self._engine.wait(None)
+        if not self._engine.in_flight:
+            first = self._fenced[0].fence
+            if first is not None:
+                first.wait()
+            return []
+        fenced = Counter(chunk.job.transfer for chunk in self._fenced)
+        ending = any(
+            chunk.job.exhausted and fenced[chunk.job.transfer] == chunk.job.active
+            for chunk in self._fenced
+        )
+        return self._engine.wait(look if ending else None)
 
     def _set_brisk(self, brisk: bool) -> None:
         if brisk != self._brisk:
