@@ -16,19 +16,20 @@ from contextlib import ExitStack
 import torch
 
 from tiermem.config import Settings
-from tiermem.core.block import Block, Role, TensorSpec, Tier
+from tiermem.core.block import Block, Role, Tier
 from tiermem.core.layout import TensorShape, pack
 from tiermem.core.residency import Record, ResidencyTable, State
 from tiermem.core.schedule import Planner
 from tiermem.errors import ClosedError, InvariantError
 from tiermem.io.engine import IoEngine
 from tiermem.io.probe import choose_engine
+from tiermem.runtime.contents import Contents
 from tiermem.runtime.homes import HomeRequest, Homes
 from tiermem.runtime.prefetch import Prefetcher
 from tiermem.runtime.process import generation, renew_lock
-from tiermem.runtime.slots import Holder, Slot, SlotCache, typed_view
+from tiermem.runtime.slots import Holder, Slot, SlotCache
 from tiermem.runtime.space import Space
-from tiermem.runtime.stats import Counters, ResidencyRow, Stats, stats_of
+from tiermem.runtime.stats import Counters, ResidencyRow, Stats, row_of, stats_of
 from tiermem.runtime.timeline import Timeline
 from tiermem.runtime.traffic import Traffic
 from tiermem.storage.arena import Arena, DeviceArena, HostArena
@@ -89,6 +90,7 @@ class BlockManager:
             self.space = Space(
                 self.table, self.slots, self.traffic, self.planner, self.holders, self.counters
             )
+            self.contents = Contents(self.traffic)
             self._open_mover(engine)
             self.prefetcher = Prefetcher(self)
         except BaseException:
@@ -263,19 +265,7 @@ class BlockManager:
         self.guard()
         with self.lock, torch.inference_mode(False), torch.no_grad():
             self.guard()
-            record = self.table[block.id]
-            if record.in_hbm is State.FILLING:
-                self.traffic.settle(block.id)
-            host = torch.empty(block.nbytes, dtype=torch.uint8)
-            if record.in_hbm is not State.ABSENT:
-                self.copy.use(self.traffic.ready.get(block.id))
-                host.copy_(self.slots.current[block.id].bytes)
-            elif record.home is Tier.DRAM and record.home_extent is not None:
-                self.copy.wait(self.traffic.home_ready.get(block.id))
-                host.copy_(self.homes.arena.bytes_of(record.home_extent))
-            elif record.home_extent is not None:
-                host = self.read_home(block)
-            return [_view(host, spec) for spec in block.tensors]
+            return self.contents.read(block)
 
     def read_home(self, block: Block) -> torch.Tensor:
         """Returns the bytes of a block's file, in ordinary host memory.
@@ -286,13 +276,8 @@ class BlockManager:
         """
         self.guard()
         with self.lock:
-            record = self.table[block.id]
-            if record.home is not Tier.NVME or record.home_extent is None:
-                raise InvariantError(f"block {block.name!r} has its home in no file")
-            host = torch.empty(block.nbytes, dtype=torch.uint8)
-            mover = self.traffic.need_mover()
-            self.traffic.run(mover.read(record.home_extent, host, label=block.name, urgent=True))
-            return host
+            self.guard()
+            return self.contents.read_home(block)
 
     def slot_bytes(self, block: Block) -> torch.Tensor:
         """Returns the bytes of a leased block, ordered after what brought them."""
@@ -314,23 +299,7 @@ class BlockManager:
         self.guard()
         with self.lock, torch.inference_mode(False), torch.no_grad():
             self.guard()
-            record = self.table[block.id]
-            extent = record.home_extent
-            if extent is None or record.in_hbm is not State.ABSENT or record.defined:
-                raise InvariantError(f"block {block.name!r} is not without data below HBM")
-            in_dram = record.home is Tier.DRAM
-            if in_dram:
-                self.copy.wait(self.traffic.home_ready.get(block.id))
-                target = self.homes.arena.bytes_of(extent)
-            else:
-                target = torch.zeros(block.nbytes, dtype=torch.uint8)
-            for spec, tensor in zip(block.tensors, tensors, strict=True):
-                if tensor is not None:
-                    _view(target, spec).copy_(tensor)
-            if not in_dram:
-                mover = self.traffic.need_mover()
-                self.traffic.run(mover.write(extent, target, label=block.name))
-            self.table.home_written(block.id)
+            self.contents.write_home(block, tensors)
 
     # -- passes ----------------------------------------------------------
 
@@ -392,18 +361,7 @@ class BlockManager:
         with self.lock:
             if not self.closed:
                 self.traffic.poll()
-            rows = []
-            for record in self.table:
-                tiers = {"hbm": record.in_hbm.value}
-                if record.home is not Tier.HBM:
-                    tiers[record.home.value] = record.at_home.value
-                block, home = record.block, record.home.value
-                rows.append(
-                    ResidencyRow(
-                        block.name, block.role.value, home, block.nbytes, tiers, record.leases
-                    )
-                )
-            return rows
+            return [row_of(record) for record in self.table]
 
     def close(self) -> None:
         """Stops every transfer and gives memory and disk space back; idempotent.
@@ -500,12 +458,3 @@ class BlockManager:
         if extent is None:
             raise InvariantError(f"no place for block {record.block.name!r}")
         self.traffic.blank(record, extent)
-
-
-def _view(whole: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Returns the tensor of ``spec`` inside a block's bytes."""
-    dtype = spec.dtype
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{spec.name}: {dtype!r} is not a torch dtype")
-    first = (whole.storage_offset() + spec.offset) // dtype.itemsize
-    return typed_view(whole.untyped_storage(), dtype, first, spec.shape, spec.stride)

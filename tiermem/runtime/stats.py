@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tiermem.core.block import Tier
+from tiermem.core.residency import Record
+
 _TIERS = ("hbm", "dram", "nvme")
 
 
@@ -172,4 +175,20 @@ def stats_of(
         direct_io=direct,
         compute_seconds=(busy - lost) / 1e9,
         efficiency=(busy - lost) / busy if busy else None,
+    )
+
+
+def row_of(record: Record) -> ResidencyRow:
+    """Returns where a block is, for users."""
+    tiers = {"hbm": record.in_hbm.value}
+    if record.home is not Tier.HBM:
+        tiers[record.home.value] = record.at_home.value
+    block = record.block
+    return ResidencyRow(
+        block=block.name,
+        role=block.role.value,
+        home=record.home.value,
+        nbytes=block.nbytes,
+        tiers=tiers,
+        leases=record.leases,
     )

@@ -1,0 +1,92 @@
+"""A block's bytes as ordinary tensors: read from wherever they are, written to an empty home."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tiermem.core.block import Block, TensorSpec, Tier
+from tiermem.core.residency import State
+from tiermem.errors import InvariantError
+from tiermem.runtime.slots import typed_view
+from tiermem.runtime.traffic import Traffic
+
+
+class Contents:
+    """Looks into blocks without taking them into HBM."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        """Uses the same table and stores as ``traffic``, under the same lock."""
+        self._traffic = traffic
+
+    def read(self, block: Block) -> list[torch.Tensor]:
+        """Returns copies of a block's tensors in ordinary host memory.
+
+        Raises:
+            StorageError: If its bytes cannot be read.
+        """
+        traffic = self._traffic
+        record = traffic.table[block.id]
+        if record.in_hbm is State.FILLING:
+            traffic.settle(block.id)
+        host = torch.empty(block.nbytes, dtype=torch.uint8)
+        if record.in_hbm is not State.ABSENT:
+            traffic.copy.use(traffic.ready.get(block.id))
+            host.copy_(traffic.slots.current[block.id].bytes)
+        elif record.home is Tier.DRAM and record.home_extent is not None:
+            traffic.copy.wait(traffic.home_ready.get(block.id))
+            host.copy_(traffic.homes.arena.bytes_of(record.home_extent))
+        elif record.home_extent is not None:
+            host = self.read_home(block)
+        return [_view(host, spec) for spec in block.tensors]
+
+    def read_home(self, block: Block) -> torch.Tensor:
+        """Returns the bytes of a block's file, in ordinary host memory.
+
+        Raises:
+            StorageError: If they cannot be read.
+            InvariantError: If the block's home is no file.
+        """
+        traffic = self._traffic
+        record = traffic.table[block.id]
+        if record.home is not Tier.NVME or record.home_extent is None:
+            raise InvariantError(f"block {block.name!r} has its home in no file")
+        host = torch.empty(block.nbytes, dtype=torch.uint8)
+        mover = traffic.need_mover()
+        traffic.run(mover.read(record.home_extent, host, label=block.name, urgent=True))
+        return host
+
+    def write_home(self, block: Block, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Writes a block that holds no data yet straight to its home.
+
+        Raises:
+            StorageError: If the home is a file and cannot be written; it holds no data then.
+            InvariantError: If it holds data: a write that failed would lose it.
+        """
+        traffic = self._traffic
+        record = traffic.table[block.id]
+        extent = record.home_extent
+        if extent is None or record.in_hbm is not State.ABSENT or record.defined:
+            raise InvariantError(f"block {block.name!r} is not without data below HBM")
+        in_dram = record.home is Tier.DRAM
+        if in_dram:
+            traffic.copy.wait(traffic.home_ready.get(block.id))
+            target = traffic.homes.arena.bytes_of(extent)
+        else:
+            target = torch.zeros(block.nbytes, dtype=torch.uint8)
+        for spec, tensor in zip(block.tensors, tensors, strict=True):
+            if tensor is not None:
+                _view(target, spec).copy_(tensor)
+        if not in_dram:
+            traffic.run(traffic.need_mover().write(extent, target, label=block.name))
+        traffic.table.home_written(block.id)
+
+
+def _view(whole: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Returns the tensor of ``spec`` inside a block's bytes."""
+    dtype = spec.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{spec.name}: {dtype!r} is not a torch dtype")
+    first = (whole.storage_offset() + spec.offset) // dtype.itemsize
+    return typed_view(whole.untyped_storage(), dtype, first, spec.shape, spec.stride)
