@@ -285,8 +285,8 @@ def test_a_full_disk_is_not_tried_again_and_again_ahead_of_need(tmp_path) -> Non
         dirty, other = made.blocks
         made.write(dirty)
         disk.op = IoOp.WRITE
-        for _ in range(5):
-            made.manager.begin_pass("f", [other.id])
+        for number in range(5):
+            made.manager.begin_pass(number, [other.id])
             settle(made)
         assert disk.tries == 1
         assert made.manager.record(dirty).in_hbm is State.DIRTY

@@ -226,9 +226,10 @@ class Manager(RuleBasedStateMachine):
         data = self.noise(block.nbytes)
         owner.param.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         self.oracle[block.id] = data
-        self.manager.mark_dirty(block)
         if say:
             self.release(number, True, True)
+        else:
+            self.manager.mark_dirty(block)
 
     def seen(self, owner: Owner) -> bool:
         return owner.slot is not None and owner.slot.aliased
@@ -419,7 +420,7 @@ class Manager(RuleBasedStateMachine):
 
 TestManager = Manager.TestCase
 TestManager.settings = settings(
-    max_examples=max(250, settings().max_examples), stateful_step_count=50
+    max_examples=max(150, settings().max_examples), stateful_step_count=50
 )
 
 

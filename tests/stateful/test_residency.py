@@ -221,6 +221,16 @@ class Residency(RuleBasedStateMachine):
             if allowed:
                 fact.here, fact.home = ("clean", True) if ok else ("dirty", False)
 
+    @rule(number=numbers, ok=st.booleans())
+    def write_back(self, number: int, ok: bool) -> None:
+        """The way a block goes home: written, let go of, drained."""
+        chosen = self.pick(number)
+        if chosen is None or chosen[1].holds:
+            return
+        self.use(number, dirty=True, hold=False)
+        self.drain(number)
+        self.drained(number, ok)
+
     @rule(number=numbers)
     def drop(self, number: int) -> None:
         block, fact = self.pick(number) or (None, None)

@@ -113,6 +113,24 @@ def test_a_place_of_the_schedule_is_looked_at_once(tmp_path: Path) -> None:
         assert looked <= 6 * 40 + 40
 
 
+@pytest.mark.parametrize("home", ["dram", "nvme"])
+@pytest.mark.parametrize("said", ["at release", "before"])
+def test_what_was_written_comes_back(tmp_path: Path, home: str, said: str) -> None:
+    with rig(2, [(2, home), (2, "dram")], nvme=tmp_path) as made:
+        block, other = made.blocks
+        made.manager.acquire(block).bytes.copy_(made.noise(block))
+        if said == "before":
+            made.manager.mark_dirty(block)
+        made.manager.release(block, dirty=said == "at release")
+        made.use(other)
+        assert where(made) == {1: 0}
+        made.use(block)
+        assert made.manager.stats().write_backs == 1
+        made.use(other)
+        assert made.manager.stats().write_backs == 1, "what is clean is not written again"
+        made.check()
+
+
 # -- what may not leave ---------------------------------------------------------
 
 
