@@ -23,6 +23,7 @@ from tiermem.storage.swapfile import Piece, SwapFile
 from tiermem.transfer.filejobs import FileTransfer, Job, JobQueue
 from tiermem.transfer.switching import switch_interval
 
+_FEW_CHUNKS = 8
 _FIRST_LOOK = 50e-6
 _LAST_LOOK = 2e-4
 
@@ -120,6 +121,9 @@ class Pump:
         self._brisk = False
         n_chunks = len(self._chunks)
         # Some chunks are kept for reads: an urgent one shall not wait behind writes alone.
+        # a disk may well end all it has been given at once; so half of the chunks are kept back,
+        # to be given to it the moment it is done, before the first half is checked and copied on
+        self._most_in_flight = n_chunks if n_chunks < _FEW_CHUNKS else n_chunks // 2
         self._most_writing = max(1, n_chunks - max(1, n_chunks // 4))
         self._thread = threading.Thread(
             target=self._run, args=(engine_factory,), name="tiermem-file-pump", daemon=True
@@ -224,6 +228,8 @@ class Pump:
             before = time.perf_counter_ns()
             completions = self._wait(look)
             self.counters.wait_ns += time.perf_counter_ns() - before
+            if completions:
+                self._begin_pieces()  # the disk goes on while what it gave is checked
             for completion in completions:
                 self._complete(completion)
                 self._begin_pieces()
@@ -282,7 +288,7 @@ class Pump:
 
     def _begin_pieces(self) -> None:
         requests: list[IoRequest] = []
-        while self._spare:
+        while self._spare and self._engine.in_flight + len(requests) < self._most_in_flight:
             taken = self._queue.take(may_write=self._writing < self._most_writing)
             if taken is None:
                 break
