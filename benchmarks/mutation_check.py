@@ -10,6 +10,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -57,6 +58,7 @@ def run_tests(tree: Path, tests: Sequence[str], seconds: int = SECONDS) -> list[
             text=True,
             timeout=seconds,
             check=False,
+            preexec_fn=_hear_ctrl_c,
         )
     except subprocess.TimeoutExpired:
         return [f"no end within {seconds} s"]
@@ -65,6 +67,11 @@ def run_tests(tree: Path, tests: Sequence[str], seconds: int = SECONDS) -> list[
     if done.returncode == 5:  # nothing was collected
         return None
     return _FAILED.findall(done.stdout) or [f"pytest ended with {done.returncode}"]
+
+
+def _hear_ctrl_c() -> None:
+    """Undoes what a shell does to what it starts in the background: some tests send SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def mutate(tree: Path, mutation: Mutation) -> str:

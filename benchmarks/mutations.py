@@ -14,6 +14,7 @@ FILES = (
     "tests/faults/test_io_faults.py",
     "tests/property/test_io_filemover.py",
 )
+DISKS = ("tests/faults/test_io_faults.py",)
 ENGINES = ("tests/unit/test_io_engines.py", "tests/property/test_io_filemover.py")
 NN = ("tests/unit/test_nn_training.py", "tests/unit/test_nn_modules.py")
 GPU = ("tests/gpu",)
@@ -129,7 +130,7 @@ MUTATIONS = (
         _RUNTIME + "traffic.py",
         "        ok = transfer.error is None\n",
         "        ok = True\n",
-        MANAGER,
+        FAULTS,
     ),
     Mutation(
         "a write-back that fails is tried ahead of need for ever",
@@ -215,14 +216,14 @@ MUTATIONS = (
         _PUMP,
         "if self._verify and expected is not None and self._checksum(chunk) != expected:",
         "if self._verify and expected is not None and self._checksum(chunk) is None:",
-        FILES,
+        DISKS,
     ),
     Mutation(
         "the result of a completion is not looked at",
         _PUMP,
         "        if completion.errno:\n",
         "        if completion.errno and not completion.errno:\n",
-        FILES,
+        DISKS,
     ),
     Mutation(
         "a short result counts as whole",
@@ -258,7 +259,7 @@ MUTATIONS = (
         _SAVED,
         "if owner is not None and owner._version != saved.version:",
         "if owner is not None and owner._version < 0:",
-        NN,
+        ("tests/unit/test_runtime_saved.py",),
     ),
     Mutation(
         "weights are saved as they are",
@@ -272,7 +273,7 @@ MUTATIONS = (
         _SAVED,
         "return _Handed(pack(tensor), unpack)",
         "return tensor",
-        NN,
+        ("tests/unit/test_runtime_saved.py",),
     ),
     Mutation(
         "a clipping is applied at every use",

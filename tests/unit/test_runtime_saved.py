@@ -1,0 +1,67 @@
+"""A weight written between forward and backward is an error, as it is without tiermem."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tiermem
+
+
+class Writes(nn.Module):
+    """Changes a weight after it was used, if asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, write: bool) -> torch.Tensor:
+        y = self.second(self.first(x))
+        if write:
+            with torch.no_grad():
+                self.second.weight.mul_(2.0)
+        return y.sum()
+
+
+@pytest.mark.parametrize("tiered", [False, True])
+def test_a_weight_written_after_its_use_is_noticed(tiered: bool) -> None:
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="4MiB") as tier:
+        model = Writes()
+        if tiered:
+            model = tier.wrap(model)
+        x = torch.ones(2, 8, requires_grad=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(x, True).backward()
+        model(x, False).backward()
+        assert x.grad is not None
+
+
+@pytest.mark.parametrize("tiered", [False, True])
+def test_hooks_around_a_model_get_every_activation(tiered: bool) -> None:
+    """Whoever packs saved tensors outside is asked, for all but the weights."""
+    packed: list[torch.Size] = []
+    unpacked: list[torch.Size] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.shape)
+        return tensor * 1
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        unpacked.append(tensor.shape)
+        return tensor
+
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="4MiB") as tier:
+        model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        if tiered:
+            model = tier.wrap(model)
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            out = model(torch.ones(2, 8)).sum()
+        out.backward()
+    activations = {(2, 8), (2, 16)}
+    assert activations <= {tuple(shape) for shape in packed}
+    assert activations <= {tuple(shape) for shape in unpacked}
+    if tiered:
+        weights = {(8, 16), (16, 8), (16, 4), (4, 16)}
+        assert not weights & {tuple(shape) for shape in packed}
