@@ -439,4 +439,4 @@ def test_everything_was_met() -> None:
     if TALLY["examples"] < 100:
         pytest.skip("the machine has not run")
     wanted = ("errors", "relocations", "prefetches", "evictions")
-    assert min(TALLY[what] for what in wanted) > 20, TALLY
+    assert min(TALLY[what] for what in wanted) > 3, TALLY
