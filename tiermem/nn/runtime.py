@@ -127,7 +127,7 @@ class ModuleRuntime:
         self.manager.guard()
         self.enter_backward()
         group.hold()
-        return 2 if self.saved.push() else 1
+        return 2 if self.saved.push_if_alone() else 1
 
     def lent(self, group: Group, token: int, *, dirty: bool) -> None:
         """Ends that; the group stays pointed at the block until that leaves."""

@@ -69,6 +69,24 @@ class SavedHooks:
         self._plain: Pair = (self._pack_plain, self._unpack)
         self._ours: dict[int, Pair] = {id(self._plain[0].__func__): self._plain}  # type: ignore[attr-defined]
 
+    def on_top(self) -> bool:
+        """Whether a pair of ours sees what is saved, or nothing is."""
+        if not torch.is_grad_enabled():
+            return True
+        outer = top_pair()
+        return outer is not None and self._is_ours(outer)
+
+    def _is_ours(self, pair: Pair) -> bool:
+        return getattr(pair[0], "__self__", None) is self or getattr(pair[0], "hooks", None) is self
+
+    def push_if_alone(self) -> bool:
+        """Pushes a pair for an operation outside every module, unless somebody's is there.
+
+        A checkpoint runs such an operation once inside a module's call, where we do not see it,
+        and once more on its own: both times it has to see the same tensors.
+        """
+        return top_pair() is None and self.push()
+
     def push(self) -> bool:
         """Puts a pair of ours on top, unless one is there or none can be.
 
@@ -82,9 +100,7 @@ class SavedHooks:
         outer = top_pair()
         if outer is None:
             pack, unpack = self._plain
-        elif (
-            getattr(outer[0], "__self__", None) is self or getattr(outer[0], "hooks", None) is self
-        ):
+        elif self._is_ours(outer):
             return False
         else:
             covering = _Covering(self, outer)
@@ -148,15 +164,19 @@ class SavedHooks:
 class _Covering:
     """A pack hook over another pair."""
 
-    __slots__ = ("hooks", "outer")
+    __slots__ = ("hooks", "outer", "recomputes")
 
     def __init__(self, hooks: SavedHooks, outer: Pair) -> None:
         self.hooks = hooks
         self.outer = outer
+        # a checkpoint computes with the weights of then, changed or not
+        self.recomputes = getattr(outer[0], "__module__", "") == "torch.utils.checkpoint"
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         found = self.hooks.reference(tensor)
         if found is not None:
+            if self.recomputes:
+                found.owner = None
             return found
         pack, unpack = self.outer
         return _Handed(pack(tensor), unpack)

@@ -110,7 +110,12 @@ class CallInterceptor(Interceptor):
         """Calls the module, hooks and all."""
         scope = self.scope
         runtime = self.runtime
-        if not scope.begins and runtime.stack and all(g.holds for g in scope.groups):
+        if (
+            not scope.begins
+            and runtime.stack
+            and all(g.holds for g in scope.groups)
+            and runtime.saved.on_top()
+        ):
             return self.inner(*args, **kwargs)
         return self._within(scope, runtime, args, kwargs)
 

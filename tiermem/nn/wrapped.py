@@ -194,7 +194,7 @@ class WrappedModel:
                 self.scopes[name] = Scope(name, self.number, groups, self, begins=begins)
         for name, module in self._modules.items():
             if may_write_uncounted(module):
-                for group in needed.get(name, {}).values():
+                for group in needed.get(self._territory[name], {}).values():
                     group.suspect = True
 
     def _check_hbm(self) -> None:

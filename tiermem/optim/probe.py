@@ -45,6 +45,10 @@ def _tiny(
     return [nn.Parameter(torch.rand(shape).to(dtype).to(device)) for shape in shapes]
 
 
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 def _plain_state(optimizer: torch.optim.Optimizer) -> str:
     """Returns what is odd about an optimizer's state, or nothing."""
     for state in optimizer.state.values():
@@ -142,7 +146,7 @@ def _try(
     odd = odd or _run(make, settings, one_by_one, apart=True, sparse=sparse)
     if not odd:
         for first, second in zip(together, one_by_one, strict=True):
-            if not torch.equal(first.detach(), second.detach()) and not first.isnan().any():
+            if not torch.equal(_bits(first), _bits(second)):
                 odd = "its update of one parameter depends on the others"
     if odd:
         raise StepError(
@@ -153,7 +157,11 @@ def _try(
 
 
 class StateProbe:
-    """Learns the state that a class keeps for a parameter of a given shape."""
+    """Learns the state that a class keeps for a parameter of a given shape.
+
+    Attributes:
+        eager: Whether the class makes the state when it is made, not at the first step.
+    """
 
     def __init__(self, make: Make, device: torch.device, *, sparse: bool) -> None:
         """Uses ``make``; tries the meta device, then the CPU, then ``device``."""
@@ -161,6 +169,7 @@ class StateProbe:
         self._devices = (torch.device("meta"), torch.device("cpu"), device)
         self._sparse = sparse
         self._known: dict[Any, dict[str, torch.Tensor]] = {}
+        self.eager = False
 
     def state_of(
         self, param: torch.Tensor, stride: tuple[int, ...], group: int, settings: dict[str, Any]
@@ -209,6 +218,7 @@ class StateProbe:
         if self._sparse:
             stand_in.grad = stand_in.grad.to_sparse(1)
         optimizer = self._make([{**settings, "params": [stand_in]}])
+        self.eager = bool(optimizer.state)
         optimizer.step()
         found = {}
         for name, value in optimizer.state[stand_in].items():

@@ -260,6 +260,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Plans the units of new groups and reserves their homes."""
         first = len(self.param_groups) - len(groups)
         planned = plan_units(self._runtime, groups, first, self._probe, self.make)
+        if self._probe.eager:
+            for unit in planned:
+                unit.begin(self._runtime, self.param_groups, self.state)
         self._units.extend(planned)
 
     def _before_forward(self, training: bool) -> None:

@@ -212,6 +212,12 @@ class StepUnit:
         finally:
             runtime.manager.release(self.block, dirty=True)
 
+    def begin(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State) -> None:
+        """Takes in the state that the class makes before any step."""
+        with torch.no_grad(), self._held(runtime) as slots:
+            optimizer = self._optimizer_for(groups)
+            self._detach(runtime, optimizer, slots.get(id(self.block)), state)
+
     # -- gradients -------------------------------------------------------
 
     def zero_grad(self, runtime: ModuleRuntime, *, set_to_none: bool) -> None:

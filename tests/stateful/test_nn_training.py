@@ -1,0 +1,342 @@
+"""Random models, budgets, policies and orders of operations, against the plain model."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from typing import Any
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+from support_nn import assert_same, asked, check_table, same_bits, seed
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tiermem
+
+WIDTH = 8
+KINDS = ("linear", "norm", "attention", "conv", "gru", "twice", "tied", "masked", "outside", "frozen")
+
+
+class Stop(Exception):
+    """Raised in the middle of a pass."""
+
+
+class Masked(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.clamp_(-0.4, 0.4)
+        return super().forward(x)
+
+
+class Layer(nn.Module):
+    """One of several kinds, with a trap that can be set."""
+
+    def __init__(self, kind: str, mode: str, first: Layer | None) -> None:
+        super().__init__()
+        self.kind, self.mode = kind, mode
+        self.trap = ""
+        self.net: nn.Module = nn.Linear(WIDTH, WIDTH)
+        if kind == "norm":
+            self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        elif kind == "attention":
+            self.net = nn.MultiheadAttention(WIDTH, 2, batch_first=True, dropout=0.1)
+        elif kind == "conv":
+            self.net = nn.Conv1d(1, 1, 3, padding=1)
+        elif kind == "gru":
+            self.net = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        elif kind == "masked":
+            self.net = Masked(WIDTH, WIDTH)
+        elif kind == "tied" and first is not None and isinstance(first.net, nn.Linear):
+            self.net.weight = first.net.weight  # type: ignore[union-attr]
+        elif kind == "frozen":
+            self.net.requires_grad_(False)
+        if kind == "outside":
+            self.scale = nn.Parameter(torch.randn(WIDTH))
+            self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        if self.trap == "forward":
+            raise Stop
+        if self.kind == "attention":
+            x = self.net(x[:, None], x[:, None], x[:, None])[0][:, 0]
+        elif self.kind == "gru":
+            x = self.net(x[:, None])[0][:, 0]
+        elif self.kind == "conv":
+            x = self.net(x[:, None])[:, 0]
+        elif self.kind == "outside":
+            if self.training:
+                self.seen = self.seen * 0.5 + x.detach().mean(0)
+            x = nn.functional.linear(x, self.net.weight * self.scale, self.net.bias) + self.seen
+        else:
+            x = self.net(x)
+            if self.kind == "twice":
+                x = self.net(torch.tanh(x))
+        if self.trap == "backward" and x.requires_grad:
+            x.register_hook(_stop)
+        return torch.tanh(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mode == "plain" or not torch.is_grad_enabled():
+            return self.run(x)
+        return checkpoint(self.run, x, use_reentrant=self.mode == "reentrant")
+
+
+def _stop(gradient: torch.Tensor) -> None:
+    raise Stop
+
+
+class Model(nn.Module):
+    def __init__(self, kinds: list[tuple[str, str]]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for kind, mode in kinds:
+            self.layers.append(Layer(kind, mode, self.layers[0] if len(self.layers) else None))
+
+    def forward(self, x: torch.Tensor, skip: int = -1) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if index != skip:
+                x = x + layer(x)
+        return x
+
+
+OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.SGD, {"lr": 0.05}),
+    (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
+    (torch.optim.Adagrad, {"lr": 0.01}),
+    (torch.optim.Rprop, {"lr": 0.01}),
+]
+number = st.integers(0, 1 << 20)
+
+
+class Training(RuleBasedStateMachine):
+    """Does everything to both models; all bits have to agree all along."""
+
+    @initialize(
+        kinds=st.lists(
+            st.tuples(st.sampled_from(KINDS), st.sampled_from(["plain", "plain", "not", "reentrant"])),
+            min_size=1,
+            max_size=5,
+        ),
+        optimizer=st.sampled_from(OPTIMIZERS),
+        disk=st.booleans(),
+        homes=st.lists(st.sampled_from(["dram", "nvme", "auto"]), min_size=3, max_size=3),
+        spare=st.sampled_from([0, 0, 4096, 1 << 16]),
+        depth=st.sampled_from(["auto", 0, 1, 3]),
+        start=number,
+    )
+    def begin(
+        self, kinds: Any, optimizer: Any, disk: bool, homes: Any, spare: int, depth: Any, start: int
+    ) -> None:
+        seed(start)
+        self.plain = Model(kinds)
+        trained = [p for p in self.plain.parameters() if p.requires_grad]
+        self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.folder = tempfile.mkdtemp() if disk else None
+        homes = homes if disk else ["dram", "auto", "auto"]
+        policy = dict(zip(("params", "grads", "optimizer"), homes, strict=True))
+        hbm = 4096
+        while True:
+            self.tier = tiermem.TierManager(
+                device="cpu", hbm=hbm, dram=3 << 19, nvme=self.folder, policy=policy,
+                prefetch_depth=depth,
+            )  # fmt: skip
+            self.model = copy.deepcopy(self.plain)
+            try:
+                self.tier.wrap(self.model)
+                self.optimizer = (
+                    self.tier.optimizer(self.model, optimizer[0], **optimizer[1]) if trained else None
+                )
+            except tiermem.CapacityError as error:
+                self.tier.close()
+                hbm = asked(error)[1]
+                continue
+            if not spare:
+                break
+            self.tier.close()
+            hbm, spare = hbm + spare, 0
+        self.plain_optimizer = optimizer[0](trained, **optimizer[1]) if trained else None
+
+    def _both(self, use: Any, start: int = 0) -> Any:
+        results = []
+        for model, optimizer in (
+            (self.plain, self.plain_optimizer),
+            (self.model, self.optimizer),
+        ):
+            seed(start)
+            results.append(use(model, optimizer))
+        assert_same(results[0], results[1], "result")
+        return results
+
+    @rule(start=number, skip=st.integers(-1, 4), train=st.booleans())
+    def forward(self, start: int, skip: int, train: bool) -> None:
+        def run(model: Any, optimizer: Any) -> Any:
+            model.train(train)
+            return model(torch.randn(3, WIDTH, requires_grad=True), skip)
+
+        outputs = self._both(run, start)
+        if len(self.pending) < 2 and outputs[0].requires_grad:
+            self.pending.append((outputs[0], outputs[1]))
+
+    @rule(start=number, inference=st.booleans())
+    def evaluate(self, start: int, inference: bool) -> None:
+        def run(model: Any, optimizer: Any) -> Any:
+            model.eval()
+            with torch.inference_mode() if inference else torch.no_grad():
+                return model(torch.randn(3, WIDTH)).tolist()
+
+        self._both(run, start)
+
+    @precondition(lambda self: self.pending)
+    @rule(first=st.booleans(), retain=st.booleans(), start=number)
+    def backward(self, first: bool, retain: bool, start: int) -> None:
+        plain, tiered = self.pending.pop(0 if first else -1)
+        outcomes = []
+        for output in (plain, tiered):
+            seed(start)
+            try:
+                output.square().sum().backward(retain_graph=retain)
+                outcomes.append("")
+            except RuntimeError as error:
+                outcomes.append("inplace" if "inplace" in str(error) else str(error))
+        assert outcomes[0] == outcomes[1], outcomes
+
+    @rule(start=number, where=st.sampled_from(["forward", "backward"]), index=st.integers(0, 4))
+    def interrupted(self, start: int, where: str, index: int) -> None:
+        self.pending.clear()
+
+        def run(model: Any, optimizer: Any) -> str:
+            layer = model.layers[index % len(model.layers)]
+            layer.trap = where
+            try:
+                model(torch.randn(3, WIDTH, requires_grad=True)).sum().backward()
+            except Stop:
+                return "stopped"
+            finally:
+                layer.trap = ""
+                for p in model.parameters():
+                    p.grad = None  # how much of it was made depends on nothing we promise
+            return "went through"
+
+        self._both(run, start)
+
+    @precondition(lambda self: self.optimizer is not None)
+    @rule(clip=st.booleans())
+    def step(self, clip: bool) -> None:
+        def run(model: Any, optimizer: Any) -> Any:
+            total = None
+            if clip and isinstance(optimizer, tiermem.TieredOptimizer):
+                total = optimizer.clip_grad_norm_(0.1)
+            elif clip:
+                total = nn.utils.clip_grad_norm_(
+                    [p for g in optimizer.param_groups for p in g["params"]], 0.1
+                )
+            optimizer.step()
+            return total
+
+        self._both(run)
+
+    @rule(how=st.sampled_from(["none", "zero", "optimizer", "module", "by hand", "halved"]))
+    def clear(self, how: str) -> None:
+        def run(model: Any, optimizer: Any) -> None:
+            if how in ("none", "zero") and optimizer is not None:
+                optimizer.zero_grad(set_to_none=how == "none")
+            elif how in ("optimizer", "module"):
+                model.zero_grad()
+            else:
+                for p in model.parameters():
+                    if p.grad is not None:
+                        p.grad.zero_() if how == "by hand" else p.grad.mul_(0.5)
+
+        self._both(run)
+
+    @rule(how=st.sampled_from(["data", "no_grad", "state"]), factor=st.sampled_from([0.5, -1.0]))
+    def edit_outside(self, how: str, factor: float) -> None:
+        self.pending.clear()
+
+        def run(model: Any, optimizer: Any) -> None:
+            if how == "state":
+                model.load_state_dict({k: v * factor for k, v in model.state_dict().items()})
+                return
+            for p in model.parameters():
+                if how == "data":
+                    p.data.mul_(factor)
+                else:
+                    with torch.no_grad():
+                        p.mul_(factor)
+
+        self._both(run)
+
+    @rule(index=st.integers(0, 4), start=number)
+    def materialize(self, index: int, start: int) -> None:
+        self.pending.clear()
+        layer = self.model.layers[index % len(self.model.layers)]
+        with self.tier.materialize(layer):
+            for model in (self.plain, self.model):
+                seed(start)
+                for p in model.layers[index % len(model.layers)].parameters():
+                    p.data.add_(torch.randn(p.shape), alpha=0.1)
+                    if p.grad is not None:
+                        p.grad.mul_(2)
+
+    @precondition(lambda self: self.optimizer is not None)
+    @rule(swap=st.booleans())
+    def optimizer_state(self, swap: bool) -> None:
+        states = [copy.deepcopy(o.state_dict()) for o in (self.plain_optimizer, self.optimizer)]
+        states[0]["state"] = dict(sorted(states[0]["state"].items()))
+        assert_same(states[0], states[1], "optimizer state")
+        if swap:
+            self.plain_optimizer.load_state_dict(states[1])
+            self.optimizer.load_state_dict(states[0])
+
+    @rule()
+    def copied(self) -> None:
+        twin = copy.deepcopy(self.model)
+        assert_same(dict(self.plain.state_dict()), dict(twin.state_dict()), "copy")
+
+    @rule()
+    def unwrapped_and_wrapped_again(self) -> None:
+        if self.optimizer is not None or self.pending:
+            return
+        self.tier.unwrap(self.model)
+        self._agree()
+        self.tier.wrap(self.model)
+
+    @invariant()
+    def agree(self) -> None:
+        if hasattr(self, "plain"):
+            self._agree()
+            check_table(self.tier)
+
+    def _agree(self) -> None:
+        assert_same(dict(self.plain.state_dict()), dict(self.model.state_dict()), "state")
+        ours = dict(self.model.named_parameters())
+        for name, param in self.plain.named_parameters():
+            mine = ours[name].grad
+            assert (mine is None) == (param.grad is None), name
+            if param.grad is not None and mine is not None:
+                assert same_bits(param.grad, mine.clone()), f"{name}.grad"
+
+    def teardown(self) -> None:
+        if hasattr(self, "tier"):
+            self.pending.clear()
+            self.tier.close()
+            if self.folder is not None:
+                assert os.listdir(self.folder) == []
+                os.rmdir(self.folder)
+
+
+Training.TestCase.settings = settings(
+    max_examples=max(40, settings.default.max_examples if settings.default.max_examples > 100 else 0),
+    stateful_step_count=25,
+)
+TestTraining = Training.TestCase
