@@ -66,7 +66,9 @@ def hook_pair(
     plain, wrapped = model(layers, width).to(device), model(layers, width).to(device)
     block = -(-width * 4 // 256) * 256 * 12 + 4096
     hbm = int(layers * share) * block if share else 256 << 20
-    with tiermem.TierManager(device=device, hbm=hbm, dram=max(64 << 20, 2 * layers * block)) as tier:
+    with tiermem.TierManager(
+        device=device, hbm=hbm, dram=max(64 << 20, 2 * layers * block)
+    ) as tier:
         tier.wrap(wrapped)
         forward_time(wrapped, x, 3)
         differences = []
@@ -75,8 +77,9 @@ def hook_pair(
             b = forward_time(wrapped, x, 3)[1]
             differences.append((b - a) / layers * 1e6)
         stats = tier.stats()
+    part = f"{share:.0%} of it" if share else "all"
     return {
-        "what": f"hook pair, {f'{share:.0%} of it' if share else 'all'} resident, no_grad, {device}",
+        "what": f"hook pair, {part} resident, no_grad, {device}",
         "layers": layers,
         "parameters per block": 12,
         "us per block (median)": spread(differences)["median"],

@@ -66,7 +66,9 @@ def with_fsdp2(model: torch.nn.Module, device: torch.device, args: Any) -> Itera
 
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", "29511")
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", rank=0, world_size=1)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", rank=0, world_size=1
+    )
     try:
         mesh = torch.distributed.device_mesh.init_device_mesh(device.type, (1,))
         model.to("cpu")
@@ -117,7 +119,9 @@ def main() -> None:
         outputs[tokens] = call()
         resident[tokens] = spread(clock.time(call, args.repeats))["median"]
         del call  # it holds the model
-    rows.append({"what": "everything in HBM", **{f"{t} tokens s": resident[t] for t in args.tokens}})
+    rows.append(
+        {"what": "everything in HBM", **{f"{t} tokens s": resident[t] for t in args.tokens}}
+    )
     raw = 0.0
     for name, peer in PEERS.items():
         if args.only is not None and name not in args.only:

@@ -40,9 +40,7 @@ def parse_size(value: int | str, name: str = "size") -> int:
         ConfigError: If it is negative, not a number, or has an unknown unit.
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ConfigError(
-            f"{name} must be a number of bytes or text such as '7GiB', not {value!r}"
-        )
+        raise ConfigError(f"{name} must be a number of bytes or text such as '7GiB', not {value!r}")
     if isinstance(value, int):
         if value < 0:
             raise ConfigError(f"{name} must not be negative: {value}")
@@ -54,7 +52,9 @@ def parse_size(value: int | str, name: str = "size") -> int:
             f"{name} is not a size: {value!r}; write bytes or a number with one of "
             "KB, MB, GB, TB, KiB, MiB, GiB, TiB"
         )
-    return int(float(match.group(1)) * unit) if "." in match.group(1) else int(match.group(1)) * unit
+    return (
+        int(float(match.group(1)) * unit) if "." in match.group(1) else int(match.group(1)) * unit
+    )
 
 
 def format_size(nbytes: int | float) -> str:
@@ -133,8 +133,10 @@ class Policy:
         if isinstance(value, str):
             return cls(**dict.fromkeys(names, value))  # type: ignore[arg-type]
         if not isinstance(value, dict):
-            raise ConfigError(f"policy must be a tiermem.Policy or a mapping of roles, not {value!r}")
-        return cls(**{str(role): home for role, home in value.items()})  # type: ignore[arg-type]
+            raise ConfigError(
+                f"policy must be a tiermem.Policy or a mapping of roles, not {value!r}"
+            )
+        return cls(**{str(role): home for role, home in value.items()})
 
     def home(self, role: Role) -> Home:
         """Returns the home asked for a role; buffers live where weights do."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -150,9 +150,7 @@ class TierManager:
             target: A module, a parameter, or several.
             device: Where the tensors are; host memory by default.
         """
-        return materialize(
-            self._runtime, target, None if device is None else torch.device(device)
-        )
+        return materialize(self._runtime, target, None if device is None else torch.device(device))
 
     # -- reports ---------------------------------------------------------
 
@@ -226,9 +224,10 @@ def _folders(nvme: PathLike | Sequence[PathLike] | None) -> tuple[str, ...]:
         return ()
     if isinstance(nvme, str | os.PathLike):
         return (os.fspath(nvme),)
-    if not isinstance(nvme, Iterable):
-        raise ConfigError(f"nvme must be a folder or several, not {nvme!r}")
-    return tuple(os.fspath(path) for path in nvme)
+    try:
+        return tuple(os.fspath(path) for path in nvme)
+    except TypeError as error:
+        raise ConfigError(f"nvme must be a folder or several, not {nvme!r}") from error
 
 
 def _depth(depth: int | Literal["auto"]) -> int | Literal["auto"]:
@@ -250,6 +249,3 @@ def _default_dram() -> int:
 
     available: int = psutil.virtual_memory().available
     return available // 2
-
-
-

@@ -31,10 +31,21 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", {**_SMALL, "head_dim": 64}),
     "phi3": ("Phi3Config", {**_SMALL, "pad_token_id": 0}),
     "gpt2": ("GPT2Config", {"n_embd": 256, "n_layer": 6, "n_head": 4, "vocab_size": 1024}),
-    "opt": ("OPTConfig", {"hidden_size": 256, "ffn_dim": 512, "num_hidden_layers": 6,
-                          "num_attention_heads": 4, "vocab_size": 1024, "word_embed_proj_dim": 256}),
-    "falcon": ("FalconConfig", {"hidden_size": 256, "num_hidden_layers": 6,
-                                "num_attention_heads": 4, "vocab_size": 1024}),
+    "opt": (
+        "OPTConfig",
+        {
+            "hidden_size": 256,
+            "ffn_dim": 512,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "vocab_size": 1024,
+            "word_embed_proj_dim": 256,
+        },
+    ),
+    "falcon": (
+        "FalconConfig",
+        {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "vocab_size": 1024},
+    ),
 }
 
 
@@ -84,7 +95,9 @@ def test_training_and_generation_equal_resident(name: str) -> None:
         for key, value in plain.state_dict().items():
             assert torch.equal(value.cpu(), state[key].cpu()), key
         expected = plain.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
-        assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0), expected)
+        assert torch.equal(
+            model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0), expected
+        )
         assert tier.stats().evictions > 0
 
 

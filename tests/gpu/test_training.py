@@ -81,9 +81,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, clip) 
 def test_training_equals_resident(mode: str, home: str, tmp_path: Path) -> None:
     plain = build(mode)
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-    expected = train(
-        plain, reference, 4, lambda m: nn.utils.clip_grad_norm_(plain.parameters(), m)
-    )
+    expected = train(plain, reference, 4, lambda m: nn.utils.clip_grad_norm_(plain.parameters(), m))
     model = build(mode)
     policy = {
         "dram": tiermem.Policy("dram", "dram", "dram", "dram"),

@@ -64,7 +64,9 @@ class HostArena(Arena):
         try:
             self._map: mmap.mmap | None = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
         except (OSError, ValueError, OverflowError) as error:
-            raise CapacityError(f"tier {tier.value}: no {capacity} bytes of host memory: {error}") from error
+            raise CapacityError(
+                f"tier {tier.value}: no {capacity} bytes of host memory: {error}"
+            ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 self._map.madvise(mmap.MADV_HUGEPAGE)
@@ -86,7 +88,7 @@ class HostArena(Arena):
         """Unregisters and lets the mapping go with its last tensor."""
         super().close()
         if self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._registered)  # type: ignore[no-untyped-call]
+            torch.cuda.cudart().cudaHostUnregister(self._registered)
             self._registered = 0
         self._map = None
 
@@ -99,7 +101,7 @@ class HostArena(Arena):
 
         with ThreadPoolExecutor(max_workers=16) as pool:
             list(pool.map(touch, starts))
-        code = torch.cuda.cudart().cudaHostRegister(self.address, size, 0)  # type: ignore[no-untyped-call]
+        code = torch.cuda.cudart().cudaHostRegister(self.address, size, 0)
         if int(code) != 0:
             raise CapacityError(
                 f"tier dram: CUDA cannot page-lock {size} bytes (error {int(code)}); "

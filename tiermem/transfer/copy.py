@@ -235,9 +235,7 @@ class CudaCopyEngine:
             marks.append(mark)
         return marks
 
-    def _copy(
-        self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor
-    ) -> Event:
+    def _copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> Event:
         event = Event()
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
