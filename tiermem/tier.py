@@ -214,7 +214,7 @@ def _device(device: str | torch.device) -> torch.device:
                 f"device={device!r}: torch sees no CUDA device here; use device='cpu', or install "
                 "a CUDA build of torch"
             )
-        if where.index is None:
+        if ":" not in str(where):  # no index given: the current one
             where = torch.device("cuda", torch.cuda.current_device())
     return where
 
