@@ -157,7 +157,7 @@ MUTATIONS = (
         "bytes that leave are not poisoned",
         _RUNTIME + "traffic.py",
         "if slot is not None and self._poison and not seen:",
-        "if slot is None and self._poison and not seen:",
+        "if slot is not None and self._poison and seen and not seen:",
         FAULTS,
     ),
     # space and order
