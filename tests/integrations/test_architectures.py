@@ -564,7 +564,7 @@ def test_frozen_base_with_adapters() -> None:
 
 
 def test_saved_by_the_library_itself(tmp_path: Any) -> None:
-    build, inputs = CASES["llama-tied"]
+    build, _ = CASES["llama-tied"]
     with Pair(build, DRAM, optimizer=None) as pair:
         pair.plain.save_pretrained(tmp_path / "plain")
         pair.model.save_pretrained(tmp_path / "tiered")

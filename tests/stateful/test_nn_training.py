@@ -17,14 +17,25 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from support_nn import assert_same, asked, check_table, same_bits, seed
+from support_nn import asked, assert_same, check_table, same_bits, seed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tiermem
 
 WIDTH = 8
-KINDS = ("linear", "norm", "attention", "conv", "gru", "twice", "tied", "masked", "outside", "frozen")
+KINDS = (
+    "linear",
+    "norm",
+    "attention",
+    "conv",
+    "gru",
+    "twice",
+    "tied",
+    "masked",
+    "outside",
+    "frozen",
+)
 
 
 class Stop(Exception):
@@ -123,7 +134,9 @@ class Training(RuleBasedStateMachine):
 
     @initialize(
         kinds=st.lists(
-            st.tuples(st.sampled_from(KINDS), st.sampled_from(["plain", "plain", "not", "reentrant"])),
+            st.tuples(
+                st.sampled_from(KINDS), st.sampled_from(["plain", "plain", "not", "reentrant"])
+            ),
             min_size=1,
             max_size=5,
         ),
@@ -154,7 +167,9 @@ class Training(RuleBasedStateMachine):
             try:
                 self.tier.wrap(self.model)
                 self.optimizer = (
-                    self.tier.optimizer(self.model, optimizer[0], **optimizer[1]) if trained else None
+                    self.tier.optimizer(self.model, optimizer[0], **optimizer[1])
+                    if trained
+                    else None
                 )
             except tiermem.CapacityError as error:
                 self.tier.close()
@@ -336,7 +351,9 @@ class Training(RuleBasedStateMachine):
 
 
 Training.TestCase.settings = settings(
-    max_examples=max(40, settings.default.max_examples if settings.default.max_examples > 100 else 0),
+    max_examples=max(
+        40, settings.default.max_examples if settings.default.max_examples > 100 else 0
+    ),
     stateful_step_count=25,
 )
 TestTraining = Training.TestCase

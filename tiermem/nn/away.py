@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
-
 from torch.autograd.graph import get_gradient_edge
 
 from tiermem.errors import ParameterError, WrapError
@@ -39,10 +38,11 @@ class Away(StandIn):
 
     def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
         if func == _SET_DATA:
-            return True, _take_data(self, args[1])
+            _take_data(self, args[1])
+            return True, None
         if func is torch.Tensor.requires_grad_ or func == _SET_REQUIRES_GRAD:
             result = func(*args, **kwargs)
-            group_of[id(self)].lender.thawed(self)
+            group_of[id(self)].lender.thawed(args[0])
             return True, result
         return False, None
 
@@ -59,7 +59,7 @@ class Away(StandIn):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise WrapError(
-            "a parameter that lives in the tiers cannot be pickled; save the module's state_dict(), "
+            "a parameter that lives in the tiers cannot be pickled; save the state_dict(), "
             "or use tier.save()"
         )
 

@@ -100,7 +100,7 @@ class GradStore:
             self._manager.discard(unit.block)
 
     def sync(self, entry: Entry) -> None:
-        """Takes up what a user did to ``param.grad``: None, or another tensor, ends the stored one."""
+        """Takes up what a user did to ``param.grad``: another tensor or None ends our own."""
         if self._displaced:
             self.restore()
         if not entry.has_grad:

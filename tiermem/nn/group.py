@@ -115,9 +115,11 @@ class Group(Holder):
         holds: How many hold it.
         soft: Whether it is pointed at without a lease.
         lender: Who brings it up for operations on tensors that are away.
+        freed: Whether its module was taken out of the tiers.
     """
 
     lender: Lender
+    freed = False
 
     def __init__(self, manager: BlockManager, block: Block, *, writes_hidden: bool = False) -> None:
         """Describes a block.
@@ -268,7 +270,7 @@ class Group(Holder):
             self._slot = None
 
     def _bring_home(self, slot: Slot) -> None:
-        """Takes over the values of tensors that were pointed elsewhere (``w.data = w.data * m``)."""
+        """Takes over values of tensors that were pointed elsewhere (``w.data = w.data * 2``)."""
         with torch.inference_mode(False), torch.no_grad():
             for member in self._members:
                 if member.materialized:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -129,7 +130,7 @@ def link_shared(params: list[Found]) -> None:
         spans.setdefault(tensor.untyped_storage().data_ptr(), []).append((start, end, found))
     for members in spans.values():
         members.sort(key=lambda span: (span[0], span[1]))
-        for (start, end, first), (start2, end2, second) in zip(members, members[1:], strict=False):
+        for (start, end, first), (start2, end2, second) in pairwise(members):
             if start2 >= end:
                 continue
             a, b = first.tensor, second.tensor

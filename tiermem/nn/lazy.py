@@ -17,7 +17,11 @@ from tiermem.nn.placeholder import placeholder
 from tiermem.nn.standin import Opened, StandIn
 from tiermem.runtime.slots import use_count
 
-_WITHOUT_COUNT = {torch.Tensor.data.__get__, torch.Tensor.numpy, torch.Tensor.untyped_storage}  # type: ignore[attr-defined]
+_WITHOUT_COUNT: set[Any] = {
+    torch.Tensor.data.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.numpy,
+    torch.Tensor.untyped_storage,
+}
 _NOTHING = {torch.Tensor.detach_, torch.Tensor.requires_grad_}
 _OWN_REFERENCES = 2
 _UNCOUNTED = -1

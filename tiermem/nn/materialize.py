@@ -25,7 +25,7 @@ def entries_for(runtime: ModuleRuntime, target: Target) -> list[Entry]:
     if isinstance(target, nn.Module):
         wanted = list(target.parameters())
     elif isinstance(target, torch.Tensor):
-        wanted = [target]
+        wanted = [target]  # type: ignore[list-item]
     else:
         wanted = list(target)
     ids = {id(param) for param in wanted}

@@ -161,9 +161,7 @@ class ModuleRuntime:
         order = [b for b in self.manager.planner.schedule.order if b not in trained]
         del order[self.manager.planner.cursor :]
         self.manager.begin_pass(("backward", self._last_forward), order[::-1])
-        torch.autograd.Variable._execution_engine.queue_callback(  # type: ignore[attr-defined]
-            self.end_backward
-        )
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def before_backward(self, scope: Scope) -> None:
         """The gradient of a module's output is there: its backward comes next."""

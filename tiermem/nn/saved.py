@@ -33,7 +33,7 @@ class SavedView:
 
     def __init__(self, block: Block, tensor: torch.Tensor, owner: torch.Tensor | None) -> None:
         self.block = block
-        self.offset = tensor.storage_offset()
+        self.offset = int(tensor.storage_offset())
         self.shape = tuple(tensor.shape)
         self.stride = tensor.stride()
         self.dtype = tensor.dtype
@@ -93,7 +93,7 @@ class SavedHooks:
         Returns:
             Whether one was pushed, and :meth:`pop` is owed.
         """
-        if not torch.is_grad_enabled() or not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        if not torch.is_grad_enabled() or not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             return False
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return False  # functorch refuses hooks; aliases hold the slots instead

@@ -25,7 +25,7 @@ from tiermem.nn.group import Group
 from tiermem.nn.runtime import ModuleRuntime, outputs_with_grad
 
 if TYPE_CHECKING:
-    from tiermem.nn.wrapped import WrappedModule
+    from tiermem.nn.wrapped import WrappedModel
 
 
 _SWAPS = "torch.nn.utils._named_member_accessor"
@@ -49,7 +49,7 @@ class Scope:
         name: str,
         number: int,
         groups: Sequence[Group],
-        wrapped: WrappedModule,
+        wrapped: WrappedModel,
         *,
         begins: bool,
     ) -> None:
@@ -106,6 +106,18 @@ class CallInterceptor(Interceptor):
 
     method = "_call_impl"
 
+    def __init__(self, module: nn.Module, scope: Scope) -> None:
+        """Takes over a module that ``module.compile()`` was called on, too."""
+        super().__init__(module, scope)
+        self.compiled: Any = module.__dict__.pop("_compiled_call_impl", None)
+        if self.compiled is not None:
+            self.inner = self.compiled
+
+    def give_back(self) -> None:
+        """Leaves the module as it was found, compiled or not."""
+        if self.compiled is not None:
+            self.module.__dict__["_compiled_call_impl"] = self.compiled
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module, hooks and all."""
         scope = self.scope
@@ -157,6 +169,19 @@ class CallInterceptor(Interceptor):
 
 def _announce(runtime: ModuleRuntime, scope: Scope, _gradient: torch.Tensor) -> None:
     runtime.before_backward(scope)
+
+
+class CompileInterceptor(Interceptor):
+    """Has ``module.compile()`` compile what runs while the blocks are held, and nothing of us."""
+
+    method = "compile"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the module's call."""
+        call = self.module.__dict__[CallInterceptor.method]
+        plain = getattr(type(self.module), CallInterceptor.method).__get__(self.module)
+        call.inner = call.compiled = torch.compile(plain, *args, **kwargs)
+        self.scope.wrapped.leave_to_compiler(self.scope.name)
 
 
 class ApplyInterceptor(Interceptor):

@@ -13,58 +13,66 @@ from typing import Any
 
 import torch
 
-_T = torch.Tensor
-_METADATA = {
-    _T.shape.__get__,  # type: ignore[attr-defined]
-    _T.dtype.__get__,  # type: ignore[attr-defined]
-    _T.device.__get__,  # type: ignore[attr-defined]
-    _T.layout.__get__,  # type: ignore[attr-defined]
-    _T.ndim.__get__,  # type: ignore[attr-defined]
-    _T.requires_grad.__get__,  # type: ignore[attr-defined]
-    _T.grad_fn.__get__,  # type: ignore[attr-defined]
-    _T.grad.__get__,  # type: ignore[attr-defined]
-    _T.grad.__set__,  # type: ignore[attr-defined]
-    _T.grad.__delete__,  # type: ignore[attr-defined]
-    _T.name.__get__,  # type: ignore[attr-defined]
-    _T.is_leaf.__get__,  # type: ignore[attr-defined]
-    _T.is_sparse.__get__,  # type: ignore[attr-defined]
-    _T.is_sparse_csr.__get__,  # type: ignore[attr-defined]
-    _T.is_cuda.__get__,  # type: ignore[attr-defined]
-    _T.is_cpu.__get__,  # type: ignore[attr-defined]
-    _T.is_mps.__get__,  # type: ignore[attr-defined]
-    _T.is_xpu.__get__,  # type: ignore[attr-defined]
-    _T.is_mkldnn.__get__,  # type: ignore[attr-defined]
-    _T.is_nested.__get__,  # type: ignore[attr-defined]
-    _T.is_quantized.__get__,  # type: ignore[attr-defined]
-    _T.is_meta.__get__,  # type: ignore[attr-defined]
-    _T.itemsize.__get__,  # type: ignore[attr-defined]
-    _T.nbytes.__get__,  # type: ignore[attr-defined]
-    _T._version.__get__,  # type: ignore[attr-defined]
-    _T.retains_grad.__get__,  # type: ignore[attr-defined]
-    _T._backward_hooks.__get__,  # type: ignore[attr-defined]
-    _T._backward_hooks.__set__,  # type: ignore[attr-defined]
-    _T._post_accumulate_grad_hooks.__get__,  # type: ignore[attr-defined]
-    _T._post_accumulate_grad_hooks.__set__,  # type: ignore[attr-defined]
-    _T.size,
-    _T.dim,
-    _T.ndimension,
-    _T.numel,
-    _T.nelement,
-    _T.element_size,
-    _T.is_floating_point,
-    _T.is_complex,
-    _T.is_signed,
-    _T.is_inference,
-    _T.get_device,
-    _T.__len__,
-    _T.__hash__,
-    _T.register_hook,
-    _T.register_post_accumulate_grad_hook,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.is_inference,
-    torch.numel,
-}
+_GETTERS = [
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "ndim",
+    "requires_grad",
+    "grad_fn",
+    "grad",
+    "name",
+    "is_leaf",
+    "is_sparse",
+    "is_sparse_csr",
+    "is_cuda",
+    "is_cpu",
+    "is_mps",
+    "is_xpu",
+    "is_mkldnn",
+    "is_nested",
+    "is_quantized",
+    "is_meta",
+    "itemsize",
+    "nbytes",
+    "_version",
+    "retains_grad",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+]
+_SETTERS = ("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_METHODS = [
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "element_size",
+    "is_floating_point",
+    "is_complex",
+    "is_signed",
+    "is_inference",
+    "get_device",
+    "__len__",
+    "__hash__",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+]
+_FUNCTIONS = ("is_floating_point", "is_complex", "is_inference", "numel")
+
+
+def _metadata() -> set[Any]:
+    """Returns the operations that need no bytes, as ``__torch_function__`` is given them."""
+    kind: Any = torch.Tensor
+    found = {getattr(kind, name).__get__ for name in _GETTERS if hasattr(kind, name)}
+    found |= {getattr(kind, name).__set__ for name in _SETTERS if hasattr(kind, name)}
+    found |= {getattr(kind, name) for name in _METHODS if hasattr(kind, name)}
+    found |= {getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)}
+    return found | {kind.grad.__delete__}
+
+
+_METADATA = _metadata()
 _PASSES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 _LISTS = ("_foreach_", "_amp_foreach_")
 

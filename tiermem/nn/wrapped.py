@@ -20,6 +20,7 @@ from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.scope import (
     ApplyInterceptor,
     CallInterceptor,
+    CompileInterceptor,
     Interceptor,
     LoadAllInterceptor,
     LoadInterceptor,
@@ -30,6 +31,13 @@ from tiermem.nn.scope import (
 from tiermem.nn.shapes import shape_of
 from tiermem.nn.writes import may_write_uncounted
 
+_INTERCEPTED: tuple[type[Interceptor], ...] = (
+    CallInterceptor,
+    CompileInterceptor,
+    ApplyInterceptor,
+    SaveInterceptor,
+    LoadInterceptor,
+)
 _LARGE_BUFFER = 1 << 18
 
 
@@ -278,19 +286,39 @@ class WrappedModel:
                 entry.param.grad = old.to(self.manager.device)
         for name, scope in self.scopes.items():
             module = self._modules[name]
-            kinds: list[type[Interceptor]] = [
-                CallInterceptor,
-                ApplyInterceptor,
-                SaveInterceptor,
-                LoadInterceptor,
-            ]
-            for kind in kinds:
+            for kind in _INTERCEPTED:
                 module.__dict__[kind.method] = kind(module, scope)
             self._intercept_names(module)
+        for name in self.scopes:
+            call = self._modules[name].__dict__.get(CallInterceptor.method)
+            if call is not None and call.compiled is not None:
+                self.leave_to_compiler(name)
         root = self.scopes[""]
         for module in self._modules.values():
-            for kind in (ApplyInterceptor, LoadAllInterceptor):
-                module.__dict__[kind.method] = kind(module, root)
+            for whole in (ApplyInterceptor, LoadAllInterceptor):
+                module.__dict__[whole.method] = whole(module, root)
+
+    def leave_to_compiler(self, name: str) -> None:
+        """Takes out what a compiler cannot see through, inside a module that is compiled.
+
+        Its own call, which stays intercepted, holds all that the modules of its block need.
+        """
+        prefix = f"{name}." if name else ""
+        for inner, module in self._modules.items():
+            below = inner.startswith(prefix) and self._territory[inner] == self._territory[name]
+            if inner != name and not below:
+                continue
+            self._plain_names(module)
+            if inner != name:
+                call = module.__dict__.pop(CallInterceptor.method, None)
+                if call is not None:
+                    call.give_back()
+
+    @staticmethod
+    def _plain_names(module: nn.Module) -> None:
+        for which in ("_parameters", "_buffers"):
+            if isinstance(module.__dict__[which], TieredDict):
+                module.__dict__[which] = dict(module.__dict__[which].items())
 
     def _intercept_names(self, module: nn.Module) -> None:
         for which in ("_parameters", "_buffers"):
@@ -342,16 +370,19 @@ class WrappedModel:
             entry.param.grad = own.to(value.device)
 
     def _uninstall(self) -> None:
+        for group in self.groups:
+            group.freed = True
         for name in self.scopes:
             module = self._modules[name]
-            for kind in (CallInterceptor, ApplyInterceptor, SaveInterceptor, LoadInterceptor):
+            call = module.__dict__.get(CallInterceptor.method)
+            if call is not None:
+                call.give_back()
+            for kind in _INTERCEPTED:
                 module.__dict__.pop(kind.method, None)
-            for which in ("_parameters", "_buffers"):
-                if isinstance(module.__dict__[which], TieredDict):
-                    module.__dict__[which] = dict(module.__dict__[which].items())
+            self._plain_names(module)
         for module in self._modules.values():
-            for kind in (ApplyInterceptor, LoadAllInterceptor):
-                module.__dict__.pop(kind.method, None)
+            for whole in (ApplyInterceptor, LoadAllInterceptor):
+                module.__dict__.pop(whole.method, None)
         units = {id(e.unit): e.unit for e in self.entries if e.unit is not None}
         blocks = [u.block for u in units.values()] + [g.block for g in self.groups]
         if self._resident is not None:

@@ -16,7 +16,7 @@ def norms_of(
     tensors: Sequence[torch.Tensor], norm_type: float, foreach: bool | None
 ) -> list[torch.Tensor]:
     """Returns the norm of each tensor, by the kernel that ``clip_grad_norm_`` would use."""
-    found = []
+    found: list[torch.Tensor] = []
     for tensor in tensors:
         device = tensor.device
         if (foreach is None and _has_foreach_support([tensor], device)) or (
@@ -44,7 +44,9 @@ def total_norm(
     grouped = _group_tensors_by_device_and_dtype([list(like)], with_indices=True)
     order = [index for _, indices in grouped.values() for index in indices]
     first = norms[0].device
-    return torch.linalg.vector_norm(torch.stack([norms[i].to(first) for i in order]), norm_type)
+    stacked = torch.stack([norms[i].to(first) for i in order])
+    total: torch.Tensor = torch.linalg.vector_norm(stacked, norm_type)
+    return total
 
 
 def scale(tensors: Sequence[torch.Tensor], factor: torch.Tensor, foreach: bool | None) -> None:

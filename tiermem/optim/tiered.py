@@ -61,7 +61,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     # -- the optimizer's own methods -------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Makes one step, each block of weights in turn.
 
         A step that an error cuts short has stepped some blocks and not the others, never part
@@ -189,8 +189,8 @@ class TieredOptimizer(torch.optim.Optimizer):
             for param, values in unit.export(self._runtime, self.state):
                 state[numbers[id(param)]] = values
         result: dict[str, Any] = {"state": dict(sorted(state.items())), "param_groups": groups}
-        for hook in self._optimizer_state_dict_post_hooks.values():
-            changed = hook(self, result)
+        for post in self._optimizer_state_dict_post_hooks.values():
+            changed = post(self, result)
             result = result if changed is None else changed
         return result
 

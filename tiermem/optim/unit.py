@@ -12,7 +12,7 @@ import torch
 from tiermem.config import format_size
 from tiermem.core.block import Block, Role
 from tiermem.core.layout import TensorShape
-from tiermem.errors import CapacityError
+from tiermem.errors import CapacityError, StepError
 from tiermem.nn.grads import Change, GradUnit
 from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import LazyTensor, flush, forget, lazy
@@ -77,6 +77,11 @@ class StepUnit:
 
     def step(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State) -> None:
         """Steps the unit: everything it needs is brought up first, so it happens whole or not."""
+        if self.group is not None and self.group.freed:
+            raise StepError(
+                f"{self.name!r}: the model was taken out of the tiers with tier.unwrap; make a new "
+                "optimizer over it (this one's state_dict() can be loaded there)"
+            )
         stored = [e for e in self.entries if e.has_grad and not e.materialized]
         optimizer = self._optimizer_for(groups)
         for entry in self.entries:
@@ -225,7 +230,7 @@ class StepUnit:
         for entry in self.entries:
             runtime.grads.sync(entry)
         if not set_to_none:
-            self.change(runtime, lambda tensors: [t.zero_() for t in tensors] and None)
+            self.change(runtime, _zero)
             return
         for entry in self.entries:
             if entry.has_grad:
@@ -312,6 +317,11 @@ class StepUnit:
                     runtime.manager.release(self.block, dirty=True)
 
 
+def _zero(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.zero_()
+
+
 def plan_units(
     runtime: ModuleRuntime,
     groups: Sequence[dict[str, Any]],
@@ -366,9 +376,11 @@ def _reserve_state(
     wanted: list[tuple[str, Role, Sequence[TensorShape]]] = []
     owners: list[tuple[StepUnit, list[tuple[torch.Tensor, str]]]] = []
     for unit in units:
-        shapes, keys = [], []
+        shapes: list[TensorShape] = []
+        keys: list[tuple[torch.Tensor, str]] = []
+        number_of = {id(param): number for param, number in unit.members}
         for entry in unit.entries:
-            number = dict((id(p), n) for p, n in unit.members)[id(entry.param)]
+            number = number_of[id(entry.param)]
             spec = entry.group.block.tensors[entry.index]
             settings = settings_of(groups[number - first])
             if not entry.param.requires_grad:
@@ -380,8 +392,8 @@ def _reserve_state(
             wanted.append((f"{unit.name}.state", Role.OPTIMIZER, shapes))
             owners.append((unit, keys))
     blocks = runtime.manager.add_blocks(wanted)
-    for (unit, keys), block in zip(owners, blocks, strict=True):
-        unit.block, unit.keys = block, keys
+    for (unit, own), block in zip(owners, blocks, strict=True):
+        unit.block, unit.keys = block, own
     try:
         _check_step(runtime, units)
     except CapacityError:

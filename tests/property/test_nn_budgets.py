@@ -1,0 +1,115 @@
+"""The least budget that an error names works, and a page less is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support_nn import Tiers, assert_same, check_table, seed, wrap_tight
+from torch import nn
+
+import tiermem
+
+
+class Block(nn.Module):
+    """Layers of uneven sizes, some of them deeper inside."""
+
+    def __init__(self, width: int, inside: int, deep: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, inside)
+        self.norm = nn.LayerNorm(inside)
+        inner = nn.Sequential(
+            nn.Linear(inside, 2 * inside), nn.GELU(), nn.Linear(2 * inside, inside)
+        )
+        self.inner: nn.Module = nn.ModuleList([inner]) if deep else inner
+        self.last = nn.Linear(inside, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.inner[0] if isinstance(self.inner, nn.ModuleList) else self.inner
+        return x + self.last(inner(torch.relu(self.norm(self.first(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int, layers: list[tuple[int, bool]]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, width)
+        self.layers = nn.ModuleList(Block(width, inside, deep) for inside, deep in layers)
+        self.own = nn.Parameter(torch.randn(width))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) * self.own
+        for layer in self.layers:
+            x = layer(x)
+        return x @ self.embed.weight.t()
+
+
+OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.SGD, {"lr": 0.05}),
+    (torch.optim.AdamW, {"lr": 0.01}),
+    (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+]
+BLOCKS: dict[str, Any] = {
+    "auto": "auto",
+    "whole": [],
+    "finest": lambda name, module: not list(module.children()),
+}
+
+
+@settings(max_examples=25 if settings.default.max_examples <= 100 else 500)
+@given(
+    width=st.integers(1, 70),
+    layers=st.lists(st.tuples(st.integers(1, 90), st.booleans()), min_size=1, max_size=4),
+    optimizer=st.sampled_from(OPTIMIZERS),
+    blocks=st.sampled_from(sorted(BLOCKS)),
+)
+def test_the_least_budget_works(
+    width: int, layers: list[tuple[int, bool]], optimizer: Any, blocks: str
+) -> None:
+    def build() -> nn.Module:
+        seed(5)
+        return Net(width, layers)
+
+    plain = build()
+    plain_optimizer = optimizer[0](plain.parameters(), **optimizer[1])
+    tier, model, stepper = wrap_tight(build, Tiers("dram"), optimizer, BLOCKS[blocks])
+    with tier:
+        least = tier._manager.settings.hbm
+        for number in range(3):
+            for which, step in ((plain, plain_optimizer), (model, stepper)):
+                seed(number)
+                which(torch.randint(0, 50, (2, 3))).square().mean().backward()
+                step.step()
+                step.zero_grad()
+            with torch.no_grad():
+                seed(number)
+                model(torch.randint(0, 50, (2, 3)))
+        check_table(tier)
+        assert_same(dict(plain.state_dict()), dict(model.state_dict()), "state")
+    with (
+        tiermem.TierManager(device="cpu", hbm=least - 4096, dram="16MiB") as smaller,
+        pytest.raises(tiermem.CapacityError, match="hbm= at least"),
+    ):
+        stuck = smaller.wrap(build(), BLOCKS[blocks])
+        smaller.optimizer(stuck, optimizer[0], **optimizer[1])
+
+
+def test_the_least_dram_works() -> None:
+    def build() -> nn.Module:
+        seed(5)
+        return Net(16, [(32, False), (48, True)])
+
+    tier, model, stepper = wrap_tight(build, Tiers("dram", dram=4096), OPTIMIZERS[1])
+    with tier:
+        plain = build()
+        before = copy.deepcopy(plain.state_dict())
+        assert_same(dict(before), dict(model.state_dict()), "state")
+        for number in range(2):
+            seed(number)
+            model(torch.randint(0, 50, (2, 3))).square().mean().backward()
+            stepper.step()
+            stepper.zero_grad()
+        check_table(tier)
