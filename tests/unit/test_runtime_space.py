@@ -244,6 +244,21 @@ def test_what_is_used_together_finds_room_together() -> None:
         made.check()
 
 
+def test_what_is_only_pointed_at_is_moved_as_well() -> None:
+    """A parameter still points at a block that is being gathered with others."""
+    with rig(10, [(4, "dram"), (2, "dram"), (7, "dram")]) as made:
+        held, wide = in_the_middle(made)
+        owner = Owner(made.manager, held)
+        owner.hold()
+        owner.let_go(soft=True)
+        slots = made.manager.acquire_all([held, wide])
+        assert owner.param.numel() == 0, "it has let go"
+        for slot, block in zip(slots, (held, wide), strict=True):
+            made.compare(slot.bytes, block)
+            made.manager.release(block)
+        made.check()
+
+
 def test_a_weight_does_not_lie_where_its_gradient_would_not_fit() -> None:
     """What backward needs beside a weight fits wherever the weight happened to be."""
     with rig(10, [(4, "dram"), (2, "dram")]) as made:

@@ -59,6 +59,8 @@ class Compactor:
             extent = record.extent
             if extent is None:
                 continue
+            if extent.offset != start and not self._held(record):
+                space.unpoint(record)  # pointed at without a lease of its own: it can let go
             if extent.offset != start and space.movable(record):
                 self._slide(record, start)
                 start += extent.nbytes
@@ -86,6 +88,10 @@ class Compactor:
             if extent is not None:
                 start, stays, inside = extent.end, 0, []
         return None if best is None else (best[1], best[2])
+
+    def _held(self, record: Record) -> bool:
+        holder = self._space.holders.get(record.block.id)
+        return holder is not None and holder.leases() > 0
 
     def _leaves(self, record: Record, keep: Record | None) -> bool:
         if record is keep or record.extent is None:

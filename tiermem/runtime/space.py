@@ -192,8 +192,6 @@ class Space:
             return False
         holder = self.holders.get(record.block.id)
         known = holder.leases() if holder is not None else 0
-        if slot.pointed and not known:
-            return False
         return record.leases == known + self.unseen.get(record.block.id, 0)
 
     # -- out -------------------------------------------------------------
