@@ -134,6 +134,12 @@ def test_profile_of_the_host(tmp_path) -> None:
     assert found is not None and float(found[1]) > 0
 
 
+def test_checksum(tmp_path) -> None:
+    line = "--layers 6 --width 128 --batch 4 --dram 16MiB --rounds 2 --out out.json"
+    rows = run("bench_checksum.py", tmp_path, *line.split())["rows"]
+    assert rows[0]["step with s"] > 0 and rows[0]["GB from NVMe per step"] > 0
+
+
 def test_planning(tmp_path) -> None:
     line = "--blocks 50 100 --repeats 1 --out out.json"
     rows = run("bench_planning.py", tmp_path, *line.split())["rows"]
