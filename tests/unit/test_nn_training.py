@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -658,6 +659,96 @@ def test_functional_call_with_parameters() -> None:
         out = torch.func.functional_call(model, dict(other.named_parameters()), (data(),))
         out.square().mean().backward()
         return [[p.grad for p in other.parameters()], model(data())]
+
+    follow(use)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # dynamo looks at .grad of what is no leaf
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_with_the_eager_backend(whole: bool) -> None:
+    def prepare(model: Any) -> None:
+        if not whole:
+            for part in (model.encoder, model.decoder):
+                part.compile(backend="eager")
+
+    with Pair(Net, DRAM, prepare=prepare) as pair:
+
+        def use(model: nn.Module, optimizer: Any) -> Any:
+            called = torch.compile(model, backend="eager") if whole else model
+            losses = []
+            for _ in range(2):
+                loss = called(data()).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss)
+            return losses
+
+        pair.both(use)
+        pair.finish()
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tracing_is_refused() -> None:
+    with Pair(Net, DRAM) as pair:
+        with pytest.raises(tiermem.WrapError, match=r"tier\.unwrap"):
+            torch.jit.trace(pair.model, data())
+        pair.both(step)
+
+
+def test_scaled_losses() -> None:
+    def use(model: nn.Module, optimizer: Any) -> Any:
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        totals = []
+        for number in range(4):
+            loss = model(data()).square().mean() * (float("inf") if number == 1 else 1)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            totals.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return [totals, scaler.get_scale()]
+
+    follow(use)
+
+
+def test_threads_that_evaluate_together() -> None:
+    build = lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))  # noqa: E731
+    with Pair(build, Tiers("dram", extra_hbm=1 << 14), optimizer=None) as pair:
+        inputs = [torch.randn(3, 16) for _ in range(4)]
+        found: dict[int, list[torch.Tensor]] = {}
+
+        def run(number: int) -> None:
+            with torch.no_grad():
+                found[number] = [pair.model(inputs[number]) for _ in range(20)]
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for number, outputs in found.items():
+            expected = pair.plain(inputs[number])
+            assert all(same_bits(expected, output) for output in outputs)
+        pair.check_table()
+
+
+def test_initialised_again_and_looked_at() -> None:
+    def use(model: Any, optimizer: Any) -> Any:
+        nn.init.xavier_uniform_(model.encoder[0].weight)
+        model.apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
+        weight = model.decoder[0].weight
+        assert weight in set(model.parameters()) and isinstance(weight, nn.Parameter)
+        weight.detach().numpy()[0, 0] = 3.0
+        return [
+            repr(model),
+            repr(weight),
+            weight.tolist(),
+            weight.stride(),
+            weight.to(torch.float64),
+        ]
 
     follow(use)
 

@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from tiermem.errors import ParameterError, WrapError
-from tiermem.nn.standin import Opened, StandIn
+from tiermem.nn.standin import Opened, StandIn, writes
 
 if TYPE_CHECKING:
     from tiermem.nn.group import Group
@@ -76,7 +76,9 @@ class _Held(Opened):
 
     def close(self, func: Callable[..., Any]) -> None:
         """Lets go; whoever got an address may write through it."""
-        self.group.lender.lent(self.group, self.pushed, dirty=func in _UNSEEN_WRITES)
+        self.group.lender.lent(
+            self.group, self.pushed, dirty=func in _UNSEEN_WRITES or writes(func)
+        )
 
 
 def away_class(kind: type) -> type:

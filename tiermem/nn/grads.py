@@ -150,6 +150,8 @@ class GradStore:
                 for change in unit.pending:
                     change(views)
             unit.pending.clear()
+            for entry in unit.entries:
+                refresh(entry.lazy, slot.views[entry.unit_index])
             if views:
                 self._manager.mark_dirty(unit.block)
 
@@ -170,8 +172,7 @@ class GradStore:
                     view.add_(gradient)
                 else:
                     view.copy_(gradient)
-                if entry.lazy is not None:
-                    refresh(entry.lazy, view)
+                refresh(entry.lazy, view)
             entry.has_grad = True
         finally:
             self._manager.release(unit.block, dirty=written)

@@ -14,17 +14,11 @@ from typing import Any
 import torch
 
 from tiermem.nn.placeholder import placeholder
-from tiermem.nn.standin import Opened, StandIn
+from tiermem.nn.standin import Opened, StandIn, writes
 from tiermem.runtime.slots import use_count
 
-_WITHOUT_COUNT: set[Any] = {
-    torch.Tensor.data.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.numpy,
-    torch.Tensor.untyped_storage,
-}
 _NOTHING = {torch.Tensor.detach_, torch.Tensor.requires_grad_}
 _OWN_REFERENCES = 2
-_UNCOUNTED = -1
 
 
 class LazyTensor(StandIn, torch.Tensor):
@@ -32,14 +26,14 @@ class LazyTensor(StandIn, torch.Tensor):
 
     _load: Callable[[], torch.Tensor]
     _store: Callable[[torch.Tensor], Any]
-    _kept: tuple[torch.Tensor, int] | None
+    _kept: torch.Tensor | None
 
     def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
         return (True, self) if func in _NOTHING else (False, None)
 
     def _open(self) -> Opened:
         flush(self)
-        return _Copy(self, self._kept[0] if self._kept is not None else self._load())
+        return _Copy(self, self._kept if self._kept is not None else self._load())
 
     def _in_a_pass(self) -> Any:
         flush(self)
@@ -67,13 +61,9 @@ class _Copy(Opened):
 
     def close(self, func: Callable[..., Any]) -> None:
         """Writes a change back; keeps the copy while something else looks into it."""
-        kept = self.lazy._kept
-        uncounted = func in _WITHOUT_COUNT or (kept is not None and kept[1] == _UNCOUNTED)
-        if self.tensor._version != self.version:
+        if self.tensor._version != self.version or writes(func):
             self.lazy._store(self.tensor.detach())
-        self.lazy._kept = None
-        if _seen(self.tensor):
-            self.lazy._kept = (self.tensor, _UNCOUNTED if uncounted else self.tensor._version)
+        self.lazy._kept = self.tensor if _seen(self.tensor) else None
 
 
 def _seen(tensor: torch.Tensor) -> bool:
@@ -81,16 +71,17 @@ def _seen(tensor: torch.Tensor) -> bool:
 
 
 def flush(tensor: torch.Tensor | None) -> None:
-    """Writes back what was changed through a view of a lazy tensor (``p.grad[0].zero_()``)."""
+    """Writes back what was changed through a view of a lazy tensor (``p.grad[0].zero_()``).
+
+    Not every change is counted (``p.grad.data``, numpy), so one is assumed.
+    """
     if not isinstance(tensor, LazyTensor) or tensor._kept is None:
         return
     with torch._C.DisableTorchFunctionSubclass():
-        kept, version = tensor._kept
-        if version == _UNCOUNTED or kept._version != version:
-            tensor._store(kept.detach())
-        tensor._kept = (kept, version if version == _UNCOUNTED else kept._version)
-        if not _seen(kept):
-            tensor._kept = None
+        kept, tensor._kept = tensor._kept, None
+        tensor._store(kept.detach())
+        if _seen(kept):
+            tensor._kept = kept
 
 
 def forget(tensor: torch.Tensor) -> None:
@@ -101,7 +92,7 @@ def forget(tensor: torch.Tensor) -> None:
 
 def orphan(tensor: LazyTensor) -> None:
     """Gives a lazy tensor its value for good: what it stood for is about to be forgotten."""
-    kept = tensor._kept[0] if tensor._kept is not None else tensor._load()
+    kept = tensor._kept if tensor._kept is not None else tensor._load()
     tensor._kept = None
     tensor._load = lambda: kept
     tensor._store = lambda value: None if value is kept else kept.copy_(value) and None
@@ -125,15 +116,14 @@ def is_held(tensor: LazyTensor, own: int) -> bool:
     return _references(tensor) > ALONE + own
 
 
-def refresh(tensor: torch.Tensor, value: torch.Tensor) -> None:
+def refresh(tensor: torch.Tensor | None, value: torch.Tensor) -> None:
     """Shows a change of what is stored in the views of a lazy tensor that are still seen."""
     if isinstance(tensor, LazyTensor) and tensor._kept is not None:
-        kept, version = tensor._kept
-        if not _seen(kept):
-            tensor._kept = None
-        elif kept is not value:
-            kept.copy_(value)
-            tensor._kept = (kept, version if version == _UNCOUNTED else kept._version)
+        kept = tensor._kept
+        tensor._kept = kept if _seen(kept) else None
+        if tensor._kept is not None:
+            with torch.no_grad():
+                kept.copy_(value)
 
 
 def lazy(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tiermem.core.block import Block, Role
+from tiermem.errors import WrapError
 from tiermem.nn.grads import GradStore
 from tiermem.nn.group import Entry, Group
 from tiermem.nn.saved import SavedHooks
@@ -102,6 +103,11 @@ class ModuleRuntime:
         if torch._C._current_graph_task_id() != -1:
             self.enter_backward()  # recomputation
             return
+        if torch._C._get_tracing_state() is not None:
+            raise WrapError(
+                "torch.jit.trace takes weights as they are; trace the module before tier.wrap, or "
+                "take it out of the tiers first with tier.unwrap(module)"
+            )
         self.end_backward()
         training = torch.is_grad_enabled()
         for check in self.on_begin:

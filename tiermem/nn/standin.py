@@ -136,6 +136,12 @@ def _pass(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return func(*known(args), **{key: known(value) for key, value in kwargs.items()})
 
 
+def writes(func: Callable[..., Any]) -> bool:
+    """Whether an operation works in place by its name; not all of them are counted."""
+    name = getattr(func, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
+
+
 def dispatch(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs an operation some of whose arguments are stand-ins."""
     if args and isinstance(args[0], StandIn):

@@ -13,6 +13,7 @@ from torch import nn
 from tiermem.config import format_size
 from tiermem.core.block import Role
 from tiermem.errors import CapacityError, CheckpointError
+from tiermem.nn.compiler import hide_from_compiler
 from tiermem.nn.group import Entry, Group, Member
 from tiermem.nn.inspect import Found, find, is_uninitialized, link_shared, owners
 from tiermem.nn.partition import Predicate, territories
@@ -82,6 +83,7 @@ class WrappedModel:
         roots = territories(model, blocks, max(1, self.manager.table.hbm.capacity // 4))
         self._territory = self._territories_of(roots)
         self._plan(params, buffers)
+        hide_from_compiler()
         try:
             self._check_hbm()
             self._move_in()

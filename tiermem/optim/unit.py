@@ -15,7 +15,7 @@ from tiermem.core.layout import TensorShape
 from tiermem.errors import CapacityError, StepError
 from tiermem.nn.grads import Change, GradUnit
 from tiermem.nn.group import Entry, Group
-from tiermem.nn.lazy import LazyTensor, flush, forget, lazy
+from tiermem.nn.lazy import LazyTensor, flush, forget, lazy, refresh
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.shapes import shape_of
 from tiermem.optim.probe import Make, StateProbe, settings_of
@@ -101,6 +101,9 @@ class StepUnit:
                     self._detach(runtime, optimizer, slot, state)
             finally:
                 for entry in stored:
+                    unit = entry.unit
+                    if unit is not None:
+                        refresh(entry.lazy, slots[id(unit.block)].views[entry.unit_index])
                     entry.param.grad = None
                     runtime.grads.expose(entry)
 

@@ -1,0 +1,64 @@
+"""Keeps ``torch.compile`` out of this package's own code, so that it compiles the modules'."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+_hidden: set[str] = set()
+
+
+def hide_from_compiler() -> None:
+    """Marks the code of every module of tiermem that has been imported since the last time.
+
+    The compiler leaves a marked function to the interpreter and goes on with what it calls.
+    """
+    skip = _skipper()
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "tiermem" and name not in _hidden:
+            _hidden.add(name)
+            for function in _functions(module):
+                function.__dict__["_torchdynamo_disable"] = True
+                for code in _nested(function.__code__):
+                    skip(code)
+
+
+def _skipper() -> Callable[[types.CodeType], Any]:
+    """Returns what this version of torch has to keep a frame from being compiled."""
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "skip_code"):
+        return frames.skip_code  # type: ignore[no-any-return]
+    try:
+        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+        return partial(_set_strategy, frames.set_code_exec_strategy, strategy)
+    except AttributeError:
+        return lambda code: None
+
+
+def _set_strategy(setter: Callable[..., Any], strategy: Any, code: types.CodeType) -> None:
+    setter(code, strategy)
+
+
+def _functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
+    for thing in list(vars(module).values()):
+        if getattr(thing, "__module__", None) != module.__name__:
+            continue
+        for function in [thing, *(vars(thing).values() if inspect.isclass(thing) else ())]:
+            if isinstance(function, property):
+                function = function.fget
+            function = inspect.unwrap(getattr(function, "__func__", function) or function)
+            if isinstance(function, types.FunctionType):
+                yield function
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
