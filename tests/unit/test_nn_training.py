@@ -490,6 +490,33 @@ def test_an_optimizer_over_all_parameters_is_refused() -> None:
         Pair(Net, DRAM, optimizer=(NormOfAll, {}))
 
 
+class Noisy(torch.optim.Optimizer):
+    """Draws random numbers for one parameter after the other."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(p.grad + torch.randn_like(p), alpha=0.1)
+
+
+def test_an_optimizer_whose_numbers_depend_on_the_order_is_refused() -> None:
+    with pytest.raises(tiermem.StepError, match="random numbers"):
+        Pair(Net, DRAM, optimizer=(Noisy, {}))
+
+
+def test_an_optimizer_after_its_model_was_unwrapped() -> None:
+    with Pair(Net, DRAM) as pair:
+        pair.both(step, 1)
+        pair.model(data()).sum().backward()
+        pair.tier.unwrap(pair.model)
+        with pytest.raises(tiermem.StepError, match="make a new"):
+            pair.optimizer.step()
+
+
 # -- state of modules ------------------------------------------------------------------
 
 

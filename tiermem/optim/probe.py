@@ -73,7 +73,7 @@ def _run(
         for param in params:
             param.grad = _gradient(param, sparse=sparse)
         torch.manual_seed(100 + step)
-        for optimizer in optimizers:
+        for optimizer in reversed(optimizers):  # an order of our own, so that random draws show
             optimizer.step()
     for optimizer, old in zip(optimizers, before, strict=True):
         if _numbers(optimizer.param_groups[0]) != old:
@@ -147,7 +147,7 @@ def _try(
     if not odd:
         for first, second in zip(together, one_by_one, strict=True):
             if not torch.equal(_bits(first), _bits(second)):
-                odd = "its update of one parameter depends on the others"
+                odd = "its update of one parameter depends on the others, or on random numbers"
     if odd:
         raise StepError(
             f"{name} cannot be streamed block by block: {odd}. Use an optimizer that updates each "
