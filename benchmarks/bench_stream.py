@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import time
 from typing import Any
 
@@ -164,12 +165,16 @@ def main() -> None:
     parser.add_argument("--dram", default="14GiB")
     parser.add_argument("--nvme", default=None)
     parser.add_argument("--train", action="store_true")
+    parser.add_argument("--deterministic", action="store_true", help="deterministic kernels")
     parser.add_argument("--depth", default="auto")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--trace", default=None, help="write a Chrome trace of the last forward")
     parser.add_argument("--out", default=None)
     args = parser.parse_args()
     device = torch.device(args.device)
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
     clock = Clock(device)
     model = build(args.shape, device)
     if args.train:
