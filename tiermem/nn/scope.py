@@ -23,6 +23,7 @@ from tiermem.core.block import Role
 from tiermem.errors import ParameterError, WrapError
 from tiermem.nn.group import Group
 from tiermem.nn.runtime import ModuleRuntime, outputs_with_grad
+from tiermem.nn.statedict import check_state
 
 if TYPE_CHECKING:
     from tiermem.nn.wrapped import WrappedModel
@@ -233,7 +234,8 @@ class LoadAllInterceptor(Interceptor):
 
     def __call__(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Checks every shape, then loads."""
-        self.scope.wrapped.check_state(self.module, state_dict, *args, **kwargs)
+        self.runtime.manager.guard()
+        check_state(self.module, state_dict, *args, **kwargs)
         return self.inner(state_dict, *args, **kwargs)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from tiermem.config import format_size
 from tiermem.core.block import Role
-from tiermem.errors import CapacityError, CheckpointError
+from tiermem.errors import CapacityError
 from tiermem.nn.compiler import hide_from_compiler
 from tiermem.nn.group import Entry, Group, Member
 from tiermem.nn.inspect import Found, find, is_uninitialized, link_shared, owners
@@ -453,42 +453,6 @@ class WrappedModel:
         finally:
             for group in reversed(held):
                 group.let_go()
-
-    def check_state(
-        self, module: nn.Module, state: Any, strict: bool = True, assign: bool = False
-    ) -> None:
-        """Refuses a state dict whose tensors have other shapes than the model's.
-
-        Raises:
-            CheckpointError: Naming the first tensor that differs.
-        """
-        self.manager.guard()
-        if assign:
-            raise CheckpointError(
-                "load_state_dict(assign=True) would replace tensors that live in the tiers; leave "
-                "assign out, the values are copied in"
-            )
-        if not isinstance(state, Mapping):
-            return
-        for name, part in module.named_modules():
-            if part._load_state_dict_pre_hooks or not _loads_plainly(part):
-                continue  # it may reshape what it is given
-            tensors = [*part.__dict__["_parameters"].items(), *part.__dict__["_buffers"].items()]
-            for own, tensor in tensors:
-                key = f"{name}.{own}" if name else own
-                value = state.get(key)
-                if tensor is None or not isinstance(value, torch.Tensor):
-                    continue
-                if value.shape != tensor.shape and not (tensor.dim() == 0 and value.numel() == 1):
-                    raise CheckpointError(
-                        f"the checkpoint's {key!r} has shape {tuple(value.shape)}, the model's has "
-                        f"{tuple(tensor.shape)}; nothing was loaded"
-                    )
-
-
-def _loads_plainly(module: nn.Module) -> bool:
-    """Whether a module takes its state as torch's own modules do."""
-    return type(module)._load_from_state_dict.__module__.startswith("torch.")
 
 
 Blocks = str | Iterable[str] | Callable[[str, nn.Module], bool]
