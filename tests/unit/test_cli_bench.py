@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from tiermem import cli
 from tiermem.cli import disks, measured
@@ -125,6 +126,7 @@ def test_plan_takes_the_measured_speeds(saved, tmp_path, monkeypatch, capsys) ->
     assert plan(capsys, "--profile", str(saved)) == found  # named, it may be of any device
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_plan_takes_only_the_disks_of_a_machine_without_gpu(saved, capsys) -> None:
     profile.save(profile.MachineProfile("cpu", "2026-11-21", "1", "2", h2d=1e9, nvme_read=1e9))
     found = plan(capsys)["speeds"]

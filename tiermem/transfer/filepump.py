@@ -121,8 +121,7 @@ class Pump:
         self._brisk = False
         n_chunks = len(self._chunks)
         # Some chunks are kept for reads: an urgent one shall not wait behind writes alone.
-        # a disk may well end all it has been given at once; so half of the chunks are kept back,
-        # to be given to it the moment it is done, before the first half is checked and copied on
+        # a disk may end all it has at once; the other half is then given to it straight away
         self._most_in_flight = n_chunks if n_chunks < _FEW_CHUNKS else n_chunks // 2
         self._most_writing = max(1, n_chunks - max(1, n_chunks // 4))
         self._thread = threading.Thread(
@@ -228,20 +227,26 @@ class Pump:
             before = time.perf_counter_ns()
             completions = self._wait(look)
             self.counters.wait_ns += time.perf_counter_ns() - before
-            if completions:
-                self._begin_pieces()  # the disk goes on while what it gave is checked
-            for completion in completions:
-                self._complete(completion)
-                self._begin_pieces()
+            self._take_all(completions)
             moved = self._look_at_fences()
             look = _FIRST_LOOK if moved or completions else min(2 * look, _LAST_LOOK)
+
+    def _take_all(self, completions: list[IoCompletion]) -> None:
+        """Takes on what has ended; the disk is given its next work before anything is checked."""
+        if completions and self._engine.in_flight and len(self._chunks) >= _FEW_CHUNKS:
+            completions += self._engine.wait(_FIRST_LOOK)  # they tend to end together
+        arrived = deque(completions)
+        while arrived:
+            self._begin_pieces()
+            self._complete(arrived.popleft())
+            if not arrived and self._engine.in_flight:
+                arrived.extend(self._engine.wait(0))
 
     def _wait(self, look: float) -> list[IoCompletion]:
         """Waits for what ends next: an operation, or a copy whose chunk is needed.
 
-        A copy cannot wake the engine, and short timers are coarse on some kernels. So copies
-        are looked at whenever an operation ends, waited for where no operation is under way,
-        and polled only where somebody waits for a transfer of which nothing else is left.
+        A copy cannot wake the engine. So copies are looked at whenever an operation ends, waited
+        for where none is under way, and polled only at the end of a transfer.
         """
         if not self._fenced:
             return self._engine.wait(None)
