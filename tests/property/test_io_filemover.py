@@ -66,9 +66,7 @@ class Unlucky:
 Asked = tuple[str, int, FileTransfer, torch.Tensor]
 
 
-def play(
-    script: list[tuple[str, int]], seed: int, engine: IoEngine, chunks: int
-) -> list[Asked]:
+def play(script: list[tuple[str, int]], seed: int, engine: IoEngine, chunks: int) -> list[Asked]:
     """Runs a script and compares every read with what was last written whole."""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
