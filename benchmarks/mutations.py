@@ -17,7 +17,7 @@ FILES = (
 DISKS = ("tests/faults/test_io_faults.py",)
 ENGINES = ("tests/unit/test_io_engines.py", "tests/property/test_io_filemover.py")
 NN = ("tests/unit/test_nn_training.py", "tests/unit/test_nn_modules.py")
-GPU = ("tests/gpu",)
+GPU = ("tests/gpu/test_training.py",)
 
 
 @dataclass(frozen=True)
