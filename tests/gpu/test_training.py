@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -137,6 +138,13 @@ def test_late_streams_change_nothing(stream: str, depth, tmp_path: Path) -> None
         assert tier.stats().evictions > 0
 
 
+def _synchronizing(mode: str) -> None:
+    """Sets what torch does where the host synchronizes; it warns that this is a prototype."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode(mode)
+
+
 def test_steady_state_does_not_synchronize_nor_allocate(tmp_path: Path) -> None:
     model = build("plain").eval()
     x = torch.randint(0, 256, (4, 64), device="cuda")
@@ -145,12 +153,14 @@ def test_steady_state_does_not_synchronize_nor_allocate(tmp_path: Path) -> None:
         for _ in range(3):
             model(x)
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
+        segments = torch.cuda.memory_stats()["segment.all.allocated"]
+        _synchronizing("error")
         try:
             for _ in range(3):
                 model(x)
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            _synchronizing("default")
+        assert torch.cuda.memory_stats()["segment.all.allocated"] == segments
         assert tier.stats().evictions > 0
 
 

@@ -198,7 +198,8 @@ class ModuleRuntime:
         """Counts host time spent in a pass."""
         ended = time.perf_counter_ns()
         self.manager.counters.busy_ns += ended - began_ns
-        self.manager.timeline.add("compute", what, began_ns, ended)
+        lane = "optimizer" if what == "optimizer" else "compute"
+        self.manager.timeline.add(lane, what, began_ns, ended)
 
     def _drop(self, groups: Iterable[Group]) -> None:
         for group in groups:

@@ -121,7 +121,7 @@ class Pump:
         self._brisk = False
         n_chunks = len(self._chunks)
         # Some chunks are kept for reads: an urgent one shall not wait behind writes alone.
-        # a disk may end all it has at once; the other half is then given to it straight away
+        # what a disk ends all at once is followed by the other half straight away
         self._most_in_flight = n_chunks if n_chunks < _FEW_CHUNKS else n_chunks // 2
         self._most_writing = max(1, n_chunks - max(1, n_chunks // 4))
         self._thread = threading.Thread(
@@ -228,15 +228,16 @@ class Pump:
             completions = self._wait(look)
             self.counters.wait_ns += time.perf_counter_ns() - before
             self._take_all(completions)
-            moved = self._look_at_fences()
-            look = _FIRST_LOOK if moved or completions else min(2 * look, _LAST_LOOK)
+            moved = self._look_at_fences() or bool(completions)
+            look = _FIRST_LOOK if moved else min(2 * look, _LAST_LOOK)
 
     def _take_all(self, completions: list[IoCompletion]) -> None:
         """Takes on what has ended; the disk is given its next work before anything is checked."""
         if completions and self._engine.in_flight and len(self._chunks) >= _FEW_CHUNKS:
-            completions += self._engine.wait(_FIRST_LOOK)  # they tend to end together
+            completions += self._engine.wait(_FIRST_LOOK)  # they often end together
         arrived = deque(completions)
         while arrived:
+            self._look_at_fences()
             self._begin_pieces()
             self._complete(arrived.popleft())
             if not arrived and self._engine.in_flight:
