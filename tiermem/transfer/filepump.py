@@ -244,10 +244,9 @@ class Pump:
                 arrived.extend(self._engine.wait(0))
 
     def _wait(self, look: float) -> list[IoCompletion]:
-        """Waits for what ends next: an operation, or a copy whose chunk is needed.
+        """Waits for what ends next, an operation or a copy; a copy cannot wake the engine.
 
-        A copy cannot wake the engine. So copies are looked at whenever an operation ends, waited
-        for where none is under way, and polled only at the end of a transfer.
+        So copies are looked at whenever an operation ends, waited for where none is under way.
         """
         if not self._fenced:
             return self._engine.wait(None)
