@@ -124,6 +124,7 @@ def test_llama_modes(mode: str) -> None:
                 assert torch.equal(a, b)
 
 
+@pytest.mark.filterwarnings("ignore")  # what the compiler imports warns of itself
 def test_a_compiled_layer_equals_the_same_layer_compiled_and_resident() -> None:
     plain, model = build("llama"), build("llama")
     ids = torch.randint(1, 1024, (2, 64), device="cuda")
