@@ -59,8 +59,7 @@ class Away(StandIn):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise WrapError(
-            "a parameter that lives in the tiers cannot be pickled; save the state_dict(), "
-            "or use tier.save()"
+            "a parameter that lives in the tiers cannot be pickled; save the state_dict()"
         )
 
 

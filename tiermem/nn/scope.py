@@ -97,8 +97,8 @@ class Interceptor:
 
     def __reduce__(self) -> Any:
         raise WrapError(
-            "a wrapped module cannot be pickled; save its state_dict(), use tier.save(), or take "
-            "it out of the tiers first with tier.unwrap(module)"
+            "a wrapped module cannot be pickled; save its state_dict(), or take it out of the "
+            "tiers first with tier.unwrap(module)"
         )
 
 
