@@ -169,12 +169,13 @@ class Group(Holder):
 
     def hold(self) -> None:
         """Leases the block and points its tensors at it."""
-        if self.holds == 0:
-            slot = self.manager.acquire(self.block)
-            self._point(slot, soft=False)
-            self.soft = False
-            self._versions = self._count()
-        self.holds += 1
+        with self.manager.lock:  # threads may evaluate one model together
+            if self.holds == 0:
+                slot = self.manager.acquire(self.block)
+                self._point(slot, soft=False)
+                self.soft = False
+                self._versions = self._count()
+            self.holds += 1
 
     def let_go(self, *, dirty: bool = False, soft: bool = False) -> None:
         """Gives one hold back; the last one points the tensors away.
@@ -183,6 +184,10 @@ class Group(Holder):
             dirty: Whether it was certainly written.
             soft: Whether to leave the tensors pointed at the block, without a lease.
         """
+        with self.manager.lock:
+            self._let_go(dirty=dirty, soft=soft)
+
+    def _let_go(self, *, dirty: bool, soft: bool) -> None:
         if self.holds > 1:
             self.holds -= 1
             if dirty:
@@ -209,19 +214,21 @@ class Group(Holder):
         Args:
             dirty: Whether to assume that they will be written.
         """
-        if self.holds:
-            return
-        slot = self.manager.acquire(self.block)
-        if not self.soft:
-            self._point(slot, soft=True)
-            self.soft = True
-        self.manager.release(self.block, dirty=dirty or self.writes_hidden)
+        with self.manager.lock:
+            if self.holds:
+                return
+            slot = self.manager.acquire(self.block)
+            if not self.soft:
+                self._point(slot, soft=True)
+                self.soft = True
+            self.manager.release(self.block, dirty=dirty or self.writes_hidden)
 
     def unpoint(self) -> None:
         """Ends a soft pointing (the manager calls this before the block leaves)."""
-        if self.soft:
-            self.soft = False
-            self._away()
+        with self.manager.lock:
+            if self.soft:
+                self.soft = False
+                self._away()
 
     def repoint(self, slot: Slot) -> None:
         """Points the tensors at the block's new place."""

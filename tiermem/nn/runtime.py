@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from bisect import bisect_right
 from collections import deque
@@ -29,7 +30,6 @@ class ModuleRuntime:
     Attributes:
         manager: The blocks.
         groups: Every group of parameters, in the order of the modules.
-        stack: Groups demanded out of turn, per scope under way.
         grads: The gradients.
         saved: The saved-tensor hooks.
         on_begin: Called before each top-level pass (the optimizers check in here).
@@ -40,7 +40,7 @@ class ModuleRuntime:
         """Starts with no module."""
         self.manager = manager
         self.groups: list[Group] = []
-        self.stack: list[list[Group]] = []
+        self._local = threading.local()
         self.grads = GradStore(self)
         self.saved = SavedHooks(self)
         self.on_begin: list[Callable[[bool], None]] = []
@@ -51,6 +51,14 @@ class ModuleRuntime:
         self._in_backward = False
         self._backward_began = 0
         self._last_forward: Hashable = None
+
+    @property
+    def stack(self) -> list[list[Group]]:
+        """Groups held by each scope under way in this thread, the outermost first."""
+        found: list[list[Group]] | None = getattr(self._local, "stack", None)
+        if found is None:
+            found = self._local.stack = []
+        return found
 
     # -- membership ------------------------------------------------------
 
@@ -108,16 +116,17 @@ class ModuleRuntime:
                 "torch.jit.trace takes weights as they are; trace the module before tier.wrap, or "
                 "take it out of the tiers first with tier.unwrap(module)"
             )
-        self.end_backward()
-        training = torch.is_grad_enabled()
-        for check in self.on_begin:
-            check(training)
-        self._drop(self._ambient)
-        self._ambient = []
-        key = ("forward", scope.name, scope.number, training)
-        self._last_forward = key
-        guess = [g.block.id for g in scope.order()]
-        self.manager.begin_pass(key, guess)
+        with self.manager.lock:
+            self.end_backward()
+            training = torch.is_grad_enabled()
+            for check in self.on_begin:
+                check(training)
+            self._drop(self._ambient)
+            self._ambient = []
+            key = ("forward", scope.name, scope.number, training)
+            self._last_forward = key
+            guess = [g.block.id for g in scope.order()]
+            self.manager.begin_pass(key, guess)
 
     def demand(self, group: Group) -> None:
         """A parameter is reached for while its block is not held."""

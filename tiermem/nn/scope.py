@@ -134,12 +134,13 @@ class CallInterceptor(Interceptor):
 
     def _within(self, scope: Scope, runtime: ModuleRuntime, args: Any, kwargs: Any) -> Any:
         began = 0
-        if not runtime.stack:
+        stack = runtime.stack
+        if not stack:
             runtime.manager.guard()
             runtime.begin_forward(scope)
             began = time.perf_counter_ns()
         held: list[Group] = []
-        runtime.stack.append(held)
+        stack.append(held)
         pushed = False
         try:
             for group in scope.groups:
@@ -153,7 +154,7 @@ class CallInterceptor(Interceptor):
         finally:
             if pushed:
                 runtime.saved.pop()
-            runtime.stack.pop()
+            stack.pop()
             for group in reversed(held):
                 group.let_go()
             if began:
