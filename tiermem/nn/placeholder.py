@@ -31,9 +31,3 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
     """Returns a tensor of this shape that takes one element of memory and reads as poison."""
     with torch.inference_mode(False), torch.no_grad():
         return poison_element(dtype, device).expand(shape)
-
-
-def is_placeholder(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory is the poison element of its dtype and device."""
-    element = _kept.get((tensor.dtype, tensor.device))
-    return element is not None and tensor.data_ptr() == element.data_ptr()

@@ -291,10 +291,7 @@ class TieredDict(dict[str, Any]):
             raise self._replaced(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return self.runtime_copy(memo)
-
-    def runtime_copy(self, memo: dict[int, Any]) -> dict[str, Any]:
-        """Returns a plain dictionary of ordinary copies, for ``copy.deepcopy``."""
+        # a copied module is an ordinary one: a plain dictionary of ordinary tensors
         copied: dict[str, Any] = {}
         for name, value in self.items():
             group = self.groups.get(name)
