@@ -17,6 +17,7 @@ FILES = (
 DISKS = ("tests/faults/test_io_faults.py",)
 ENGINES = ("tests/unit/test_io_engines.py", "tests/property/test_io_filemover.py")
 NN = ("tests/unit/test_nn_training.py", "tests/unit/test_nn_modules.py")
+STREAMS = ("tests/property/test_streams.py",)
 GPU = ("tests/gpu/test_training.py",)
 
 
@@ -45,7 +46,7 @@ _RUNTIME, _CORE = "tiermem/runtime/", "tiermem/core/"
 _PUMP, _SAVED = "tiermem/transfer/filepump.py", "tiermem/nn/saved.py"
 _COPY = "tiermem/transfer/copy.py"
 
-MUTATIONS = (
+_ELSEWHERE = (
     # leases, aliases, dirty marks
     Mutation(
         "an acquire that takes no lease",
@@ -284,46 +285,54 @@ MUTATIONS = (
         "                for change in unit.pending:\n                    change(views)\n",
         NN,
     ),
-    # streams
-    Mutation(
+)
+
+_WAITS = (
+    (
         "compute does not wait for a copy up",
-        _COPY,
-        "        if event is not None:\n            stream.wait_event(event)\n",
+        "        if event is not None:\n            self.calls.wait(stream, event)\n",
         "",
-        GPU,
-        gpu=True,
     ),
-    Mutation(
+    (
         "a copy up does not wait for compute that still reads there",
-        _COPY,
-        "        for mark in self._marks():\n            self.up_stream.wait_event(mark)\n",
+        "        self._follow_compute(self._up)\n",
         "",
-        GPU,
-        gpu=True,
     ),
-    Mutation(
+    (
         "a copy up does not wait for copies down from there",
-        _COPY,
-        "        for event in self._fences_of(extent):\n"
-        "            self.up_stream.wait_event(event)\n",
+        "        for event in self._falling.over(extent):\n"
+        "            self.calls.wait(self._up, event)\n",
         "",
-        GPU,
-        gpu=True,
     ),
-    Mutation(
+    (
         "a copy down does not wait for the compute that writes",
-        _COPY,
-        "        for mark in self._marks():\n            self.down_stream.wait_event(mark)\n",
+        "        self._follow_compute(self._down)\n",
         "",
-        GPU,
-        gpu=True,
     ),
-    Mutation(
+    (
         "compute writes where a copy still reads",
-        _COPY,
-        "        for event in self._fences_of(extent):\n            stream.wait_event(event)\n",
-        "",
-        GPU,
-        gpu=True,
+        "            for event in fences.over(extent):\n"
+        "                self.calls.wait(stream, event)\n",
+        "            fences.over(extent)\n",
+    ),
+    (
+        "compute writes where another compute stream still reads",
+        "                self.calls.wait(stream, self.calls.record(other))\n",
+        "                self.calls.record(other)\n",
+    ),
+    (
+        "copies wait for one compute stream and not for all",
+        "        for stream in self._compute:\n            self.calls.wait(copies",
+        "        for stream in [self.calls.current()]:\n            self.calls.wait(copies",
+    ),
+)
+"""Event waits of the copy engine. Simulated streams show each; five show on a GPU's as well."""
+
+MUTATIONS = (
+    *_ELSEWHERE,
+    *(Mutation(name, _COPY, old, new, STREAMS) for name, old, new in _WAITS),
+    *(
+        Mutation(f"{name} (real streams)", _COPY, old, new, GPU, gpu=True)
+        for name, old, new in _WAITS[:5]
     ),
 )

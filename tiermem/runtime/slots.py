@@ -16,7 +16,7 @@ import torch
 from tiermem.core.block import Block, Extent
 from tiermem.storage.arena import Arena
 
-_KEPT_PER_BLOCK = 4
+_KEPT_PER_BLOCK = 8
 
 
 def use_count(storage: torch.UntypedStorage) -> int:

@@ -125,14 +125,16 @@ class Space:
 
         beyond = -1 if position is None else planner.cursor + position
         best: Window | None = None
-        last = queue.last(_CANDIDATES, beyond, free)
-        for block_id in last:
-            extent = self.table[block_id].extent
-            window = None if extent is None else hbm.window_around(extent.offset, nbytes, price)
-            if window is not None and (best is None or window.cost < best.cost):
-                best = window
-            if best is not None and len(best.victims) == 1 and not self._dirty(best.victims[0]):
-                break  # one clean block, needed last of all: nothing is cheaper by much
+        last: list[int] = []
+        for most in (1, _CANDIDATES):  # as a rule the first one will do
+            last = queue.last(most, beyond, free)
+            for block_id in last[0 if most == 1 else 1 :]:
+                extent = self.table[block_id].extent
+                window = None if extent is None else hbm.window_around(extent.offset, nbytes, price)
+                if window is not None and (best is None or window.cost < best.cost):
+                    best = window
+                if best is not None and len(best.victims) == 1 and not self._dirty(best.victims[0]):
+                    return best  # one clean block, needed last: nothing is cheaper by much
         if best is None and (position is None or last):
             best = hbm.cheapest_window(nbytes, price)
         return best

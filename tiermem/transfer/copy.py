@@ -8,17 +8,19 @@ CPU there is nothing to wait for.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 
 from tiermem.core.block import Extent
+from tiermem.transfer.driver import DriverCalls, Signal, StreamCalls
 
 POISON = 0xFF
 """Fills what must not be read: NaN in every float format, -1 in the integers."""
 
-Event = torch.cuda.Event
+Event = Signal
 """What a copy leaves behind; None where it is over already."""
 
 
@@ -65,9 +67,10 @@ class CopyEngine(Protocol):
         ...
 
     def claim(self, extent: Extent) -> None:
-        """Makes the current compute stream wait for copies from and to ``extent``.
+        """Makes the current compute stream wait for whatever else uses ``extent``.
 
-        Compute is about to write there, and what was there before may still be on its way.
+        Compute is about to write there; copies from and to it, and other compute streams that
+        read what was there before, may not be through.
         """
         ...
 
@@ -136,21 +139,51 @@ class HostCopyEngine:
         """Nothing to wait for."""
 
 
-class CudaCopyEngine:
+class Fences:
+    """Copies from or to HBM on one stream that may not be over yet, in the order of submission."""
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self._fences: deque[tuple[int, int, Event]] = deque()
+
+    def add(self, extent: Extent, event: Event) -> None:
+        """Remembers a copy until it is over."""
+        fences = self._fences
+        while fences and fences[0][2].done():
+            fences.popleft()
+        fences.append((extent.offset, extent.end, event))
+
+    def over(self, extent: Extent) -> Iterator[Event]:
+        """Yields the last copy that touches ``extent``; the earlier ones are over when it is."""
+        for start, end, event in reversed(self._fences):
+            if start < extent.end and extent.offset < end:
+                yield event
+                return
+
+
+class StreamCopyEngine:
     """One stream up, one down, events between them and the compute streams.
 
     An extent of HBM may be written once its last readers are through: the
     compute submitted so far (a mark on each compute stream that was seen) and
-    the copies down that still read it (a fence kept for their extent).
+    the copies down that still read it (a fence kept for their extent). Copies
+    up need not wait for each other: they share a stream.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        """Makes the streams."""
-        self.device = device
-        self.up_stream = torch.cuda.Stream(device)
-        self.down_stream = torch.cuda.Stream(device)
-        self._compute: dict[int, torch.cuda.Stream] = {}
-        self._fences: list[tuple[int, int, Event]] = []
+    def __init__(self, calls: StreamCalls, up: int, down: int) -> None:
+        """Uses two streams of a device.
+
+        Args:
+            calls: The device.
+            up: Handle of the stream for copies up.
+            down: The same for copies down.
+        """
+        self.calls = calls
+        self._up = up
+        self._down = down
+        self._compute: dict[int, None] = {}
+        self._rising = Fences()
+        self._falling = Fences()
 
     def up(
         self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Event | None
@@ -158,9 +191,9 @@ class CudaCopyEngine:
         """Submits a copy up; see :class:`CopyEngine`."""
         self.prepare_up(extent)
         if after is not None:
-            self.up_stream.wait_event(after)
-        event = self._copy(self.up_stream, target, source)
-        self._fence(extent, event)
+            self.calls.wait(self._up, after)
+        event = self.copy_up(target, source)
+        self._rising.add(extent, event)
         return event
 
     def down(
@@ -169,44 +202,43 @@ class CudaCopyEngine:
         """Submits a copy down; see :class:`CopyEngine`."""
         self.prepare_down()
         if after is not None:
-            self.down_stream.wait_event(after)
-        event = self._copy(self.down_stream, target, source)
-        self._fence(extent, event)
+            self.calls.wait(self._down, after)
+        event = self.copy_down(target, source)
+        self._falling.add(extent, event)
         return event
 
     def claim(self, extent: Extent) -> None:
-        """Makes the current compute stream wait for copies from and to ``extent``."""
-        stream = torch.cuda.current_stream(self.device)
-        for event in self._fences_of(extent):
-            stream.wait_event(event)
+        """Makes the current compute stream wait for whatever else uses ``extent``."""
+        stream = self.calls.current()
+        for other in self._compute:
+            if other != stream:
+                self.calls.wait(stream, self.calls.record(other))
+        for fences in (self._rising, self._falling):
+            for event in fences.over(extent):
+                self.calls.wait(stream, event)
 
     def poison(self, target: torch.Tensor, extent: Extent) -> None:
         """Sets every bit, on the up stream."""
         self.prepare_up(extent)
-        event = Event()
-        with torch.cuda.stream(self.up_stream):
-            target.fill_(POISON)
-            event.record(self.up_stream)
-        self._fence(extent, event)
+        self.calls.fill(self._up, target.data_ptr(), POISON, target.numel())
+        self._rising.add(extent, self.calls.record(self._up))
 
     def prepare_up(self, extent: Extent) -> None:
         """Makes the up stream wait for every reader of ``extent``."""
-        for mark in self._marks():
-            self.up_stream.wait_event(mark)
-        for event in self._fences_of(extent):
-            self.up_stream.wait_event(event)
+        self._follow_compute(self._up)
+        for event in self._falling.over(extent):
+            self.calls.wait(self._up, event)
 
     def prepare_down(self) -> None:
         """Makes the down stream wait for the compute submitted so far."""
-        for mark in self._marks():
-            self.down_stream.wait_event(mark)
+        self._follow_compute(self._down)
 
     def use(self, event: Event | None) -> None:
         """Makes the current compute stream wait for ``event``."""
-        stream = torch.cuda.current_stream(self.device)
-        self._compute.setdefault(stream.stream_id, stream)
+        stream = self.calls.current()
+        self._compute[stream] = None
         if event is not None:
-            stream.wait_event(event)
+            self.calls.wait(stream, event)
 
     def wait(self, event: Event | None) -> None:
         """Makes the host wait for ``event``."""
@@ -215,32 +247,58 @@ class CudaCopyEngine:
 
     def synchronize(self) -> None:
         """Makes the host wait for both copy streams and the device's compute."""
-        torch.cuda.synchronize(self.device)
+        self.calls.synchronize()
 
-    def _fence(self, extent: Extent, event: Event) -> None:
-        """Remembers a copy from or to an extent until it is over."""
-        if len(self._fences) > 64:
-            self._fences = [fence for fence in self._fences if not fence[2].query()]
-        self._fences.append((extent.offset, extent.end, event))
+    def copy_up(self, target: torch.Tensor, source: torch.Tensor) -> Event:
+        """Submits a copy up as it is; what orders it has been submitted before."""
+        self.calls.copy(self._up, target.data_ptr(), source.data_ptr(), target.numel())
+        return self.calls.record(self._up)
 
-    def _fences_of(self, extent: Extent) -> list[Event]:
-        return [e for start, end, e in self._fences if start < extent.end and extent.offset < end]
+    def copy_down(self, target: torch.Tensor, source: torch.Tensor) -> Event:
+        """Submits a copy down as it is; what orders it has been submitted before."""
+        self.calls.copy(self._down, target.data_ptr(), source.data_ptr(), target.numel())
+        return self.calls.record(self._down)
 
-    def _marks(self) -> Sequence[Event]:
-        self.use(None)
-        marks = []
-        for stream in self._compute.values():
-            mark = Event()
-            mark.record(stream)
-            marks.append(mark)
-        return marks
+    def _follow_compute(self, copies: int) -> None:
+        """Makes a copy stream wait for the compute submitted so far."""
+        self._compute[self.calls.current()] = None
+        for stream in self._compute:
+            self.calls.wait(copies, self.calls.record(stream))
 
-    def _copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> Event:
-        event = Event()
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-            event.record(stream)
-        return event
+
+class CudaCopyEngine(StreamCopyEngine):
+    """The engine of a CUDA device.
+
+    Attributes:
+        device: The device.
+        up_stream: Stream of the copies up.
+        down_stream: Stream of the copies down.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Makes the streams."""
+        self.device = device
+        self.up_stream = torch.cuda.Stream(device)
+        self.down_stream = torch.cuda.Stream(device)
+        super().__init__(
+            DriverCalls(device), self.up_stream.cuda_stream, self.down_stream.cuda_stream
+        )
+
+
+class CudaChunkCopier:
+    """Copies staging chunks to and from HBM on the copy engine's streams."""
+
+    def __init__(self, engine: StreamCopyEngine) -> None:
+        """Uses the streams of ``engine``, whose owner orders them before a transfer begins."""
+        self._engine = engine
+
+    def to_target(self, target: torch.Tensor, staging: torch.Tensor) -> StreamFence:
+        """Copies a chunk up."""
+        return StreamFence(self._engine.copy_up(target, staging))
+
+    def from_source(self, staging: torch.Tensor, source: torch.Tensor) -> StreamFence:
+        """Copies a chunk down."""
+        return StreamFence(self._engine.copy_down(staging, source))
 
 
 class StreamFence:
@@ -252,24 +310,8 @@ class StreamFence:
 
     def done(self) -> bool:
         """Whether the copy is over."""
-        return bool(self._event.query())
+        return self._event.done()
 
     def wait(self) -> None:
         """Waits until it is over."""
         self._event.synchronize()
-
-
-class CudaChunkCopier:
-    """Copies staging chunks to and from HBM on the copy engine's streams."""
-
-    def __init__(self, engine: CudaCopyEngine) -> None:
-        """Uses the streams of ``engine``, whose owner orders them before a transfer begins."""
-        self._engine = engine
-
-    def to_target(self, target: torch.Tensor, staging: torch.Tensor) -> StreamFence:
-        """Copies a chunk up."""
-        return StreamFence(self._engine._copy(self._engine.up_stream, target, staging))
-
-    def from_source(self, staging: torch.Tensor, source: torch.Tensor) -> StreamFence:
-        """Copies a chunk down."""
-        return StreamFence(self._engine._copy(self._engine.down_stream, staging, source))

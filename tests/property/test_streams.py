@@ -1,0 +1,161 @@
+"""Copies and compute on streams in every order that events allow: no byte is read too soon."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import partial
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiermem.config import Policy, Settings
+from tiermem.core.block import Extent, Role
+from tiermem.core.layout import TensorShape
+from tiermem.core.residency import State
+from tiermem.runtime.manager import BlockManager
+from tiermem.testing.streams import SimulatedDevice, SimulatedEvent
+from tiermem.transfer.copy import StreamCopyEngine
+
+UP, DOWN = 101, 102
+PAGE = 4096
+
+
+class Streamed:
+    """A manager of a few blocks whose copies and compute run on simulated streams."""
+
+    def __init__(self, seed: int, slots: int, blocks: int, depth: int, *, poison: bool) -> None:
+        self.random = Random(seed)
+        self.device = SimulatedDevice(self.random)
+        self.wrong: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                "tiermem.runtime.manager.HostCopyEngine",
+                lambda: StreamCopyEngine(self.device, UP, DOWN),
+            )
+            self.manager = BlockManager(
+                Settings(
+                    device="cpu",
+                    hbm=slots * PAGE,
+                    dram=2 * blocks * PAGE,
+                    nvme=(),
+                    nvme_bytes=None,
+                    policy=Policy(params="dram"),
+                    prefetch_depth=depth,
+                )
+            )
+        self.manager.traffic._poison = poison
+        self.manager.prefetcher._dram = self.manager.prefetcher._works = True
+        shape = TensorShape("w", (PAGE,), (1,), torch.uint8, 1)
+        self.blocks = self.manager.add_blocks(
+            [(f"b{i}", Role.PARAM, [shape]) for i in range(blocks)]
+        )
+        self.values = list(range(1, blocks + 1))
+        for block, value in zip(self.blocks, self.values, strict=True):
+            self.manager.write_home(block, [torch.full((PAGE,), value, dtype=torch.uint8)])
+
+    def use(self, number: int, *, write: bool, discard: bool) -> None:
+        """One kernel on a block: it looks at every byte, and may write every byte."""
+        block = self.blocks[number]
+        if discard:
+            self.manager.discard(block)
+        # like a kernel's, its operands are addresses: no tensor keeps the slot
+        address = self.manager.acquire(block).address
+        expected = self.values[number]
+
+        def look() -> None:
+            seen = ctypes.string_at(address, PAGE)
+            if seen.count(expected) != PAGE:
+                self.wrong.append(f"block {number}: {sorted(set(seen))} != {expected}")
+
+        if not discard:
+            self.device.submit(self.device.stream, look)
+        if write or discard:
+            value = self.values[number] = (expected + 7) % 251
+            for half in (address, address + PAGE // 2):
+                self.device.submit(
+                    self.device.stream, partial(ctypes.memset, half, value, PAGE // 2)
+                )
+        self.manager.release(block, dirty=write or discard)
+
+    def look_beside(self) -> None:
+        """A kernel on the other stream looks at block 0, and this stream does not wait for it."""
+        here = self.device.stream
+        event = self.device.record(here)
+        self.device.stream = 1 - here
+        self.device.wait(self.device.stream, event)
+        self.use(0, write=False, discard=False)
+        self.device.stream = here
+
+    def switch(self) -> None:
+        """Computes on the other stream from now on, which waits for this one."""
+        event = self.device.record(self.device.stream)
+        self.device.stream = 1 - self.device.stream
+        self.device.wait(self.device.stream, event)
+
+    def finish(self) -> None:
+        """Looks at everything once more, and at what came home."""
+        for number in range(len(self.blocks)):
+            self.use(number, write=False, discard=False)
+        manager = self.manager
+        for record in list(manager.table):
+            if record.in_hbm is State.DIRTY:
+                manager.traffic.drain(record)
+        self.device.synchronize()
+        for block, value in zip(self.blocks, self.values, strict=True):
+            record = manager.table[block.id]
+            assert record.home_extent is not None
+            home = manager.homes.arena.bytes_of(Extent(record.home_extent.offset, PAGE))
+            if not bool((home == value).all()):
+                self.wrong.append(f"home of {block.name}")
+        manager.close()
+
+
+@settings(max_examples=120)
+@given(
+    seed=st.integers(0, 1 << 30),
+    slots=st.integers(1, 4),
+    blocks=st.integers(2, 7),
+    depth=st.integers(0, 3),
+    lag=st.sampled_from([0, 1, 3, 8]),
+    late=st.sampled_from([None, 0, 1, UP, DOWN]),
+    poison=st.booleans(),
+)
+def test_nothing_is_read_or_overwritten_too_soon(
+    seed: int, slots: int, blocks: int, depth: int, lag: int, late: int | None, poison: bool
+) -> None:
+    """Random uses, with the device running behind by random amounts, one stream most of all."""
+    bench = Streamed(seed, slots, blocks, depth, poison=poison)
+    random = Random(seed + 1)
+    loop = [random.randrange(blocks) for _ in range(blocks)]
+    try:
+        for round_number in range(4):
+            bench.manager.begin_pass("loop")
+            for number in loop:
+                kind = random.random()
+                writable = number > 0  # block 0 is looked at beside, and so only ever read
+                bench.use(number, write=writable and kind < 0.3, discard=writable and kind > 0.85)
+                if random.random() < 0.1:
+                    bench.switch()
+                if random.random() < 0.2:
+                    bench.look_beside()
+                for _ in range(random.randint(0, lag)):
+                    ran = [s for s in (0, 1, UP, DOWN) if s != late]
+                    bench.device.advance(random.choice(ran))
+            if round_number == 2:
+                random.shuffle(loop)
+    finally:
+        bench.finish()
+    assert not bench.wrong, bench.wrong[:3]
+
+
+def test_a_circle_of_waits_is_an_error() -> None:
+    """The simulation says so where work waits for what can never run."""
+    device = SimulatedDevice(Random(0))
+    device.submit(1, lambda: None)
+    never = SimulatedEvent(device)
+    device.wait(2, never)
+    with pytest.raises(RuntimeError, match="in a circle"):
+        device.synchronize()

@@ -1,0 +1,130 @@
+"""A device whose streams run when, and in whichever order, a test likes.
+
+It takes the place of the CUDA driver below the copy engine. What is submitted
+to a stream runs in order; between streams only events order anything. So a
+wait that is missing shows as wrong bytes, on any machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+
+class SimulatedEvent:
+    """A point in the work of a stream."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        """Lies ahead until the stream has come past it."""
+        self._device = device
+        self.waiter = -1
+        self.passed = False
+
+    def done(self) -> bool:
+        """Whether the stream has come past it."""
+        return self.passed
+
+    def synchronize(self) -> None:
+        """Runs the device until the stream has come past it."""
+        while not self.passed:
+            self._device.advance()
+
+
+@dataclass(slots=True)
+class _Work:
+    """Something submitted: what has to be over before, and what it does."""
+
+    after: SimulatedEvent | None
+    run: Callable[[], object]
+
+
+class SimulatedDevice:
+    """Streams over host memory, for :class:`~tiermem.transfer.copy.StreamCopyEngine`.
+
+    Attributes:
+        stream: The compute stream that is current.
+    """
+
+    def __init__(self, random: Random, stream: int = 0) -> None:
+        """Starts idle.
+
+        Args:
+            random: Decides which stream runs next.
+            stream: The compute stream.
+        """
+        self.stream = stream
+        self._random = random
+        self._queues: dict[int, deque[_Work]] = {}
+
+    def current(self) -> int:
+        """Returns the compute stream that is current."""
+        return self.stream
+
+    def submit(
+        self, stream: int, run: Callable[[], object], after: SimulatedEvent | None = None
+    ) -> None:
+        """Submits anything, such as a kernel that looks at memory."""
+        self._queues.setdefault(stream, deque()).append(_Work(after, run))
+
+    def record(self, stream: int) -> SimulatedEvent:
+        """Marks the end of what was submitted to ``stream`` so far."""
+        event = SimulatedEvent(self)
+
+        def past() -> None:
+            event.passed = True
+
+        if self._queues.get(stream):
+            self.submit(stream, past)
+        else:
+            past()
+        return event
+
+    def wait(self, stream: int, event: SimulatedEvent) -> None:
+        """Has what is submitted to ``stream`` from now on wait for ``event``."""
+        if event.waiter != stream and not event.passed:
+            event.waiter = stream
+            self.submit(stream, lambda: None, after=event)
+
+    def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
+        """Submits a copy; it is made in two halves, and others may run in between."""
+        half = nbytes // 2
+        self.submit(stream, lambda: ctypes.memmove(target, source, half))
+        self.submit(stream, lambda: ctypes.memmove(target + half, source + half, nbytes - half))
+
+    def fill(self, stream: int, target: int, value: int, nbytes: int) -> None:
+        """Submits setting every byte to ``value``."""
+        self.submit(stream, lambda: ctypes.memset(target, value, nbytes))
+
+    def synchronize(self) -> None:
+        """Runs everything."""
+        while self.advance():
+            pass
+
+    def advance(self, stream: int | None = None) -> bool:
+        """Runs one piece of work.
+
+        Args:
+            stream: The stream it is to be from; by default any that can run.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            RuntimeError: If there is work and none of it can ever run.
+        """
+        able = [
+            name
+            for name, queue in self._queues.items()
+            if queue and (queue[0].after is None or queue[0].after.passed)
+        ]
+        if stream is not None:
+            able = [name for name in able if name == stream]
+        elif not able and any(self._queues.values()):
+            raise RuntimeError("streams wait for each other in a circle")
+        if not able:
+            return False
+        self._queues[self._random.choice(able)].popleft().run()
+        return True

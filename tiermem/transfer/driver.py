@@ -1,0 +1,277 @@
+"""The CUDA driver's calls for streams and events, at a microsecond each.
+
+Through torch a copy on another stream costs the host about ten times as much:
+a context for the stream, a look-up of the device, objects for the events. The
+driver's functions take the same handles (``torch.cuda.Stream.cuda_stream``) and
+mix freely with torch's own calls. Signatures are those of the CUDA driver API
+reference, sections "Stream Management", "Event Management" and "Memory Management".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any, Protocol
+
+import torch
+
+from tiermem.errors import ConfigError, TierError
+
+_NO_TIMING = 2
+_NOT_READY = 600
+
+
+class Event:
+    """A point in the work of a stream; recorded once, when it is made.
+
+    Attributes:
+        handle: The driver's handle.
+        waiter: The stream that was last made to wait for it; it need not wait twice.
+    """
+
+    __slots__ = ("_calls", "_over", "handle", "waiter")
+
+    def __init__(self, calls: DriverCalls, handle: int) -> None:
+        """Wraps a handle that goes back to ``calls`` when this object does."""
+        self._calls = calls
+        self._over = False
+        self.handle = handle
+        self.waiter = -1
+
+    def done(self) -> bool:
+        """Whether the stream has come past it."""
+        if not self._over:
+            self._over = self._calls.passed(self.handle)
+        return self._over
+
+    def synchronize(self) -> None:
+        """Makes the host wait until the stream has come past it."""
+        if not self._over:
+            self._calls.wait_for(self.handle)
+            self._over = True
+
+    def __del__(self) -> None:
+        # nobody can wait for it any more, and waits submitted before keep what they saw
+        self._calls.spare.append(self.handle)
+
+
+class Signal(Protocol):
+    """What a recorded event offers, whoever makes it."""
+
+    waiter: int
+
+    def done(self) -> bool:
+        """Whether the stream has come past it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Makes the host wait until the stream has come past it."""
+        ...
+
+
+class StreamCalls(Protocol):
+    """What the copy engine asks of a device. Streams are named by their handles."""
+
+    def current(self) -> int:
+        """Returns the calling thread's compute stream."""
+        ...
+
+    def record(self, stream: int) -> Signal:
+        """Marks the end of what was submitted to ``stream`` so far."""
+        ...
+
+    def wait(self, stream: int, event: Any) -> None:
+        """Has what is submitted to ``stream`` from now on wait for ``event``."""
+        ...
+
+    def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
+        """Submits a copy between addresses of the device and of page-locked memory."""
+        ...
+
+    def fill(self, stream: int, target: int, value: int, nbytes: int) -> None:
+        """Submits setting every byte of device memory to ``value``."""
+        ...
+
+    def synchronize(self) -> None:
+        """Makes the host wait for everything on the device."""
+        ...
+
+
+class DriverCalls:
+    """The calls of one device.
+
+    Attributes:
+        spare: Event handles that nobody uses.
+    """
+
+    def __init__(self, device: torch.device, lib: Any = None, waiting: Any = None) -> None:
+        """Loads the driver's library.
+
+        Args:
+            device: A CUDA device; ``cuda`` without a number is the current one.
+            lib: Stands in for the library (tests).
+            waiting: The same for calls that wait.
+
+        Raises:
+            ConfigError: If there is no CUDA driver to be loaded.
+        """
+        self.spare: list[int] = []
+        self._local = threading.local()
+        self.device = device
+        try:
+            # short calls keep the interpreter's lock: letting go and taking it again costs more,
+            # and lets another thread in for its whole turn
+            self._lib = lib or ctypes.PyDLL("libcuda.so.1")
+            self._waiting = waiting or ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise ConfigError(
+                f"the CUDA driver (libcuda.so.1) cannot be loaded: {error}; install the driver, "
+                'or use device="cpu"'
+            ) from error
+        self._declare()
+        index = device.index
+        self.index: int = torch.cuda.current_device() if index is None else index
+        with torch.cuda.device(self.index):
+            torch.empty(1, device=f"cuda:{self.index}")  # makes the context, if nothing has yet
+            context = ctypes.c_void_p()
+            self._check("cuCtxGetCurrent", self._lib.cuCtxGetCurrent(ctypes.byref(context)))
+        self._context = context
+
+    def current(self) -> int:
+        """Returns the calling thread's compute stream."""
+        stream: int = torch._C._cuda_getCurrentRawStream(self.index)
+        return stream
+
+    def record(self, stream: int) -> Event:
+        """Marks the end of what was submitted to ``stream`` so far."""
+        try:
+            handle = self.spare.pop()
+        except IndexError:
+            handle = self._new_event()
+        event = Event(self, handle)
+        foreign = self._enter(stream)
+        code = self._lib.cuEventRecord(handle, stream)
+        if foreign:
+            self._leave()
+        if code:
+            self._check("cuEventRecord", code)
+        return event
+
+    def wait(self, stream: int, event: Event) -> None:
+        """Has what is submitted to ``stream`` from now on wait for ``event``."""
+        if event.waiter == stream:
+            return
+        foreign = self._enter(stream)
+        code = self._lib.cuStreamWaitEvent(stream, event.handle, 0)
+        if foreign:
+            self._leave()
+        if code:
+            self._check("cuStreamWaitEvent", code)
+        event.waiter = stream
+
+    def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
+        """Submits a copy between addresses of the device and of page-locked memory."""
+        if not getattr(self._local, "bound", False):
+            self._bind()
+        code = self._lib.cuMemcpyAsync(target, source, nbytes, stream)
+        if code:
+            self._check(f"cuMemcpyAsync of {nbytes} bytes", code)
+
+    def fill(self, stream: int, target: int, value: int, nbytes: int) -> None:
+        """Submits setting every byte of device memory to ``value``."""
+        if not getattr(self._local, "bound", False):
+            self._bind()
+        code = self._lib.cuMemsetD8Async(target, value, nbytes, stream)
+        if code:
+            self._check(f"cuMemsetD8Async of {nbytes} bytes", code)
+
+    def synchronize(self) -> None:
+        """Makes the host wait for everything on the device."""
+        torch.cuda.synchronize(self.index)
+
+    def passed(self, handle: int) -> bool:
+        """Whether the stream has come past an event."""
+        code: int = self._lib.cuEventQuery(handle)
+        if code not in (0, _NOT_READY):
+            self._check("cuEventQuery", code)
+        return code == 0
+
+    def wait_for(self, handle: int) -> None:
+        """Makes the host wait until the stream has come past an event."""
+        self._check("cuEventSynchronize", self._waiting.cuEventSynchronize(handle))
+
+    def close(self) -> None:
+        """Gives unused events back to the driver."""
+        while self.spare:
+            self._lib.cuEventDestroy_v2(self.spare.pop())
+
+    # -- contexts --------------------------------------------------------
+
+    def _enter(self, stream: int) -> bool:
+        """Makes the device's context current where the stream's handle does not tell the device.
+
+        The default stream has the same handle on all of them.
+
+        Returns:
+            Whether :meth:`_leave` is owed.
+        """
+        if not getattr(self._local, "bound", False):
+            self._bind()
+        if stream or torch._C._cuda_getDevice() == self.index:
+            return False
+        self._push()
+        return True
+
+    def _push(self) -> None:
+        self._check("cuCtxPushCurrent", self._lib.cuCtxPushCurrent_v2(self._context))
+
+    def _leave(self) -> None:
+        dropped = ctypes.c_void_p()
+        self._check("cuCtxPopCurrent", self._lib.cuCtxPopCurrent_v2(ctypes.byref(dropped)))
+
+    def _bind(self) -> None:
+        """Gives the calling thread a context, if it has none."""
+        context = ctypes.c_void_p()
+        self._check("cuCtxGetCurrent", self._lib.cuCtxGetCurrent(ctypes.byref(context)))
+        if not context.value:
+            self._check("cuCtxSetCurrent", self._lib.cuCtxSetCurrent(self._context))
+        self._local.bound = True
+
+    # -- inside ----------------------------------------------------------
+
+    def _new_event(self) -> int:
+        event = ctypes.c_void_p()
+        self._push()  # an event belongs to the context that it is made in
+        try:
+            self._check("cuEventCreate", self._lib.cuEventCreate(ctypes.byref(event), _NO_TIMING))
+        finally:
+            self._leave()
+        return event.value or 0
+
+    def _declare(self) -> None:
+        pointer, out = ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
+        for name, arguments in {
+            "cuCtxGetCurrent": [out],
+            "cuCtxSetCurrent": [pointer],
+            "cuCtxPushCurrent_v2": [pointer],
+            "cuCtxPopCurrent_v2": [out],
+            "cuEventCreate": [out, ctypes.c_uint],
+            "cuEventRecord": [pointer, pointer],
+            "cuEventQuery": [pointer],
+            "cuEventDestroy_v2": [pointer],
+            "cuStreamWaitEvent": [pointer, pointer, ctypes.c_uint],
+            "cuMemcpyAsync": [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer],
+            "cuMemsetD8Async": [ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, pointer],
+        }.items():
+            getattr(self._lib, name).argtypes = arguments
+        self._waiting.cuEventSynchronize.argtypes = [pointer]
+
+    def _check(self, what: str, code: int) -> None:
+        if code:
+            name = ctypes.c_char_p()
+            self._lib.cuGetErrorName(code, ctypes.byref(name))
+            text = (name.value or b"unknown error").decode()
+            raise TierError(
+                f"{what} on cuda:{self.index} failed with {text} ({code}); if a kernel failed "
+                "before, its error shows here: run with CUDA_LAUNCH_BLOCKING=1 to find it"
+            )
