@@ -20,6 +20,26 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _SMALL = 1 << 16
 
 
+_FINEST = 32 << 20
+_COARSEST = 128 << 20
+
+
+def largest_block(model_nbytes: int, hbm: int) -> int:
+    """Returns the bytes above which the automatic choice divides a block if it can.
+
+    Where the model streams, what is in use and what is on its way take room from what could
+    stay, so blocks shall be small beside the budget. They need not be smaller than what hides
+    the work of asking for them: 32 MiB take a bus of 64 GB/s half a millisecond.
+
+    Args:
+        model_nbytes: Bytes of all parameters.
+        hbm: Device budget in bytes.
+    """
+    if model_nbytes <= hbm:
+        return max(1, hbm // 4)
+    return max(1, min(hbm // 4, max(_FINEST, min(hbm // 64, _COARSEST))))
+
+
 def parameter_bytes(module: nn.Module) -> int:
     """Returns the bytes of a module's parameters, descendants included, shared ones once."""
     return sum(p.numel() * p.element_size() for p in module.parameters())

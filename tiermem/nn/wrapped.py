@@ -16,7 +16,7 @@ from tiermem.errors import CapacityError
 from tiermem.nn.compiler import hide_from_compiler
 from tiermem.nn.group import Entry, Group, Member
 from tiermem.nn.inspect import Found, find, is_uninitialized, link_shared, owners
-from tiermem.nn.partition import Predicate, territories
+from tiermem.nn.partition import Predicate, largest_block, parameter_bytes, territories
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.scope import (
     ApplyInterceptor,
@@ -80,7 +80,8 @@ class WrappedModel:
         params = find(model, "_parameters")
         link_shared(params)
         buffers = [f for f in find(model, "_buffers") if self._can_move(f)]
-        roots = territories(model, blocks, max(1, self.manager.table.hbm.capacity // 4))
+        largest = largest_block(parameter_bytes(model), self.manager.table.hbm.capacity)
+        roots = territories(model, blocks, largest)
         self._territory = self._territories_of(roots)
         self._plan(params, buffers)
         hide_from_compiler()

@@ -1,0 +1,77 @@
+"""Where blocks begin, and how finely a model that streams is divided."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tiermem
+from tiermem.nn.partition import largest_block, parameter_bytes, territories
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = nn.ModuleDict({n: nn.Linear(width, width) for n in "qkvo"})
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        for part in self.attention.values():
+            y = part(y)
+        return x + self.mlp(y)
+
+
+def stack(width: int, layers: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Layer(width) for _ in range(layers)])
+
+
+@pytest.mark.parametrize(
+    ("model", "hbm", "largest"),
+    [
+        (GIB, 2 * GIB, GIB // 2),  # all of it stays: no need to divide
+        (GIB, GIB, GIB // 4),
+        (13 * GIB, GIB, 32 * MIB),
+        (13 * GIB, 4 * GIB, 64 * MIB),
+        (140 * GIB, 80 * GIB, 128 * MIB),
+        (GIB, 100 * MIB, 25 * MIB),  # a small budget has to hold several blocks
+        (5, 1, 1),
+    ],
+)
+def test_how_large_a_block_may_be(model: int, hbm: int, largest: int) -> None:
+    assert largest_block(model, hbm) == largest
+
+
+def test_layers_are_whole_where_they_are_small_enough() -> None:
+    model = stack(16, 3)
+    layer = parameter_bytes(model[0])
+    assert set(territories(model, "auto", layer)) == {"", "0", "1", "2"}
+
+
+def test_layers_are_divided_at_the_modules_they_call() -> None:
+    model = stack(128, 2)
+    linear = 4 * 128 * 129
+    found = set(territories(model, "auto", linear))
+    expected = {f"{i}.attention.{n}" for i in range(2) for n in "qkvo"}
+    expected |= {f"{i}.mlp.{j}" for i in range(2) for j in (0, 2)}
+    assert found >= expected
+    assert not any("norm" in name for name in found)
+
+
+def test_a_model_that_streams_moves_in_finer_pieces_and_computes_the_same() -> None:
+    model, x = stack(128, 4), torch.randn(3, 128)
+    expected = model(x)
+    size = parameter_bytes(model)
+    with tiermem.TierManager(device="cpu", hbm=size // 3, dram=4 * size) as tier:
+        tier.wrap(model)
+        assert max(row.nbytes for row in tier.residency()) <= size // 12 + 4096
+        assert torch.equal(model(x), expected)
+        assert torch.equal(model(x), expected)
