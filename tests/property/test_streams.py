@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tiermem
 from tiermem.config import Policy, Settings
 from tiermem.core.block import Extent, Role
 from tiermem.core.layout import TensorShape
@@ -159,3 +160,23 @@ def test_a_circle_of_waits_is_an_error() -> None:
     device.wait(2, never)
     with pytest.raises(RuntimeError, match="in a circle"):
         device.synchronize()
+
+
+def test_a_block_that_may_move_is_not_captured_in_a_graph() -> None:
+    bench = Streamed(0, slots=2, blocks=3, depth=1, poison=True)
+    manager = bench.manager
+    shape = TensorShape("pinned", (PAGE,), (1,), torch.uint8, 1)
+    (pinned,) = manager.add_blocks([("pinned", Role.PARAM, [shape])], home="hbm")
+    bench.use(0, write=False, discard=False)
+    bench.device.captured = True
+    before = manager.stats()
+    with pytest.raises(tiermem.ConfigError, match=r"block 'b0' .* CUDA graph"):
+        manager.acquire(bench.blocks[0])
+    manager.begin_pass("captured")
+    slot = manager.acquire(pinned)
+    assert slot.extent == manager.table[pinned.id].extent
+    manager.release(pinned)
+    assert manager.stats() == before  # nothing was fetched, nothing counted
+    bench.device.captured = False
+    bench.finish()
+    assert not bench.wrong

@@ -20,7 +20,7 @@ from tiermem.core.block import Block, Role, Tier
 from tiermem.core.layout import TensorShape, pack
 from tiermem.core.residency import Record, ResidencyTable, State
 from tiermem.core.schedule import Planner
-from tiermem.errors import ClosedError, InvariantError
+from tiermem.errors import ClosedError, ConfigError, InvariantError
 from tiermem.io.engine import IoEngine
 from tiermem.io.probe import choose_engine
 from tiermem.runtime.contents import Contents
@@ -182,6 +182,7 @@ class BlockManager:
         Raises:
             CapacityError: If HBM cannot hold it beside what is leased.
             StorageError: If its bytes cannot be read, or what must leave cannot be written.
+            ConfigError: If a CUDA graph is being captured and the block may move.
             ClosedError: After ``close()``, or in a forked child.
         """
         self.guard()  # before the lock as well: a forked child may find it taken for ever
@@ -191,6 +192,8 @@ class BlockManager:
             block_id = block.id
             record = self.table[block_id]
             leases = record.leases
+            if self.copy.capturing():
+                return self._captured(record)
             try:
                 moved_on = self.planner.touch(block_id)
                 if record.usable:
@@ -308,6 +311,8 @@ class BlockManager:
         self.guard()
         with self.lock:
             self.guard()
+            if self.copy.capturing():
+                return  # nothing runs now; replays are not seen at all
             self.planner.begin(key, guess)
             self.prefetcher.run()
 
@@ -452,6 +457,19 @@ class BlockManager:
                 asked = True
             else:
                 self._place_blank(record)
+
+    def _captured(self, record: Record) -> Slot:
+        """Leases a block for kernels that a CUDA graph records: its address must hold for good."""
+        block = record.block
+        if not record.fixed:
+            raise ConfigError(
+                f"block {block.name!r} (home tier {record.home.value}) cannot be used while a CUDA "
+                "graph is captured: it may be at another address when the graph is replayed. Give "
+                'it the home tier hbm (policy={"params": "hbm"}), or capture and replay inside '
+                "tier.materialize(module)"
+            )
+        self.table.lease(block.id)
+        return self.slots.current[block.id]
 
     def _place_blank(self, record: Record) -> None:
         extent = self.space.place(record.block, None)

@@ -46,6 +46,7 @@ class SimulatedDevice:
 
     Attributes:
         stream: The compute stream that is current.
+        captured: Whether a graph is being captured.
     """
 
     def __init__(self, random: Random, stream: int = 0) -> None:
@@ -56,6 +57,7 @@ class SimulatedDevice:
             stream: The compute stream.
         """
         self.stream = stream
+        self.captured = False
         self._random = random
         self._queues: dict[int, deque[_Work]] = {}
 
@@ -102,6 +104,10 @@ class SimulatedDevice:
         """Runs everything."""
         while self.advance():
             pass
+
+    def capturing(self) -> bool:
+        """Whether a graph is being captured."""
+        return self.captured
 
     def advance(self, stream: int | None = None) -> bool:
         """Runs one piece of work.

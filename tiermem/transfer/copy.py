@@ -98,6 +98,10 @@ class CopyEngine(Protocol):
         """Makes the host wait for everything submitted."""
         ...
 
+    def capturing(self) -> bool:
+        """Whether what is submitted now is recorded into a CUDA graph instead of run."""
+        ...
+
 
 class HostCopyEngine:
     """The engine of ``device="cpu"``: plain copies, over when they return."""
@@ -137,6 +141,10 @@ class HostCopyEngine:
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
+
+    def capturing(self) -> bool:
+        """Nothing is ever recorded."""
+        return False
 
 
 class Fences:
@@ -248,6 +256,10 @@ class StreamCopyEngine:
     def synchronize(self) -> None:
         """Makes the host wait for both copy streams and the device's compute."""
         self.calls.synchronize()
+
+    def capturing(self) -> bool:
+        """Whether the current compute stream is recorded into a CUDA graph."""
+        return self.calls.capturing()
 
     def copy_up(self, target: torch.Tensor, source: torch.Tensor) -> Event:
         """Submits a copy up as it is; what orders it has been submitted before."""

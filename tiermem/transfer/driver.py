@@ -96,6 +96,10 @@ class StreamCalls(Protocol):
         """Makes the host wait for everything on the device."""
         ...
 
+    def capturing(self) -> bool:
+        """Whether the current compute stream is recorded into a graph."""
+        ...
+
 
 class DriverCalls:
     """The calls of one device.
@@ -188,6 +192,14 @@ class DriverCalls:
     def synchronize(self) -> None:
         """Makes the host wait for everything on the device."""
         torch.cuda.synchronize(self.index)
+
+    def capturing(self) -> bool:
+        """Whether the current compute stream is recorded into a CUDA graph.
+
+        That of the current device is asked: what is captured on another is not ours.
+        """
+        under_way: bool = torch._C._cuda_isCurrentStreamCapturing()
+        return under_way
 
     def passed(self, handle: int) -> bool:
         """Whether the stream has come past an event."""
