@@ -72,30 +72,28 @@ class Allocator:
         for offset in self._order:
             yield Extent(offset, self._taken[offset])
 
-    def allocate(self, nbytes: int) -> Extent | None:
+    def allocate(self, nbytes: int, low: int = 0, high: int | None = None) -> Extent | None:
         """Takes the smallest gap that fits.
 
         Args:
             nbytes: Bytes asked for, above zero; rounded up to the alignment.
+            low: First byte that may be handed out.
+            high: First byte behind it that may not; None for the end.
 
         Returns:
             The extent, or None where no gap is large enough.
         """
         size = self._size(nbytes)
-        best = -1
-        for index, (_, gap) in enumerate(self._gaps):
-            if gap >= size and (best < 0 or gap < self._gaps[best][1]):
-                best = index
-                if gap == size:
+        end = self.capacity if high is None else high
+        best: tuple[int, int] | None = None
+        for offset, gap in self._gaps:
+            start = max(offset, low)
+            room = min(offset + gap, end) - start
+            if room >= size and (best is None or room < best[1]):
+                best = (start, room)
+                if room == size:
                     break
-        if best < 0:
-            return None
-        offset, gap = self._gaps[best]
-        if gap == size:
-            del self._gaps[best]
-        else:
-            self._gaps[best] = (offset + size, gap - size)
-        return self._take(Extent(offset, size))
+        return None if best is None else self.take(Extent(best[0], size))
 
     def take(self, extent: Extent) -> Extent:
         """Takes exactly ``extent``, all of which must be free.

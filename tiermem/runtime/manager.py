@@ -314,6 +314,7 @@ class BlockManager:
             if self.copy.capturing():
                 return  # nothing runs now; replays are not seen at all
             self.planner.begin(key, guess)
+            self.space.settle(self.planner.schedule)
             self.prefetcher.run()
 
     def poll(self) -> None:

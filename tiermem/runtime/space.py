@@ -19,9 +19,15 @@ from tiermem.runtime.stats import Counters
 from tiermem.runtime.traffic import Traffic
 
 _CANDIDATES = 4
+_ATTEMPTS = 3
 _RESIDENT = 1e12
 _SOFT = 1e15
 _SEEN = "still referred to"
+
+
+def _inside(window: Window | None, part: tuple[int, int]) -> bool:
+    """Whether there is a window, and all of it lies within a part of HBM."""
+    return window is not None and part[0] <= window.extent.offset and window.extent.end <= part[1]
 
 
 class Space:
@@ -31,7 +37,6 @@ class Space:
 
     Attributes:
         holders: Who points parameters at which block.
-        residents: Blocks that shall stay while the present loop goes on.
         unseen: Leases under way of whom nobody has seen an address yet, by block.
     """
 
@@ -49,13 +54,69 @@ class Space:
         self.slots = slots
         self.traffic = traffic
         self.holders = holders
-        self.residents: frozenset[int] = frozenset()
+        self._residents: frozenset[int] = frozenset()
+        self._border = table.hbm.capacity
+        self._attempts = 0
+        self._settled: object = None
         self.unseen: dict[int, int] = {}
         self._planner = planner
         self._counters = counters
         self._compactor = Compactor(self, counters)
         self._orphans: list[Slot] = []
         self._queue = NextUseQueue()
+
+    # -- who stays -------------------------------------------------------
+
+    @property
+    def residents(self) -> frozenset[int]:
+        """Blocks that shall stay while the present loop goes on.
+
+        They lie at the end of HBM, side by side, so that what streams has one run of bytes.
+        """
+        return self._residents
+
+    @residents.setter
+    def residents(self, blocks: frozenset[int]) -> None:
+        self._residents = blocks
+        records = (self.table.get(block) for block in blocks)
+        sizes = [align_up(record.block.nbytes) for record in records if record is not None]
+        self._border = self.table.hbm.capacity - sum(sizes)
+
+    def settle(self, loop: object) -> None:
+        """Sends those away who lie in the wrong part, once a loop has come round.
+
+        They come back to the right one when they are used. A block that is in use stays, and
+        has another chance at the next round.
+
+        Args:
+            loop: What is going on; nothing moves until it goes on for a second round.
+        """
+        if loop is not self._settled:
+            self._settled = loop
+            self._attempts = 0
+            return
+        if not self._residents or self._attempts >= _ATTEMPTS:
+            return
+        self._attempts += 1
+        misplaced = []
+        for extent in self.table.hbm.extents():
+            record = self.table.at(extent.offset)
+            if record is None or record.fixed or record.in_hbm is not State.VALID:
+                continue
+            stays = record.block.id in self._residents
+            if (extent.offset < self._border) if stays else (extent.end > self._border):
+                misplaced.append(record)
+        for record in misplaced:
+            if self._let_loose(record):
+                self.evict(record)
+        if not misplaced:
+            self._attempts = _ATTEMPTS
+
+    def _part(self, block: Block) -> tuple[int, int]:
+        """Returns the bounds of the part of HBM that a block belongs in."""
+        if block.id in self._residents:
+            return self._border, self.table.hbm.capacity
+        return 0, self._border
 
     # -- in --------------------------------------------------------------
 
@@ -75,13 +136,17 @@ class Space:
         """
         hbm = self.table.hbm
         resorts = 0
+        part = self._part(block)
         while True:
-            extent = hbm.allocate(block.nbytes)
+            extent = hbm.allocate(block.nbytes, *part)
             if extent is not None:
                 return extent
             if self.reap():
                 continue
-            window = self._window(block.nbytes, position)
+            window = self._window(block.nbytes, position, part)
+            if window is None and position is None and part != (0, hbm.capacity):
+                part = (0, hbm.capacity)  # needed now: anywhere will do
+                continue
             if window is not None:
                 used = hbm.used
                 if not self.clear(window.victims, wait=position is None):
@@ -103,7 +168,7 @@ class Space:
         if block_id not in self.residents:
             self._queue.put(block_id, self._planner.cursor)
 
-    def _window(self, nbytes: int, position: int | None) -> Window | None:
+    def _window(self, nbytes: int, position: int | None, part: tuple[int, int]) -> Window | None:
         """Finds what to evict: around the blocks needed last, or, failing that, anywhere."""
         planner, hbm, queue = self._planner, self.table.hbm, self._queue
         if queue.schedule is not planner.schedule:
@@ -114,7 +179,7 @@ class Space:
             )
 
         def price(offset: int) -> float | None:
-            return self.price(offset, position)
+            return self.price(offset, position) if part[0] <= offset < part[1] else None
 
         def free(block_id: int) -> bool:
             record = self.table.get(block_id)
@@ -131,12 +196,15 @@ class Space:
             for block_id in last[0 if most == 1 else 1 :]:
                 extent = self.table[block_id].extent
                 window = None if extent is None else hbm.window_around(extent.offset, nbytes, price)
+                if not _inside(window, part):
+                    continue
                 if window is not None and (best is None or window.cost < best.cost):
                     best = window
                 if best is not None and len(best.victims) == 1 and not self._dirty(best.victims[0]):
                     return best  # one clean block, needed last: nothing is cheaper by much
         if best is None and (position is None or last):
-            best = hbm.cheapest_window(nbytes, price)
+            window = hbm.cheapest_window(nbytes, price)
+            best = window if _inside(window, part) else None
         return best
 
     def _dirty(self, offset: int) -> bool:
