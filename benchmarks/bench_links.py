@@ -211,6 +211,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default=default)
     parser.add_argument("--folder", type=Path, default=Path("."), help="folder on the disk")
     parser.add_argument("--size", type=parse_size, default="1GiB", help="of the largest copy")
+    parser.add_argument("--startup-size", type=parse_size, help="of start-up (default: --size)")
     parser.add_argument("--disk-size", type=parse_size, help="of the file (default: half --size)")
     parser.add_argument("--repeats", type=int, default=7, help="medians of so many rounds")
     parser.add_argument("--disk-rounds", type=int, help="of disks (default: a third)")
@@ -221,6 +222,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", default=None, help="JSON file; .md and .png are written beside it")
     options = parser.parse_args(argv)
     options.size = align_up(options.size)
+    options.startup_size = align_up(options.startup_size or options.size)
     options.disk_size = align_up(options.disk_size or options.size // 2)
     options.disk_rounds = options.disk_rounds or max(1, options.repeats // 3)
     return options
@@ -231,7 +233,7 @@ def main() -> None:
     options = arguments()
     cuda = options.device != "cpu"
     began = time.perf_counter()
-    found = startup(options.size, max(1, options.repeats // 3), cuda=cuda)
+    found = startup(options.startup_size, max(1, options.repeats // 3), cuda=cuda)
     found += memory(options.device, options.size, options.repeats)
     if not options.no_disk:
         found += engines(options) + movers(options)

@@ -1,257 +1,309 @@
-"""A Llama shape streamed from DRAM (or NVMe): time per forward beside the bound.
+"""A Llama shape streamed from DRAM or NVMe, beside the bound measured in the same run.
 
-The bound is max(everything in HBM, raw copy of the layers' bytes), both
-measured in the same run. With ``--train`` the weights are frozen and the time
-is of forward plus backward with recomputation.
+``--what`` says what is run, one table each:
+
+* ``forward``: the bound is max(everything in HBM, raw copy of the layers' bytes).
+* ``half``: half of the layers' bytes are allowed in HBM beside what lies outside the
+  layers, and the bound has half of the raw copy.
+* ``train``: forward and backward with recomputation, weights frozen. Outputs and input
+  gradients are compared under deterministic kernels, on the device, element by element; the
+  columns say first whether two resident runs agree.
+* ``generate``: seconds per token with a KV cache, beside the raw copy of what moves for one.
+
+From NVMe the bound is max(raw O_DIRECT read of the bytes that moved, everything in HBM);
+reads and runs take turns, because shared disks drift.
+
+    python benchmarks/bench_stream.py --what forward half train generate \\
+        --out benchmarks/results/stream_{what}_H200.json
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import os
+import statistics
 import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts
+
 import torch
-from common import report, spread
+from common import report
+from llama import (
+    SHAPES,
+    Call,
+    Clock,
+    Peak,
+    both_ways,
+    budget_of,
+    build,
+    deterministic,
+    forward,
+    generation,
+    give_back,
+    nbytes_of,
+    on_host,
+    peak_of,
+    same,
+)
+from raw import RawRead, nbytes_of_blocks, raw_copy
 
 import tiermem
-import tiermem.core.block
+from tiermem.config import parse_size
 
-SHAPES = {
-    "6.7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "heads": 32},
-    "3b": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "heads": 24},
-    "1b": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 8, "heads": 24},
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "heads": 4},
+WHATS = ("forward", "half", "train", "generate")
+_WORK: dict[str, Callable[[Any, int, torch.device], Call]] = {
+    "forward": forward,
+    "half": forward,
+    "train": both_ways,
+    "generate": generation,
 }
 
 
-def build(shape: str, device: torch.device) -> torch.nn.Module:
-    """Returns a bf16 Llama of random weights without its head."""
-    from transformers import LlamaConfig, LlamaModel
+@dataclass(frozen=True)
+class Resident:
+    """What a run with everything in HBM gave.
 
-    sizes = dict(SHAPES[shape])
-    heads = sizes.pop("heads")
-    config = LlamaConfig(
-        vocab_size=32000 if shape != "tiny" else 128,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=4096,
-        use_cache=False,
-        attn_implementation="sdpa",
-        **sizes,
-    )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            model = LlamaModel(config)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    return model.eval().requires_grad_(False)
+    Attributes:
+        seconds: Median.
+        outputs: In host memory.
+        again: Whether a second run gave the same bits.
+        peak: The device's memory.
+        weights: Bytes of the model.
+    """
+
+    seconds: float
+    outputs: tuple[torch.Tensor, ...]
+    again: bool
+    peak: Peak
+    weights: int
 
 
-class Clock:
-    """Times calls on the device, or on the host where there is none."""
+class Bench:
+    """The rows of one shape on one device.
 
-    def __init__(self, device: torch.device) -> None:
-        """Remembers the device."""
-        self.cuda = device.type == "cuda"
+    Args:
+        options: The command line.
+    """
 
-    def time(self, call: Any, repeats: int, warm: int = 2) -> list[float]:
-        """Returns seconds per call."""
-        for _ in range(warm):
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.device = torch.device(options.device)
+        self.clock = Clock(self.device)
+        self.residents: dict[tuple[str, int], Resident] = {}
+
+    def sizes(self, what: str) -> list[int]:
+        """Returns the token counts to run."""
+        if what == "generate":
+            return [self.options.new_tokens]
+        return self.options.train_tokens if what == "train" else self.options.tokens
+
+    def resident(self, model: Any, what: str, tokens: int) -> Resident:
+        """Measures with everything in HBM, once per kind of work."""
+        work = _WORK[what]
+        key = (work.__name__, tokens)
+        if key not in self.residents:
+            call = work(model, tokens, self.device)
+            seconds = self.clock.time(call, self.options.repeats)
+            with exactly(what):
+                outputs = on_host(call())
+                again = same(call(), outputs)
+            peak = peak_of(call, self.device)  # when every kernel is loaded
+            weights = nbytes_of([*model.parameters(), *model.buffers()])
+            self.residents[key] = Resident(
+                statistics.median(seconds), outputs, again, peak, weights
+            )
+        return self.residents[key]
+
+    @contextmanager
+    def streamed(self, model: Any, what: str, notes: dict[str, Any]) -> Iterator[Any]:
+        """Wraps the model; from here on its own memory is free."""
+        options = self.options
+        hbm = budget_of(model, 0.5) if what == "half" else parse_size(options.hbm)
+        depth: Any = options.depth if options.depth == "auto" else int(options.depth)
+        began = time.perf_counter()
+        with tiermem.TierManager(
+            self.device,
+            hbm=hbm,
+            dram=options.dram,
+            nvme=options.nvme,
+            policy=tiermem.Policy(params="nvme" if options.nvme else "dram"),
+            prefetch_depth=depth,
+        ) as tier:
+            notes["opened_s"] = time.perf_counter() - began
+            tier.wrap(model)
+            notes["wrap_s"] = time.perf_counter() - began - notes["opened_s"]
+            notes["hbm"], notes["layers_nbytes"] = hbm, nbytes_of_blocks(tier)
+            give_back(self.device)
+            yield tier
+
+    def rows(self, what: str, notes: dict[str, Any]) -> list[dict[str, Any]]:
+        """Measures one kind of work."""
+        model = build(self.options.shape, self.device, head=what == "generate")
+        references = [self.resident(model, what, tokens) for tokens in self.sizes(what)]
+        rows = []
+        with self.streamed(model, what, notes) as tier:
+            for tokens, reference in zip(self.sizes(what), references, strict=True):
+                call = _WORK[what](model, tokens, self.device)
+                measure = self.from_nvme if self.options.nvme else self.from_dram
+                row = {"tokens": tokens, "in HBM s": reference.seconds}
+                row |= measure(tier, call, reference, what, tokens)
+                with exactly(what):
+                    row["resident again equal"] = reference.again
+                    row["equal"] = same(call(), reference.outputs)
+                row |= self.memory(call, reference, notes["hbm"])
+                rows.append(row)
+            if self.options.trace:
+                tier.timeline.chrome_trace(self.options.trace)
+            del call
+        return rows
+
+    def from_dram(
+        self, tier: Any, call: Call, reference: Resident, what: str, tokens: int
+    ) -> dict[str, Any]:
+        """Measures beside raw copies from the same memory."""
+        repeats = self.options.repeats
+        copy, total = raw_copy(tier), nbytes_of_blocks(tier)
+        raw = self.clock.time(copy, repeats, warm=1)
+        times, moved, stats = self.timed(tier, call, "dram->hbm")
+        raw += self.clock.time(copy, repeats, warm=1)
+        whole = statistics.median(raw)
+        needed = whole / 2 if what == "half" else whole
+        per_move = whole * moved / total
+        row = self.spread(times, moved, stats)
+        row["raw copy s"] = whole
+        if what == "generate":
+            second = statistics.median(times) / tokens
+            row["s per token"] = second
+            row["raw per token s"] = per_move / tokens
+            row["of raw"] = per_move / tokens / second
+            row["of raw, layers"] = whole / second
+            return row
+        median = statistics.median(times)
+        row["of bound"] = max(reference.seconds, needed) / median
+        row["of bound, moved"] = max(reference.seconds, per_move) / median
+        return row
+
+    def from_nvme(
+        self, tier: Any, call: Call, reference: Resident, what: str, tokens: int
+    ) -> dict[str, Any]:
+        """Measures in turn with raw reads of as many bytes of the same file."""
+        for _ in range(3):
             call()
-        times = []
-        for _ in range(repeats):
-            if self.cuda:
-                torch.cuda.synchronize()
-            began = time.perf_counter()
-            call()
-            if self.cuda:
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - began)
-        return times
+        _, moved, stats = self.timed(tier, call, "nvme->hbm", repeats=1)
+        found: list[tuple[float, float]] = []
+        whole, times, moves = [], [], []
+        with RawRead(tier) as raw:
+            for _ in range(self.options.repeats):
+                before = self.clock.once(partial(raw.read, int(moved)))
+                took, moved, stats = self.timed(tier, call, "nvme->hbm", repeats=1)
+                after = self.clock.once(partial(raw.read, int(moved)))
+                whole.append(self.clock.once(raw.read))
+                times += took
+                moves.append(moved)
+                found.append((took[0], (before + after) / 2))
+        row = self.spread(times, statistics.median(moves), stats)
+        row["raw read of the moved s"] = statistics.median(f for _, f in found)
+        row["raw read of all s"] = statistics.median(whole)
+        row["GB in all"] = nbytes_of_blocks(tier) / 1e9
+        ratios = [max(reference.seconds, fast) / took for took, fast in found]
+        row["of bound"] = statistics.median(ratios)
+        row["O_DIRECT"], row["engine"] = stats.direct_io, stats.io_engine
+        return row
+
+    def timed(
+        self, tier: Any, call: Call, link: str, repeats: int | None = None
+    ) -> tuple[list[float], float, Any]:
+        """Times a call.
+
+        Returns:
+            Seconds, bytes that moved per call, statistics.
+        """
+        if repeats is None:
+            repeats = self.options.repeats
+            for _ in range(3):  # the order is learned, and what stays is chosen
+                call()
+        tier.reset_stats()
+        times = self.clock.time(call, repeats, warm=0)
+        stats = tier.stats()
+        moved = stats.links[link].nbytes / repeats if link in stats.links else 0
+        return times, moved, stats
+
+    def spread(self, times: list[float], moved: float, stats: Any) -> dict[str, Any]:
+        """Returns the columns that every row has."""
+        return {
+            "tiermem s": statistics.median(times),
+            "min": min(times),
+            "max": max(times),
+            "GB moved": moved / 1e9,
+            "hit rate": stats.hit_rate,
+            "stalls ms": stats.stall_seconds / len(times) * 1e3,
+        }
+
+    def memory(self, call: Call, reference: Resident, hbm: int) -> dict[str, Any]:
+        """Returns the device's memory above the budget, beyond the resident run's activations."""
+        if self.device.type != "cuda":
+            return {}
+        peak = peak_of(call, self.device)
+        resident = reference.peak
+        mib = 2**20
+        return {
+            "peak HBM GB": peak.allocated / 1e9,
+            "above budget MiB": (peak.allocated - hbm - (resident.allocated - reference.weights))
+            / mib,
+            "above budget, device MiB": (peak.device - hbm - (resident.device - reference.weights))
+            / mib,
+        }
 
 
-def raw_copy(tier: tiermem.TierManager, names: str, clock: Clock, repeats: int) -> list[float]:
-    """Times one copy of every layer's home bytes to the device, back to back."""
-    manager = tier._manager
-    records = [r for r in manager.table if names in r.block.name and r.home_extent is not None]
-    sources = [manager.homes.arena.bytes_of(r.home_extent) for r in records]
-    target = torch.empty(max(s.numel() for s in sources), dtype=torch.uint8, device=manager.device)
-
-    def copy() -> None:
-        for source in sources:
-            target[: source.numel()].copy_(source, non_blocking=True)
-
-    return clock.time(copy, repeats, warm=1)
+def exactly(what: str) -> Any:
+    """Returns the context in which bits can be compared: flash backward adds in any order."""
+    return deterministic() if what == "train" else nullcontext()
 
 
-def raw_read(tier: tiermem.TierManager, names: str, clock: Clock, repeats: int) -> list[float]:
-    """Times one O_DIRECT read of every layer's home bytes by the bare I/O engine."""
-    from tiermem.io.engine import IoOp, IoRequest
-    from tiermem.io.probe import choose_engine
-    from tiermem.storage.arena import HostArena
-
-    manager = tier._manager
-    swap = manager.homes.swap
-    chunk, depth = manager.homes.chunk, 8
-    arena = HostArena(tiermem.Tier.DRAM, chunk * depth)
-    arena.bytes_of(tiermem.core.block.Extent(0, chunk * depth)).fill_(1)
-    records = [r for r in manager.table if names in r.block.name and r.home_extent is not None]
-    pieces = [piece for r in records for piece in swap.pieces(r.home_extent)]
-    engine = choose_engine()[0]()
-    engine.open(swap.fds, [(arena.address, chunk * depth)])
-
-    def read() -> None:
-        free, waiting, left = list(range(depth)), list(pieces), len(pieces)
-        while left:
-            batch = []
-            while free and waiting:
-                piece, slot = waiting.pop(), free.pop()
-                batch.append(
-                    IoRequest(
-                        IoOp.READ,
-                        piece.file,
-                        piece.file_offset,
-                        arena.address + slot * chunk,
-                        piece.nbytes,
-                        slot,
-                    )
-                )
-            engine.submit(batch)
-            for done in engine.wait(None):
-                if done.errno:
-                    raise OSError(done.errno, "raw read failed")
-                free.append(done.token)
-                left -= 1
-
-    times = clock.time(read, repeats, warm=1)
-    engine.close()
-    return times
-
-
-def workload(model: torch.nn.Module, tokens: int, *, train: bool, device: torch.device) -> Any:
-    """Returns a call that runs the model once."""
-    length = min(tokens, 4096)
-    vocabulary = model.config.vocab_size
-    ids = torch.randint(0, vocabulary, (max(1, tokens // length), length), device=device)
-    if not train:
-
-        def forward() -> torch.Tensor:
-            with torch.no_grad():
-                return model(input_ids=ids).last_hidden_state
-
-        return forward
-    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
-
-    def both() -> torch.Tensor:
-        embedded.grad = None
-        model(inputs_embeds=embedded).last_hidden_state.float().sum().backward()
-        return embedded.grad
-
-    return both
-
-
-def main() -> None:
-    """Measures every token count and prints a row each."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--what", nargs="*", default=["forward"], choices=WHATS)
     parser.add_argument("--shape", default="6.7b", choices=sorted(SHAPES))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 2048, 8192, 16384])
+    parser.add_argument("--train-tokens", type=int, nargs="*", default=[16384])
+    parser.add_argument("--new-tokens", type=int, default=16, help="that generate() makes")
     parser.add_argument("--hbm", default="2.5GiB")
     parser.add_argument("--dram", default="14GiB")
-    parser.add_argument("--nvme", default=None)
-    parser.add_argument("--train", action="store_true")
-    parser.add_argument("--deterministic", action="store_true", help="deterministic kernels")
+    parser.add_argument("--nvme", default=None, help="folder for the swap file")
     parser.add_argument("--depth", default="auto")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--trace", default=None, help="write a Chrome trace of the last forward")
-    parser.add_argument("--out", default=None)
-    args = parser.parse_args()
-    device = torch.device(args.device)
-    if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    clock = Clock(device)
-    model = build(args.shape, device)
-    if args.train:
-        model.train()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    resident, outputs = {}, {}
-    for tokens in args.tokens:
-        call = workload(model, tokens, train=args.train, device=device)
-        torch.manual_seed(tokens)
-        call = workload(model, tokens, train=args.train, device=device)
-        outputs[tokens] = call().float().sum().item()
-        resident[tokens] = clock.time(call, args.repeats)
-        del call
-    depth: Any = args.depth if args.depth == "auto" else int(args.depth)
-    began = time.perf_counter()
-    policy = tiermem.Policy(params="nvme" if args.nvme else "dram")
-    rows = []
-    with tiermem.TierManager(
-        device, hbm=args.hbm, dram=args.dram, nvme=args.nvme, policy=policy, prefetch_depth=depth
-    ) as tier:
-        opened = time.perf_counter() - began
-        tier.wrap(model)
-        wrapped = time.perf_counter() - began - opened
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        raw = (raw_read if args.nvme else raw_copy)(tier, "layers", clock, args.repeats)
-        for tokens in args.tokens:
-            torch.manual_seed(tokens)
-            call = workload(model, tokens, train=args.train, device=device)
-            same = call().float().sum().item() == outputs[tokens]
-            call()
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            tier.reset_stats()
-            times = clock.time(call, args.repeats)
-            stats = tier.stats()
-            if args.nvme:  # a shared disk drifts: the bound is from just before and just after
-                raw = [*raw[-args.repeats :], *raw_read(tier, "layers", clock, args.repeats)]
-            bound = max(spread(resident[tokens])["median"], spread(raw)["median"])
-            median = spread(times)["median"]
-            link = "nvme->hbm" if args.nvme else "dram->hbm"
-            moved = stats.links[link].nbytes / (args.repeats + 2) if link in stats.links else 0
-            rows.append(
-                {
-                    "tokens": tokens,
-                    "in HBM s": spread(resident[tokens])["median"],
-                    "raw copy s": spread(raw)["median"],
-                    "tiermem s": median,
-                    "min": min(times),
-                    "max": max(times),
-                    "of bound": bound / median,
-                    "GB moved": moved / 1e9,
-                    "GB/s": moved / median / 1e9,
-                    "hit rate": stats.hit_rate,
-                    "equal": same,
-                    "peak HBM GB": torch.cuda.max_memory_allocated() / 1e9
-                    if device.type == "cuda"
-                    else 0.0,
-                }
-            )
-            host = time.perf_counter()
-            call()
-            rows[-1]["host us/block"] = (
-                (time.perf_counter() - host) / model.config.num_hidden_layers * 1e6
-            )
-        if args.trace:
-            tier.timeline.chrome_trace(args.trace)
-    report(
-        f"Llama {args.shape}, {'forward + backward, frozen' if args.train else 'forward'}, "
-        f"hbm {args.hbm}, from {'nvme' if args.nvme else 'dram'}",
-        rows,
-        args.out,
-        opened_s=opened,
-        wrap_s=wrapped,
-    )
+    parser.add_argument("--trace", default=None, help="write a Chrome trace of the last run")
+    parser.add_argument("--out", default=None, help="JSON file; {what} in it is replaced")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Runs every kind of work; one that fails does not keep the others from running."""
+    options = arguments()
+    bench = Bench(options)
+    home = "nvme" if options.nvme else "dram"
+    failed = 0
+    for what in options.what:
+        notes: dict[str, Any] = {"what": what, "shape": options.shape, "home": home}
+        try:
+            rows = bench.rows(what, notes)
+        except Exception as error:
+            traceback.print_exc()
+            rows = [{"note": f"{type(error).__name__}: {str(error)[:300]}"}]
+            failed += 1
+        give_back(bench.device)
+        title = f"Llama {options.shape}, {what}, hbm {notes.get('hbm', '?')}, weights in {home}"
+        report(title, rows, options.out and options.out.replace("{what}", what), **notes)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

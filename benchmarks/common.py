@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import statistics
 import sys
@@ -19,8 +20,6 @@ from tiermem.config import format_size
 
 def machine() -> dict[str, str]:
     """Returns hardware and versions, for the record."""
-    import os
-
     facts = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -62,7 +61,7 @@ def report(title: str, rows: Sequence[dict[str, Any]], out: str | None, **extra:
     print(f"{title}\n" + "\n".join(lines))
     if out is None:
         return
-    command = "python " + " ".join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]])
+    command = "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])
     record = {
         "title": title,
         "date": datetime.date.today().isoformat(),

@@ -1,69 +1,108 @@
-"""The same forward, streamed by tiermem and by its peers, in the same run.
+"""The same work, streamed by tiermem and by its peers, in the same run.
 
-Peers that are not installed are left out, and the table says so. Every one gets
-a fresh model of the same weights; outputs are compared with the resident ones.
+Every peer gets a fresh model of the same weights, and runs forward, ``generate()`` and
+forward with backward (weights frozen, recomputation); outputs are compared with the resident
+ones, element by element. What a peer cannot do, and peers that are not installed, say so in
+the table. With ``--nvme`` weights are on disk, for those that can; peers read theirs through
+the page cache.
+
+    python benchmarks/peers.py --out benchmarks/results/peers_h200.json
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import os
+import statistics
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts
+
 import torch
-from bench_stream import SHAPES, Clock, build, raw_copy, workload
-from common import report, spread
+from bench_stream import exactly
+from common import report
+from llama import (
+    SHAPES,
+    Call,
+    Clock,
+    both_ways,
+    build,
+    forward,
+    generation,
+    give_back,
+    on_host,
+    same,
+)
+from raw import RawRead, raw_copy
 
 import tiermem
 
-Runner = Callable[[torch.nn.Module, torch.device, argparse.Namespace], Any]
+Works = dict[str, tuple[str, Callable[[Any, torch.device], Call]]]
+"""Column, kind, and what makes the call."""
 
 
 @contextmanager
-def with_tiermem(model: torch.nn.Module, device: torch.device, args: Any) -> Iterator[Any]:
+def with_tiermem(model: Any, device: torch.device, args: Any) -> Iterator[Any]:
     """Wraps the model."""
-    with tiermem.TierManager(device, hbm=args.hbm, dram=args.dram) as tier:
+    policy = tiermem.Policy(params="nvme" if args.nvme else "dram")
+    with tiermem.TierManager(
+        device, hbm=args.hbm, dram=args.dram, nvme=args.nvme, policy=policy
+    ) as tier:
         tier.wrap(model)
         yield tier
 
 
 @contextmanager
-def with_accelerate(model: torch.nn.Module, device: torch.device, args: Any) -> Iterator[Any]:
-    """accelerate's hooks, weights in host memory."""
-    from accelerate import cpu_offload
+def with_accelerate(model: Any, device: torch.device, args: Any) -> Iterator[Any]:
+    """accelerate's hooks, weights in host memory or in memory-mapped files."""
+    from accelerate import cpu_offload, disk_offload
 
     model.to("cpu")
-    cpu_offload(model, execution_device=device)
-    yield None
+    if args.nvme is None:
+        cpu_offload(model, execution_device=device)
+        yield None
+        return
+    with tempfile.TemporaryDirectory(dir=args.nvme) as folder:
+        disk_offload(model, folder, execution_device=device)
+        yield None
 
 
 @contextmanager
-def with_diffusers(model: torch.nn.Module, device: torch.device, args: Any) -> Iterator[Any]:
-    """diffusers' group offloading, a block at a time, on streams."""
+def with_diffusers(model: Any, device: torch.device, args: Any) -> Iterator[Any]:
+    """diffusers' group offloading, a block at a time, on streams; the head stays in HBM."""
     from diffusers.hooks import apply_group_offloading
 
     model.to("cpu")
-    apply_group_offloading(
-        model,
-        onload_device=device,
-        offload_device=torch.device("cpu"),
-        offload_type="block_level",
-        num_blocks_per_group=1,
-        use_stream=device.type == "cuda",
-        non_blocking=True,
-    )
-    yield None
+    model.lm_head.to(device)
+    settings = {
+        "onload_device": device,
+        "offload_device": torch.device("cpu"),
+        "offload_type": "block_level",
+        "num_blocks_per_group": 1,
+        "use_stream": device.type == "cuda",
+        "non_blocking": True,
+    }
+    if args.nvme is None:
+        apply_group_offloading(model.model, **settings)
+        yield None
+        return
+    with tempfile.TemporaryDirectory(dir=args.nvme) as folder:
+        apply_group_offloading(model.model, **settings, offload_to_disk_path=folder)
+        yield None
 
 
 @contextmanager
-def with_fsdp2(model: torch.nn.Module, device: torch.device, args: Any) -> Iterator[Any]:
-    """torch's FSDP2 with CPUOffloadPolicy, one rank."""
+def with_fsdp2(model: Any, device: torch.device, args: Any) -> Iterator[Any]:
+    """torch's FSDP2 with CPUOffloadPolicy, one rank; the head stays in HBM."""
     import torch.distributed as dist
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
+    if args.nvme is not None:
+        raise NotImplementedError("has no NVMe tier")
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", "29511")
     dist.init_process_group(
@@ -72,9 +111,10 @@ def with_fsdp2(model: torch.nn.Module, device: torch.device, args: Any) -> Itera
     try:
         mesh = torch.distributed.device_mesh.init_device_mesh(device.type, (1,))
         model.to("cpu")
-        for layer in model.layers:
+        model.lm_head.to(device)
+        for layer in model.model.layers:
             fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy())
-        fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
+        fully_shard(model.model, mesh=mesh, offload_policy=CPUOffloadPolicy())
         yield None
     finally:
         dist.destroy_process_group()
@@ -83,75 +123,135 @@ def with_fsdp2(model: torch.nn.Module, device: torch.device, args: Any) -> Itera
 PEERS = {
     "tiermem": with_tiermem,
     "diffusers group offloading": with_diffusers,
-    "accelerate cpu_offload": with_accelerate,
     "FSDP2 CPUOffloadPolicy": with_fsdp2,
+    "accelerate offload": with_accelerate,
 }
 
 
-def free(device: torch.device) -> None:
-    """Gives memory back between peers."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+def works(args: argparse.Namespace) -> Works:
+    """Returns what is run, the quickest first: training changes the model's mode."""
+    found: Works = {}
+    for tokens in args.tokens:
+        found[f"{tokens} tokens"] = (
+            "forward",
+            lambda model, device, tokens=tokens: forward(model.model, tokens, device),
+        )
+    if args.new_tokens:
+        found[f"{args.new_tokens} generated"] = (
+            "generate",
+            lambda model, device: generation(model.eval(), args.new_tokens, device),
+        )
+    for tokens in args.train_tokens:
+        found[f"{tokens} with backward"] = (
+            "train",
+            lambda model, device, tokens=tokens: both_ways(model.model, tokens, device),
+        )
+    return found
+
+
+def raw_seconds(tier: Any, clock: Clock, args: argparse.Namespace) -> float:
+    """Returns how long the layers' bytes take, with nothing around them."""
+    if args.nvme is None:
+        return statistics.median(clock.time(raw_copy(tier), 5, warm=1))
+    with RawRead(tier) as raw:
+        return statistics.median(clock.time(partial(raw.read), 5, warm=1))
+
+
+class Comparison:
+    """The rows, and what they are compared with.
+
+    Args:
+        args: The command line.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.device = torch.device(args.device)
+        self.clock = Clock(self.device)
+        self.works = works(args)
+        self.rows: list[dict[str, Any]] = []
+        self.outputs: dict[str, tuple[torch.Tensor, ...]] = {}
+        self.seconds: dict[str, float] = {}
+        self.raw = 0.0
+
+    def resident(self) -> None:
+        """Measures with everything in HBM."""
+        model = build(self.args.shape, self.device, head=True)
+        for column, (kind, make) in self.works.items():
+            call = make(model, self.device)
+            with exactly(kind):
+                self.outputs[column] = on_host(call())
+            self.seconds[column] = statistics.median(self.clock.time(call, 3, warm=1))
+        row = {f"{column} s": seconds for column, seconds in self.seconds.items()}
+        self.rows.append({"what": "everything in HBM", **row})
+
+    def run(self, name: str) -> None:
+        """Measures one peer, as far as it comes."""
+        row: dict[str, Any] = {"what": name, "equal": True}
+        model = build(self.args.shape, self.device, head=True)
+        try:
+            with PEERS[name](model, self.device, self.args) as tier:
+                give_back(self.device)
+                if self.device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats(self.device)
+                if tier is not None:
+                    self.raw = raw_seconds(tier, self.clock, self.args)
+                    raw = {f"{column} s": self.raw for column in self.works}
+                    self.rows.append({"what": "raw, all layers once", **raw})
+                self.measure(model, row, warm=2 if tier is not None else 0)
+                if self.device.type == "cuda":
+                    row["peak HBM GB"] = torch.cuda.max_memory_allocated(self.device) / 1e9
+        except ImportError as error:
+            row |= {"equal": "", "note": f"not installed: {error.name}"}
+        except Exception as error:  # a peer's failure is a result
+            row |= {"equal": "", "note": f"{type(error).__name__}: {str(error)[:120]}"}
+        self.rows.append(row)
+
+    def measure(self, model: Any, row: dict[str, Any], warm: int) -> None:
+        """Times every kind of work; the first call, whose bits count, warms up."""
+        for column, (kind, make) in self.works.items():
+            try:
+                call = make(model, self.device)
+                with exactly(kind):
+                    row["equal"] = row["equal"] and same(call(), self.outputs[column])
+                repeats = 1 if kind == "train" else self.args.repeats
+                seconds = statistics.median(self.clock.time(call, repeats, warm=warm))
+            except Exception as error:
+                row["note"] = f"{column}: {type(error).__name__}: {str(error)[:120]}"
+                continue
+            row[f"{column} s"] = seconds
+            if kind == "forward":
+                row[f"{column} of bound"] = max(self.raw, self.seconds[column]) / seconds
+
+    def report(self) -> None:
+        """Prints and keeps what there is so far."""
+        where = "nvme" if self.args.nvme else "dram"
+        title = f"Peers: Llama {self.args.shape}, weights in {where}, tiermem's hbm {self.args.hbm}"
+        report(title, self.rows, self.args.out)
 
 
 def main() -> None:
-    """Measures every peer at every token count."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measures every peer."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="6.7b", choices=sorted(SHAPES))
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 2048, 8192, 16384])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 16384])
+    parser.add_argument("--train-tokens", type=int, nargs="*", default=[16384])
+    parser.add_argument("--new-tokens", type=int, default=4, help="of generate(); 0 for none")
     parser.add_argument("--hbm", default="2.5GiB")
     parser.add_argument("--dram", default="14GiB")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", nargs="*", default=None, help="names of peers")
+    parser.add_argument("--nvme", default=None, help="folder: weights on disk")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--only", nargs="*", default=list(PEERS), help="names of peers")
     parser.add_argument("--out", default=None)
     args = parser.parse_args()
-    device = torch.device(args.device)
-    clock = Clock(device)
-    rows: list[dict[str, Any]] = []
-    resident, outputs = {}, {}
-    model = build(args.shape, device)
-    for tokens in args.tokens:
-        torch.manual_seed(tokens)
-        call = workload(model, tokens, train=False, device=device)
-        outputs[tokens] = call()
-        resident[tokens] = spread(clock.time(call, args.repeats))["median"]
-        del call  # it holds the model
-    rows.append(
-        {"what": "everything in HBM", **{f"{t} tokens s": resident[t] for t in args.tokens}}
-    )
-    raw = 0.0
-    for name, peer in PEERS.items():
-        if args.only is not None and name not in args.only:
-            continue
-        row: dict[str, Any] = {"what": name}
-        del model
-        free(device)
-        model = build(args.shape, device)
-        try:
-            with peer(model, device, args) as tier:
-                free(device)
-                if name == "tiermem":
-                    raw = spread(raw_copy(tier, "layers", clock, args.repeats))["median"]
-                    rows.append({"what": "raw copy", **{f"{t} tokens s": raw for t in args.tokens}})
-                for tokens in args.tokens:
-                    torch.manual_seed(tokens)
-                    call = workload(model, tokens, train=False, device=device)
-                    same = torch.equal(call(), outputs[tokens])
-                    median = spread(clock.time(call, args.repeats))["median"]
-                    row[f"{tokens} tokens s"] = median
-                    row[f"{tokens} of bound"] = max(raw, resident[tokens]) / median
-                    row["equal"] = row.get("equal", True) and same
-                if device.type == "cuda":
-                    row["peak HBM GB"] = torch.cuda.max_memory_allocated() / 1e9
-        except ImportError as error:
-            row["note"] = f"not installed: {error.name}"
-        except Exception as error:  # a peer's failure is a result
-            row["note"] = f"{type(error).__name__}: {str(error)[:80]}"
-        rows.append(row)
-    report(f"Peers: forward of Llama {args.shape}, tiermem's hbm {args.hbm}", rows, args.out)
+    comparison = Comparison(args)
+    comparison.resident()
+    for name in PEERS:
+        if name in args.only:
+            give_back(comparison.device)
+            comparison.run(name)
+            comparison.report()  # a time limit then leaves what there is
 
 
 if __name__ == "__main__":

@@ -1,0 +1,162 @@
+"""Host time per block, streamed and resident: hooks and scheduling, nothing to wait for.
+
+A Llama with the blocks of the 6.74 B shape but narrow, at one token: copies and kernels
+take next to no time, so the device never makes the host wait, and what a wrapped forward
+takes longer than a plain one is tiermem's own. Forwards of the two take turns, each begins
+with the device idle, and medians of the differences count.
+
+The parts are timed in a run of their own, each with what it calls in it; their timers add
+about 0.3 µs a call.
+
+    python benchmarks/bench_host.py --out benchmarks/results/host_h200.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from common import report
+from llama import SHAPES, Call, Clock, budget_of, build, forward, nbytes_of
+
+import tiermem
+from tiermem.core.schedule import Planner
+from tiermem.nn.group import Group
+from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.prefetch import Prefetcher
+from tiermem.runtime.space import Space
+from tiermem.runtime.traffic import Traffic
+from tiermem.transfer.copy import CudaCopyEngine, HostCopyEngine
+
+PARTS: tuple[tuple[type, str], ...] = (
+    (Group, "hold"),
+    (Group, "let_go"),
+    (Group, "_point"),
+    (Group, "_away"),
+    (BlockManager, "begin_pass"),
+    (BlockManager, "acquire"),
+    (BlockManager, "release"),
+    (Planner, "touch"),
+    (Prefetcher, "run"),
+    (Space, "place"),
+    (Traffic, "fill"),
+    (Traffic, "leave"),
+    (CudaCopyEngine, "up"),
+    (HostCopyEngine, "up"),
+    (CudaCopyEngine, "use"),
+)
+
+
+def host_time(clock: Clock, call: Call) -> float:
+    """Returns the seconds until a call comes back, begun with the device idle."""
+    clock.wait()
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+@contextmanager
+def timers(spent: dict[str, float], calls: dict[str, int]) -> Iterator[None]:
+    """Times the parts: seconds and calls by name."""
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any, **settings: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args, **settings)
+            finally:
+                spent[name] = spent.get(name, 0.0) + time.perf_counter() - began
+                calls[name] = calls.get(name, 0) + 1
+
+        return run
+
+    kept = [(owner, name, owner.__dict__[name]) for owner, name in PARTS if name in owner.__dict__]
+    try:
+        for owner, name, function in kept:
+            setattr(owner, name, timed(f"{owner.__name__}.{name}", function))
+        yield
+    finally:
+        for owner, name, function in kept:
+            setattr(owner, name, function)
+
+
+def measure(options: argparse.Namespace, what: str, plain: Any) -> list[dict[str, Any]]:
+    """Measures one state of residency; returns a row, and one for each of its parts."""
+    device = torch.device(options.device)
+    clock = Clock(device)
+    model = build(options.shape, device)
+    weights = nbytes_of([*model.parameters(), *model.buffers()])
+    hbm = budget_of(model, 0.2) if what == "streamed" else 2 * weights + (4 << 20)
+    reference = forward(plain, 1, device)
+    with tiermem.TierManager(device, hbm=hbm, dram=2 * weights + (1 << 20)) as tier:
+        tier.wrap(model)
+        call = forward(model, 1, device)
+        blocks = sum(r.block.role is tiermem.Role.PARAM for r in tier._manager.table)
+        for _ in range(10):
+            call()
+            reference()
+        tier.reset_stats()
+        gc.collect()
+        gc.disable()
+        try:
+            pairs = [
+                (host_time(clock, reference), host_time(clock, call))
+                for _ in range(options.repeats)
+            ]
+            stats = tier.stats()
+            spent: dict[str, float] = {}
+            calls: dict[str, int] = {}
+            with timers(spent, calls):
+                for _ in range(options.repeats):
+                    host_time(clock, call)
+        finally:
+            gc.enable()
+    extra = [(mine - theirs) / blocks * 1e6 for theirs, mine in pairs]
+    quarters = statistics.quantiles(extra, n=4) if len(extra) > 1 else extra * 3
+    row = {
+        "what": what,
+        "blocks": blocks,
+        "us per block": statistics.median(extra),
+        "quartiles": f"{quarters[0]:.1f} to {quarters[2]:.1f}",
+        "plain model us per block": statistics.median(p for p, _ in pairs) / blocks * 1e6,
+        "copies per forward": sum(link.moves for link in stats.links.values()) / options.repeats,
+        "stalls": stats.stalls,
+    }
+    parts = [
+        {
+            "what": f"  {name}",
+            "us per block": seconds / options.repeats / blocks * 1e6,
+            "calls per block": calls[name] / options.repeats / blocks,
+        }
+        for name, seconds in sorted(spent.items(), key=lambda item: -item[1])
+    ]
+    return [row, *parts]
+
+
+def main() -> None:
+    """Measures with a fifth of the layers allowed in HBM, and with all of them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="narrow", choices=sorted(SHAPES))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--repeats", type=int, default=101)
+    parser.add_argument("--out", default=None)
+    options = parser.parse_args()
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    plain = build(options.shape, torch.device(options.device))
+    rows = []
+    for what in ("streamed", "resident"):
+        rows += measure(options, what, plain)
+    report(f"Host time per block, Llama {options.shape}, 1 token", rows, options.out)
+
+
+if __name__ == "__main__":
+    main()

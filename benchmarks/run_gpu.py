@@ -1,0 +1,343 @@
+"""Every figure that streaming has to reach on one GPU, from one command.
+
+Each step is a process of its own with a time limit; one that fails or takes too long does not
+keep the others from running, and leaves what it had. The most important come first, and at
+the end stands a table of what is required and what was reached.
+
+    python benchmarks/run_gpu.py --folder /mnt/nvme --results benchmarks/results --name h200
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import report
+
+HERE = Path(__file__).parent
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process.
+
+    Attributes:
+        name: For ``--only`` and the table.
+        line: Script and arguments; ``{folder}`` and ``{out}`` are replaced.
+        small: Further arguments of ``--small``, which count over those before them.
+        seconds: Its time limit.
+    """
+
+    name: str
+    line: str
+    small: str
+    seconds: int
+
+
+_TINY = "--device cpu --shape tiny"
+_TIERS = "--hbm 300KiB --dram 8MiB --repeats 2"
+_FEW = "--tokens 1 32 --train-tokens 32 --new-tokens 2"
+STEPS = (
+    Step(
+        "stream",
+        "bench_stream.py --what forward half train generate --out {out}stream_%s_{name}.json",
+        f"{_TINY} {_TIERS} {_FEW}",
+        160,
+    ),
+    Step(
+        "nvme",
+        "bench_stream.py --what train forward --shape 1b --hbm 1.25GiB --dram 1GiB --repeats 5 "
+        "--nvme {folder} --tokens 16384 1 --out {out}nvme_%s_{name}.json",
+        f"{_TINY} {_TIERS} {_FEW}",
+        90,
+    ),
+    Step("host", "bench_host.py --out {out}host_{name}.json", f"{_TINY} --repeats 3", 45),
+    Step(
+        "memory",
+        "bench_memory.py --out {out}memory_{name}.json",
+        f"{_TINY} --hbm 1MiB --dram 8MiB --steps 2 --tokens 8",
+        60,
+    ),
+    Step("peers", "peers.py --out {out}peers_{name}.json", f"{_TINY} {_TIERS} {_FEW}", 150),
+    Step(
+        "links",
+        "bench_links.py --folder {folder} --startup-size 4GiB --repeats 5 --disk-rounds 1 "
+        "--chunks 4MiB --depths 4 8 16 --no-fio --out {out}links_{name}.json",
+        "--device cpu --size 1MiB --startup-size 1MiB --repeats 1 --chunks 256KiB --depths 4",
+        60,
+    ),
+    Step(
+        "peers-nvme",
+        "peers.py --shape 1b --hbm 1.25GiB --dram 1GiB --nvme {folder} --new-tokens 0 "
+        "--tokens 16384 --train-tokens --repeats 2 --out {out}peers_nvme_{name}.json",
+        f"{_TINY} {_TIERS} --tokens 8",
+        60,
+    ),
+    Step(
+        "bench",
+        "-m tiermem bench --nvme {folder} --picture {out}bench_{name}.png",
+        "--device cpu --size 1MiB --repeat 1",
+        40,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the table of what is required.
+
+    Attributes:
+        work: What it is about.
+        required: The figure, with at least or at most.
+        found: Reads the figure out of the results, given by file; None where it is not there.
+        least: What it must be at least, or None.
+        most: What it must be at most, or None.
+    """
+
+    work: str
+    found: Callable[[Results], float | None]
+    least: float | None = None
+    most: float | None = None
+
+    def row(self, results: Results) -> dict[str, Any]:
+        """Returns the line."""
+        required = (
+            f"at least {self.least:g}" if self.least is not None else f"at most {self.most:g}"
+        )
+        value = self.found(results)
+        if value is None:
+            return {"work": self.work, "required": required, "reached": "not measured", "": ""}
+        good = (self.least is None or value >= self.least) and (
+            self.most is None or value <= self.most
+        )
+        said = "yes" if good else "NO"
+        return {"work": self.work, "required": required, "reached": float(value), "": said}
+
+
+class Results:
+    """The JSON files that the steps left.
+
+    Args:
+        folder: Where they are.
+        name: What ends their names.
+        since: Files older than this (seconds since the epoch) are of another run.
+    """
+
+    def __init__(self, folder: Path, name: str, since: float = 0.0) -> None:
+        self.folder = folder
+        self.name = name
+        self.since = since
+
+    def rows(self, kind: str) -> Rows:
+        """Returns the rows of one table; none where it is missing."""
+        path = self.folder / f"{kind}_{self.name}.json"
+        if not path.exists() or path.stat().st_mtime < self.since:
+            return []
+        return list(json.loads(path.read_text(encoding="utf-8"))["rows"])
+
+    def pick(self, kind: str, column: str, **where: Any) -> list[Any]:
+        """Returns a column's values in the rows that agree with ``where``."""
+        return [
+            row[column]
+            for row in self.rows(kind)
+            if column in row and all(row.get(key) == value for key, value in where.items())
+        ]
+
+
+def cell(kind: str, column: str, **where: Any) -> Callable[[Results], float | None]:
+    """Returns what reads one cell."""
+    return lambda results: next(iter(results.pick(kind, column, **where)), None)
+
+
+def most_of(column: str, *kinds: str) -> Callable[[Results], float | None]:
+    """Returns what reads the largest value of a column."""
+    return lambda results: max(
+        (v for kind in kinds for v in results.pick(kind, column)), default=None
+    )
+
+
+def speed_of_hbm(kind: str) -> Callable[[Results], float | None]:
+    """Returns what reads the share of the resident speed that the slowest row has."""
+
+    def read(results: Results) -> float | None:
+        rows = [row for row in results.rows(kind) if "tiermem s" in row]
+        return min((row["in HBM s"] / row["tiermem s"] for row in rows), default=None)
+
+    return read
+
+
+def all_equal(*kinds: str) -> Callable[[Results], float | None]:
+    """Returns what reads the share of rows whose bits are those of the resident run."""
+
+    def read(results: Results) -> float | None:
+        found = [v for kind in kinds for v in results.pick(kind, "equal")]
+        agree = [v for kind in kinds for v in results.pick(kind, "resident again equal")]
+        return sum(map(bool, [*found, *agree])) / len([*found, *agree]) if found else None
+
+    return read
+
+
+def startup_gain(results: Results) -> float | None:
+    """Returns how many times faster the arena starts than cudaHostAlloc."""
+    found = {
+        row["how"].split(",")[0]: row["s per GiB"]
+        for row in results.rows("links")
+        if "s per GiB" in row
+    }
+    mine, theirs = found.get("HostArena"), found.get("cudaHostAlloc")
+    return theirs / mine if mine and theirs else None
+
+
+def beside(kind: str, peer: str) -> Callable[[Results], float | None]:
+    """Returns what reads how many times faster tiermem is than a peer, where it is least."""
+
+    def read(results: Results) -> float | None:
+        rows = {row["what"]: row for row in results.rows(kind)}
+        mine, theirs = rows.get("tiermem", {}), rows.get(peer, {})
+        columns = [c for c in mine if c.endswith(" s") and c in theirs]
+        return min((theirs[c] / mine[c] for c in columns), default=None)
+
+    return read
+
+
+_DRAM = ("stream_forward", "stream_half", "stream_train", "stream_generate")
+_NVME = ("nvme_train", "nvme_forward")
+CHECKS = (
+    *(
+        Check(
+            f"forward, DRAM, {tokens} tokens",
+            cell("stream_forward", "of bound", tokens=tokens),
+            least,
+        )
+        for tokens, least in ((1, 0.98), (2048, 0.98), (8192, 0.97), (16384, 0.99))
+    ),
+    *(
+        Check(f"half in HBM, {tokens} tokens", cell("stream_half", "of bound", tokens=tokens), 0.97)
+        for tokens in (1, 2048, 8192, 16384)
+    ),
+    Check("forward + backward, of in-HBM speed", speed_of_hbm("stream_train"), 0.98),
+    Check("the same, NVMe, of the bound", cell("nvme_train", "of bound", tokens=16384), 0.95),
+    Check("forward, NVMe, 16384 tokens", cell("nvme_forward", "of bound", tokens=16384), 0.95),
+    Check("forward, NVMe, 1 token", cell("nvme_forward", "of bound", tokens=1), 0.95),
+    Check("generate(), of the raw copy of what moves", cell("stream_generate", "of raw"), 0.97),
+    Check(
+        "generate(), of the raw copy of the layers", cell("stream_generate", "of raw, layers"), 0.97
+    ),
+    Check(
+        "HBM above the budget, MiB, tensors", most_of("above budget MiB", *_DRAM, *_NVME), most=64
+    ),
+    Check(
+        "the same, as the device counts it",
+        most_of("above budget, device MiB", *_DRAM, *_NVME),
+        most=64,
+    ),
+    Check(
+        "host memory beyond budget and torch, MiB",
+        cell("memory", "beyond torch MiB", process="tiered"),
+        most=256,
+    ),
+    Check(
+        "the same beyond a resident model's process",
+        cell("memory", "beyond resident MiB", process="tiered"),
+        most=256,
+    ),
+    Check(
+        "host time per block, streamed, us", cell("host", "us per block", what="streamed"), most=80
+    ),
+    Check(
+        "host time per block, resident, us", cell("host", "us per block", what="resident"), most=80
+    ),
+    Check("arena's start beside cudaHostAlloc, times", startup_gain, 4),
+    Check("bits as resident, share of rows", all_equal(*_DRAM, *_NVME), 1),
+    Check("times faster than accelerate, least", beside("peers", "accelerate offload"), 1),
+    Check("times faster than diffusers, least", beside("peers", "diffusers group offloading"), 1),
+    Check("times faster than FSDP2, least", beside("peers", "FSDP2 CPUOffloadPolicy"), 1),
+    Check("NVMe: times faster than accelerate", beside("peers_nvme", "accelerate offload"), 1),
+    Check(
+        "NVMe: times faster than diffusers", beside("peers_nvme", "diffusers group offloading"), 1
+    ),
+)
+
+
+def command(step: Step, options: argparse.Namespace) -> list[str]:
+    """Returns the command of a step."""
+    out = f"{options.results}{os.sep}"
+    line = step.line.format(folder=options.folder, out=out, name=options.name).split()
+    line = [part.replace("%s", "{what}") for part in line]
+    if line[0] != "-m":
+        line[0] = str(HERE / line[0])
+    return [sys.executable, *line, *(step.small.split() if options.small else [])]
+
+
+def run_step(step: Step, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """Runs a step in at most so many seconds; returns what became of it."""
+    line = command(step, options)
+    print(f"\n== {step.name}: {' '.join(line[1:])}", flush=True)
+    began = time.perf_counter()
+    root = str(HERE.parent)
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    settings = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    if options.small:  # figures of tiny copies are not to become this machine's profile
+        settings["TIERMEM_PROFILE"] = str(options.results / f"profile_{options.name}.json")
+    process = subprocess.Popen(line, env=settings, start_new_session=True)
+    try:
+        ended = f"exit {process.wait(seconds)}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)  # with the processes that it may have started
+        process.wait()
+        ended = f"stopped after {seconds:.0f} s"
+    took = time.perf_counter() - began
+    print(f"== {step.name}: {ended}, {took:.1f} s", flush=True)
+    return {"step": step.name, "ended": ended, "seconds": took}
+
+
+def run(options: argparse.Namespace, steps: Sequence[Step]) -> Rows:
+    """Runs the steps one after the other, within the time there is."""
+    until = time.perf_counter() + options.seconds
+    done = []
+    for step in steps:
+        left = until - time.perf_counter()
+        if left < min(10, options.seconds / 2):
+            done.append({"step": step.name, "ended": "no time left", "seconds": 0.0})
+            continue
+        done.append(run_step(step, options, min(step.seconds, left)))
+    return done
+
+
+def main() -> int:
+    """Runs every step and prints what is required and what was reached."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", default=".", help="on the disk to measure")
+    parser.add_argument("--results", type=Path, default=Path("results"), help="folder")
+    parser.add_argument("--name", default="gpu", help="ends the names of the results")
+    parser.add_argument("--seconds", type=float, default=420.0, help="for everything together")
+    parser.add_argument("--only", nargs="*", default=[step.name for step in STEPS])
+    parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU, as a test")
+    options = parser.parse_args()
+    options.results.mkdir(parents=True, exist_ok=True)
+    since = time.time() - 1
+    done = run(options, [step for step in STEPS if step.name in options.only])
+    results = Results(options.results, options.name, since)
+    rows = [check.row(results) for check in CHECKS]
+    print()
+    report(
+        "Required and reached",
+        rows,
+        str(options.results / f"required_{options.name}.json"),
+        steps=done,
+    )
+    print(", ".join(f"{d['step']} {d['seconds']:.0f} s ({d['ended']})" for d in done))
+    return 0 if all(d["ended"] == "exit 0" for d in done) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
