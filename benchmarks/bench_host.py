@@ -33,7 +33,7 @@ from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.prefetch import Prefetcher
 from tiermem.runtime.space import Space
 from tiermem.runtime.traffic import Traffic
-from tiermem.transfer.copy import CudaCopyEngine, HostCopyEngine
+from tiermem.transfer.copy import HostCopyEngine, StreamCopyEngine
 
 PARTS: tuple[tuple[type, str], ...] = (
     (Group, "hold"),
@@ -48,9 +48,9 @@ PARTS: tuple[tuple[type, str], ...] = (
     (Space, "place"),
     (Traffic, "fill"),
     (Traffic, "leave"),
-    (CudaCopyEngine, "up"),
+    (StreamCopyEngine, "up"),
+    (StreamCopyEngine, "use"),
     (HostCopyEngine, "up"),
-    (CudaCopyEngine, "use"),
 )
 
 
@@ -125,6 +125,9 @@ def measure(options: argparse.Namespace, what: str, plain: Any) -> list[dict[str
         "what": what,
         "blocks": blocks,
         "us per block": statistics.median(extra),
+        "us per layer": statistics.median(extra)
+        * blocks
+        / SHAPES[options.shape]["num_hidden_layers"],
         "quartiles": f"{quarters[0]:.1f} to {quarters[2]:.1f}",
         "plain model us per block": statistics.median(p for p, _ in pairs) / blocks * 1e6,
         "copies per forward": sum(link.moves for link in stats.links.values()) / options.repeats,

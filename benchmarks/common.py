@@ -61,7 +61,8 @@ def report(title: str, rows: Sequence[dict[str, Any]], out: str | None, **extra:
     print(f"{title}\n" + "\n".join(lines))
     if out is None:
         return
-    command = "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+    script = Path(sys.argv[0]).resolve()
+    command = " ".join([f"python {script.parent.name}/{script.name}", *sys.argv[1:]])
     record = {
         "title": title,
         "date": datetime.date.today().isoformat(),

@@ -118,14 +118,18 @@ class Late:
         """Delays an engine's copies from now on."""
         if not self._on or not self._share:
             return
-        inner = engine._copy
+        for way in ("up", "down"):
+            setattr(engine, f"copy_{way}", self._late(engine, way))
 
-        def late(stream: Any, target: torch.Tensor, source: torch.Tensor) -> Any:
+    def _late(self, engine: Any, way: str) -> Callable[[torch.Tensor, torch.Tensor], Any]:
+        inner, stream = getattr(engine, f"copy_{way}"), getattr(engine, f"{way}_stream")
+
+        def late(target: torch.Tensor, source: torch.Tensor) -> Any:
             with torch.cuda.stream(stream):
                 self.sleep(self._share)
-            return inner(stream, target, source)
+            return inner(target, source)
 
-        engine._copy = late
+        return late
 
     def layers(self, model: Model) -> None:
         """Delays the compute of some layers."""

@@ -105,20 +105,19 @@ def test_training_equals_resident(mode: str, home: str, tmp_path: Path) -> None:
         tier._manager.table.check()
 
 
-def _delay(engine, name: str, cycles: int) -> None:
-    """Makes every copy of one stream late."""
-    inner = engine._copy
+def _delay(engine, way: str, cycles: int) -> None:
+    """Makes every copy of one way late."""
+    inner, stream = getattr(engine, f"copy_{way}"), getattr(engine, f"{way}_stream")
 
-    def late(stream, target, source):
-        if stream is getattr(engine, name):
-            with torch.cuda.stream(stream):
-                torch.cuda._sleep(cycles)
-        return inner(stream, target, source)
+    def late(target, source):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(cycles)
+        return inner(target, source)
 
-    engine._copy = late
+    setattr(engine, f"copy_{way}", late)
 
 
-@pytest.mark.parametrize("stream", ["up_stream", "down_stream", "both", "compute"])
+@pytest.mark.parametrize("stream", ["up", "down", "both", "compute"])
 @pytest.mark.parametrize("depth", [0, 1, 4, "auto"])
 def test_late_streams_change_nothing(stream: str, depth, tmp_path: Path) -> None:
     plain = build("plain", layers=6)
@@ -130,9 +129,9 @@ def test_late_streams_change_nothing(stream: str, depth, tmp_path: Path) -> None
             layer.register_forward_pre_hook(lambda *_: torch.cuda._sleep(2_000_000))
     with tiermem.TierManager("cuda", hbm="36MiB", dram="512MiB", prefetch_depth=depth) as tier:
         tier.wrap(model)
-        for name in ("up_stream", "down_stream"):
-            if stream in (name, "both"):
-                _delay(tier._manager.copy, name, 3_000_000)
+        for way in ("up", "down"):
+            if stream in (way, "both"):
+                _delay(tier._manager.copy, way, 3_000_000)
         optimizer = tier.optimizer(model, torch.optim.SGD, lr=1e-2, momentum=0.9)
         assert train(model, optimizer, 3, lambda m: torch.zeros(())) == expected
         assert tier.stats().evictions > 0

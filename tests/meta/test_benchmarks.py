@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-SECONDS = 60
+SECONDS = 120
 
 needs_transformers = pytest.mark.skipif(
     find_spec("transformers") is None, reason="needs transformers"
@@ -100,32 +100,108 @@ def test_swapfile(tmp_path) -> None:
     assert len(found["rounds"]) == 1 and (tmp_path / "out.md").exists()
 
 
+TINY = "--shape tiny --device cpu"
+TIERS = "--hbm 300KiB --dram 8MiB --repeats 2"
+
+
+def stream(folder: Path, what: str, *more: str) -> list[dict[str, Any]]:
+    """Runs bench_stream.py; returns the rows of each kind of work."""
+    line = f"{TINY} {TIERS} --tokens 1 32 --train-tokens 32 --new-tokens 3 --what {what}"
+    output("bench_stream.py", folder, *line.split(), *more, "--out", "{what}.json")
+    rows = []
+    for kind in what.split():
+        found = json.loads((folder / f"{kind}.json").read_text())
+        assert found["what"] == kind and found["layers_nbytes"] > 0
+        rows += check_rows(found, "tokens", "in HBM s", "tiermem s")
+    assert all(row["equal"] and row["resident again equal"] for row in rows)
+    assert all(row["GB moved"] > 0 for row in rows), "nothing was streamed"
+    return rows
+
+
 @needs_transformers
 def test_stream(tmp_path) -> None:
-    line = "--shape tiny --device cpu --tokens 1 32 --hbm 1MiB --dram 8MiB --repeats 2"
-    found = run("bench_stream.py", tmp_path, *line.split(), "--out", "out.json")
-    rows = check_rows(found, "tokens", "in HBM s", "tiermem s", "of bound", "host us/block")
-    assert [row["tokens"] for row in rows] == [1, 32] and all(row["equal"] for row in rows)
+    rows = stream(tmp_path, "forward half train generate")
+    assert [row["tokens"] for row in rows] == [1, 32, 1, 32, 32, 3]
+    assert all(0 < row["of bound"] < math.inf for row in rows[:-1])
+    half = json.loads((tmp_path / "half.json").read_text())
+    # Half of the layers, and what lies outside them: less than all, more than half.
+    assert half["layers_nbytes"] / 2 < half["hbm"] < half["layers_nbytes"]
+    per_token = rows[-1]
+    assert per_token["s per token"] == pytest.approx(per_token["tiermem s"] / 3)
+    assert 0 < per_token["of raw"] < math.inf
 
 
 @needs_transformers
-def test_stream_in_training(tmp_path) -> None:
-    line = "--shape tiny --device cpu --tokens 32 --hbm 2MiB --dram 8MiB --repeats 2 --train"
-    found = run("bench_stream.py", tmp_path, *line.split(), "--out", "out.json")
-    assert [row["equal"] for row in check_rows(found, "tiermem s")] == [True]
+def test_stream_from_files(tmp_path) -> None:
+    rows = stream(tmp_path, "train", "--nvme", ".")
+    assert 0 < rows[0]["of bound"] < math.inf and rows[0]["raw read of the moved s"] > 0
+    assert {"O_DIRECT", "engine"} <= set(rows[0])
+
+
+@needs_transformers
+def test_stream_says_what_failed_and_goes_on(tmp_path) -> None:
+    line = f"{TINY} --repeats 1 --tokens 8 --hbm 1KiB --dram 8MiB --what forward half --out"
+    with pytest.raises(AssertionError, match="give hbm= at least"):
+        output("bench_stream.py", tmp_path, *line.split(), "{what}.json")
+    failed = json.loads((tmp_path / "forward.json").read_text())["rows"]
+    assert failed[0]["note"].startswith("CapacityError")
+    assert json.loads((tmp_path / "half.json").read_text())["rows"][0]["equal"]
 
 
 @needs_transformers
 def test_peers(tmp_path) -> None:
-    line = "--shape tiny --device cpu --tokens 8 --hbm 1MiB --dram 8MiB --repeats 1"
-    peers = ["accelerate cpu_offload", "diffusers group offloading"]  # FSDP2 would want a port
+    line = f"{TINY} {TIERS} --tokens 8 --train-tokens 8 --new-tokens 2"
+    peers = ["accelerate offload", "diffusers group offloading"]  # FSDP2 would want a port
     only = ["--only", "tiermem", *peers, "--out", "out.json"]
     found = run("peers.py", tmp_path, *line.split(), *only)
-    rows = {row["what"]: row for row in check_rows(found, "8 tokens s", "8 of bound")}
-    assert set(rows) == {"everything in HBM", "raw copy", "tiermem", *peers}
+    columns = ("8 tokens s", "2 generated s", "8 with backward s")
+    rows = {row["what"]: row for row in check_rows(found, *columns, "8 tokens of bound")}
+    assert set(rows) == {"everything in HBM", "raw, all layers once", "tiermem", *peers}
     assert rows["tiermem"]["equal"] is True and "note" not in rows["tiermem"]
+    assert all(column in rows["tiermem"] for column in columns)
     # A peer that is not installed, or fails, says so instead of figures.
-    assert all("note" in rows[peer] or "8 of bound" in rows[peer] for peer in peers)
+    assert all("note" in rows[peer] or columns[0] in rows[peer] for peer in peers)
+
+
+@needs_transformers
+def test_memory(tmp_path) -> None:
+    line = "--shape tiny --device cpu --hbm 1MiB --dram 8MiB --steps 1 --tokens 8 --out out.json"
+    rows = check_rows(run("bench_memory.py", tmp_path, *line.split()), "rss MiB", "private MiB")
+    assert [row["process"] for row in rows] == ["torch", "resident", "tiered"]
+    tiered = rows[-1]
+    beyond = tiered["rss MiB"] - rows[0]["rss MiB"] - 8
+    assert tiered["beyond torch MiB"] == pytest.approx(beyond)
+
+
+@needs_transformers
+def test_host_time(tmp_path) -> None:
+    line = "--shape tiny --device cpu --repeats 3 --out out.json"
+    rows = run("bench_host.py", tmp_path, *line.split())["rows"]
+    streamed, resident = (row for row in rows if not row["what"].startswith(" "))
+    # A difference of two times; which is the larger is not for a test to say.
+    assert math.isfinite(streamed["us per block"]) and math.isfinite(resident["us per block"])
+    assert streamed["copies per forward"] > 0 and resident["copies per forward"] == 0
+    parts = {row["what"].strip() for row in rows if row["what"].startswith(" ")}
+    assert {"BlockManager.acquire", "Traffic.fill", "HostCopyEngine.up"} <= parts
+
+
+@needs_transformers
+def test_run_gpu(tmp_path) -> None:
+    line = "--small --only host links --folder . --results found --name x"
+    output("run_gpu.py", tmp_path, *line.split())
+    found = json.loads((tmp_path / "found" / "required_x.json").read_text())
+    assert [step["ended"] for step in found["steps"]] == ["exit 0", "exit 0"]
+    reached = {row["work"]: row["reached"] for row in found["rows"]}
+    assert isinstance(reached["host time per block, streamed, us"], float)
+    assert reached["forward, DRAM, 1 tokens"] == "not measured"
+    assert str(ROOT) not in json.dumps(found) + (tmp_path / "found" / "host_x.md").read_text()
+
+
+def test_run_gpu_stops_what_takes_too_long(tmp_path) -> None:
+    line = "--small --only host --results found --seconds 0.01"
+    with pytest.raises(AssertionError, match="stopped after"):
+        output("run_gpu.py", tmp_path, *line.split())
+    assert (tmp_path / "found" / "required_gpu.json").exists()
 
 
 def test_profile_of_the_host(tmp_path) -> None:

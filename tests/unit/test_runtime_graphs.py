@@ -1,0 +1,53 @@
+"""What a manager does while a CUDA graph is captured, with the capture feigned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tiermem
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+
+
+def capture(tier: tiermem.TierManager, on: bool) -> None:
+    """Makes the copy engine say that the current stream is captured, or not."""
+    tier._manager.copy.capturing = lambda: on  # type: ignore[method-assign]
+
+
+def test_weights_that_stay_are_used_and_nothing_else_happens() -> None:
+    x = torch.rand(2, 64)
+    expected = layers()(x)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB", policy={"params": "hbm"}) as tier:
+        model = tier.wrap(layers())
+        with torch.no_grad():
+            model(x)
+            before = tier._manager.planner.cursor
+            capture(tier, True)
+            assert torch.equal(model(x), expected)
+            assert torch.equal(model[2](x), layers()[2](x))
+            capture(tier, False)
+            assert tier._manager.planner.cursor == before
+            assert torch.equal(model(x), expected)
+        assert all(row.leases == 0 for row in tier.residency())
+
+
+def test_weights_that_may_move_are_refused() -> None:
+    x = torch.rand(2, 64)
+    expected = layers()(x)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier, torch.no_grad():
+        model = tier.wrap(layers())  # everything fits in HBM, but other models may push it out
+        model(x)
+        moved = tier.stats().links
+        capture(tier, True)
+        with pytest.raises(
+            tiermem.ConfigError, match=r"block '.*0' .*CUDA graph"
+        ):
+            model(x)
+        assert tier.stats().links == moved
+        capture(tier, False)
+        assert torch.equal(model(x), expected)
