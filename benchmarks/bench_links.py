@@ -57,9 +57,9 @@ def torch_memory(nbytes: int, *, page_lock: bool) -> float:
         made.fill_(1)
     seconds = time.perf_counter() - began
     del made
-    forget = getattr(torch._C, "_host_emptyCache", None)
-    if page_lock and forget is not None:
-        forget()  # or the next one would get this memory again
+    if page_lock:  # or the next one would get this memory again
+        names = ("_host_emptyCache", "_accelerator_emptyHostCache")
+        next(getattr(torch._C, name) for name in names if hasattr(torch._C, name))()
     return seconds
 
 

@@ -120,10 +120,20 @@ def with_fsdp2(model: Any, device: torch.device, args: Any) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
+@contextmanager
+def with_torchao(model: Any, device: torch.device, args: Any) -> Iterator[Any]:
+    """torchao's CPUOffloadOptimizer, which is for training every parameter."""
+    import torchao.optim  # noqa: F401
+
+    raise NotImplementedError("moves gradients and optimizer state; weights stay in HBM")
+    yield None
+
+
 PEERS = {
     "tiermem": with_tiermem,
     "diffusers group offloading": with_diffusers,
     "FSDP2 CPUOffloadPolicy": with_fsdp2,
+    "torchao CPUOffloadOptimizer": with_torchao,
     "accelerate offload": with_accelerate,
 }
 
