@@ -157,7 +157,8 @@ class Twins:
             (0.60, self.wander),
             (0.85, self.train),
             (0.92, self.break_off),
-            (1.00, self.write),
+            (0.96, self.write),
+            (1.00, self.write_within),
         ]
 
     def step(self) -> None:
@@ -224,6 +225,19 @@ class Twins:
         with torch.no_grad():
             for model in self.models:
                 model.layers[where].down.weight.mul_(1.0078125)
+
+    def write_within(self) -> None:
+        """A layer writes a weight of its own while it runs."""
+
+        def grow(layer: Any, *_: object) -> None:
+            with torch.no_grad():
+                layer.norm.bias.add_(0.0078125)
+
+        where = self.draw.choice(self.order())
+        handles = [model.layers[where].register_forward_hook(grow) for model in self.models]
+        self.look()
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
