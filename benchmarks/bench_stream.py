@@ -33,7 +33,7 @@ from typing import Any
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts
 
 import torch
-from common import report
+from common import bars, report
 from llama import (
     SHAPES,
     Call,
@@ -301,7 +301,12 @@ def main() -> int:
             failed += 1
         give_back(bench.device)
         title = f"Llama {options.shape}, {what}, hbm {notes.get('hbm', '?')}, weights in {home}"
-        report(title, rows, options.out and options.out.replace("{what}", what), **notes)
+        out = options.out and options.out.replace("{what}", what)
+        report(title, rows, out, **notes)
+        if out and "note" not in rows[0]:
+            names = ("in HBM s", "raw copy s", "raw read of the moved s", "tiermem s")
+            series = {n: [row[n] for row in rows] for n in names if n in rows[0]}
+            bars(title, [f"{row['tokens']} tokens" for row in rows], series, out)
     return 1 if failed else 0
 
 

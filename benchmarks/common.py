@@ -81,6 +81,37 @@ def report(title: str, rows: Sequence[dict[str, Any]], out: str | None, **extra:
     )
 
 
+def bars(
+    title: str, groups: Sequence[str], series: dict[str, Sequence[float | None]], out: str
+) -> None:
+    """Draws seconds, on a logarithmic scale, beside the JSON file that ``out`` names.
+
+    Args:
+        title: Line above.
+        groups: What stands below each group of bars.
+        series: Values by name, one for each group; None where there is none.
+        out: The JSON file; the picture has its name and ends in .png.
+    """
+    from matplotlib.figure import Figure  # a figure of its own needs no display
+
+    figure = Figure(figsize=(4 + 1.6 * len(groups), 4.5), layout="constrained")
+    axis = figure.add_subplot()
+    width = 0.8 / max(1, len(series))
+    for index, (name, values) in enumerate(series.items()):
+        there = [(at, v) for at, v in enumerate(values) if v is not None and v > 0]
+        places = [at + (index - (len(series) - 1) / 2) * width for at, _ in there]
+        drawn = axis.bar(places, [v for _, v in there], width, label=name)
+        axis.bar_label(drawn, fmt="%.3g", fontsize=7, rotation=90, padding=2)
+    axis.set_xticks(range(len(groups)), groups)
+    if any(v for values in series.values() for v in values):
+        axis.set_yscale("log")
+    axis.margins(y=0.2)
+    axis.set_ylabel("seconds")
+    axis.set_title(title, fontsize=9)
+    axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.savefig(Path(out).with_suffix(".png"), dpi=120)
+
+
 def speed_row(measured: Measurement, **more: Any) -> dict[str, Any]:
     """Returns a measured speed as a row for :func:`report`, with further columns."""
     return {

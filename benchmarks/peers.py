@@ -24,7 +24,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA start
 
 import torch
 from bench_stream import exactly
-from common import report
+from common import bars, report
 from llama import (
     SHAPES,
     Call,
@@ -224,7 +224,7 @@ class Comparison:
                 call = make(model, self.device)
                 with exactly(kind):
                     row["equal"] = row["equal"] and same(call(), self.outputs[column])
-                repeats = 1 if kind == "train" else self.args.repeats
+                repeats = self.args.repeats if kind == "forward" else 1
                 seconds = statistics.median(self.clock.time(call, repeats, warm=warm))
             except Exception as error:
                 row["note"] = f"{column}: {type(error).__name__}: {str(error)[:120]}"
@@ -238,6 +238,10 @@ class Comparison:
         where = "nvme" if self.args.nvme else "dram"
         title = f"Peers: Llama {self.args.shape}, weights in {where}, tiermem's hbm {self.args.hbm}"
         report(title, self.rows, self.args.out)
+        if self.args.out:
+            found = {row["what"]: [row.get(f"{c} s") for c in self.works] for row in self.rows}
+            drawn = {what: values for what, values in found.items() if any(values)}
+            bars(title, list(self.works), drawn, self.args.out)
 
 
 def main() -> None:
@@ -247,7 +251,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 16384])
     parser.add_argument("--train-tokens", type=int, nargs="*", default=[16384])
-    parser.add_argument("--new-tokens", type=int, default=4, help="of generate(); 0 for none")
+    parser.add_argument("--new-tokens", type=int, default=3, help="of generate(); 0 for none")
     parser.add_argument("--hbm", default="2.5GiB")
     parser.add_argument("--dram", default="14GiB")
     parser.add_argument("--nvme", default=None, help="folder: weights on disk")

@@ -113,6 +113,7 @@ def stream(folder: Path, what: str, *more: str) -> list[dict[str, Any]]:
         found = json.loads((folder / f"{kind}.json").read_text())
         assert found["what"] == kind and found["layers_nbytes"] > 0
         rows += check_rows(found, "tokens", "in HBM s", "tiermem s")
+        assert (folder / f"{kind}.png").read_bytes().startswith(b"\x89PNG")
     assert all(row["equal"] and row["resident again equal"] for row in rows)
     assert all(row["GB moved"] > 0 for row in rows), "nothing was streamed"
     return rows
