@@ -2,7 +2,7 @@
 
 The same forward and backward with frozen weights, verification switched on and
 off in turn, so that a drifting disk meets both alike. With bytes on the disk
-being the bottleneck, the checksum works in the I/O thread beside it.
+being the bottleneck, the checksum works in helper threads beside the I/O thread.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def main() -> None:
         policy=tiermem.Policy(params="nvme"),
     ) as tier:
         tier.wrap(net)
-        pump = tier._manager.mover._pump
+        pieces = tier._manager.mover._pump.pieces
 
         def step(*, verify: bool) -> float:
-            pump._verify = verify
+            pieces.verify = verify
             began = time.perf_counter()
             net(x).sum().backward()
             if args.device != "cpu":

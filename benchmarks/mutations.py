@@ -43,7 +43,7 @@ class Mutation:
 
 
 _RUNTIME, _CORE = "tiermem/runtime/", "tiermem/core/"
-_PUMP, _SAVED = "tiermem/transfer/filepump.py", "tiermem/nn/saved.py"
+_PIECES, _SAVED = "tiermem/transfer/filepieces.py", "tiermem/nn/saved.py"
 _COPY = "tiermem/transfer/copy.py"
 
 _ELSEWHERE = (
@@ -214,16 +214,30 @@ _ELSEWHERE = (
     # files
     Mutation(
         "checksums are not compared",
-        _PUMP,
-        "if self._verify and expected is not None and self._checksum(chunk) != expected:",
-        "if self._verify and expected is not None and self._checksum(chunk) is None:",
+        "tiermem/transfer/filechunks.py",
+        "self.check and self.checksum != self.expected",
+        "self.check and self.checksum is None",
         DISKS,
     ),
     Mutation(
+        "a copy that runs by itself is not checked",
+        _PIECES,
+        "            self._give(chunk, Task.CHECK)\n        self._copy(chunk)\n",
+        "            pass\n        self._copy(chunk)\n",
+        FILES,
+    ),
+    Mutation(
+        "a chunk is reused while its checksum is computed",
+        "tiermem/transfer/filechunks.py",
+        "return not self.on_disk and self.task is None and self.fence is None",
+        "return not self.on_disk and self.fence is None",
+        FILES,
+    ),
+    Mutation(
         "the result of a completion is not looked at",
-        _PUMP,
-        "        if completion.errno:\n",
-        "        if completion.errno and not completion.errno:\n",
+        _PIECES,
+        "            if completion.errno:\n",
+        "            if completion.errno and not completion.errno:\n",
         DISKS,
     ),
     Mutation(

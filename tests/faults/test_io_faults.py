@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import gc
+import linecache
 import os
 import resource
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -21,7 +25,8 @@ from tiermem.io import IoEngine, IoOp, IoRequest, ThreadEngine, UringEngine
 from tiermem.io.probe import probe_uring
 from tiermem.storage.swapfile import SwapFile
 from tiermem.testing.io import Fault, Memory, ScriptedEngine
-from tiermem.transfer.filemover import FileMover, FileTransfer
+from tiermem.transfer.filehelpers import threads
+from tiermem.transfer.filemover import Fence, FileMover, FileTransfer, HostCopier
 
 PAGE = 4096
 CHUNK = 4 * PAGE
@@ -307,6 +312,128 @@ def test_a_forked_child_is_refused_and_harms_nothing(
     assert run(mover, mover.read(extent, out, label="b")) is None
     assert torch.equal(out, data)
     mover.close()
+
+
+def test_a_fork_while_a_helper_works_hangs_nobody(store: SwapFile) -> None:
+    came, go = threading.Event(), threading.Event()
+
+    class Slow(HostCopier):
+        def to_target(self, target: torch.Tensor, staging: torch.Tensor) -> Fence:
+            came.set()
+            go.wait(20.0)
+            return super().to_target(target, staging)
+
+    extent, data, out = store.allocate(NBYTES), noise(NBYTES), host(NBYTES)
+    movers = [FileMover(store, ThreadEngine, host(3 * CHUNK), CHUNK, Slow())]
+    assert run(movers[0], movers[0].write(extent, data, label="b")) is None
+    read = movers[0].read(extent, out, label="b")
+    assert came.wait(20.0)
+
+    def inside() -> None:
+        movers[0].close()
+        movers.clear()
+        gc.collect()
+        with SwapFile([Path(store.folder(0))], None, CHUNK) as own:
+            with FileMover(own, ThreadEngine, host(3 * CHUNK), CHUNK) as mover:
+                assert mover.poll() == []
+
+    assert forked(inside) == 0
+    go.set()
+    assert run(movers[0], read) is None
+    assert torch.equal(out, data)
+    movers[0].close()
+
+
+WATCHED = ("filemover.py", "filepump.py")
+
+
+class Stop(BaseException):
+    """Stands for Ctrl-C."""
+
+
+def cut_short(call: Callable[[], object], number: int) -> bool:
+    """Runs ``call`` and raises before its ``number``-th line in the mover, in this thread.
+
+    Lines that begin a ``with`` are left out: they are told of once more on the way out,
+    where the interpreter never looks at signals and the lock would not be given back.
+    """
+    lines, hit = 0, False
+
+    def local(frame: FrameType, event: str, _: object) -> object:
+        nonlocal lines, hit
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and not hit and not line.startswith("with "):
+            lines += 1
+            if lines == number:
+                hit = True
+                raise Stop
+        return local
+
+    def trace(frame: FrameType, _event: str, _: object) -> object:
+        file = frame.f_code.co_filename
+        return local if "transfer" in file and file.endswith(WATCHED) else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except Stop:
+        pass
+    finally:
+        sys.settrace(before)
+    return hit
+
+
+@pytest.fixture
+def quick_gc() -> Iterator[None]:
+    """Lets ``gc.collect`` look at what is made from now on only: thousands of times faster."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("quick_gc")
+def test_ctrl_c_at_any_line_leaves_neither_a_thread_nor_wrong_bytes(store: SwapFile) -> None:
+    extent, data = store.allocate(NBYTES), noise(NBYTES)
+    movers: list[FileMover] = []
+    reads: list[tuple[FileTransfer, torch.Tensor]] = []
+
+    def work() -> None:
+        staging, out = host(3 * CHUNK), host(NBYTES)
+        movers.append(FileMover(store, ThreadEngine, staging, CHUNK, helpers=threads(1)))
+        mover = movers[-1]
+        write = mover.write(extent, data, label="b")
+        reads.append((mover.read(extent, out, label="b"), out))
+        mover.wait(write)
+        mover.cancel(mover.read(extent, host(NBYTES), label="b"))
+        mover.wait(reads[-1][0])
+        mover.poll()
+        mover.stats()
+        mover.close()
+
+    number, more = 0, True
+    while more:
+        number += 1
+        more = cut_short(work, number)
+        for mover in movers:
+            if not mover._closed:  # nothing that is asked for afterwards gets stuck either
+                out = host(NBYTES)
+                reads.append((mover.read(extent, out, label="b"), out))
+                mover.wait(reads[-1][0])
+            mover.close()
+        for read, out in reads:
+            assert read.finished
+            assert read.error is not None or torch.equal(out, data)
+        movers.clear()
+        reads.clear()
+        mover = None  # type: ignore[assignment]
+        gc.collect()
+        for thread in threading.enumerate():
+            if thread.name.startswith("tiermem-"):
+                thread.join(20.0)
+                assert not thread.is_alive(), f"cut at line {number}: {thread.name} is left"
+    assert number > 50
 
 
 def test_a_read_of_a_place_outside_is_refused(store: SwapFile) -> None:

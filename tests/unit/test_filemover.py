@@ -15,12 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import tiermem
 from tiermem.core.block import Extent
 from tiermem.errors import ClosedError, ConfigError, IntegrityError, StorageError
 from tiermem.io import IoOp, IoRequest, ThreadEngine, UringEngine
 from tiermem.io.probe import probe_uring
 from tiermem.storage.swapfile import SwapFile
+from tiermem.testing.helpers import ScriptedHelpers
 from tiermem.testing.io import Fault, Memory, ScriptedEngine
+from tiermem.transfer.filechunks import Chunk
+from tiermem.transfer.filehelpers import HelperFactory, HelperThreads, threads, usual_count
 from tiermem.transfer.filejobs import FileTransfer, Job, JobQueue
 from tiermem.transfer.filemover import FileMover, HostCopier
 from tiermem.transfer.switching import SWITCH_SECONDS, SwitchInterval
@@ -53,6 +57,11 @@ def scripted(store: SwapFile) -> Iterator[tuple[ScriptedEngine, FileMover]]:
     engine = ScriptedEngine()
     with FileMover(store, lambda: engine, host(4 * CHUNK), CHUNK) as mover:
         yield engine, mover
+
+
+def ours() -> list[threading.Thread]:
+    """The threads of file movers that are alive."""
+    return [t for t in threading.enumerate() if t.name.startswith("tiermem-file")]
 
 
 def finish(mover: FileMover, *transfers: FileTransfer) -> None:
@@ -371,12 +380,14 @@ def test_closing_a_busy_real_engine(store: SwapFile, factory: Callable[[], objec
 
 def test_a_forgotten_mover_ends_its_thread(store: SwapFile) -> None:
     mover = FileMover(store, ThreadEngine, host(CHUNK), CHUNK)
-    gone, thread = weakref.ref(mover), mover._pump._thread
+    gone, running = weakref.ref(mover), ours()
+    assert len(running) == 1 + usual_count()
     del mover
     gc.collect()
     assert gone() is None
-    thread.join(10.0)
-    assert not thread.is_alive()
+    for thread in running:
+        thread.join(10.0)
+    assert ours() == []
 
 
 def test_a_dead_pump_fails_everything_and_says_why(
@@ -409,9 +420,18 @@ def test_an_engine_that_cannot_be_made_raises_at_once(store: SwapFile) -> None:
 
     with pytest.raises(OSError, match="no ring"):
         FileMover(store, Refused, host(CHUNK), CHUNK)
+
+    class NoThreads(HelperThreads):
+        def start(self) -> None:
+            self._count = 1
+            super().start()
+            raise RuntimeError("can't start new thread")
+
     with pytest.raises(RuntimeError, match="no engine"):
         FileMover(store, broken, host(CHUNK), CHUNK)
-    assert not any(t.name == "tiermem-file-pump" for t in threading.enumerate())
+    with pytest.raises(RuntimeError, match="new thread"):
+        FileMover(store, ThreadEngine, host(CHUNK), CHUNK, helpers=NoThreads)
+    assert ours() == []
 
 
 def test_what_does_not_fit_is_refused(store: SwapFile) -> None:
@@ -502,3 +522,204 @@ def test_errors_name_everything(store: SwapFile) -> None:
         assert error.offset in (0, CHUNK)
         for part in ("decoder.7", "nvme", "/b", "offset", "errno 5", "Input/output error"):
             assert part in str(error)
+
+
+# Helpers ---------------------------------------------------------------------------------
+
+
+class Gate:
+    """Lets helper threads work only while it is open; counts who came and who went."""
+
+    def __init__(self, count: int = 1) -> None:
+        self.open = threading.Event()
+        self.came, self.went = threading.Semaphore(0), threading.Semaphore(0)
+        self.count = count
+
+    def helpers(self, work: Callable[[Chunk], None], wake: Callable[[], None]) -> HelperThreads:
+        def gated(chunk: Chunk) -> None:
+            self.came.release()
+            self.open.wait(20.0)
+            work(chunk)
+            self.went.release()
+
+        return HelperThreads(gated, wake, self.count)
+
+
+def written(store: SwapFile, nbytes: int) -> tuple[Extent, torch.Tensor]:
+    """An extent with noise in it."""
+    extent, data = store.allocate(nbytes), noise(nbytes)
+    with FileMover(store, ThreadEngine, host(2 * CHUNK), CHUNK) as mover:
+        finish(mover, mover.write(extent, data, label="w"))
+    return extent, data
+
+
+def test_the_disk_has_work_while_checksums_are_computed(store: SwapFile) -> None:
+    extent, data = written(store, 8 * CHUNK)
+    gate, out = Gate(8), host(8 * CHUNK)
+    with FileMover(store, ThreadEngine, host(8 * CHUNK), CHUNK, helpers=gate.helpers) as mover:
+        read = mover.read(extent, out, label="r")
+        for _ in range(8):  # no checksum comes to its end, and yet everything is read
+            assert gate.came.acquire(timeout=10.0)
+        assert not read.finished
+        gate.open.set()
+        finish(mover, read)
+    assert torch.equal(out, data)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_aligned_host_memory_is_written_from_where_it_lies(store: SwapFile, verify: bool) -> None:
+    engine, nbytes = ScriptedEngine(), 5 * CHUNK
+    source, out = host(nbytes), host(nbytes)
+    source.copy_(noise(nbytes))
+    shifted = host(nbytes + PAGE)[64 : 64 + nbytes].copy_(source)
+    with FileMover(store, lambda: engine, host(4 * CHUNK), CHUNK, verify=verify) as mover:
+        extent = store.allocate(nbytes)
+        finish(mover, mover.write(extent, source, label="w"))
+        assert {r.address for r in engine.log} == {source.data_ptr() + i * CHUNK for i in range(5)}
+        assert mover.stats().bytes_direct == nbytes
+        assert mover.stats().copy_seconds == 0.0
+        finish(mover, mover.read(extent, out, label="r"))
+        assert torch.equal(out, source)
+        finish(mover, mover.write(extent, shifted, label="w"))
+        stats = mover.stats()
+        assert (stats.bytes_direct, stats.bytes_written) == (nbytes, 2 * nbytes)
+        assert stats.copy_seconds > 0.0
+        finish(mover, mover.read(extent, out.zero_(), label="r"))
+        assert torch.equal(out, source)
+
+
+def test_a_source_that_changed_while_it_was_written_is_never_read_as_whole(
+    store: SwapFile,
+) -> None:
+    engine, gate, source = ScriptedEngine(), Gate(), host(CHUNK)
+    gate.open.set()
+    with FileMover(store, lambda: engine, host(CHUNK), CHUNK, helpers=gate.helpers) as mover:
+        engine.hold()
+        extent = store.allocate(CHUNK)
+        write = mover.write(extent, source, label="w")
+        assert gate.went.acquire(timeout=10.0)
+        source[100] += 1
+        engine.release()
+        finish(mover, write)
+        read = mover.read(extent, host(CHUNK), label="r")
+        mover.wait(read)
+        assert isinstance(read.error, IntegrityError)
+
+
+def test_a_bit_seen_only_after_the_copy_was_begun(store: SwapFile) -> None:
+    extent, data = written(store, 3 * CHUNK)
+    bad = store.pieces(extent)[1]
+
+    def fault(request: IoRequest, tries: int) -> Fault | None:
+        at_bad = (request.file, request.offset) == (bad.file, bad.file_offset)
+        return Fault(flip_bit=77) if at_bad else None
+
+    copier, gate, out = LateCopier(), Gate(), host(3 * CHUNK)
+    with FileMover(
+        store,
+        lambda: ScriptedEngine(fault=fault),
+        host(4 * CHUNK),
+        CHUNK,
+        copier,
+        helpers=gate.helpers,
+    ) as mover:
+        read = mover.read(extent, out, label="layers.4")
+        copier.let_go(3)
+        assert not torch.equal(out, data), "the copies are over, with the wrong bit"
+        assert not read.finished, "and nothing is usable before it is checked"
+        gate.open.set()
+        mover.wait(read)
+        error = read.error
+        assert isinstance(error, IntegrityError)
+        assert (error.block, error.tier, error.nbytes) == ("layers.4", "nvme", CHUNK)
+        assert error.offset == bad.file_offset
+        assert error.path == store.folder(bad.file)
+
+
+def test_a_chunk_is_kept_while_it_is_checked(store: SwapFile) -> None:
+    extent, data = written(store, 2 * CHUNK)
+    copier, gate, out = LateCopier(), Gate(), host(2 * CHUNK)
+    engine = ScriptedEngine()
+    with FileMover(
+        store, lambda: engine, host(CHUNK), CHUNK, copier, helpers=gate.helpers
+    ) as mover:
+        read = mover.read(extent, out, label="r")
+        copier.let_go(1)
+        assert gate.came.acquire(timeout=10.0)
+        assert len(engine.log) == 1, "the one chunk is still being checked"
+        gate.open.set()
+        copier.let_go(1)
+        finish(mover, read)
+    assert torch.equal(out, data)
+
+
+def test_closing_waits_for_the_helper_and_drops_what_it_has_not_begun(store: SwapFile) -> None:
+    extent, data = written(store, 4 * CHUNK)
+    gate, out = Gate(), host(4 * CHUNK)
+
+    class OpenedByClosing(HelperThreads):
+        def close(self) -> None:
+            self._stopping = True
+            gate.open.set()
+            super().close()
+
+    def helpers(work: Callable[[Chunk], None], wake: Callable[[], None]) -> HelperThreads:
+        return OpenedByClosing(gate.helpers(work, wake)._work, wake, 1)
+
+    mover = FileMover(store, ThreadEngine, host(4 * CHUNK), CHUNK, helpers=helpers)
+    read = mover.read(extent, out, label="r")
+    assert gate.came.acquire(timeout=10.0)
+    mover.close()
+    assert gate.went.acquire(blocking=False), "what a helper was at has come to its end"
+    assert ours() == []
+    assert read.error is not None
+    assert read.error.errno == errno.ECANCELED
+    same = (out.view(4, CHUNK) == data.view(4, CHUNK)).all(dim=1)
+    assert same.sum() == 1, "the rest was left alone"
+
+
+def test_a_helper_that_fails_ends_the_pump_and_says_why(store: SwapFile) -> None:
+    class Broken(HostCopier):
+        def to_target(self, target: torch.Tensor, staging: torch.Tensor) -> HeldFence:
+            raise MemoryError("no room for a view")
+
+    extent, _ = written(store, 4 * CHUNK)
+    with FileMover(store, ThreadEngine, host(2 * CHUNK), CHUNK, Broken()) as mover:
+        transfers = [mover.read(extent, host(4 * CHUNK), label="r") for _ in range(2)]
+        for transfer in transfers:
+            mover.wait(transfer)
+            assert isinstance(transfer.error, StorageError)
+            assert isinstance(transfer.error.__cause__, MemoryError)
+            assert "no room for a view" in str(transfer.error)
+        late = mover.write(extent, host(4 * CHUNK), label="w")
+        assert late.finished
+        assert late.error is not None
+    assert ours() == []
+
+
+@pytest.mark.parametrize("helpers", [threads(1), threads(3), ScriptedHelpers, None])
+def test_any_number_of_helpers_does_the_same(
+    store: SwapFile, helpers: HelperFactory | None
+) -> None:
+    sizes = [PAGE, 11 * CHUNK, CHUNK + PAGE, 9 * CHUNK]
+    with FileMover(store, ThreadEngine, host(9 * CHUNK), CHUNK, helpers=helpers) as mover:
+        blocks = [(store.allocate(n), noise(n), torch.zeros(n, dtype=torch.uint8)) for n in sizes]
+        writes = [mover.write(e, data, label="w") for e, data, _ in blocks]
+        reads = [mover.read(e, out, label="r") for e, _, out in blocks]
+        finish(mover, *writes, *reads)
+        assert all(torch.equal(data, out) for _, data, out in blocks)
+    assert ours() == []
+
+
+def test_helpers_go_by_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, count in ((1, 1), (2, 1), (4, 1), (8, 2), (16, 4), (128, 4)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, n=cores: set(range(n)))
+        assert usual_count() == count
+
+
+def test_without_an_nvme_tier_there_is_no_thread() -> None:
+    before = set(threading.enumerate())
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier:
+        model = tier.wrap(torch.nn.Linear(8, 8))
+        model(torch.ones(2, 8)).sum().backward()
+        assert set(threading.enumerate()) == before

@@ -1,9 +1,8 @@
-"""Moves extents between the swap file and memory, on a thread of its own."""
+"""Moves extents between the swap file and memory, on threads of its own."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import weakref
 from collections.abc import Callable
@@ -11,12 +10,20 @@ from dataclasses import dataclass
 
 import torch
 
-from tiermem.core.block import ALIGNMENT, Extent
-from tiermem.errors import ClosedError, ConfigError
+from tiermem.core.block import Extent
+from tiermem.errors import ClosedError
 from tiermem.io.engine import IoEngine
 from tiermem.storage.swapfile import SwapFile
+from tiermem.transfer.filechunks import (
+    ChunkCopier,
+    Fence,
+    HostCopier,
+    check_staging,
+    check_tensor,
+)
+from tiermem.transfer.filehelpers import HelperFactory
 from tiermem.transfer.filejobs import FileTransfer, Job
-from tiermem.transfer.filepump import ChunkCopier, Fence, Pump, failure
+from tiermem.transfer.filepump import Pump, failure
 
 __all__ = [
     "ChunkCopier",
@@ -28,37 +35,6 @@ __all__ = [
 ]
 
 
-class _Done:
-    """A fence that is done from the start."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return None
-
-
-_DONE = _Done()
-
-
-class HostCopier:
-    """Copies between host tensors, at once.
-
-    A plain ``memmove``: torch's own copy would start a team of threads for the
-    pump, and would raise the version counter of tensors that autograd has saved.
-    """
-
-    def to_target(self, target: torch.Tensor, staging: torch.Tensor) -> Fence:
-        """Copies out of staging."""
-        ctypes.memmove(target.data_ptr(), staging.data_ptr(), target.numel())
-        return _DONE
-
-    def from_source(self, staging: torch.Tensor, source: torch.Tensor) -> Fence:
-        """Copies into staging."""
-        ctypes.memmove(staging.data_ptr(), source.data_ptr(), source.numel())
-        return _DONE
-
-
 @dataclass(frozen=True, slots=True)
 class MoverStats:
     """What a file mover has done since it was made.
@@ -68,9 +44,11 @@ class MoverStats:
         engine_detail: How it runs (flags, registrations, threads).
         bytes_read: Bytes read from the files.
         bytes_written: Bytes written to the files.
+        bytes_direct: Those of them that went straight from their source, without staging.
         failed: Transfers that ended with an error.
-        checksum_seconds: Time of the pump in checksums.
-        copy_seconds: Time of the pump in copies (or in starting them).
+        checksum_seconds: Time of the helper threads in checksums, added up.
+        copy_seconds: Time of the helper threads in copies, and of the pump in starting
+            those that run by themselves.
         wait_seconds: Time of the pump waiting for I/O, fences or work.
     """
 
@@ -78,6 +56,7 @@ class MoverStats:
     engine_detail: str
     bytes_read: int
     bytes_written: int
+    bytes_direct: int
     failed: int
     checksum_seconds: float
     copy_seconds: float
@@ -87,9 +66,11 @@ class MoverStats:
 class FileMover:
     """The pump between a swap file and memory. Close it before its store.
 
-    One thread makes and owns the I/O engine. Pieces of several transfers are in
-    flight at once; each goes on to its target as soon as it is in and its checksum
-    is right. Transfers that touch the same bytes run in the order of submission.
+    One thread makes and owns the I/O engine; helper threads compute checksums and copy
+    host memory beside it. Pieces of several transfers are in flight at once; each goes on
+    to its target as soon as it is in. A read has finished well only if every checksum was
+    right; if not, bytes on a GPU may be wrong, host memory has right ones only. Transfers
+    that touch the same bytes run in the order of submission.
 
     Args:
         store: The swap file.
@@ -98,6 +79,8 @@ class FileMover:
         chunk_nbytes: Bytes of a staging chunk, at least the store's chunk.
         copier: How chunks are copied on; host memory by default.
         verify: Whether every piece is checked against the checksum of its write.
+        helpers: Makes the threads for checksums and host copies; one to four by default,
+            by the number of cores.
 
     Raises:
         ConfigError: If the staging memory does not fit.
@@ -112,17 +95,19 @@ class FileMover:
         chunk_nbytes: int,
         copier: ChunkCopier | None = None,
         verify: bool = True,
+        helpers: HelperFactory | None = None,
     ) -> None:
-        _check_staging(staging, chunk_nbytes, store.chunk_nbytes)
+        check_staging(staging, chunk_nbytes, store.chunk_nbytes)
         self._pid = os.getpid()
         self._closed = False
         self._store = store
         copier = HostCopier() if copier is None else copier
-        self._pump = Pump(store, engine_factory, staging, chunk_nbytes, copier, verify)
-        self._pump.start()
-        # The thread holds the pump, not this object: a forgotten mover still ends it.
+        self._pump = Pump(store, engine_factory, staging, chunk_nbytes, copier, verify, helpers)
+        # The thread holds the pump, not this object: a forgotten mover still ends it, and so
+        # does one that a Ctrl-C kept from coming about.
         self._finalizer = weakref.finalize(self, self._pump.ask_to_close)
         self._finalizer.atexit = False
+        self._pump.start()
 
     def __enter__(self) -> FileMover:
         return self
@@ -153,13 +138,17 @@ class FileMover:
         return self._start(transfer, target)
 
     def write(self, extent: Extent, source: torch.Tensor, *, label: str) -> FileTransfer:
-        """Starts writing an extent; see :meth:`read`. The source must not change meanwhile."""
+        """Starts writing an extent; see :meth:`read`.
+
+        The source must not change until the transfer has finished: host memory aligned to
+        4,096 bytes is written from where it lies. A change would be seen when it is read.
+        """
         transfer = FileTransfer(extent, is_read=False, label=label, urgent=False)
         return self._start(transfer, source)
 
     def _start(self, transfer: FileTransfer, tensor: torch.Tensor) -> FileTransfer:
         self._check_usable()
-        _check_tensor(tensor, transfer.nbytes)
+        check_tensor(tensor, transfer.nbytes)
         job = Job(transfer, tensor, self._store.pieces(transfer.extent))
         if not self._pump.start_job(job):
             self._pump.settle(transfer, failure(transfer, self._pump.dead))
@@ -213,6 +202,7 @@ class FileMover:
             engine_detail=self._pump.engine_detail,
             bytes_read=counters.bytes_read,
             bytes_written=counters.bytes_written,
+            bytes_direct=counters.bytes_direct,
             failed=counters.failed,
             checksum_seconds=counters.checksum_ns / 1e9,
             copy_seconds=counters.copy_ns / 1e9,
@@ -238,25 +228,3 @@ class FileMover:
         self._check_process()
         if self._closed:
             raise ClosedError("the file mover is closed")
-
-
-def _check_staging(staging: torch.Tensor, chunk_nbytes: int, store_chunk: int) -> None:
-    if chunk_nbytes < store_chunk or chunk_nbytes % ALIGNMENT:
-        raise ConfigError(
-            f"staging chunks of {chunk_nbytes} bytes do not fit: at least {store_chunk}, "
-            f"and a multiple of {ALIGNMENT}, is needed"
-        )
-    _check_tensor(staging, staging.numel())
-    if staging.device.type != "cpu" or staging.data_ptr() % ALIGNMENT:
-        raise ConfigError(f"staging must be host memory aligned to {ALIGNMENT} bytes")
-    if staging.numel() < chunk_nbytes or staging.numel() % chunk_nbytes:
-        raise ConfigError(
-            f"staging of {staging.numel()} bytes is no whole number of chunks of {chunk_nbytes}"
-        )
-
-
-def _check_tensor(tensor: torch.Tensor, nbytes: int) -> None:
-    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
-        raise ValueError("a file transfer takes a contiguous 1-D uint8 tensor")
-    if tensor.numel() != nbytes:
-        raise ValueError(f"the tensor has {tensor.numel()} bytes, the extent {nbytes}")

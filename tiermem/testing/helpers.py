@@ -1,0 +1,72 @@
+"""A double for the helper threads of a file mover: the order is the test's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tiermem.transfer.filechunks import Chunk
+
+
+class ScriptedHelpers:
+    """Does the work in the pump's own thread, when and in the order that a test asks for.
+
+    Nothing stands still for want of a look: as long as work is left, the pump is woken.
+
+    Args:
+        work: What is done with a chunk.
+        wake: Wakes the pump.
+        choose: Given how many chunks wait, returns the index of the next to do, or -1 to
+            do no more this time.
+        fail: Given a chunk, returns what goes wrong with it.
+
+    Attributes:
+        eager: Whether the pump stands still until something is done.
+        state: ``"new"``, ``"started"`` or ``"closed"``.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Chunk], None],
+        wake: Callable[[], None],
+        choose: Callable[[int], int] | None = None,
+        fail: Callable[[Chunk], BaseException | None] | None = None,
+    ) -> None:
+        self.eager = False
+        self.state = "new"
+        self._work = work
+        self._wake = wake
+        self._choose = choose or (lambda count: 0)
+        self._fail = fail or (lambda chunk: None)
+        self._waiting: list[Chunk] = []
+
+    def start(self) -> None:
+        """Begins to take chunks."""
+        self.state = "started"
+
+    def give(self, chunk: Chunk) -> None:
+        """Keeps the chunk until :meth:`collect` is asked for it."""
+        if self.state != "started" or chunk in self._waiting:
+            raise RuntimeError(f"{self.state} helpers were given chunk {chunk.index}")
+        self._waiting.append(chunk)
+        self._wake()
+
+    def collect(self) -> list[Chunk]:
+        """Does some of the work and returns the chunks that it was done with."""
+        done: list[Chunk] = []
+        while self._waiting:
+            index = self._choose(len(self._waiting))
+            if index < 0:
+                self._wake()
+                break
+            chunk = self._waiting.pop(index % len(self._waiting))
+            error = self._fail(chunk)
+            if error is not None:
+                raise error
+            self._work(chunk)
+            done.append(chunk)
+        return done
+
+    def close(self) -> None:
+        """Drops what was not done."""
+        self.state = "closed"
+        self._waiting.clear()

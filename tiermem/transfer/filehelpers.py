@@ -1,0 +1,160 @@
+"""Helper threads of the pump: checksums and host copies, beside the thread that drives the disk.
+
+Both run without the GIL for a tenth of a millisecond or more at a time, so that a helper
+and the pump get into each other's way only between two chunks.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+from typing import Protocol
+
+from tiermem.storage.checksum import checksum
+from tiermem.transfer.filechunks import Chunk, ChunkCopier, Task
+
+_MOST_HELPERS = 4
+_CORES_PER_HELPER = 4
+
+
+class Helpers(Protocol):
+    """Who works on chunks while the pump goes on. All calls are the pump's.
+
+    Attributes:
+        eager: Whether the pump is to be woken for every chunk that is done. If not, it
+            looks by itself before long.
+    """
+
+    eager: bool
+
+    def start(self) -> None:
+        """Gets ready.
+
+        Raises:
+            RuntimeError: If the system has no thread left.
+        """
+
+    def give(self, chunk: Chunk) -> None:
+        """Hands over a chunk, whose ``task`` says what to do; never blocks."""
+
+    def collect(self) -> list[Chunk]:
+        """Returns the chunks done since the last call; never blocks.
+
+        Raises:
+            BaseException: Whatever went wrong with one of them.
+        """
+
+    def close(self) -> None:
+        """Drops what is not begun, waits for the rest and ends the threads."""
+
+
+HelperFactory = Callable[[Callable[[Chunk], None], Callable[[], None]], Helpers]
+"""Makes helpers of what they do with a chunk, and what wakes the pump."""
+
+
+def carry_out(chunk: Chunk, copier: ChunkCopier) -> None:
+    """Does a chunk's task; whoever calls has the chunk for itself.
+
+    Wrong bytes are never copied on: each piece is checked while it is in the core's cache,
+    and copied out of it.
+
+    Args:
+        chunk: ``checksum`` and the times are entered there.
+        copier: Makes the copies.
+    """
+    started = time.perf_counter_ns()
+    if chunk.task is Task.FILL:
+        copier.from_source(chunk.memory, chunk.part()).wait()
+        chunk.copy_ns = time.perf_counter_ns() - started
+    if chunk.check:
+        before = time.perf_counter_ns()
+        chunk.checksum = checksum(chunk.address, chunk.piece.nbytes)
+        chunk.checksum_ns = time.perf_counter_ns() - before
+    if chunk.task is Task.LAND and not chunk.wrong:
+        before = time.perf_counter_ns()
+        copier.to_target(chunk.part(), chunk.memory).wait()
+        chunk.copy_ns = time.perf_counter_ns() - before
+
+
+def usual_count() -> int:
+    """Returns how many helpers suit this machine: one for every four cores, one to four."""
+    cores = len(os.sched_getaffinity(0))
+    return min(_MOST_HELPERS, max(1, cores // _CORES_PER_HELPER))
+
+
+class HelperThreads:
+    """Helpers that are daemon threads.
+
+    Args:
+        work: What they do with a chunk.
+        wake: Wakes the pump; any thread may call it.
+        count: How many threads.
+    """
+
+    def __init__(
+        self, work: Callable[[Chunk], None], wake: Callable[[], None], count: int | None = None
+    ) -> None:
+        self.eager = False
+        self._work = work
+        self._wake = wake
+        self._count = usual_count() if count is None else count
+        self._todo: SimpleQueue[Chunk | None] = SimpleQueue()
+        self._done: deque[Chunk] = deque()
+        self._failure: BaseException | None = None
+        self._stopping = False
+        self._woken = False
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """See :meth:`Helpers.start`."""
+        for index in range(self._count):
+            name = f"tiermem-file-helper-{index}"
+            thread = threading.Thread(target=self._serve, name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def give(self, chunk: Chunk) -> None:
+        """See :meth:`Helpers.give`."""
+        self._todo.put(chunk)
+
+    def collect(self) -> list[Chunk]:
+        """See :meth:`Helpers.collect`."""
+        self._woken = False  # before looking: what is done after this wakes the pump again
+        if self._failure is not None:
+            raise self._failure
+        return [self._done.popleft() for _ in range(len(self._done))]
+
+    def close(self) -> None:
+        """See :meth:`Helpers.close`."""
+        self._stopping = True
+        for _ in self._threads:
+            self._todo.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    # In the threads ------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while (chunk := self._todo.get()) is not None:
+            if self._stopping:
+                continue
+            try:
+                self._work(chunk)
+            except BaseException as error:
+                self._failure = error
+            self._done.append(chunk)
+            del chunk  # whose tensor is its owner's alone while this thread sleeps
+            if (self.eager or self._failure is not None) and not self._woken:
+                self._woken = True
+                self._wake()
+
+
+def threads(count: int | None = None) -> HelperFactory:
+    """Returns the factory of that many helper threads; by default as many as suit the cores."""
+    return partial(HelperThreads, count=count)

@@ -1,0 +1,325 @@
+"""What happens to each piece of a file transfer, from its staging chunk to its end.
+
+A piece that is read: disk, then checksum and copy. Copies that run by themselves (to a GPU)
+begin at once and are checked while under way; host copies wait for the checksum. A piece
+that is written: copy into staging, then disk and checksum side by side. Host memory that
+the disk can take as it lies is written from there, without a copy.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tiermem.core.block import ALIGNMENT
+from tiermem.errors import IntegrityError, StorageError
+from tiermem.io.engine import IoCompletion, IoEngine, IoOp, IoRequest
+from tiermem.storage.swapfile import Piece, SwapFile
+from tiermem.transfer.filechunks import Chunk, ChunkCopier, Fence, HostCopier, Staging, Task
+from tiermem.transfer.filehelpers import Helpers
+from tiermem.transfer.filejobs import FileTransfer, Job, JobQueue
+
+_FEW_CHUNKS = 8
+
+
+@dataclass(slots=True)
+class Counters:
+    """What was done; written by the pump's thread alone."""
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    bytes_direct: int = 0
+    failed: int = 0
+    checksum_ns: int = 0
+    copy_ns: int = 0
+    wait_ns: int = 0
+
+
+class Pieces:
+    """The pieces under way. Used by the pump's thread alone.
+
+    Args:
+        store: The swap file.
+        staging: The chunks.
+        copier: How chunks are copied on.
+        verify: Whether checksums are computed and compared.
+        ended: Told of every transfer that is over.
+
+    Attributes:
+        busy: Chunks in use, by number.
+        counters: What was done so far.
+        fenced: Chunks whose copy runs by itself.
+        queue: Jobs with pieces to begin.
+        verify: As given.
+    """
+
+    engine: IoEngine
+    helpers: Helpers
+
+    def __init__(
+        self,
+        store: SwapFile,
+        staging: Staging,
+        copier: ChunkCopier,
+        verify: bool,
+        ended: Callable[[FileTransfer, StorageError | None], None],
+    ) -> None:
+        self.busy: dict[int, Chunk] = {}
+        self.counters = Counters()
+        self.fenced: list[Chunk] = []
+        self.queue = JobQueue()
+        self.verify = verify
+        self._store = store
+        self._staging = staging
+        self._copier = copier
+        self._on_host = isinstance(copier, HostCopier)
+        self._ended = ended
+        self._writing = 0
+        # What a disk ends all at once is followed by the other half straight away.
+        few = staging.count < _FEW_CHUNKS
+        self._most_on_disk = staging.count if few else staging.count // 2
+        # Some chunks are kept for reads: an urgent one shall not wait behind writes alone.
+        self._most_writing = max(1, staging.count - max(1, staging.count // 4))
+
+    # Whole transfers -----------------------------------------------------------------
+
+    def add(self, job: Job) -> None:
+        """Takes a job in."""
+        self.queue.add(job)
+        if job.over and not job.blockers:  # it has no bytes
+            self._finish(job)
+
+    def cancel(self, job: Job) -> None:
+        """Leaves out the pieces of a job that were not begun."""
+        if job.exhausted:
+            return
+        job.stop(self._error(job, job.pieces[job.next_piece], "cancelled", errno.ECANCELED))
+        if job.over:
+            self._finish(job)
+
+    def _finish(self, job: Job) -> None:
+        self.queue.remove(job)
+        self._ended(job.transfer, job.error)
+
+    def _error(self, job: Job, piece: Piece, what: str, code: int | None) -> StorageError:
+        return StorageError(
+            what,
+            block=job.transfer.label,
+            path=self._store.folder(piece.file),
+            offset=piece.file_offset,
+            nbytes=piece.nbytes,
+            errno=code,
+        )
+
+    # What the pump waits for ---------------------------------------------------------
+
+    @property
+    def needs_helpers(self) -> bool:
+        """Whether something stands still until a helper is done.
+
+        Not while the disk has all it may have: its next completion comes soon enough.
+        """
+        if self.engine.in_flight < self._most_on_disk:
+            return True
+        return any(c.task is not None and c.job.exhausted for c in self.busy.values())
+
+    @property
+    def needs_fence(self) -> bool:
+        """Whether a transfer would be over but for copies that run by themselves."""
+        held = {c.job for c in self.busy.values() if c.on_disk or c.task is not None}
+        return any(c.job.exhausted and c.job not in held for c in self.fenced)
+
+    def last_fence(self) -> Fence | None:
+        """Returns a fence, if fences are all that is under way."""
+        if any(c.on_disk or c.task is not None for c in self.busy.values()):
+            return None
+        return next((c.fence for c in self.fenced), None)
+
+    # Beginning -----------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Gives the disk as much as it may have."""
+        requests: list[IoRequest] = []
+        while self._staging.spare and self.engine.in_flight + len(requests) < self._most_on_disk:
+            taken = self.queue.take(may_write=self._writing < self._most_writing)
+            if taken is None:
+                break
+            job, piece = taken
+            transfer = job.transfer
+            transfer.started_ns = transfer.started_ns or time.perf_counter_ns()
+            begin = self._begin_read if transfer.is_read else self._begin_write
+            request = begin(job, piece)
+            if request is not None:
+                requests.append(request)
+        if requests:
+            self.engine.submit(requests)
+
+    def _begin_read(self, job: Job, piece: Piece) -> IoRequest | None:
+        if self._store.written(job.transfer.extent, piece) is None:
+            what = "the file holds no whole data there: never written, or its last write failed"
+            job.stop(self._error(job, piece, what, None))
+            if job.over:
+                self._finish(job)
+            return None
+        return self._request(IoOp.READ, self._take(job, piece))
+
+    def _begin_write(self, job: Job, piece: Piece) -> IoRequest | None:
+        if not job.generation:
+            job.generation = self._store.begin_write(job.transfer.extent, job.pieces)
+        chunk = self._take(job, piece)
+        chunk.check = self.verify
+        self._writing += 1
+        if not self._on_host:
+            self._copy(chunk)
+            return None if chunk.fence is not None else self._send(chunk)
+        source = job.tensor.data_ptr() + piece.extent_offset
+        if source % ALIGNMENT or piece.nbytes % ALIGNMENT:
+            self._give(chunk, Task.FILL)
+            return None
+        # The kernel only reads the source. Should somebody change it meanwhile, the checksum
+        # tells when it is read back.
+        chunk.address = source
+        self.counters.bytes_direct += piece.nbytes
+        return self._send(chunk)
+
+    def _take(self, job: Job, piece: Piece) -> Chunk:
+        chunk = self._staging.take(job, piece)
+        self.busy[chunk.index] = chunk
+        job.active += 1
+        return chunk
+
+    def _give(self, chunk: Chunk, task: Task) -> None:
+        chunk.task = task
+        self.helpers.give(chunk)
+
+    def _copy(self, chunk: Chunk) -> None:
+        """Starts a copy that runs by itself; leaves a fence unless that is done already."""
+        before = time.perf_counter_ns()
+        if chunk.job.transfer.is_read:
+            fence = self._copier.to_target(chunk.part(), chunk.memory)
+        else:
+            fence = self._copier.from_source(chunk.memory, chunk.part())
+        self.counters.copy_ns += time.perf_counter_ns() - before
+        if not fence.done():
+            chunk.fence = fence
+            self.fenced.append(chunk)
+
+    def _send(self, chunk: Chunk) -> IoRequest:
+        """Has a chunk written, and its checksum computed meanwhile."""
+        if chunk.check and chunk.checksum is None:
+            self._give(chunk, Task.CHECK)
+        return self._request(IoOp.WRITE, chunk)
+
+    @staticmethod
+    def _request(op: IoOp, chunk: Chunk) -> IoRequest:
+        chunk.on_disk = True
+        piece = chunk.piece
+        return IoRequest(
+            op, piece.file, piece.file_offset, chunk.address, piece.nbytes, chunk.index
+        )
+
+    # Going on ------------------------------------------------------------------------
+
+    def complete(self, completions: Sequence[IoCompletion]) -> None:
+        """Takes on what the disk is done with."""
+        for completion in completions:
+            chunk = self.busy[completion.token]
+            chunk.on_disk = False
+            job = chunk.job
+            if completion.errno:
+                what = "read failed" if job.transfer.is_read else "write failed"
+                job.stop(self._error(job, chunk.piece, what, completion.errno))
+            elif job.transfer.is_read:
+                self.counters.bytes_read += chunk.piece.nbytes
+                if job.error is None:
+                    self._arrived(chunk)
+            else:
+                self.counters.bytes_written += chunk.piece.nbytes
+                chunk.written = True
+            self._end(chunk)
+
+    def _arrived(self, chunk: Chunk) -> None:
+        """Checks a piece that was read and copies it on, or has that done."""
+        entry = self._store.written(chunk.job.transfer.extent, chunk.piece)
+        chunk.expected = entry.checksum if entry is not None else None
+        chunk.check = self.verify and chunk.expected is not None
+        if self._on_host:
+            self._give(chunk, Task.LAND)
+            return
+        if chunk.check:
+            self._give(chunk, Task.CHECK)
+        self._copy(chunk)
+
+    def helped(self, chunks: Sequence[Chunk]) -> None:
+        """Takes on what the helpers are done with."""
+        requests: list[IoRequest] = []
+        for chunk in chunks:
+            task, chunk.task = chunk.task, None
+            job = chunk.job
+            self.counters.checksum_ns += chunk.checksum_ns
+            self.counters.copy_ns += chunk.copy_ns
+            if chunk.wrong:
+                job.stop(self._damage(chunk))
+            if task is Task.FILL and job.error is None:
+                requests.append(self._send(chunk))
+            else:
+                self._end(chunk)
+        if requests:
+            self.engine.submit(requests)
+
+    def _damage(self, chunk: Chunk) -> IntegrityError:
+        return IntegrityError(
+            "the bytes read are not the bytes written (checksum)",
+            block=chunk.job.transfer.label,
+            path=self._store.folder(chunk.piece.file),
+            offset=chunk.piece.file_offset,
+            nbytes=chunk.piece.nbytes,
+        )
+
+    def look_at_fences(self) -> bool:
+        """Takes on every copy that has completed; returns whether there was one."""
+        if not self.fenced:
+            return False
+        done = [c for c in self.fenced if c.fence is None or c.fence.done()]
+        if not done:
+            return False
+        self.fenced = [c for c in self.fenced if c not in done]
+        requests: list[IoRequest] = []
+        for chunk in done:
+            chunk.fence = None
+            if chunk.job.transfer.is_read or chunk.job.error is not None:
+                self._end(chunk)
+            else:
+                requests.append(self._send(chunk))
+        if requests:
+            self.engine.submit(requests)
+        return True
+
+    # Ending --------------------------------------------------------------------------
+
+    def _end(self, chunk: Chunk) -> None:
+        """Lets go of a chunk that nobody works on any more."""
+        if not chunk.over:
+            return
+        job = chunk.job
+        if not job.transfer.is_read:
+            self._writing -= 1
+            if chunk.written:
+                self._store.end_write(
+                    job.transfer.extent, chunk.piece, job.generation, chunk.checksum
+                )
+        del self.busy[chunk.index]
+        self._staging.spare.append(chunk.index)
+        job.active -= 1
+        if job.over:
+            self._finish(job)
+
+    def drop(self) -> list[Job]:
+        """Forgets everything, once nobody touches memory any more; returns the jobs left."""
+        left = list(self.queue.jobs.values())
+        self.queue = JobQueue()
+        self.busy.clear()
+        self.fenced.clear()
+        return left
