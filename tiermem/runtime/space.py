@@ -144,8 +144,9 @@ class Space:
             if self.reap():
                 continue
             window = self._window(block.nbytes, position, part)
-            if window is None and position is None and part != (0, hbm.capacity):
-                part = (0, hbm.capacity)  # needed now: anywhere will do
+            anywhere = position is None or block.id in self._residents
+            if window is None and anywhere and part != (0, hbm.capacity):
+                part = (0, hbm.capacity)  # better there than not at all
                 continue
             if window is not None:
                 used = hbm.used
