@@ -20,7 +20,7 @@ from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.wrapped import Blocks, WrappedModel
 from tiermem.optim.tiered import Params, TieredOptimizer
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.stats import ResidencyRow, Stats
+from tiermem.runtime.stats import PaceRow, ResidencyRow, Stats
 from tiermem.runtime.timeline import Timeline
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -159,9 +159,12 @@ class TierManager:
         return self._manager.stats()
 
     def reset_stats(self) -> None:
-        """Sets the counters and the timeline to zero."""
-        self._manager.counters.reset()
-        self._manager.timeline.clear()
+        """Sets the counters, the timeline and what was measured to zero; what was learned stays."""
+        self._manager.reset_stats()
+
+    def pace(self) -> list[PaceRow]:
+        """Returns what was learned: for each pass and block, its compute and its transfer."""
+        return self._manager.pace()
 
     def residency(self) -> list[ResidencyRow]:
         """Returns where every block is."""

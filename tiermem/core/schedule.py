@@ -43,9 +43,15 @@ class Schedule:
     Building takes time and memory practically linear in the length of the order.
     """
 
-    def __init__(self, order: Sequence[int]) -> None:
-        """Indexes ``order``, a sequence of block ids."""
+    def __init__(self, order: Sequence[int], passes: Sequence[tuple[int, Hashable]] = ()) -> None:
+        """Indexes ``order``, a sequence of block ids.
+
+        Args:
+            order: Ids of blocks.
+            passes: Where in it each pass begins, and the name of the pass, where that is known.
+        """
         self.order = order
+        self.passes = passes
         # All positions in one list, block by block: a list per block would be a hundred
         # thousand objects for the garbage collector to look at, again and again.
         array = np.fromiter(order, np.int64, len(order))
@@ -111,6 +117,11 @@ class Planner:
     def key(self) -> Hashable | None:
         """Name of the pass under way."""
         return self._trace.key if self._trace is not None else None
+
+    @property
+    def used(self) -> Sequence[int]:
+        """The blocks that the pass under way has used so far."""
+        return self._trace.blocks if self._trace is not None else ()
 
     def begin(self, key: Hashable, guess: Sequence[int] = ()) -> None:
         """Ends the pass under way and begins the next.
@@ -200,8 +211,12 @@ class Planner:
         name = tuple(keys)
         cached = self._cache.get(name)
         if cached is None:
-            order = [block for key in keys for block in self._known.get(key, ())]
-            cached = self._cache[name] = Schedule(order)
+            order: list[int] = []
+            passes: list[tuple[int, Hashable]] = []
+            for key in keys:
+                passes.append((len(order), key))
+                order.extend(self._known.get(key, ()))
+            cached = self._cache[name] = Schedule(order, passes)
             if len(self._cache) > 32:
                 self._cache.pop(next(iter(self._cache)))
         return cached

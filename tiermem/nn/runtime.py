@@ -207,6 +207,7 @@ class ModuleRuntime:
         """Counts host time spent in a pass."""
         ended = time.perf_counter_ns()
         self.manager.counters.busy_ns += ended - began_ns
+        self.manager.end_pass()
         lane = "optimizer" if what == "optimizer" else "compute"
         self.manager.timeline.add(lane, what, began_ns, ended)
 

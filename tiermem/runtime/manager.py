@@ -25,11 +25,12 @@ from tiermem.io.engine import IoEngine
 from tiermem.io.probe import choose_engine
 from tiermem.runtime.contents import Contents
 from tiermem.runtime.homes import HomeRequest, Homes
+from tiermem.runtime.pacing import open_pacing
 from tiermem.runtime.prefetch import Prefetcher
 from tiermem.runtime.process import generation, renew_lock
 from tiermem.runtime.slots import Holder, Slot, SlotCache
 from tiermem.runtime.space import Space
-from tiermem.runtime.stats import Counters, ResidencyRow, Stats, row_of, stats_of
+from tiermem.runtime.stats import Counters, PaceRow, ResidencyRow, Stats, row_of, stats_of
 from tiermem.runtime.timeline import Timeline
 from tiermem.runtime.traffic import Traffic
 from tiermem.storage.arena import Arena, DeviceArena, HostArena
@@ -37,6 +38,7 @@ from tiermem.transfer.copy import CopyEngine, CudaChunkCopier, CudaCopyEngine, H
 from tiermem.transfer.filemover import FileMover
 
 _IN_BACKWARD = (Role.GRAD, Role.ACTIVATION)
+_ALL = 1 << 30
 
 
 class BlockManager:
@@ -78,6 +80,7 @@ class BlockManager:
             # what leaves the stand-in for HBM is overwritten, so that a wrong residency shows;
             # on a GPU that costs bandwidth, and is for tests
             poison = not cuda or os.environ.get("TIERMEM_POISON") == "1"
+            self.pacing = open_pacing(self.copy, self.counters, self.device)
             self.traffic = Traffic(
                 self.table,
                 self.slots,
@@ -85,6 +88,7 @@ class BlockManager:
                 self.copy,
                 self.counters,
                 self.timeline,
+                self.pacing,
                 poison=poison,
             )
             self.space = Space(
@@ -163,6 +167,7 @@ class BlockManager:
                 self.slots.forget(block.id)
                 self.traffic.failing.discard(block.id)
             self.planner.forget({block.id for block in present})
+            self.traffic.waste.forget([block.id for block in present])
 
     def record(self, block: Block) -> Record:
         """Returns the table's row of a block."""
@@ -196,6 +201,8 @@ class BlockManager:
                 return self._captured(record)
             try:
                 moved_on = self.planner.touch(block_id)
+                if moved_on and self.pacing.sampling:
+                    self.pacing.arrived()
                 if record.usable:
                     self.counters.hits += 1
                 else:
@@ -207,6 +214,8 @@ class BlockManager:
                 if moved_on:
                     self.space.used(block_id)
                     self.prefetcher.run()
+                    if self.pacing.sampling:
+                        self.pacing.started(record, self.traffic.ready.get(block_id))
                 return self.slots.current[block_id]
             except BaseException:
                 if record.leases > leases:
@@ -313,9 +322,17 @@ class BlockManager:
             self.guard()
             if self.copy.capturing():
                 return  # nothing runs now; replays are not seen at all
+            self.pacing.begin(key)
+            self.prefetcher.end_pass()
             self.planner.begin(key, guess)
             self.space.settle(self.planner.schedule)
             self.prefetcher.run()
+
+    def end_pass(self) -> None:
+        """Says that the pass under way has ended; without it, it ends when the next begins."""
+        if self.pacing.sampling:
+            with self.lock:
+                self.pacing.ended()
 
     def poll(self) -> None:
         """Takes up every transfer that has finished."""
@@ -352,6 +369,7 @@ class BlockManager:
         """Returns what happened so far."""
         with self.lock:
             homes, settings = self.homes, self.settings
+            self.pacing.harvest(_ALL)
             on_disk = homes.swap.capacity if homes.swap is not None else 0
             return stats_of(
                 self.counters,
@@ -360,7 +378,21 @@ class BlockManager:
                 peak=(self.table.hbm.peak, homes.dram.peak, homes.nvme_peak),
                 io=(self.io_engine, self.io_reason),
                 direct=homes.swap is not None and homes.swap.direct,
+                efficiency=self.pacing.efficiency(),
             )
+
+    def pace(self) -> list[PaceRow]:
+        """Returns what was learned of each block's compute and transfer."""
+        with self.lock:
+            self.pacing.harvest(_ALL)
+            return self.pacing.rows({r.block.id: (r.block, r.home) for r in self.table})
+
+    def reset_stats(self) -> None:
+        """Sets counters, timeline and measured passes to zero; what was learned stays."""
+        with self.lock:
+            self.counters.reset()
+            self.timeline.clear()
+            self.pacing.reset()
 
     def residency(self) -> list[ResidencyRow]:
         """Returns where every block is."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tiermem.core.block import Role, Tier
+from tiermem.core.block import Role, Tier, align_up
+from tiermem.core.cost import Timetable, refetched
 from tiermem.core.residency import Record, State
-from tiermem.core.residents import choose_residents
+from tiermem.core.residents import Plan, choose_residents, share_hbm
 from tiermem.core.schedule import Schedule
+from tiermem.runtime.pacing import LINK_UP
 
 if TYPE_CHECKING:
     from tiermem.runtime.manager import BlockManager
@@ -18,11 +22,36 @@ _AUTO_BLOCKS = 2
 _AUTO_BYTES = 64 << 20
 _MOST_BLOCKS = 64
 _MOST_STEPS = 4096
+_MOST_PLANNED = 1 << 14
+_MOST_PLANS = 32
+_HARVEST = 8
+_MARGIN = 1.25
+_LATENCY = 1e-3
+_SLOT_LATENCY = 50e-6
 _READ_ONLY = (Role.PARAM, Role.BUFFER, Role.QUANT)
 
 
+@dataclass(frozen=True, slots=True)
+class _Outlook:
+    """What was decided for one schedule.
+
+    Attributes:
+        version: Of the estimates it was made with.
+        blocks: How many blocks there were.
+        plan: What stays in HBM, and what is left to stream through.
+        ahead: Bytes that may be fetched ahead, the last block of them not counted.
+        timetable: When fetches are due.
+    """
+
+    version: int
+    blocks: int
+    plan: Plan
+    ahead: int
+    timetable: Timetable
+
+
 class Prefetcher:
-    """Walks the schedule a little ahead of the compute.
+    """Walks the schedule ahead of the compute, as far as the transfers need.
 
     Each place of the schedule is looked at once as long as nothing leaves HBM, so that a use
     costs the same however much is resident.
@@ -33,6 +62,8 @@ class Prefetcher:
         self._manager = manager
         self._planner = manager.planner
         self._traffic = manager.traffic
+        self._pacing = manager.pacing
+        self._waste = manager.traffic.waste
         depth = manager.settings.prefetch_depth
         self._auto = depth == "auto"
         self._depth = _AUTO_BLOCKS if depth == "auto" else depth
@@ -40,9 +71,15 @@ class Prefetcher:
         # hides behind nothing, so only files are worth fetching ahead
         self._dram = manager.device.type == "cuda"
         self._works = self._depth > 0 and (self._dram or manager.mover is not None)
-        self._least = min(_AUTO_BYTES, manager.table.hbm.capacity // 4)
+        self._capacity = manager.table.hbm.capacity
+        self._least = min(_AUTO_BYTES, self._capacity // 4)
+        self._number = 0
         self._planned: Schedule | None = None
+        self._outlooks: dict[Schedule, _Outlook] = {}
+        self._settled: tuple[object, Plan] | None = None
         self._residents: frozenset[int] = frozenset()
+        self._timetable = Timetable((), ())
+        self._most = self._capacity // 2
         # the walk so far: for which state of affairs, up to where, and what it met
         self._changes = -1
         self._cursor = 0
@@ -50,13 +87,26 @@ class Prefetcher:
         self._ahead: deque[tuple[int, int]] = deque()
         self._nbytes = 0
 
+    def end_pass(self) -> None:
+        """Says that the pass under way has ended, before the next is entered in the planner."""
+        waste = self._waste
+        if waste.pending or waste.stopping:
+            planner = self._planner
+            wasted = waste.end(self._number, planner.key, planner.used)
+            self._manager.counters.prefetch_wasted += wasted
+        self._number += 1
+
     def run(self) -> None:
         """Begins every fetch that is due."""
         if self._traffic.flights:
             self._traffic.poll()
         planner = self._planner
+        if self._pacing.pending:
+            self._pacing.harvest(_HARVEST)
+        if self._waste.pending:
+            self._waste.used(planner.last)
         schedule, cursor = planner.schedule, planner.cursor
-        if schedule is not self._planned:
+        if schedule is not self._planned or planner.last < 0:
             self._plan(schedule)
             self._restart(cursor)
         if not self._works:
@@ -68,7 +118,7 @@ class Prefetcher:
         ahead = self._ahead
         while ahead and ahead[0][0] < cursor:
             self._nbytes -= ahead.popleft()[1]
-        self._walk(schedule.order, min(len(schedule), cursor + _MOST_STEPS))
+        self._walk(schedule, min(len(schedule), cursor + _MOST_STEPS))
 
     def _restart(self, cursor: int) -> None:
         self._changes = self._traffic.changes
@@ -76,14 +126,14 @@ class Prefetcher:
         self._ahead.clear()
         self._nbytes = 0
 
-    def _walk(self, order: Sequence[int], end: int) -> None:
+    def _walk(self, schedule: Schedule, end: int) -> None:
         table = self._manager.table
+        order = schedule.order
         ahead = self._ahead
         while self._next < end and self._wants_more():
             record = table.get(order[self._next])
-            position = self._next - self._cursor
-            if record is not None and self._is_due(record):
-                if not self._manager.try_fill(record, position):
+            if record is not None and self._is_due(record, schedule):
+                if not self._fetch(record, schedule):
                     return
                 self._changes = self._traffic.changes
             if record is not None and not (record.usable and record.block.id in self._residents):
@@ -93,34 +143,128 @@ class Prefetcher:
 
     def _wants_more(self) -> bool:
         blocks = len(self._ahead)
-        return blocks < self._depth or (
-            self._auto and self._nbytes < self._least and blocks < _MOST_BLOCKS
-        )
+        if not self._auto:
+            return blocks < self._depth
+        if self._timetable.knows(self._next):
+            due = blocks < _AUTO_BLOCKS or self._timetable.due(self._next, self._cursor)
+            return blocks == 0 or (due and self._nbytes < self._most)
+        return blocks < _AUTO_BLOCKS or (self._nbytes < self._least and blocks < _MOST_BLOCKS)
 
-    def _is_due(self, record: Record) -> bool:
+    def _is_due(self, record: Record, schedule: Schedule) -> bool:
         if not record.defined or record.in_hbm is not State.ABSENT:
             return False
+        if self._waste.stopping:
+            key = self._pass_at(schedule, self._next)[1]
+            if self._waste.stops(key, record.block.id):
+                return False
         return self._dram or record.home is not Tier.DRAM
 
-    def _plan(self, schedule: Schedule) -> None:
-        """Decides what stays, where a loop only reads; elsewhere next use alone decides."""
-        self._planned = schedule
-        self._keep(frozenset())
-        manager = self._manager
-        records = {block: manager.table.get(block) for block in set(schedule.order)}
-        loose = {block: r for block, r in records.items() if r is not None and not r.fixed}
-        if not loose or any(r.block.role not in _READ_ONLY for r in loose.values()):
-            return
-        sizes = {block: record.block.nbytes for block, record in loose.items()}
-        fixed = sum(record.block.nbytes for record in manager.table if record.fixed)
-        streaming = sum(sorted(sizes.values())[-(self._depth + 1) :])
-        if self._auto:
-            streaming = max(streaming, self._least)
-        room = manager.table.hbm.capacity - fixed - streaming
-        if sum(sizes.values()) + fixed <= manager.table.hbm.capacity:
-            room = sum(sizes.values())
-        order = [block for block in schedule.order if block in sizes]
-        self._keep(choose_residents(order, sizes, room))
+    def _fetch(self, record: Record, schedule: Schedule) -> bool:
+        if not self._manager.try_fill(record, self._next - self._cursor):
+            return False
+        if record.block.id not in self._residents:
+            number, key = self._pass_at(schedule, self._next)
+            self._waste.fetched(record.block.id, self._number + number, key)
+        return True
 
-    def _keep(self, blocks: frozenset[int]) -> None:
-        self._residents = self._manager.space.residents = blocks
+    def _pass_at(self, schedule: Schedule, position: int) -> tuple[int, Hashable]:
+        """Returns which of the passes foreseen a position is in, and that pass's name."""
+        if not schedule.passes:
+            return 1, self._planner.key
+        number = bisect_right(schedule.passes, position, key=lambda begin: begin[0]) - 1
+        return number, schedule.passes[number][1]
+
+    # -- plans -----------------------------------------------------------
+
+    def _plan(self, schedule: Schedule) -> None:
+        """Decides what stays and when fetches are due, unless that is decided already."""
+        self._planned = schedule
+        version = self._pacing.estimates.version
+        blocks = len(self._manager.table)
+        outlook = self._outlooks.pop(schedule, None)
+        if outlook is None or outlook.version != version or outlook.blocks != blocks:
+            outlook = self._look_out(schedule, version, blocks)
+        self._outlooks[schedule] = outlook
+        if len(self._outlooks) > _MOST_PLANS:
+            del self._outlooks[next(iter(self._outlooks))]
+        self._timetable = outlook.timetable
+        plan = outlook.plan
+        self._residents = self._manager.space.residents = plan.residents
+        self._most = outlook.ahead
+
+    def _look_out(self, schedule: Schedule, version: int, blocks: int) -> _Outlook:
+        table = self._manager.table
+        order = schedule.order[:_MOST_PLANNED]
+        records = {block: table.get(block) for block in set(schedule.order)}
+        loose = {block: r for block, r in records.items() if r is not None and not r.fixed}
+        sizes = {block: align_up(record.block.nbytes) for block, record in loose.items()}
+        compute = self._compute(schedule, order)
+        fetch = {block: self._seconds(record) for block, record in loose.items()}
+        fixed = sum(record.block.nbytes for record in table if record.fixed)
+        room = self._capacity - fixed
+        plan = Plan(frozenset(), room)
+        if loose and all(r.block.role in _READ_ONLY for r in loose.values()):
+            plan = self._share(schedule, sizes, room, compute, fetch)
+        inside = {block for block, record in loose.items() if record.usable}
+        away = refetched(order, sizes, plan.residents, plan.reserve, inside)
+        fetches = [
+            fetch[block] if missing else None for block, missing in zip(order, away, strict=True)
+        ]
+        timetable = Timetable(compute, fetches, margin=_MARGIN, latency=_LATENCY)
+        ahead = self._capacity // 2
+        if plan.residents:  # beside the block in use, and one more
+            streamed = [size for block, size in sizes.items() if block not in plan.residents]
+            ahead = plan.reserve - 2 * max(streamed, default=0) + 1
+        return _Outlook(version, blocks, plan, ahead, timetable)
+
+    def _share(
+        self,
+        schedule: Schedule,
+        sizes: dict[int, int],
+        room: int,
+        compute: Sequence[float | None],
+        fetch: dict[int, tuple[str, float] | None],
+    ) -> Plan:
+        """Decides what stays, where a loop only reads; elsewhere next use alone decides.
+
+        The same blocks in another order keep the plan that they have: residents that changed
+        from pass to pass would be none.
+        """
+        known = [seconds for seconds in compute if seconds is not None]
+        learned = self._auto and len(known) == len(schedule) <= _MOST_STEPS
+        learned = learned and all(fetch.values())
+        version = self._pacing.estimates.version if learned else None
+        alike = (frozenset(sizes), room, version)
+        if self._settled is not None and self._settled[0] == alike:
+            return self._settled[1]
+        order = [block for block in schedule.order if block in sizes]
+        if learned:
+            of_loose = [s for s, b in zip(known, schedule.order, strict=True) if b in sizes]
+            transfer = {block: seconds[1] for block, seconds in fetch.items() if seconds}
+            plan = share_hbm(order, sizes, room, of_loose, transfer, _SLOT_LATENCY)
+        else:
+            streaming = sum(sorted(sizes.values())[-(self._depth + 1) :])
+            if self._auto:
+                streaming = max(streaming, self._least)
+            everything = sum(sizes.values()) <= room
+            kept = choose_residents(order, sizes, room if everything else room - streaming)
+            plan = Plan(kept, streaming)
+        self._settled = (alike, plan)
+        return plan
+
+    def _compute(self, schedule: Schedule, order: Sequence[int]) -> list[float | None]:
+        """Returns the seconds of each use; None where the pass is not known."""
+        estimates = self._pacing.estimates
+        found: list[float | None] = []
+        bounds = [begin for begin, _ in schedule.passes[1:]] + [len(order)]
+        for (begin, key), end in zip(schedule.passes, bounds, strict=False):
+            found += [estimates.compute(key, block) for block in order[begin:end]]
+        return found
+
+    def _seconds(self, record: Record) -> tuple[str, float] | None:
+        """Returns over which link a block is fetched ahead, and for how long."""
+        link = LINK_UP.get(record.home)
+        if link is None or not (self._dram or record.home is not Tier.DRAM):
+            return None
+        block = record.block
+        return link, self._pacing.estimates.transfer(link, block.id, block.nbytes)

@@ -173,7 +173,10 @@ def load(path: str | os.PathLike[str] | None = None, device: str | None = None) 
     """
     if path is None:
         device = device_name() if device is None else device
-        path = profile_path(device)
+        try:
+            path = profile_path(device)
+        except RuntimeError as error:
+            return Loaded(None, f"there is no place for a profile: {error}")
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:

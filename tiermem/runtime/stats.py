@@ -47,8 +47,20 @@ class Stats:
         io_reason: Why that one.
         direct_io: Whether the files bypass the page cache.
         compute_seconds: Host time inside wrapped modules, backward and optimizer, less stalls.
-        efficiency: Share of the passes' time that was not spent waiting or copying on the
-            host; None before anything ran.
+        prefetch_wasted: Of the prefetches, those whose block left HBM, or whose pass ended,
+            without a use.
+        efficiency: ``bound_seconds`` over ``measured_seconds``; None before a pass was measured.
+        measured_seconds: Time of the passes that were measured (device time on CUDA): the first
+            ones of each kind, save the very first, then one in sixteen, and more where they
+            differ from what was expected.
+        bound_seconds: The least those passes could take: the longest of their compute and of
+            their bytes over each link at the best speed it sustained.
+        limit: Which of them it is: ``"compute"`` or a link.
+        losses: Where the measured time went that was not compute, in seconds. Waits of the
+            compute for blocks by link, such as ``"dram->hbm"`` (where a link is the limit, some
+            of that cannot be had back: its time beyond the compute); ``"host wait"``: for room,
+            or for files besides; ``"host"``: launches, hooks, and compute that took longer than
+            it usually does.
     """
 
     links: dict[str, LinkStats] = field(default_factory=dict)
@@ -68,13 +80,56 @@ class Stats:
     io_reason: str = ""
     direct_io: bool = False
     compute_seconds: float = 0.0
+    prefetch_wasted: int = 0
     efficiency: float | None = None
+    measured_seconds: float = 0.0
+    bound_seconds: float = 0.0
+    limit: str | None = None
+    losses: dict[str, float] = field(default_factory=dict)
 
     @property
     def hit_rate(self) -> float:
         """Hits over uses; 1.0 before any use."""
         uses = self.hits + self.misses
         return self.hits / uses if uses else 1.0
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Measured passes beside their bound; see :class:`Stats`.
+
+    Attributes:
+        measured: Seconds they took.
+        bound: Seconds they could have taken.
+        limit: What the bound comes from.
+        losses: Seconds that were not compute, by cause.
+    """
+
+    measured: float
+    bound: float
+    limit: str
+    losses: dict[str, float]
+
+
+@dataclass(frozen=True)
+class PaceRow:
+    """What was learned of a block in one kind of pass.
+
+    Attributes:
+        block: Its name.
+        during: The pass, such as ``"forward/0/True"``.
+        compute_seconds: From its use to the next one; device time on CUDA, waits left out.
+        transfer_seconds: What it takes to come up from its home; 0.0 where that is HBM.
+        nbytes: Its size.
+        samples: How many measured passes the compute is the median of, five at the most.
+    """
+
+    block: str
+    during: str
+    compute_seconds: float
+    transfer_seconds: float
+    nbytes: int
+    samples: int
 
 
 @dataclass(frozen=True)
@@ -118,6 +173,7 @@ class Counters:
         self.copy_ns = 0
         self.busy_ns = 0
         self.errors = 0
+        self.prefetch_wasted = 0
         self._links: dict[str, list[int]] = {}
 
     def moved(self, link: str, nbytes: int, elapsed_ns: int) -> None:
@@ -126,6 +182,10 @@ class Counters:
         entry[0] += nbytes
         entry[1] += 1
         entry[2] += elapsed_ns
+
+    def bytes_by_link(self) -> dict[str, int]:
+        """Returns the bytes that moved, by link."""
+        return {name: entry[0] for name, entry in self._links.items()}
 
     def links(self) -> dict[str, LinkStats]:
         """Returns what moved, by link."""
@@ -143,6 +203,7 @@ def stats_of(
     peak: tuple[int, int, int],
     io: tuple[str, str],
     direct: bool,
+    efficiency: Efficiency | None,
 ) -> Stats:
     """Returns what was counted, for users.
 
@@ -153,6 +214,7 @@ def stats_of(
         peak: Most bytes ever in use there.
         io: The I/O engine, and why that one.
         direct: Whether the files bypass the page cache.
+        efficiency: The measured passes beside their bound.
     """
     busy = counters.busy_ns
     lost = min(busy, counters.stall_ns + counters.copy_ns)
@@ -174,7 +236,12 @@ def stats_of(
         io_reason=io[1],
         direct_io=direct,
         compute_seconds=(busy - lost) / 1e9,
-        efficiency=(busy - lost) / busy if busy else None,
+        prefetch_wasted=counters.prefetch_wasted,
+        efficiency=None if efficiency is None else efficiency.bound / efficiency.measured,
+        measured_seconds=0.0 if efficiency is None else efficiency.measured,
+        bound_seconds=0.0 if efficiency is None else efficiency.bound,
+        limit=None if efficiency is None else efficiency.limit,
+        losses={} if efficiency is None else efficiency.losses,
     )
 
 

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from tiermem.core.block import Block, Extent, Tier
+from tiermem.core.pace import Waste
 from tiermem.core.residency import Move, Record, ResidencyTable, State
 from tiermem.errors import InvariantError, StorageError
 from tiermem.runtime.homes import Homes
+from tiermem.runtime.pacing import Pacing
 from tiermem.runtime.slots import SlotCache
 from tiermem.runtime.stats import Counters
 from tiermem.runtime.timeline import Timeline
@@ -39,6 +41,8 @@ class Traffic:
         home_ready: The same of the last copy down.
         failing: Blocks whose last write-back failed; they are not written ahead of need.
         changes: Grows whenever a block leaves HBM.
+        pacing: Measures the copies of passes that are measured.
+        waste: Knows of fetches ahead of use, and of blocks that leave without it.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class Traffic:
         copy: CopyEngine,
         counters: Counters,
         timeline: Timeline,
+        pacing: Pacing,
         *,
         poison: bool,
     ) -> None:
@@ -63,6 +68,8 @@ class Traffic:
         self.home_ready: dict[int, Event] = {}
         self.failing: set[int] = set()
         self.changes = 0
+        self.pacing = pacing
+        self.waste = Waste()
         self._counters = counters
         self._timeline = timeline
         self._poison = poison
@@ -80,7 +87,11 @@ class Traffic:
             if record.home is Tier.DRAM:
                 started = time.perf_counter_ns()
                 source = self.homes.arena.bytes_of(move.source_extent)
+                if self.pacing.sampling:
+                    self.pacing.rising(extent, self.home_ready.get(block.id))
                 event = self.copy.up(slot.bytes, source, extent, self.home_ready.get(block.id))
+                if self.pacing.sampling:
+                    self.pacing.risen(block)
                 if event is not None:
                     self.ready[block.id] = event
                 self._copied("dram->hbm", block, started)
@@ -201,6 +212,8 @@ class Traffic:
         self.slots.leave(block_id)
         self.ready.pop(block_id, None)
         self.changes += 1
+        if self.waste.pending:
+            self._counters.prefetch_wasted += self.waste.left(block_id)
 
     def need_mover(self) -> FileMover:
         """Returns the file mover.
@@ -242,6 +255,8 @@ class Traffic:
             return
         begun = transfer.started_ns or transfer.submitted_ns
         self._counters.moved(link, move.block.nbytes, transfer.finished_ns - begun)
+        if self.pacing.sampling:
+            self.pacing.landed(link, move.block.nbytes, begun, transfer.finished_ns)
         self._timeline.add(link, move.block.name, begun, transfer.finished_ns, move.block.nbytes)
 
     def _unfill(self, block_id: int, *, lost: bool = False) -> None:

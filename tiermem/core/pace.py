@@ -1,0 +1,325 @@
+"""Estimates from what was measured: compute, links, and what fetching ahead paid. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+_WINDOW = 5
+_SURE = 2
+_SAMPLES_AT_FIRST = 3
+_EVERY = 16
+_EXTRA = 4
+_CHANGED = 0.25
+_NEW_PLAN = 0.2
+_MOST_PASSES = 64
+_MOST_FILLS = 1 << 16
+_SPARE_BLOCKS = 64
+_MEMORY = 8
+_PASSES_TO_TRUST = 2
+
+GUESSED_RATES = {"dram->hbm": 20e9, "hbm->dram": 20e9, "nvme->hbm": 2e9, "hbm->nvme": 2e9}
+"""Bytes per second assumed of a link before anything is known of it."""
+
+
+class Recent:
+    """The last five samples, and their median: of an even number the lower one.
+
+    Attributes:
+        value: The median; 0 before any sample.
+        announced: The value that the plan in force was made with.
+    """
+
+    __slots__ = ("_samples", "announced", "value")
+
+    def __init__(self) -> None:
+        """Starts with none."""
+        self._samples: list[float] = []
+        self.value = 0.0
+        self.announced = 0.0
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def add(self, sample: float) -> None:
+        """Adds a sample; the oldest of six goes."""
+        samples = self._samples
+        if len(samples) == _WINDOW:
+            del samples[0]
+        samples.append(sample)
+        self.value = sorted(samples)[(len(samples) - 1) // 2]
+
+    @property
+    def most(self) -> float:
+        """The largest sample kept."""
+        return max(self._samples, default=0.0)
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What is known of the passes of one name."""
+
+    blocks: dict[int, Recent] = field(default_factory=dict)
+    samples: int = 0
+    since: int = 0
+    extra: int = 0
+    typical: float = 0.0
+
+
+class Estimates:
+    """Seconds of compute by pass and block, and of transfers by link and block.
+
+    A pass is measured the first three times, then one time in sixteen; one that took a quarter
+    more or less than foreseen is measured the next four times as well, so that the medians
+    follow. Memory is bounded: 64 passes, and of each the blocks that still occur in it.
+
+    Attributes:
+        version: Grows when plans made with the estimates have become stale.
+    """
+
+    def __init__(self, first: Callable[[str, int], float | None] | None = None) -> None:
+        """Starts with nothing measured.
+
+        Args:
+            first: Bytes per second of a link for a copy of so many bytes, as known before
+                anything is measured (from the machine profile); None where it is not.
+        """
+        self.version = 0
+        self._first = first
+        self._passes: dict[Hashable, _Pass] = {}
+        self._fills: dict[tuple[str, int], Recent] = {}
+        self._rates: dict[str, Recent] = {}
+
+    # -- sampling --------------------------------------------------------
+
+    def wants(self, key: Hashable) -> bool:
+        """Says that a pass begins; returns whether it is to be measured."""
+        known = self._passes.pop(key, None) or _Pass()
+        self._passes[key] = known
+        if len(self._passes) > _MOST_PASSES:
+            del self._passes[next(iter(self._passes))]
+        known.since += 1
+        if known.samples < _SAMPLES_AT_FIRST or known.extra or known.since >= _EVERY:
+            known.extra = max(0, known.extra - 1)
+            known.since = 0
+            return True
+        return False
+
+    def ask_again(self) -> None:
+        """Has the next pass of every name measured."""
+        for known in self._passes.values():
+            known.since = _EVERY
+
+    def observe(
+        self,
+        key: Hashable,
+        compute: Mapping[int, float],
+        flows: Mapping[str, tuple[int, float]],
+        fills: Collection[tuple[str, int, float]],
+    ) -> None:
+        """Takes up one measured pass.
+
+        Args:
+            key: Name of the pass.
+            compute: Seconds of a use, by block.
+            flows: Bytes, and seconds in which they moved, by link.
+            fills: Link, block and seconds of single transfers.
+        """
+        known = self._passes.get(key)
+        if known is None:
+            return
+        surprised = self._flow(flows)
+        for link, block, seconds in fills:
+            self._fill(link, block, seconds)
+        if compute:
+            surprised |= _surprise(known, compute)
+            for block, seconds in compute.items():
+                known.blocks.setdefault(block, Recent()).add(seconds)
+            if len(known.blocks) > 2 * len(compute) + _SPARE_BLOCKS:
+                known.blocks = {b: r for b, r in known.blocks.items() if b in compute}
+            values = sorted(recent.value for recent in known.blocks.values())
+            known.typical = values[len(values) // 2]
+        known.samples += 1
+        if surprised and not known.extra and known.samples > _SAMPLES_AT_FIRST:
+            known.extra = _EXTRA
+        if known.samples >= _SURE and _stale(known.blocks.values()):
+            self.version += 1
+
+    def _flow(self, flows: Mapping[str, tuple[int, float]]) -> bool:
+        surprised = False
+        for link, (nbytes, seconds) in flows.items():
+            if nbytes <= 0 or seconds <= 0:
+                continue
+            rate = nbytes / seconds
+            recent = self._rates.setdefault(link, Recent())
+            if recent.value and abs(rate - recent.value) > _CHANGED * recent.value:
+                surprised = True
+            recent.add(rate)
+            if _stale((recent,)):
+                self.version += 1
+        return surprised
+
+    def _fill(self, link: str, block: int, seconds: float) -> None:
+        recent = self._fills.pop((link, block), None) or Recent()
+        recent.add(seconds)
+        self._fills[link, block] = recent
+        if len(self._fills) > _MOST_FILLS:
+            del self._fills[next(iter(self._fills))]
+
+    # -- answers ---------------------------------------------------------
+
+    def compute(self, key: Hashable, block: int) -> float | None:
+        """Returns the seconds a block computes in a pass; None if the pass is not known yet.
+
+        Of a block that has not been seen in it, those of a typical one are returned.
+        """
+        known = self._passes.get(key)
+        if known is None or known.samples < _SURE or not known.blocks:
+            return None
+        recent = known.blocks.get(block)
+        return known.typical if recent is None else recent.value
+
+    def transfer(self, link: str, block: int, nbytes: int) -> float:
+        """Returns the seconds a block takes to arrive: as measured, else by the link's speed."""
+        recent = self._fills.get((link, block))
+        return recent.value if recent is not None else nbytes / self.rate(link, nbytes)
+
+    def rate(self, link: str, nbytes: int = 1 << 62) -> float:
+        """Returns the bytes per second to expect of a link, for copies of so many bytes."""
+        recent = self._rates.get(link)
+        if recent is not None:
+            return recent.value
+        return self._known_before(link, nbytes) or GUESSED_RATES[link]
+
+    def best_rate(self, link: str) -> float | None:
+        """Returns the best speed sustained lately, else that known before; None if neither."""
+        recent = self._rates.get(link)
+        return recent.most if recent is not None else self._known_before(link, 1 << 62)
+
+    def samples(self, key: Hashable) -> int:
+        """Returns how many passes of that name were measured."""
+        known = self._passes.get(key)
+        return 0 if known is None else known.samples
+
+    def rows(self) -> Iterator[tuple[Hashable, int, float, int]]:
+        """Yields pass, block, seconds of compute and how many samples they come from."""
+        for key, known in self._passes.items():
+            for block, recent in known.blocks.items():
+                yield key, block, recent.value, len(recent)
+
+    def _known_before(self, link: str, nbytes: int) -> float | None:
+        return None if self._first is None else self._first(link, nbytes)
+
+
+def _surprise(known: _Pass, compute: Mapping[int, float]) -> bool:
+    foreseen = actual = 0.0
+    for block, seconds in compute.items():
+        recent = known.blocks.get(block)
+        if recent is not None:
+            foreseen += recent.value
+            actual += seconds
+    return abs(actual - foreseen) > _CHANGED * foreseen
+
+
+def _stale(estimates: Collection[Recent]) -> bool:
+    """Whether a plan made with what was announced is off by a fifth; if so, announces anew."""
+    total = sum(recent.announced for recent in estimates)
+    off = sum(abs(recent.value - recent.announced) for recent in estimates)
+    if off <= _NEW_PLAN * total:
+        return False
+    for recent in estimates:
+        recent.announced = recent.value
+    return True
+
+
+class Waste:
+    """Which fetches ahead of use were for nothing, and which are therefore not made.
+
+    A fetch is wasted if the block leaves HBM unused, or the pass it was made for ends without
+    using it (experts of a mixture that are not chosen). Once more than half of a block's last
+    eight fetches for a pass were, it is not fetched ahead for that pass until two such passes
+    in a row have used it.
+    """
+
+    def __init__(self) -> None:
+        """Starts with nothing fetched."""
+        self.pending: dict[int, tuple[int, Hashable]] = {}
+        self._outcomes: dict[tuple[Hashable, int], list[bool]] = {}
+        self._stopped: dict[Hashable, dict[int, int]] = {}
+
+    def fetched(self, block: int, number: int, key: Hashable) -> None:
+        """Says that a block is fetched ahead, for a pass of that number and name."""
+        self.pending[block] = (number, key)
+
+    def used(self, block: int) -> None:
+        """Says that a block is used."""
+        entry = self.pending.pop(block, None)
+        if entry is not None:
+            self._judge(entry[1], block, wasted=False)
+
+    def left(self, block: int) -> bool:
+        """Says that a block leaves HBM; returns whether fetching it was a waste."""
+        entry = self.pending.pop(block, None)
+        if entry is not None:
+            self._judge(entry[1], block, wasted=True)
+        return entry is not None
+
+    def end(self, number: int, key: Hashable, used: Collection[int]) -> int:
+        """Says that a pass has ended; returns how many fetches for it were wasted.
+
+        Args:
+            number: Of the pass.
+            key: Its name.
+            used: The blocks it used.
+        """
+        wasted = [block for block, entry in self.pending.items() if entry[0] <= number]
+        for block in wasted:
+            self._judge(self.pending.pop(block)[1], block, wasted=True)
+        stopped = self._stopped.get(key)
+        if stopped:
+            seen = set(used)
+            for block, streak in list(stopped.items()):
+                stopped[block] = streak + 1 if block in seen else 0
+                if stopped[block] >= _PASSES_TO_TRUST:
+                    del stopped[block]
+                    self._outcomes.pop((key, block), None)
+            if not stopped:
+                del self._stopped[key]
+        return len(wasted)
+
+    def stops(self, key: Hashable, block: int) -> bool:
+        """Whether a block is not worth fetching ahead for a pass."""
+        return bool(self._stopped) and block in self._stopped.get(key, ())
+
+    @property
+    def stopping(self) -> bool:
+        """Whether any block is not fetched ahead."""
+        return bool(self._stopped)
+
+    def forget(self, blocks: Collection[int]) -> None:
+        """Takes blocks out that no longer exist."""
+        gone = set(blocks)
+        for block in gone:
+            self.pending.pop(block, None)
+        if self._outcomes:
+            self._outcomes = {n: o for n, o in self._outcomes.items() if n[1] not in gone}
+        for stopped in self._stopped.values():
+            for block in gone & stopped.keys():
+                del stopped[block]
+        self._stopped = {key: stopped for key, stopped in self._stopped.items() if stopped}
+
+    def _judge(self, key: Hashable, block: int, *, wasted: bool) -> None:
+        name = (key, block)
+        outcomes = self._outcomes.pop(name, None)
+        if outcomes is None:
+            if not wasted:
+                return  # nothing to hold against it
+            outcomes = []
+        outcomes.append(wasted)
+        del outcomes[:-_MEMORY]
+        if any(outcomes):
+            self._outcomes[name] = outcomes
+            if len(self._outcomes) > _MOST_FILLS:
+                del self._outcomes[next(iter(self._outcomes))]
+        if wasted and len(outcomes) > 1 and 2 * sum(outcomes) > len(outcomes):
+            self._stopped.setdefault(key, {}).setdefault(block, 0)

@@ -1,0 +1,375 @@
+"""Measures passes as they run: stamps around uses and copies, read later, never waited for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+
+from tiermem.core.block import Block, Extent, Tier
+from tiermem.core.pace import Estimates
+from tiermem.core.residency import Record
+from tiermem.runtime.profile import MachineProfile, device_name, load
+from tiermem.runtime.stats import Counters, Efficiency, PaceRow
+from tiermem.transfer.copy import CopyEngine, CudaCopyEngine
+from tiermem.transfer.stamps import Clock, CudaClock, HostClock, Stamp
+
+LINK_UP = {Tier.DRAM: "dram->hbm", Tier.NVME: "nvme->hbm"}
+"""Link over which blocks of a home tier come up."""
+
+_MOST_USES = 3000
+_MOST_WAITING = 4
+_HOST, _HOST_WAIT = "host", "host wait"
+
+
+@dataclass(slots=True, eq=False)
+class _Fill:
+    """A copy up between two stamps; its holders are its pass and the use it is for."""
+
+    block: Block
+    begin: Stamp
+    end: Stamp
+    holders: int = 2
+
+
+@dataclass(slots=True, eq=False)
+class _Use:
+    """A use: where the compute before it ended, and where its own began."""
+
+    block: int
+    link: str | None
+    before: Stamp
+    after: Stamp
+    fill: _Fill | None
+    expected: bool
+    host_ns: int
+
+
+@dataclass(slots=True, eq=False)
+class _Sample:
+    """A measured pass."""
+
+    key: Hashable
+    moved: dict[str, int]
+    uses: list[_Use] = field(default_factory=list)
+    fills: list[_Fill] = field(default_factory=list)
+    flows: dict[str, tuple[int, float]] = field(default_factory=dict)
+    end: Stamp | None = None
+    at: int = 0
+    measured: float = 0.0
+    compute: dict[int, tuple[float, int]] = field(default_factory=dict)
+    waits: dict[str, float] = field(default_factory=dict)
+
+
+class Pacing:
+    """Stamps the passes that are to be measured, and hands what they say to the estimates.
+
+    Every use has two stamps on the compute stream: one where the compute before it ends, one
+    where it may begin itself, with its block there. So the time between two uses falls into the
+    wait for a block and the compute with it, without the host waiting for either.
+
+    Attributes:
+        sampling: Whether the pass under way is measured; nothing here may be called for its
+            uses otherwise.
+        pending: Whether measured passes wait to be read.
+        estimates: What was learned.
+    """
+
+    def __init__(self, clock: Clock, counters: Counters, estimates: Estimates) -> None:
+        """Starts with nothing measured."""
+        self.sampling = False
+        self.pending = False
+        self.estimates = estimates
+        self._clock = clock
+        self._counters = counters
+        self._open: _Sample | None = None
+        self._waiting: deque[_Sample] = deque()
+        self._before: Stamp | None = None
+        self._stalled = 0
+        self._begin: Stamp | None = None
+        self._fills: dict[int, _Fill] = {}
+        self._older: dict[int, _Fill] = {}
+        self._last: dict[str, int] = {}
+        self._measured = self._compute = 0.0
+        self._waits: dict[str, float] = {}
+        self._bytes: dict[str, int] = {}
+
+    # -- stamping --------------------------------------------------------
+
+    def begin(self, key: Hashable) -> None:
+        """Says that a pass begins, which ends the one before."""
+        self._close()
+        if self._older or self._fills:
+            for fill in self._older.values():
+                self._let_go(fill)
+            self._older, self._fills = self._fills, {}
+        if self.estimates.wants(key) and len(self._waiting) < _MOST_WAITING:
+            self.sampling = self._clock.usable()
+            if self.sampling:
+                self._open = _Sample(key, self._counters.bytes_by_link())
+
+    def arrived(self) -> None:
+        """Says that the compute stream has come to a use, before it waits for anything."""
+        self._drop_loose()
+        self._before = self._clock.stamp()
+        self._stalled = self._counters.stall_ns
+
+    def started(self, record: Record, ready: torch.cuda.Event | None) -> None:
+        """Says that the use may begin, its block being there.
+
+        Args:
+            record: The block's row.
+            ready: What the compute stream waits for, if anything.
+        """
+        before, self._before = self._before, None
+        sample = self._open
+        if sample is None:
+            return
+        after = self._clock.stamp() if before is not None else None
+        if after is None or len(sample.uses) >= _MOST_USES:
+            self._free(before, after)
+            self._close()
+            return
+        block_id = record.block.id
+        fill = self._fills.pop(block_id, None) or self._older.pop(block_id, None)
+        waited = self._counters.stall_ns - self._stalled
+        link = LINK_UP.get(record.home)
+        sample.uses.append(_Use(block_id, link, before, after, fill, ready is not None, waited))
+
+    def ended(self) -> None:
+        """Says that the pass has ended, its last work having been submitted."""
+        if self._open is not None:
+            self._open.end = self._clock.stamp() if self._clock.usable() else None
+            self._close()
+
+    def rising(self, extent: Extent, after: torch.cuda.Event | None) -> None:
+        """Says that a copy up is about to be submitted."""
+        self._free(self._begin)
+        self._begin = self._clock.stamp_copies(extent, after)
+
+    def risen(self, block: Block) -> None:
+        """Says that it has been."""
+        begin, self._begin = self._begin, None
+        end = self._clock.stamp_copies(None, None)
+        if self._open is None or begin is None or end is None:
+            self._free(begin, end)
+            return
+        fill = _Fill(block, begin, end)
+        self._open.fills.append(fill)
+        stale = self._fills.get(block.id)
+        if stale is not None:
+            self._let_go(stale)
+        self._fills[block.id] = fill
+
+    def landed(self, link: str, nbytes: int, begun_ns: int, finished_ns: int) -> None:
+        """Says that a file transfer has ended well; what ran beside another counts once."""
+        busy = finished_ns - max(begun_ns, self._last.get(link, 0))
+        self._last[link] = max(finished_ns, self._last.get(link, 0))
+        if self._open is not None:
+            before, seconds = self._open.flows.get(link, (0, 0.0))
+            self._open.flows[link] = (before + nbytes, seconds + max(0, busy) / 1e9)
+
+    # -- reading ---------------------------------------------------------
+
+    def harvest(self, most: int) -> None:
+        """Reads up to ``most`` uses whose stamps have passed, in order."""
+        if not self._clock.usable():
+            return
+        while self._waiting:
+            sample = self._waiting[0]
+            while sample.at < len(sample.uses):
+                if most <= 0 or not self._read(sample):
+                    return
+                most -= 1
+            self._waiting.popleft()
+            self._commit(sample)
+        self.pending = False
+
+    def reset(self) -> None:
+        """Forgets what was measured so far, not what was learned, and measures soon again."""
+        for sample in [*self._waiting, *([self._open] if self._open is not None else [])]:
+            self._discard(sample)
+        self._waiting.clear()
+        self._open = None
+        self.sampling = self.pending = False
+        self._measured = self._compute = 0.0
+        self._waits, self._bytes = {}, {}
+        self.estimates.ask_again()
+
+    def efficiency(self) -> Efficiency | None:
+        """Returns how the measured passes compare with their bound; None before any."""
+        if self._measured <= 0.0:
+            return None
+        bounds = {"compute": self._compute}
+        for link, nbytes in self._bytes.items():
+            rate = self.estimates.best_rate(link)
+            if rate is None and link == "hbm->dram":
+                rate = self.estimates.best_rate("dram->hbm")
+            if rate is not None and nbytes:
+                bounds[link] = nbytes / rate
+        limit = max(bounds, key=lambda name: bounds[name])
+        losses = {name: seconds for name, seconds in self._waits.items() if seconds > 0.0}
+        rest = self._measured - self._compute - sum(losses.values())
+        losses[_HOST] = losses.get(_HOST, 0.0) + max(0.0, rest)
+        return Efficiency(self._measured, bounds[limit], limit, losses)
+
+    def rows(self, blocks: dict[int, tuple[Block, Tier]]) -> list[PaceRow]:
+        """Returns what was learned of these blocks, by id, with their homes."""
+        found = []
+        for key, block_id, seconds, samples in self.estimates.rows():
+            block, home = blocks.get(block_id, (None, None))
+            if block is None or home is None:
+                continue
+            link = LINK_UP.get(home)
+            fetch = self.estimates.transfer(link, block_id, block.nbytes) if link else 0.0
+            found.append(PaceRow(block.name, _text(key), seconds, fetch, block.nbytes, samples))
+        return found
+
+    # -- inside ----------------------------------------------------------
+
+    def _close(self) -> None:
+        sample, self._open = self._open, None
+        self.sampling = False
+        self._drop_loose()
+        if sample is None:
+            return
+        now = self._counters.bytes_by_link()
+        sample.moved = {link: n - sample.moved.get(link, 0) for link, n in now.items()}
+        if sample.uses:
+            self._waiting.append(sample)
+            self.pending = True
+        else:
+            self._discard(sample)
+
+    def _drop_loose(self) -> None:
+        """Frees the stamps of a use or a copy that an error cut short."""
+        if self._before is not None or self._begin is not None:
+            self._free(self._before, self._begin)
+            self._before = self._begin = None
+
+    def _read(self, sample: _Sample) -> bool:
+        """Reads the next use of a pass, if all its stamps have passed."""
+        clock = self._clock
+        use = sample.uses[sample.at]
+        last = sample.at + 1 == len(sample.uses)
+        end = sample.end if last else sample.uses[sample.at + 1].before
+        for stamp in (use.before, use.after, end, use.fill and use.fill.end):
+            if stamp is not None and not clock.passed(stamp):
+                return False
+        wait = clock.seconds(use.before, use.after)
+        sample.measured += wait
+        self._attribute(sample, use, wait)
+        if end is not None:
+            seconds = clock.seconds(use.after, end)
+            sample.measured += seconds
+            total, count = sample.compute.get(use.block, (0.0, 0))
+            sample.compute[use.block] = (total + seconds, count + 1)
+        self._free_use(use)
+        if last:
+            self._free(sample.end)
+            sample.end = None
+        sample.at += 1
+        return True
+
+    def _attribute(self, sample: _Sample, use: _Use, wait: float) -> None:
+        """Says what the compute waited for before a use."""
+        waits = sample.waits
+        host = use.host_ns / 1e9
+        if use.fill is not None:
+            part = self._clock.seconds(use.before, use.fill.end)
+        elif use.link == "nvme->hbm":
+            part = host
+        else:
+            part = wait if use.expected else 0.0
+        part = min(wait, max(0.0, part))
+        if use.link is not None:
+            waits[use.link] = waits.get(use.link, 0.0) + part
+            wait -= part
+        part = min(wait, host)
+        waits[_HOST_WAIT] = waits.get(_HOST_WAIT, 0.0) + part
+        waits[_HOST] = waits.get(_HOST, 0.0) + wait - part
+
+    def _commit(self, sample: _Sample) -> None:
+        clock, estimates = self._clock, self.estimates
+        first = not estimates.samples(sample.key)
+        fills = []
+        for fill in sample.fills:
+            if clock.passed(fill.begin) and clock.passed(fill.end):
+                seconds = max(1e-9, clock.seconds(fill.begin, fill.end))
+                fills.append(("dram->hbm", fill.block.id, seconds))
+                nbytes, before = sample.flows.get("dram->hbm", (0, 0.0))
+                sample.flows["dram->hbm"] = (nbytes + fill.block.nbytes, before + seconds)
+            self._let_go(fill)
+        sample.fills = []
+        compute = {block: total / count for block, (total, count) in sample.compute.items()}
+        estimates.observe(sample.key, compute, sample.flows, fills)
+        if first:  # in the first one everything is learned, by tiermem and by torch
+            return
+        self._measured += sample.measured
+        for block, (total, count) in sample.compute.items():
+            usual = estimates.compute(sample.key, block)
+            self._compute += total if usual is None else min(total, usual * count)
+        for name, seconds in sample.waits.items():
+            self._waits[name] = self._waits.get(name, 0.0) + seconds
+        for link, moved in sample.moved.items():
+            self._bytes[link] = self._bytes.get(link, 0) + moved
+
+    def _discard(self, sample: _Sample) -> None:
+        for use in sample.uses[sample.at :]:
+            self._free_use(use)
+        for fill in sample.fills:
+            self._let_go(fill)
+        self._free(sample.end)
+
+    def _free_use(self, use: _Use) -> None:
+        self._free(use.before, use.after)
+        if use.fill is not None:
+            self._let_go(use.fill)
+
+    def _let_go(self, fill: _Fill) -> None:
+        fill.holders -= 1
+        if not fill.holders:
+            self._free(fill.begin, fill.end)
+
+    def _free(self, *stamps: Stamp | None) -> None:
+        for stamp in stamps:
+            if stamp is not None:
+                self._clock.free(stamp)
+
+
+def open_pacing(copy: CopyEngine, counters: Counters, device: torch.device) -> Pacing:
+    """Opens the pacing of a manager, on the clock of its device.
+
+    Args:
+        copy: The copy engine; its streams are the ones timed on CUDA.
+        counters: What moved.
+        device: Whose machine profile gives the first estimates, where there is one.
+    """
+    clock = CudaClock(copy) if isinstance(copy, CudaCopyEngine) else HostClock()
+    return Pacing(clock, counters, estimates_from(load(device=device_name(device)).profile))
+
+
+def estimates_from(profile: MachineProfile | None) -> Estimates:
+    """Returns estimates that start with what a machine profile says of the links."""
+    if profile is None:
+        return Estimates()
+
+    def first(link: str, nbytes: int) -> float | None:
+        rates = {
+            "dram->hbm": profile.h2d_at(nbytes),
+            "hbm->dram": profile.d2h,
+            "nvme->hbm": profile.nvme_read,
+            "hbm->nvme": profile.nvme_write,
+        }
+        return rates.get(link)
+
+    return Estimates(first)
+
+
+def _text(key: Hashable) -> str:
+    """Returns a pass's name for people, such as ``"backward/forward/0/True"``."""
+    if isinstance(key, tuple):
+        return "/".join(text for part in key if (text := _text(part)))
+    return str(key)

@@ -1,0 +1,131 @@
+"""Points in time on the streams: set without waiting, and read once they have passed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+from tiermem.core.block import Extent
+from tiermem.transfer.copy import CudaCopyEngine
+
+Stamp = Any
+"""A point in time, as the clock that set it knows it."""
+
+_MOST_EVENTS = 1 << 14
+
+
+class Clock(Protocol):
+    """Sets stamps and reads the time between them; nothing here makes the host wait."""
+
+    def stamp(self) -> Stamp | None:
+        """Marks where the current compute stream is; None where it cannot be marked now."""
+        ...
+
+    def stamp_copies(self, extent: Extent | None, after: torch.cuda.Event | None) -> Stamp | None:
+        """Marks where the copies up are.
+
+        Args:
+            extent: Where the next one goes to: the mark is set after the wait for that; None
+                after a copy.
+            after: What it waits for besides.
+        """
+        ...
+
+    def passed(self, stamp: Stamp) -> bool:
+        """Whether that point in time has passed."""
+        ...
+
+    def seconds(self, begin: Stamp, end: Stamp) -> float:
+        """Returns the seconds between two points that have passed."""
+        ...
+
+    def free(self, stamp: Stamp) -> None:
+        """Says that a stamp is not asked about again."""
+        ...
+
+    def usable(self) -> bool:
+        """Whether stamps may be set and asked about now."""
+        ...
+
+
+class HostClock:
+    """For ``device="cpu"``: the compute and the copies are on the host's time."""
+
+    def stamp(self) -> Stamp | None:
+        """Returns the time."""
+        return time.perf_counter_ns()
+
+    def stamp_copies(self, extent: Extent | None, after: torch.cuda.Event | None) -> Stamp | None:
+        """Returns the time."""
+        return time.perf_counter_ns()
+
+    def passed(self, stamp: Stamp) -> bool:
+        """It has."""
+        return True
+
+    def seconds(self, begin: Stamp, end: Stamp) -> float:
+        """Returns the difference."""
+        return float(end - begin) / 1e9
+
+    def free(self, stamp: Stamp) -> None:
+        """Nothing to keep."""
+
+    def usable(self) -> bool:
+        """Always."""
+        return True
+
+
+class CudaClock:
+    """Timing events on the compute stream and on the stream of the copies up.
+
+    Events are made once and used again. While a CUDA graph is captured none is set or asked
+    about: it would become part of the graph, or end the capture.
+    """
+
+    def __init__(self, engine: CudaCopyEngine) -> None:
+        """Times the streams of ``engine``."""
+        self._engine = engine
+        self._free: list[torch.cuda.Event] = []
+        self._made = 0
+
+    def stamp(self) -> Stamp | None:
+        """Records an event on the current stream; None when too many are out."""
+        return self._record(torch.cuda.current_stream(self._engine.device))
+
+    def stamp_copies(self, extent: Extent | None, after: torch.cuda.Event | None) -> Stamp | None:
+        """Records an event on the stream of the copies up, after what the next copy waits for."""
+        stream = self._engine.up_stream
+        if extent is not None:
+            self._engine.prepare_up(extent)
+            if after is not None:
+                stream.wait_event(after)
+        return self._record(stream)
+
+    def passed(self, stamp: Stamp) -> bool:
+        """Asks the event, which does not wait."""
+        return bool(stamp.query())
+
+    def seconds(self, begin: Stamp, end: Stamp) -> float:
+        """Reads the time between two events."""
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def free(self, stamp: Stamp) -> None:
+        """Keeps the event for the next stamp."""
+        self._free.append(stamp)
+
+    def usable(self) -> bool:
+        """Whether no CUDA graph is captured on the current stream."""
+        return not torch.cuda.is_current_stream_capturing()
+
+    def _record(self, stream: torch.cuda.Stream) -> Stamp | None:
+        if self._free:
+            event = self._free.pop()
+        elif self._made < _MOST_EVENTS:
+            self._made += 1
+            event = torch.cuda.Event(enable_timing=True)
+        else:
+            return None
+        event.record(stream)
+        return event
