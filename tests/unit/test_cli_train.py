@@ -34,6 +34,11 @@ STATS = Stats(
     peak={"hbm": 2048, "dram": 2048, "nvme": 0},
     io_engine="threads",
     io_reason="a fake",
+    efficiency=0.75,
+    measured_seconds=2.0,
+    bound_seconds=1.5,
+    limit="dram->hbm",
+    losses={"dram->hbm": 0.25, "host": 1.25, "host wait": 0.0},
 )
 
 
@@ -91,6 +96,8 @@ def test_equal(fake, tmp_path, capsys) -> None:
     assert _train(tmp_path) == 0
     out = capsys.readouterr().out
     assert "equal bit for bit" in out and "NOT" not in out
+    assert "efficiency 75.0%: 2 s measured where dram->hbm alone takes 1.5 s" in out
+    assert "not compute: host 1.25 s, dram->hbm 0.25 s" in " ".join(out.split())
     assert "dram->hbm" in out and "hit rate 75.0%" in out and "2 stalls" in out
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"timeline.png", "trace.json", "report.json"}

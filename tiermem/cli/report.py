@@ -73,8 +73,22 @@ def print_stats(console: Console, stats: Stats, steps: int) -> None:
         f"{stats.stalls:,} stalls of {stats.stall_seconds:.2f} s in all",
         highlight=False,
     )
+    print_efficiency(console, stats)
     console.print(f"peak use: {peaks}", highlight=False)
     console.print(f"file I/O: {stats.io_engine} ({stats.io_reason})", highlight=False)
+
+
+def print_efficiency(console: Console, stats: Stats) -> None:
+    """Prints how the measured passes compare with their bound, and where the rest went."""
+    if stats.efficiency is None:
+        return
+    losses = sorted(stats.losses.items(), key=lambda item: -item[1])
+    rest = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in losses if seconds > 0)
+    console.print(
+        f"efficiency {stats.efficiency:.1%}: {stats.measured_seconds:.3g} s measured where "
+        f"{stats.limit} alone takes {stats.bound_seconds:.3g} s; not compute: {rest or 'nothing'}",
+        highlight=False,
+    )
 
 
 def print_verdict(

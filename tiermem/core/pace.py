@@ -291,6 +291,10 @@ class Waste:
         """Whether a block is not worth fetching ahead for a pass."""
         return bool(self._stopped) and block in self._stopped.get(key, ())
 
+    def unsteady(self) -> set[int]:
+        """Returns the blocks that some pass foresees and does not use."""
+        return {block for stopped in self._stopped.values() for block in stopped}
+
     @property
     def stopping(self) -> bool:
         """Whether any block is not fetched ahead."""

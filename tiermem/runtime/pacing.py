@@ -280,7 +280,8 @@ class Pacing:
         if use.fill is not None:
             part = self._clock.seconds(use.before, use.fill.end)
         elif use.link == "nvme->hbm":
-            part = host
+            part = min(wait, host)
+            host -= part
         else:
             part = wait if use.expected else 0.0
         part = min(wait, max(0.0, part))

@@ -162,9 +162,8 @@ class Prefetcher:
     def _fetch(self, record: Record, schedule: Schedule) -> bool:
         if not self._manager.try_fill(record, self._next - self._cursor):
             return False
-        if record.block.id not in self._residents:
-            number, key = self._pass_at(schedule, self._next)
-            self._waste.fetched(record.block.id, self._number + number, key)
+        number, key = self._pass_at(schedule, self._next)
+        self._waste.fetched(record.block.id, self._number + number, key)
         return True
 
     def _pass_at(self, schedule: Schedule, position: int) -> tuple[int, Hashable]:
@@ -204,7 +203,7 @@ class Prefetcher:
         room = self._capacity - fixed
         plan = Plan(frozenset(), room)
         if loose and all(r.block.role in _READ_ONLY for r in loose.values()):
-            plan = self._share(schedule, sizes, room, compute, fetch)
+            plan = self._keep_steady(schedule, sizes, room, compute, fetch)
         inside = {block for block, record in loose.items() if record.usable}
         away = refetched(order, sizes, plan.residents, plan.reserve, inside)
         fetches = [
@@ -216,6 +215,23 @@ class Prefetcher:
             streamed = [size for block, size in sizes.items() if block not in plan.residents]
             ahead = plan.reserve - 2 * max(streamed, default=0) + 1
         return _Outlook(version, blocks, plan, ahead, timetable)
+
+    def _keep_steady(
+        self,
+        schedule: Schedule,
+        sizes: dict[int, int],
+        room: int,
+        compute: Sequence[float | None],
+        fetch: dict[int, tuple[str, float] | None],
+    ) -> Plan:
+        """Decides what stays; not experts that are chosen now and then, which get two slots."""
+        unsteady = self._waste.unsteady() & sizes.keys()
+        if not unsteady or sum(sizes.values()) <= room:
+            return self._share(schedule, sizes, room, compute, fetch)
+        slots = 2 * max(sizes[block] for block in unsteady)
+        steady = {block: size for block, size in sizes.items() if block not in unsteady}
+        plan = self._share(schedule, steady, max(0, room - slots), compute, fetch)
+        return Plan(plan.residents, plan.reserve + slots)
 
     def _share(
         self,

@@ -120,6 +120,8 @@ class CudaClock:
         return not torch.cuda.is_current_stream_capturing()
 
     def _record(self, stream: torch.cuda.Stream) -> Stamp | None:
+        if not self.usable():
+            return None
         if self._free:
             event = self._free.pop()
         elif self._made < _MOST_EVENTS:

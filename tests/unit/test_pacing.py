@@ -1,0 +1,445 @@
+"""Measuring passes: what stamps say, in whatever order they pass, and what it costs when not."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from support_runtime import PAGE, Rig, rig
+from torch import nn
+
+import tiermem
+from tiermem.core.block import Block, Extent, Role, Tier
+from tiermem.core.pace import Estimates
+from tiermem.core.residency import Record, State
+from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.pacing import Pacing, estimates_from
+from tiermem.runtime.profile import MachineProfile, save
+from tiermem.runtime.stats import Counters
+
+EXTENT = Extent(0, PAGE)
+
+
+class FakeClock:
+    """Stamps of a time that the test sets, and that pass when the test says so."""
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self.now = 0.0
+        self.copies = 0.0
+        self.rng = rng
+        self.calls = 0
+        self.times: dict[int, float] = {}
+        self.late: set[int] = set()
+        self.able = True
+        self.most = 1 << 20
+
+    def _set(self, now: float) -> int | None:
+        self.calls += 1
+        if len(self.times) >= self.most:
+            return None
+        number = self.calls
+        self.times[number] = now
+        self.late.add(number)
+        return number
+
+    def stamp(self) -> int | None:
+        return self._set(self.now)
+
+    def stamp_copies(self, extent: Extent | None, after: object) -> int | None:
+        return self._set(self.copies)
+
+    def passed(self, stamp: int) -> bool:
+        assert stamp in self.times, "asked about a stamp that was freed"
+        if self.rng is None or (stamp in self.late and self.rng.random() < 0.3):
+            self.late.discard(stamp)
+        return stamp not in self.late
+
+    def seconds(self, begin: int, end: int) -> float:
+        assert {begin, end} & self.late == set(), "read before it has passed"
+        return self.times[end] - self.times[begin]
+
+    def free(self, stamp: int) -> None:
+        del self.times[stamp]
+        self.late.discard(stamp)
+
+    def usable(self) -> bool:
+        return self.able
+
+
+def record(number: int, home: Tier = Tier.DRAM) -> Record:
+    block = Block(number, f"block{number}", Role.PARAM, PAGE, ())
+    return Record(block, home, None, at_home=State.VALID, defined=True)
+
+
+class Player:
+    """Plays passes into a pacing: waits, computes and copies as long as it is told."""
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self.clock = FakeClock(rng)
+        self.counters = Counters()
+        self.estimates = Estimates()
+        self.pacing = Pacing(self.clock, self.counters, self.estimates)
+
+    def use(self, number: int, wait: float, compute: float, home: Tier = Tier.DRAM) -> None:
+        if self.pacing.sampling:
+            self.pacing.arrived()
+        self.clock.now += wait
+        if self.pacing.sampling:
+            self.pacing.started(record(number, home), object() if wait else None)  # type: ignore[arg-type]
+        self.clock.now += compute
+
+    def copy(self, number: int, seconds: float) -> None:
+        self.counters.moved("dram->hbm", PAGE, 1)
+        if self.pacing.sampling:
+            self.pacing.rising(EXTENT, None)
+        self.clock.copies += seconds
+        if self.pacing.sampling:
+            self.pacing.risen(record(number).block)
+
+    def sweep(self, key: str = "f", scale: float = 1.0) -> None:
+        self.pacing.begin(key)
+        for number in range(4):
+            self.use(number, 0.5 if number == 2 else 0.0, scale * (number + 1))
+        if self.pacing.sampling:
+            self.pacing.ended()
+
+    def read_all(self) -> None:
+        for _ in range(10_000):
+            if not self.pacing.pending:
+                return
+            self.pacing.harvest(3)
+        raise AssertionError("stamps have passed, and are not read")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_uses_are_told_apart_in_whatever_order_stamps_pass(seed: int) -> None:
+    player = Player(random.Random(seed))
+    for _ in range(3):
+        player.sweep()
+        player.pacing.harvest(2)
+    player.read_all()
+    for number in range(4):
+        assert player.estimates.compute("f", number) == number + 1
+    found = player.pacing.efficiency()
+    assert found is not None
+    assert found.measured == pytest.approx(2 * 10.5), "the first pass does not count"
+    assert found.bound == 20.0 and found.limit == "compute"
+    assert found.losses == {"dram->hbm": 1.0, "host": 0.0}
+    assert not player.clock.times, "every stamp is used again"
+
+
+def test_what_has_not_passed_is_not_waited_for() -> None:
+    player = Player(random.Random(1))
+    player.clock.rng.random = lambda: 1.0  # type: ignore[union-attr]
+    for _ in range(20):
+        player.sweep()
+        player.pacing.harvest(100)
+    assert player.pacing.pending and player.pacing.efficiency() is None
+    assert len(player.clock.times) < 5 * 9, "and no more passes are measured meanwhile"
+    player.pacing.reset()
+    assert not player.clock.times and not player.pacing.pending
+
+
+def test_without_sampling_the_clock_is_not_asked() -> None:
+    player = Player()
+    for _ in range(3):
+        player.sweep()
+    player.read_all()
+    calls = player.clock.calls
+    assert calls == 3 * 9
+    for _ in range(15):
+        player.sweep()
+        player.copy(1, 1.0)
+        assert not player.pacing.pending
+    assert player.clock.calls == calls
+    player.sweep()
+    assert player.clock.calls == calls + 9
+
+
+def test_copies_are_timed_and_waits_for_them_told_from_others() -> None:
+    player = Player()
+    player.sweep()
+    player.pacing.begin("f")
+    player.clock.now = player.clock.copies = 100.0
+    player.copy(1, 3.0)
+    player.use(1, 5.0, 1.0)  # 3 for the copy, 2 for the host
+    player.copy(2, 1.0)
+    player.use(2, 0.5, 1.0)  # the copy was over long before
+    player.pacing.ended()
+    player.read_all()
+    assert player.estimates.transfer("dram->hbm", 1, PAGE) == 3.0
+    assert player.estimates.best_rate("dram->hbm") == 2 * PAGE / 4.0
+    found = player.pacing.efficiency()
+    assert found is not None and found.measured == 7.5
+    assert found.losses == {"dram->hbm": 3.0, "host": 2.5}
+    assert found.bound == 4.0 and found.limit == "dram->hbm"
+    player.pacing.begin("f")
+    player.pacing.begin("f")
+    assert not player.clock.times
+
+
+def test_host_waits_are_for_files_or_for_room() -> None:
+    player = Player()
+    player.sweep()
+    player.pacing.begin("f")
+    player.pacing.arrived()
+    player.clock.now += 4.0
+    player.counters.stall_ns += 3 * 10**9
+    player.pacing.started(record(1, Tier.NVME), None)
+    player.pacing.arrived()
+    player.clock.now += 2.0
+    player.counters.stall_ns += 10**9
+    player.pacing.started(record(2, Tier.HBM), None)
+    player.pacing.ended()
+    player.read_all()
+    found = player.pacing.efficiency()
+    assert found is not None
+    assert found.losses == {"nvme->hbm": 3.0, "host wait": 1.0, "host": 2.0}
+
+
+def test_files_that_are_read_beside_each_other_count_once() -> None:
+    player = Player()
+    player.pacing.begin("f")
+    player.pacing.landed("nvme->hbm", 300, 0, 10**9)
+    player.pacing.landed("nvme->hbm", 100, 0, 2 * 10**9)
+    player.pacing.landed("nvme->hbm", 100, 5 * 10**9, 6 * 10**9)
+    player.use(1, 0.0, 1.0)
+    player.pacing.ended()
+    player.read_all()
+    assert player.estimates.best_rate("nvme->hbm") == pytest.approx(500 / 3)
+
+
+def test_a_use_that_fails_leaves_nothing_behind() -> None:
+    player = Player()
+    player.pacing.begin("f")
+    player.pacing.arrived()
+    player.pacing.rising(EXTENT, None)
+    player.pacing.arrived()
+    player.pacing.rising(EXTENT, None)
+    player.use(1, 0.0, 1.0)
+    player.pacing.begin("g")  # and the pass has no end
+    player.read_all()
+    player.pacing.begin("h")
+    assert not player.clock.times
+    assert player.estimates.samples("f") == 1 and player.estimates.compute("f", 1) is None
+
+
+def test_where_stamps_cannot_be_set_there_are_none() -> None:
+    player = Player()
+    player.clock.able = False
+    player.sweep()
+    assert not player.pacing.sampling and player.clock.calls == 0
+    player.clock.able = True
+    player.clock.most = 4
+    player.sweep()
+    player.read_all()
+    assert not player.clock.times and player.estimates.samples("f") == 1
+
+
+def test_fetches_of_a_pass_that_is_not_measured_further_are_let_go() -> None:
+    player = Player()
+    for number in range(40):
+        player.pacing.begin("f")
+        player.use(0, 0.0, 1.0)
+        player.copy(number, 1.0)
+        player.read_all()
+    player.pacing.reset()
+    for _ in range(2):
+        player.pacing.begin("never")
+        player.pacing.reset()
+    player.pacing.begin("f")
+    assert len(player.clock.times) == 0
+
+
+def test_first_estimates_are_the_machine_profile() -> None:
+    assert estimates_from(None).best_rate("dram->hbm") is None
+    profile = MachineProfile(
+        "x", "d", "t", "t", h2d=9e9, d2h=8e9, nvme_read=2e9, h2d_by_size=((1024, 1e9), (65536, 5e9))
+    )
+    estimates = estimates_from(profile)
+    assert estimates.transfer("dram->hbm", 0, 2000) == 2000 / 1e9
+    assert estimates.transfer("nvme->hbm", 0, 2000) == 2000 / 2e9
+    assert estimates.best_rate("dram->hbm") == 5e9 and estimates.best_rate("hbm->dram") == 8e9
+    assert estimates.best_rate("hbm->nvme") is None
+
+
+# -- in a manager ----------------------------------------------------------------
+
+
+def test_a_manager_reads_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "profile.json"
+    monkeypatch.setenv("TIERMEM_PROFILE", str(path))
+    save(MachineProfile("cpu", "d", "t", "t", h2d=3e9), path)
+    with rig(4, [(1, "dram")]) as made:
+        assert made.manager.pacing.estimates.best_rate("dram->hbm") == 3e9
+
+
+def loop(made: Rig, order: list[int], rounds: int) -> None:
+    for _ in range(rounds):
+        made.manager.begin_pass("f")
+        for number in order:
+            made.use(made.blocks[number])
+        made.manager.end_pass()
+
+
+def test_a_loop_is_measured_on_the_host(tmp_path: Path) -> None:
+    with rig(4, [(1, "dram"), (1, "nvme"), (2, "dram"), (2, "nvme")], nvme=tmp_path) as made:
+        assert made.manager.stats().efficiency is None
+        loop(made, [0, 1, 2, 3], 4)
+        stats = made.manager.stats()
+        assert stats.efficiency is not None and stats.efficiency > 0
+        assert stats.efficiency == stats.bound_seconds / stats.measured_seconds
+        assert set(stats.losses) <= {"dram->hbm", "nvme->hbm", "host wait", "host"}
+        assert sum(stats.losses.values()) <= stats.measured_seconds * (1 + 1e-9)
+        rows = {row.block: row for row in made.manager.pace()}
+        assert set(rows) == {block.name for block in made.blocks}
+        assert all(row.compute_seconds > 0 and row.samples >= 2 for row in rows.values())
+        assert all(row.transfer_seconds > 0 and row.during == "f" for row in rows.values())
+        made.manager.reset_stats()
+        stats = made.manager.stats()
+        assert stats.efficiency is None and stats.losses == {} and stats.limit is None
+        assert len(made.manager.pace()) == 4, "what was learned stays"
+        loop(made, [0, 1, 2, 3], 1)
+        assert made.manager.stats().efficiency is not None, "the next pass is measured"
+
+
+def test_a_steady_loop_is_left_alone() -> None:
+    """Of forty passes the first ones are measured, until they are read, and each sixteenth."""
+    with rig(4, [(1, "dram")] * 8) as made:
+        pacing = made.manager.pacing
+        calls: list[str] = []
+        estimates = pacing.estimates
+        observe = estimates.observe
+
+        def alike(key, compute, flows, fills) -> None:  # type: ignore[no-untyped-def]
+            observe(key, dict.fromkeys(compute, 1.0), {}, ())
+
+        estimates.observe = alike  # type: ignore[method-assign]
+        for name in ("arrived", "started", "rising", "risen", "harvest"):
+            method = getattr(pacing, name)
+
+            def counting(*args, name=name, method=method):  # type: ignore[no-untyped-def]
+                calls.append(name)
+                return method(*args)
+
+            setattr(pacing, name, counting)
+        per_pass = []
+        for _ in range(40):
+            before = calls.count("arrived")
+            loop(made, list(range(8)), 1)
+            per_pass.append(calls.count("arrived") - before)
+        assert [n for n, count in enumerate(per_pass) if count] == [0, 1, 2, 3, 19, 35]
+        assert {count for count in per_pass if count} == {8}
+        assert calls.count("started") == 6 * 8
+        assert calls.count("rising") == calls.count("risen") <= 6 * 8
+
+
+@pytest.mark.parametrize("pages", [[1] * 12, [3, 1, 1, 2, 1, 1, 2, 1, 1, 2, 1, 4]])
+def test_a_loop_moves_as_few_bytes_as_it_can(pages: list[int]) -> None:
+    """What streams has room for the largest three blocks; the rest of HBM is full of residents."""
+    hbm = 10 if max(pages) == 1 else 14
+    with rig(hbm, [(size, "dram") for size in pages]) as made:
+        manager = made.manager
+        loop(made, list(range(12)), 6)
+        manager.reset_stats()
+        loop(made, list(range(12)), 10)
+        residents = manager.space.residents
+        reserve = sum(sorted(pages)[-3:])
+        assert sum(manager.table[b].block.nbytes for b in residents) == (hbm - reserve) * PAGE
+        moved = manager.stats().links["dram->hbm"].nbytes / PAGE / 10
+        assert moved <= sum(pages) - (hbm - reserve)
+
+
+def test_residents_stay_from_pass_to_pass() -> None:
+    """There and back is one loop: what stays does not depend on which way it goes just now."""
+    with rig(6, [(1, "dram")] * 12) as made:
+        seen = []
+        for _ in range(6):
+            for key, order in (("f", range(12)), ("b", range(11, -1, -1))):
+                made.manager.begin_pass(key)
+                for number in order:
+                    made.use(made.blocks[number])
+                seen.append(made.manager.space.residents)
+        assert len(seen[-1]) == 3 and set(seen[4:]) == {seen[-1]}
+
+
+def fill_ahead(manager: BlockManager) -> int:
+    return manager.stats().prefetches
+
+
+def test_the_depth_follows_the_estimates(tmp_path: Path) -> None:
+    """Fast disk, slow compute: two blocks ahead. Slow disk: as many as there is room for."""
+    with rig(20, [(1, "nvme")] * 40, nvme=tmp_path) as made:
+        manager = made.manager
+        # gradients are in the loop, so that nothing stays for good
+        made.add(1, "dram", Role.GRAD)
+        estimates = manager.pacing.estimates
+        observe, speed = estimates.observe, [1e12]
+
+        def fixed(key, compute, flows, fills) -> None:  # type: ignore[no-untyped-def]
+            flows = {"nvme->hbm": (int(speed[0]), 1.0)}
+            observe(key, dict.fromkeys(compute, 0.01), flows, ())
+
+        estimates.observe = fixed  # type: ignore[method-assign]
+
+        def ahead() -> int:
+            loop(made, list(range(41)), 6)
+            manager.flush()
+            manager.begin_pass("f")
+            made.use(made.blocks[0])
+            return len(manager.prefetcher._ahead)
+
+        assert ahead() == 2
+        speed[0] = PAGE / 0.045  # 45 ms and a quarter, at 10 ms of compute each
+        loop(made, list(range(41)), 20)
+        assert ahead() >= 8
+
+
+def test_experts_that_change_are_no_longer_fetched_ahead(tmp_path: Path) -> None:
+    """Of six experts each pass uses another: fetching the last one's again is for nothing."""
+
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+            self.last = nn.Linear(64, 64)
+            self.chosen = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.last(self.experts[self.chosen](x))
+            return result
+
+    torch.manual_seed(0)
+    model, x = Mixture(), torch.randn(4, 64)
+    names = [f"experts.{n}" for n in range(6)] + ["last"]
+    with torch.no_grad():
+        expected = []
+        for n in range(6):
+            model.chosen = n
+            expected.append(model(x))
+        with tiermem.TierManager(
+            "cpu", hbm="72KiB", dram="16MiB", nvme=tmp_path, policy="nvme"
+        ) as t:
+            t.wrap(model, blocks=names)
+
+            def play(order: list[int]) -> tuple[int, int]:
+                before = t.stats()
+                for n in order:
+                    model.chosen = n
+                    assert torch.equal(model(x), expected[n])
+                after = t.stats()
+                return (
+                    after.prefetches - before.prefetches,
+                    after.prefetch_wasted - before.prefetch_wasted,
+                )
+
+            changing = [n for _ in range(3) for n in range(6)]
+            play(changing * 3)
+            late = play(changing)
+            assert t.stats().prefetch_wasted > 0
+            assert late[1] <= 6, "at most once more for each, not once per pass"
+            assert late[0] <= len(changing) + 6, "only what every pass uses is fetched ahead"
+            play([3] * 6)
+            assert play([3] * 6)[1] == 0, "and one that is used again is fetched again"
