@@ -22,7 +22,7 @@ from tiermem.errors import (
     WrapError,
 )
 from tiermem.optim.tiered import TieredOptimizer
-from tiermem.runtime.stats import LinkStats, ResidencyRow, Stats
+from tiermem.runtime.stats import LinkStats, PaceRow, ResidencyRow, Stats
 from tiermem.tier import TierManager
 
 __version__ = "0.1.0"
@@ -35,6 +35,7 @@ __all__ = [
     "IntegrityError",
     "InvariantError",
     "LinkStats",
+    "PaceRow",
     "ParameterError",
     "Policy",
     "ResidencyRow",

@@ -160,11 +160,15 @@ class TierManager:
 
     def reset_stats(self) -> None:
         """Sets the counters, the timeline and what was measured to zero; what was learned stays."""
-        self._manager.reset_stats()
+        with self._manager.lock:
+            self._manager.counters.reset()
+            self._manager.timeline.clear()
+            self._manager.pacing.reset()
 
     def pace(self) -> list[PaceRow]:
         """Returns what was learned: for each pass and block, its compute and its transfer."""
-        return self._manager.pace()
+        with self._manager.lock:
+            return self._manager.pacing.rows(self._manager.table)
 
     def residency(self) -> list[ResidencyRow]:
         """Returns where every block is."""

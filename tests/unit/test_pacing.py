@@ -293,14 +293,14 @@ def test_a_loop_is_measured_on_the_host(tmp_path: Path) -> None:
         assert stats.efficiency == stats.bound_seconds / stats.measured_seconds
         assert set(stats.losses) <= {"dram->hbm", "nvme->hbm", "host wait", "host"}
         assert sum(stats.losses.values()) <= stats.measured_seconds * (1 + 1e-9)
-        rows = {row.block: row for row in made.manager.pace()}
+        rows = {row.block: row for row in made.manager.pacing.rows(made.manager.table)}
         assert set(rows) == {block.name for block in made.blocks}
         assert all(row.compute_seconds > 0 and row.samples >= 2 for row in rows.values())
         assert all(row.transfer_seconds > 0 and row.during == "f" for row in rows.values())
-        made.manager.reset_stats()
+        made.manager.pacing.reset()
         stats = made.manager.stats()
         assert stats.efficiency is None and stats.losses == {} and stats.limit is None
-        assert len(made.manager.pace()) == 4, "what was learned stays"
+        assert len(made.manager.pacing.rows(made.manager.table)) == 4, "what was learned stays"
         loop(made, [0, 1, 2, 3], 1)
         assert made.manager.stats().efficiency is not None, "the next pass is measured"
 
@@ -343,7 +343,7 @@ def test_a_loop_moves_as_few_bytes_as_it_can(pages: list[int]) -> None:
     with rig(hbm, [(size, "dram") for size in pages]) as made:
         manager = made.manager
         loop(made, list(range(12)), 6)
-        manager.reset_stats()
+        manager.counters.reset()
         loop(made, list(range(12)), 10)
         residents = manager.space.residents
         reserve = sum(sorted(pages)[-3:])
@@ -443,3 +443,21 @@ def test_experts_that_change_are_no_longer_fetched_ahead(tmp_path: Path) -> None
             assert late[0] <= len(changing) + 6, "only what every pass uses is fetched ahead"
             play([3] * 6)
             assert play([3] * 6)[1] == 0, "and one that is used again is fetched again"
+
+
+def test_what_is_held_all_the_while_stays() -> None:
+    """A block of an outer module takes room beside all inner ones: it might as well stay."""
+    with rig(7, [(2, "dram")] + [(1, "dram")] * 9) as made:
+        outer = made.blocks[0]
+        for _ in range(8):
+            made.manager.begin_pass("f")
+            made.manager.acquire(outer)
+            for block in made.blocks[1:]:
+                made.use(block)
+            made.manager.release(outer)
+            made.manager.end_pass()
+        assert outer.id in made.manager.space.residents
+        made.manager.counters.reset()
+        made.manager.begin_pass("f")
+        made.use(outer)
+        assert made.manager.stats().hits == 1

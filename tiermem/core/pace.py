@@ -239,11 +239,16 @@ class Waste:
     using it (experts of a mixture that are not chosen). Once more than half of a block's last
     eight fetches for a pass were, it is not fetched ahead for that pass until two such passes
     in a row have used it.
+
+    Attributes:
+        pending: Pass of each fetch of which nothing is known yet, by block.
+        changes: Grows whenever what is fetched ahead changes.
     """
 
     def __init__(self) -> None:
         """Starts with nothing fetched."""
         self.pending: dict[int, tuple[int, Hashable]] = {}
+        self.changes = 0
         self._outcomes: dict[tuple[Hashable, int], list[bool]] = {}
         self._stopped: dict[Hashable, dict[int, int]] = {}
 
@@ -281,6 +286,7 @@ class Waste:
             for block, streak in list(stopped.items()):
                 stopped[block] = streak + 1 if block in seen else 0
                 if stopped[block] >= _PASSES_TO_TRUST:
+                    self.changes += 1
                     del stopped[block]
                     self._outcomes.pop((key, block), None)
             if not stopped:
@@ -327,3 +333,4 @@ class Waste:
                 del self._outcomes[next(iter(self._outcomes))]
         if wasted and len(outcomes) > 1 and 2 * sum(outcomes) > len(outcomes):
             self._stopped.setdefault(key, {}).setdefault(block, 0)
+            self.changes += 1

@@ -30,7 +30,7 @@ from tiermem.runtime.prefetch import Prefetcher
 from tiermem.runtime.process import generation, renew_lock
 from tiermem.runtime.slots import Holder, Slot, SlotCache
 from tiermem.runtime.space import Space
-from tiermem.runtime.stats import Counters, PaceRow, ResidencyRow, Stats, row_of, stats_of
+from tiermem.runtime.stats import Counters, ResidencyRow, Stats, row_of, stats_of
 from tiermem.runtime.timeline import Timeline
 from tiermem.runtime.traffic import Traffic
 from tiermem.storage.arena import Arena, DeviceArena, HostArena
@@ -38,7 +38,6 @@ from tiermem.transfer.copy import CopyEngine, CudaChunkCopier, CudaCopyEngine, H
 from tiermem.transfer.filemover import FileMover
 
 _IN_BACKWARD = (Role.GRAD, Role.ACTIVATION)
-_ALL = 1 << 30
 
 
 class BlockManager:
@@ -369,7 +368,6 @@ class BlockManager:
         """Returns what happened so far."""
         with self.lock:
             homes, settings = self.homes, self.settings
-            self.pacing.harvest(_ALL)
             on_disk = homes.swap.capacity if homes.swap is not None else 0
             return stats_of(
                 self.counters,
@@ -380,19 +378,6 @@ class BlockManager:
                 direct=homes.swap is not None and homes.swap.direct,
                 efficiency=self.pacing.efficiency(),
             )
-
-    def pace(self) -> list[PaceRow]:
-        """Returns what was learned of each block's compute and transfer."""
-        with self.lock:
-            self.pacing.harvest(_ALL)
-            return self.pacing.rows({r.block.id: (r.block, r.home) for r in self.table})
-
-    def reset_stats(self) -> None:
-        """Sets counters, timeline and measured passes to zero; what was learned stays."""
-        with self.lock:
-            self.counters.reset()
-            self.timeline.clear()
-            self.pacing.reset()
 
     def residency(self) -> list[ResidencyRow]:
         """Returns where every block is."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,7 @@ from tiermem.core.pace import Estimates
 from tiermem.core.residency import Record
 from tiermem.runtime.profile import MachineProfile, device_name, load
 from tiermem.runtime.stats import Counters, Efficiency, PaceRow
-from tiermem.transfer.copy import CopyEngine, CudaCopyEngine
+from tiermem.transfer.copy import CopyEngine, CudaCopyEngine, Event
 from tiermem.transfer.stamps import Clock, CudaClock, HostClock, Stamp
 
 LINK_UP = {Tier.DRAM: "dram->hbm", Tier.NVME: "nvme->hbm"}
@@ -21,6 +21,7 @@ LINK_UP = {Tier.DRAM: "dram->hbm", Tier.NVME: "nvme->hbm"}
 
 _MOST_USES = 3000
 _MOST_WAITING = 4
+_ALL = 1 << 62
 _HOST, _HOST_WAIT = "host", "host wait"
 
 
@@ -116,7 +117,7 @@ class Pacing:
         self._before = self._clock.stamp()
         self._stalled = self._counters.stall_ns
 
-    def started(self, record: Record, ready: torch.cuda.Event | None) -> None:
+    def started(self, record: Record, ready: Event | None) -> None:
         """Says that the use may begin, its block being there.
 
         Args:
@@ -144,7 +145,7 @@ class Pacing:
             self._open.end = self._clock.stamp() if self._clock.usable() else None
             self._close()
 
-    def rising(self, extent: Extent, after: torch.cuda.Event | None) -> None:
+    def rising(self, extent: Extent, after: Event | None) -> None:
         """Says that a copy up is about to be submitted."""
         self._free(self._begin)
         self._begin = self._clock.stamp_copies(extent, after)
@@ -200,6 +201,7 @@ class Pacing:
 
     def efficiency(self) -> Efficiency | None:
         """Returns how the measured passes compare with their bound; None before any."""
+        self.harvest(_ALL)
         if self._measured <= 0.0:
             return None
         bounds = {"compute": self._compute}
@@ -215,14 +217,16 @@ class Pacing:
         losses[_HOST] = losses.get(_HOST, 0.0) + max(0.0, rest)
         return Efficiency(self._measured, bounds[limit], limit, losses)
 
-    def rows(self, blocks: dict[int, tuple[Block, Tier]]) -> list[PaceRow]:
-        """Returns what was learned of these blocks, by id, with their homes."""
+    def rows(self, records: Iterable[Record]) -> list[PaceRow]:
+        """Returns what was learned of these blocks."""
+        self.harvest(_ALL)
+        by_id = {record.block.id: record for record in records}
         found = []
         for key, block_id, seconds, samples in self.estimates.rows():
-            block, home = blocks.get(block_id, (None, None))
-            if block is None or home is None:
+            record = by_id.get(block_id)
+            if record is None:
                 continue
-            link = LINK_UP.get(home)
+            block, link = record.block, LINK_UP.get(record.home)
             fetch = self.estimates.transfer(link, block_id, block.nbytes) if link else 0.0
             found.append(PaceRow(block.name, _text(key), seconds, fetch, block.nbytes, samples))
         return found

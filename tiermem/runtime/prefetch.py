@@ -23,7 +23,7 @@ _AUTO_BYTES = 64 << 20
 _MOST_BLOCKS = 64
 _MOST_STEPS = 4096
 _MOST_PLANNED = 1 << 14
-_MOST_PLANS = 32
+_MOST_PLANS = 16
 _HARVEST = 8
 _MARGIN = 1.25
 _LATENCY = 1e-3
@@ -36,15 +36,13 @@ class _Outlook:
     """What was decided for one schedule.
 
     Attributes:
-        version: Of the estimates it was made with.
-        blocks: How many blocks there were.
+        made_of: What it depends on, besides the schedule.
         plan: What stays in HBM, and what is left to stream through.
         ahead: Bytes that may be fetched ahead, the last block of them not counted.
         timetable: When fetches are due.
     """
 
-    version: int
-    blocks: int
+    made_of: tuple[int, ...]
     plan: Plan
     ahead: int
     timetable: Timetable
@@ -78,6 +76,8 @@ class Prefetcher:
         self._outlooks: dict[Schedule, _Outlook] = {}
         self._settled: tuple[object, Plan] | None = None
         self._residents: frozenset[int] = frozenset()
+        self._held: set[int] = set()
+        self._previous: Record | None = None
         self._timetable = Timetable((), ())
         self._most = self._capacity // 2
         # the walk so far: for which state of affairs, up to where, and what it met
@@ -105,6 +105,8 @@ class Prefetcher:
             self._pacing.harvest(_HARVEST)
         if self._waste.pending:
             self._waste.used(planner.last)
+        if self._pacing.sampling:
+            self._look_back(planner.last)
         schedule, cursor = planner.schedule, planner.cursor
         if schedule is not self._planned or planner.last < 0:
             self._plan(schedule)
@@ -119,6 +121,13 @@ class Prefetcher:
         while ahead and ahead[0][0] < cursor:
             self._nbytes -= ahead.popleft()[1]
         self._walk(schedule, min(len(schedule), cursor + _MOST_STEPS))
+
+    def _look_back(self, block_id: int) -> None:
+        """Notes whether the block used before is still held, now that another one is."""
+        before = self._previous
+        if before is not None and before.leases and block_id >= 0:
+            self._held.add(before.block.id)
+        self._previous = self._manager.table[block_id] if block_id >= 0 else None
 
     def _restart(self, cursor: int) -> None:
         self._changes = self._traffic.changes
@@ -178,11 +187,15 @@ class Prefetcher:
     def _plan(self, schedule: Schedule) -> None:
         """Decides what stays and when fetches are due, unless that is decided already."""
         self._planned = schedule
-        version = self._pacing.estimates.version
-        blocks = len(self._manager.table)
+        made_of = (
+            self._pacing.estimates.version,
+            len(self._manager.table),
+            self._waste.changes,
+            len(self._held),
+        )
         outlook = self._outlooks.pop(schedule, None)
-        if outlook is None or outlook.version != version or outlook.blocks != blocks:
-            outlook = self._look_out(schedule, version, blocks)
+        if outlook is None or outlook.made_of != made_of:
+            outlook = self._look_out(schedule, made_of)
         self._outlooks[schedule] = outlook
         if len(self._outlooks) > _MOST_PLANS:
             del self._outlooks[next(iter(self._outlooks))]
@@ -191,7 +204,7 @@ class Prefetcher:
         self._residents = self._manager.space.residents = plan.residents
         self._most = outlook.ahead
 
-    def _look_out(self, schedule: Schedule, version: int, blocks: int) -> _Outlook:
+    def _look_out(self, schedule: Schedule, made_of: tuple[int, ...]) -> _Outlook:
         table = self._manager.table
         order = schedule.order[:_MOST_PLANNED]
         records = {block: table.get(block) for block in set(schedule.order)}
@@ -214,7 +227,7 @@ class Prefetcher:
         if plan.residents:  # beside the block in use, and one more
             streamed = [size for block, size in sizes.items() if block not in plan.residents]
             ahead = plan.reserve - 2 * max(streamed, default=0) + 1
-        return _Outlook(version, blocks, plan, ahead, timetable)
+        return _Outlook(made_of, plan, ahead, timetable)
 
     def _keep_steady(
         self,
@@ -224,14 +237,22 @@ class Prefetcher:
         compute: Sequence[float | None],
         fetch: dict[int, tuple[str, float] | None],
     ) -> Plan:
-        """Decides what stays; not experts that are chosen now and then, which get two slots."""
-        unsteady = self._waste.unsteady() & sizes.keys()
-        if not unsteady or sum(sizes.values()) <= room:
+        """Decides what stays, once two kinds of blocks have been seen to.
+
+        What is held while others are used (parameters of an outer module) takes its room all the
+        same, so it stays. Experts that are chosen now and then do not; they get two slots.
+        """
+        if sum(sizes.values()) <= room:
             return self._share(schedule, sizes, room, compute, fetch)
-        slots = 2 * max(sizes[block] for block in unsteady)
-        steady = {block: size for block, size in sizes.items() if block not in unsteady}
-        plan = self._share(schedule, steady, max(0, room - slots), compute, fetch)
-        return Plan(plan.residents, plan.reserve + slots)
+        held = self._held & sizes.keys()
+        unsteady = self._waste.unsteady() & sizes.keys() - held
+        rest = {b: size for b, size in sizes.items() if b not in held and b not in unsteady}
+        pinned = sum(sizes[block] for block in held)
+        slots = 2 * max((sizes[block] for block in unsteady), default=0)
+        plan = self._share(schedule, rest, max(0, room - pinned - slots), compute, fetch)
+        if pinned > room // 2:
+            return Plan(plan.residents, plan.reserve + slots + pinned)
+        return Plan(plan.residents | held, plan.reserve + slots)
 
     def _share(
         self,

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from tiermem.core.block import Extent
-from tiermem.transfer.copy import CudaCopyEngine
+from tiermem.transfer.copy import CudaCopyEngine, Event
 
 Stamp = Any
 """A point in time, as the clock that set it knows it."""
@@ -23,7 +23,7 @@ class Clock(Protocol):
         """Marks where the current compute stream is; None where it cannot be marked now."""
         ...
 
-    def stamp_copies(self, extent: Extent | None, after: torch.cuda.Event | None) -> Stamp | None:
+    def stamp_copies(self, extent: Extent | None, after: Event | None) -> Stamp | None:
         """Marks where the copies up are.
 
         Args:
@@ -57,7 +57,7 @@ class HostClock:
         """Returns the time."""
         return time.perf_counter_ns()
 
-    def stamp_copies(self, extent: Extent | None, after: torch.cuda.Event | None) -> Stamp | None:
+    def stamp_copies(self, extent: Extent | None, after: Event | None) -> Stamp | None:
         """Returns the time."""
         return time.perf_counter_ns()
 
@@ -94,13 +94,13 @@ class CudaClock:
         """Records an event on the current stream; None when too many are out."""
         return self._record(torch.cuda.current_stream(self._engine.device))
 
-    def stamp_copies(self, extent: Extent | None, after: torch.cuda.Event | None) -> Stamp | None:
+    def stamp_copies(self, extent: Extent | None, after: Event | None) -> Stamp | None:
         """Records an event on the stream of the copies up, after what the next copy waits for."""
         stream = self._engine.up_stream
         if extent is not None:
             self._engine.prepare_up(extent)
             if after is not None:
-                stream.wait_event(after)
+                self._engine.calls.wait(stream.cuda_stream, after)
         return self._record(stream)
 
     def passed(self, stamp: Stamp) -> bool:
@@ -117,7 +117,7 @@ class CudaClock:
 
     def usable(self) -> bool:
         """Whether no CUDA graph is captured on the current stream."""
-        return not torch.cuda.is_current_stream_capturing()
+        return not self._engine.capturing()
 
     def _record(self, stream: torch.cuda.Stream) -> Stamp | None:
         if not self.usable():
