@@ -93,6 +93,12 @@ def test_links_do_not_wait_for_each_other() -> None:
     assert table.due(2, 0) and not table.due(3, 2) and table.due(3, 3)
 
 
+def test_the_way_to_what_is_due_is_due() -> None:
+    """The walk goes place by place, so it must not stop before a slow fetch for a later use."""
+    table = Timetable([10.0] * 8, [None] * 4 + [("up", 5.0), None, ("nvme", 65.0), ("up", 5.0)])
+    assert [table.due(position, 1) for position in range(8)] == [True] * 7 + [False]
+
+
 def test_margin_and_latency_begin_earlier() -> None:
     plain = Timetable([1.0] * 40, [None] * 39 + [("up", 8.0)])
     careful = Timetable([1.0] * 40, [None] * 39 + [("up", 8.0)], margin=1.5, latency=2.0)
