@@ -397,6 +397,26 @@ def test_the_depth_follows_the_estimates(tmp_path: Path) -> None:
         assert ahead() >= 8
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_fetch_is_wasted_if_the_block_leaves_or_the_pass_ends(
+    tmp_path: Path, leaves: bool
+) -> None:
+    with rig(4, [(1, "nvme")] * 2, nvme=tmp_path, depth=2) as made:
+        manager = made.manager
+        loop(made, [0, 1], 3)
+        for block in made.blocks:
+            manager.space.evict(manager.table[block.id])
+        manager.begin_pass("f")
+        manager.flush()
+        made.use(made.blocks[0])
+        assert manager.stats().prefetch_wasted == 0
+        if leaves:
+            manager.space.evict(manager.table[made.blocks[1].id])
+        else:
+            manager.begin_pass("g")
+        assert manager.stats().prefetch_wasted == 1
+
+
 class Mixture(nn.Module):
     """Two experts of six, and then a layer that is always used."""
 

@@ -224,9 +224,9 @@ class Prefetcher:
         ]
         timetable = Timetable(compute, fetches, margin=_MARGIN, latency=_LATENCY)
         ahead = self._capacity // 2
-        if plan.residents:  # beside the block in use, and one more
-            streamed = [size for block, size in sizes.items() if block not in plan.residents]
-            ahead = plan.reserve - 2 * max(streamed, default=0) + 1
+        streamed = [size for block, size in sizes.items() if block not in plan.residents]
+        if plan.residents and streamed:  # beside the block in use, and one more
+            ahead = plan.reserve - 2 * max(streamed) + 1
         return _Outlook(made_of, plan, ahead, timetable)
 
     def _keep_steady(
