@@ -42,12 +42,23 @@ def choose_residents(order: Sequence[int], sizes: Mapping[int, int], room: int) 
     if room <= 0:
         return frozenset()
     members = Counter(sizes[block] for block in blocks)
-    if len(members) <= _MOST_CLASSES:
-        kept = _spread(blocks, sizes, members, _fullest(members, room))
-    else:
-        kept = _by_share(blocks, sizes, room, room / total)
+    simple = _filled(blocks, sizes, room, _by_share(blocks, sizes, room, room / total))
+    if len(members) > _MOST_CLASSES:
+        return simple
+    full = _filled(blocks, sizes, room, _spread(blocks, sizes, members, _fullest(members, room)))
+    if len(members) > 1 and sum(map(sizes.__getitem__, simple)) >= sum(
+        map(sizes.__getitem__, full)
+    ):
+        return simple  # as full, and spread over all sizes together
+    return full
+
+
+def _filled(
+    blocks: Sequence[int], sizes: Mapping[int, int], room: int, kept: set[int]
+) -> frozenset[int]:
+    """Adds what rounding left room for, in order."""
     used = sum(sizes[block] for block in kept)
-    for block in blocks:  # what rounding left over
+    for block in blocks:
         if block not in kept and used + sizes[block] <= room:
             kept.add(block)
             used += sizes[block]

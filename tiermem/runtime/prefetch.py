@@ -201,7 +201,8 @@ class Prefetcher:
             del self._outlooks[next(iter(self._outlooks))]
         self._timetable = outlook.timetable
         plan = outlook.plan
-        self._residents = self._manager.space.residents = plan.residents
+        if plan.residents != self._residents:
+            self._residents = self._manager.space.residents = plan.residents
         self._most = outlook.ahead
 
     def _look_out(self, schedule: Schedule, made_of: tuple[int, ...]) -> _Outlook:
