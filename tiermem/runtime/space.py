@@ -77,7 +77,10 @@ class Space:
 
     @residents.setter
     def residents(self, blocks: frozenset[int]) -> None:
+        if blocks == self._residents:
+            return
         self._residents = blocks
+        self._attempts = 0
         records = (self.table.get(block) for block in blocks)
         sizes = [align_up(record.block.nbytes) for record in records if record is not None]
         self._border = self.table.hbm.capacity - sum(sizes)
