@@ -194,12 +194,13 @@ def test_the_model_of_the_link_agrees_with_a_step_by_step_one(uses, slots) -> No
     assert found == ends[-1]
 
 
-def test_compute_bound_loops_keep_all_but_two_slots() -> None:
+def test_compute_bound_loops_stream_through_half_the_room() -> None:
+    """No time is lost by it, and what the model does not know finds room."""
     order = list(range(16)) * 3
     plan = share_hbm(
         order, dict.fromkeys(range(16), 10), 80, [5.0] * 48, dict.fromkeys(range(16), 1.0), 0.0
     )
-    assert plan.reserve == 20 and len(plan.residents) == 6
+    assert plan.reserve == 40 and len(plan.residents) == 4
 
 
 def test_uneven_compute_is_worth_more_slots() -> None:

@@ -67,6 +67,18 @@ class Allocator:
         """Returns the free runs by address; no two of them touch."""
         return [Extent(offset, size) for offset, size in self._gaps]
 
+    def gaps_in(self, low: int, high: int) -> list[Extent]:
+        """Returns what is free within ``[low, high)``, by address."""
+        first = max(0, bisect_left(self._gaps, (low,)) - 1)
+        found = []
+        for offset, size in self._gaps[first:]:
+            if offset >= high:
+                break
+            start, end = max(offset, low), min(offset + size, high)
+            if start < end:
+                found.append(Extent(start, end - start))
+        return found
+
     def extents(self) -> Iterable[Extent]:
         """Yields the allocated extents by address."""
         for offset in self._order:
@@ -135,7 +147,13 @@ class Allocator:
             last, end = index + 1, sum(self._gaps[index])
         self._gaps[first:last] = [(start, end - start)]
 
-    def cheapest_window(self, nbytes: int, cost: Callable[[int], float | None]) -> Window | None:
+    def cheapest_window(
+        self,
+        nbytes: int,
+        cost: Callable[[int], float | None],
+        low: int = 0,
+        high: int | None = None,
+    ) -> Window | None:
         """Finds the run of gaps and extents that is cheapest to clear.
 
         Two pointers over the segments in address order: linear in their number. Prices are
@@ -145,15 +163,17 @@ class Allocator:
         Args:
             nbytes: Bytes wanted; rounded up to the alignment.
             cost: Price of evicting the extent at an offset, 0 or more; None where it must stay.
+            low: First byte that the window may have.
+            high: First byte behind it that it may not; None for the end.
 
         Returns:
             The cheapest window (the lowest address among equals), or None.
         """
         size = self._size(nbytes)
-        segments = self._segments(cost)
+        segments = self._segments(cost, low, self.capacity if high is None else high)
         best: tuple[int, int, int] | None = None
         left = total = price = 0
-        for right, (_, length, fee) in enumerate(segments):
+        for right, (_, length, fee, _) in enumerate(segments):
             if fee is None:
                 left, total, price = right + 1, 0, 0
                 continue
@@ -168,11 +188,16 @@ class Allocator:
         if best is None:
             return None
         price, left, right = best
-        victims = tuple(s[0] for s in segments[left : right + 1] if s[0] in self._taken)
+        victims = tuple(s[3] for s in segments[left : right + 1] if s[3] >= 0)
         return Window(Extent(segments[left][0], size), victims, price / _PRICE_UNIT)
 
     def window_around(
-        self, offset: int, nbytes: int, cost: Callable[[int], float | None]
+        self,
+        offset: int,
+        nbytes: int,
+        cost: Callable[[int], float | None],
+        low: int = 0,
+        high: int | None = None,
     ) -> Window | None:
         """Grows a window from one extent to whichever neighbour is cheaper, until it is enough.
 
@@ -182,18 +207,23 @@ class Allocator:
             offset: Of an extent that is to be cleared.
             nbytes: Bytes wanted; rounded up to the alignment.
             cost: Price of evicting the extent at an offset, 0 or more; None where it must stay.
+            low: First byte that the window may have.
+            high: First byte behind it that it may not; None for the end.
 
         Returns:
-            A window that contains the extent, or None if its neighbourhood has no such one.
+            A window that touches the extent, or None if its neighbourhood has no such one.
         """
         size = self._size(nbytes)
+        limit = self.capacity if high is None else high
         total = cost(offset)
         if total is None or offset not in self._taken:
             return None
-        start, end = self._with_gaps(offset, offset + self._taken[offset])
+        start, end = self._with_gaps(offset, offset + self._taken[offset], low, limit)
         victims = [offset]
         while end - start < size:
             before, after = self._neighbours(start, end)
+            before = None if start <= low else before
+            after = None if end >= limit else after
             prices = [
                 (price, side)
                 for price, side in (
@@ -207,20 +237,22 @@ class Allocator:
             price, taken = min(prices)
             total += price
             victims.append(taken)
-            start, end = self._with_gaps(min(start, taken), max(end, taken + self._taken[taken]))
+            start, end = self._with_gaps(
+                min(start, taken), max(end, taken + self._taken[taken]), low, limit
+            )
         first = min(victims)
-        begin = max(start, min(first, end - size))
+        begin = max(start, min(first, end - size), low)
         return Window(Extent(begin, size), tuple(sorted(victims)), total)
 
-    def _with_gaps(self, start: int, end: int) -> tuple[int, int]:
-        """Returns a run together with the gaps that touch it."""
+    def _with_gaps(self, start: int, end: int, low: int, high: int) -> tuple[int, int]:
+        """Returns a run together with the gaps that touch it, all within ``[low, high)``."""
         index = bisect_left(self._gaps, (start,))
         if index > 0 and sum(self._gaps[index - 1]) == start:
             start = self._gaps[index - 1][0]
         index = bisect_left(self._gaps, (end,))
         if index < len(self._gaps) and self._gaps[index][0] == end:
             end = sum(self._gaps[index])
-        return start, end
+        return max(start, low), min(end, high)
 
     def _neighbours(self, start: int, end: int) -> tuple[int | None, int | None]:
         """Returns the offsets of the extents just before and just after a run."""
@@ -230,14 +262,29 @@ class Allocator:
         after = self._order[index] if index < len(self._order) else None
         return before, after
 
-    def _segments(self, cost: Callable[[int], float | None]) -> list[tuple[int, int, int | None]]:
-        """Returns (offset, length, price) of every gap and extent, by address."""
-        parts: list[tuple[int, int, int | None]] = [(o, s, 0) for o, s in self._gaps]
-        for offset in self._order:
+    def _segments(
+        self, cost: Callable[[int], float | None], low: int, high: int
+    ) -> list[tuple[int, int, int | None, int]]:
+        """Returns what lies within bounds, by address.
+
+        Returns:
+            First byte, length and price of every gap and extent as far as it is inside, and the
+            extent's own offset, or -1 for a gap.
+        """
+        parts: list[tuple[int, int, int | None, int]] = []
+        for gap in self.gaps_in(low, high):
+            parts.append((gap.offset, gap.nbytes, 0, -1))
+        first = max(0, bisect_left(self._order, low) - 1)
+        for offset in self._order[first:]:
+            if offset >= high:
+                break
+            start, end = max(offset, low), min(offset + self._taken[offset], high)
+            if start >= end:
+                continue
             fee = cost(offset)
             price = None if fee is None else int(fee * _PRICE_UNIT)
-            parts.append((offset, self._taken[offset], price))
-        parts.sort()
+            parts.append((start, end - start, price, offset))
+        parts.sort(key=lambda part: part[0])
         return parts
 
     def _size(self, nbytes: int) -> int:

@@ -12,8 +12,9 @@ from tiermem.core.cost import refetched, streaming_time
 _MOST_CLASSES = 256
 _MOST_BITS = 1 << 20
 _MOST_BITS_IN_ALL = 1 << 27
-_SLOTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-_AS_GOOD = 1.005
+_SLOTS = (2, 3, 4, 6, 8, 12, 16)
+_AS_GOOD = 1.002
+_COMMON = 0.9
 
 
 def choose_residents(order: Sequence[int], sizes: Mapping[int, int], room: int) -> frozenset[int]:
@@ -148,10 +149,22 @@ class Plan:
     Attributes:
         residents: Blocks that stay.
         reserve: Bytes through which the others stream, in use or fetched ahead.
+        slot: Bytes of the pieces that reserve is used in; 0 where nothing streams through it.
     """
 
     residents: frozenset[int]
     reserve: int
+    slot: int = 0
+
+
+def occupied(size: int, slot: int) -> int:
+    """Returns the bytes a block takes up of slots that hold whole blocks only.
+
+    Args:
+        size: Of the block.
+        slot: Of a slot, at least as large.
+    """
+    return slot // (slot // size)
 
 
 def share_hbm(
@@ -167,8 +180,8 @@ def share_hbm(
     What the stream needs depends on the times: where compute is long, two slots hide
     everything; where the link decides, more slots keep it busy while a resident computes, but
     each costs bytes that could have stayed. So reserves of a few blocks are tried against a
-    model of the link; of those within half a percent of the fastest the smallest is taken, as it
-    moves the fewest bytes.
+    model of the link. Of those within 0.2% of the fastest the largest is taken: where the link
+    decides they differ, and where it does not, room forgives what the model does not know.
 
     Args:
         order: Ids of blocks in order of use, a few rounds of a loop that only reads.
@@ -178,20 +191,48 @@ def share_hbm(
         transfer: Seconds a block takes to arrive, by id.
         latency: Seconds between a slot coming free and the next copy into it.
     """
-    largest = sorted(sizes.values(), reverse=True)
-    if sum(largest) <= room:
+    if sum(sizes.values()) <= room:
         return Plan(frozenset(sizes), 0)
     found: list[tuple[float, int, frozenset[int]]] = []
-    for slots in _SLOTS:
-        reserve = min(room, sum(largest[:slots]))
-        kept = choose_residents(order, sizes, room - reserve)
-        # a block that stays is fetched once, whichever plan it is: left out of the comparison
-        fetched = refetched(order, sizes, kept, reserve, kept)
-        arrive = [transfer[b] if f else 0.0 for b, f in zip(order, fetched, strict=True)]
-        streamed = [sizes[b] if f else 0 for b, f in zip(order, fetched, strict=True)]
-        found.append((streaming_time(compute, arrive, streamed, reserve, latency), reserve, kept))
-        if reserve == room:
-            break
+    for pinned in _oversize(sizes, room):
+        rest = {block: size for block, size in sizes.items() if block not in pinned}
+        largest = sorted(rest.values(), reverse=True)
+        free = room - sum(sizes[block] for block in pinned)
+        for slots in _SLOTS:
+            reserve = min(free, sum(largest[:slots]))
+            if slots > _SLOTS[0] and reserve > room // 2:
+                break
+            some = choose_residents([b for b in order if b in rest], rest, free - reserve)
+            kept = some | pinned
+            # a block that stays is fetched once, whichever plan it is: left out of the comparison
+            slot = max((size for block, size in rest.items() if block not in kept), default=1)
+            taken = {b: s if b in kept else occupied(s, slot) for b, s in sizes.items()}
+            fetched = refetched(order, taken, kept, reserve, kept)
+            arrive = [transfer[b] if f else 0.0 for b, f in zip(order, fetched, strict=True)]
+            streamed = [taken[b] if f else 0 for b, f in zip(order, fetched, strict=True)]
+            seconds = streaming_time(compute, arrive, streamed, reserve, latency)
+            found.append((seconds, reserve, kept))
     best = min(seconds for seconds, _, _ in found)
-    _, reserve, kept = next(entry for entry in found if entry[0] <= best * _AS_GOOD)
-    return Plan(kept, reserve)
+    good = [entry for entry in found if entry[0] <= best * _AS_GOOD]
+    _, reserve, kept = max(good, key=lambda entry: entry[1])
+    slot = max((size for block, size in sizes.items() if block not in kept), default=0)
+    return Plan(kept, reserve, slot)
+
+
+def _oversize(sizes: Mapping[int, int], room: int) -> list[frozenset[int]]:
+    """Returns sets of blocks to keep in any case: none, and those far larger than the others.
+
+    A slot for an embedding is room that several layers could have.
+    """
+    total = sum(sizes.values())
+    common = passed = 0
+    for size in sorted(sizes.values()):
+        passed += size
+        common = size
+        if passed >= total * _COMMON:
+            break
+    large = frozenset(block for block, size in sizes.items() if size > common)
+    slots = common * _SLOTS[0]
+    if not large or sum(sizes[block] for block in large) + slots > room:
+        return [frozenset()]
+    return [frozenset(), large]

@@ -202,7 +202,8 @@ class Prefetcher:
         self._timetable = outlook.timetable
         plan = outlook.plan
         if plan.residents != self._residents:
-            self._residents = self._manager.space.residents = plan.residents
+            self._residents = plan.residents
+        self._manager.space.keep(plan.residents, plan.slot)
         self._most = outlook.ahead
 
     def _look_out(self, schedule: Schedule, made_of: tuple[int, ...]) -> _Outlook:
@@ -251,9 +252,10 @@ class Prefetcher:
         pinned = sum(sizes[block] for block in held)
         slots = 2 * max((sizes[block] for block in unsteady), default=0)
         plan = self._share(schedule, rest, max(0, room - pinned - slots), compute, fetch)
+        slot = max(plan.slot, slots // 2)
         if pinned > room // 2:
             return Plan(plan.residents, plan.reserve + slots + pinned)
-        return Plan(plan.residents | held, plan.reserve + slots)
+        return Plan(plan.residents | held, plan.reserve + slots, slot)
 
     def _share(
         self,
@@ -286,7 +288,8 @@ class Prefetcher:
                 streaming = max(streaming, self._least)
             everything = sum(sizes.values()) <= room
             kept = choose_residents(order, sizes, room if everything else room - streaming)
-            plan = Plan(kept, streaming)
+            slot = max((size for block, size in sizes.items() if block not in kept), default=0)
+            plan = Plan(kept, streaming, slot)
         self._settled = (alike, plan)
         return plan
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from tiermem.config import format_size
@@ -23,11 +24,6 @@ _ATTEMPTS = 3
 _RESIDENT = 1e12
 _SOFT = 1e15
 _SEEN = "still referred to"
-
-
-def _inside(window: Window | None, part: tuple[int, int]) -> bool:
-    """Whether there is a window, and all of it lies within a part of HBM."""
-    return window is not None and part[0] <= window.extent.offset and window.extent.end <= part[1]
 
 
 class Space:
@@ -56,6 +52,8 @@ class Space:
         self.holders = holders
         self._residents: frozenset[int] = frozenset()
         self._border = table.hbm.capacity
+        self._base = self._slot = 0
+        self._parts = [(0, self._border)]
         self._attempts = 0
         self._settled: object = None
         self.unseen: dict[int, int] = {}
@@ -69,21 +67,41 @@ class Space:
 
     @property
     def residents(self) -> frozenset[int]:
-        """Blocks that shall stay while the present loop goes on.
-
-        They lie at the end of HBM, side by side, so that what streams has one run of bytes.
-        """
+        """Blocks that shall stay while the present loop goes on."""
         return self._residents
 
-    @residents.setter
-    def residents(self, blocks: frozenset[int]) -> None:
-        if blocks == self._residents:
+    def keep(self, residents: frozenset[int], slot: int) -> None:
+        """Divides HBM between what stays and what streams.
+
+        What stays lies at the end, side by side. The rest is used in slots of one size, which
+        hold whole blocks, one or several: blocks of many sizes would leave holes too small for
+        the next.
+
+        Args:
+            residents: Blocks that shall stay from now on.
+            slot: Bytes of the largest of the others.
+        """
+        if (residents, slot) == (self._residents, self._slot):
             return
-        self._residents = blocks
+        self._residents = residents
+        self._slot = slot
         self._attempts = 0
-        records = (self.table.get(block) for block in blocks)
+        records = map(self.table.get, residents)
         sizes = [align_up(record.block.nbytes) for record in records if record is not None]
         self._border = self.table.hbm.capacity - sum(sizes)
+        fixed = (r.extent.end for r in self.table if r.fixed and r.extent is not None)
+        self._base = max((end for end in fixed if end <= self._border), default=0)
+        self._parts = self._slots()
+
+    def _slots(self) -> list[tuple[int, int]]:
+        """Returns the bounds of the runs of HBM that what streams may lie in."""
+        size = align_up(self._slot)
+        if not self._residents or size == 0 or self._border - self._base < 2 * size:
+            return [(0, self._border)]
+        begins = range(self._base, self._border - size + 1, size)
+        slots = [(begin, begin + size) for begin in begins]
+        slots[-1] = (slots[-1][0], self._border)
+        return slots
 
     def settle(self, loop: object) -> None:
         """Sends those away who lie in the wrong part, once a loop has come round.
@@ -101,7 +119,7 @@ class Space:
         if not self._residents or self._attempts >= _ATTEMPTS:
             return
         self._attempts += 1
-        misplaced = []
+        misplaced, placed = [], []
         for extent in self.table.hbm.extents():
             record = self.table.at(extent.offset)
             if record is None or record.fixed or record.in_hbm is not State.VALID:
@@ -109,17 +127,40 @@ class Space:
             stays = record.block.id in self._residents
             if (extent.offset < self._border) if stays else (extent.end > self._border):
                 misplaced.append(record)
+            elif stays:
+                placed.append(record)
+        if not self._rest_fits(placed):
+            misplaced += placed  # they lie with holes between them
         for record in misplaced:
             if self._let_loose(record):
                 self.evict(record)
         if not misplaced:
             self._attempts = _ATTEMPTS
 
-    def _part(self, block: Block) -> tuple[int, int]:
-        """Returns the bounds of the part of HBM that a block belongs in."""
+    def _rest_fits(self, placed: Sequence[Record]) -> bool:
+        """Whether what shall stay and is not in its part finds room between what is."""
+        there = {record.block.id for record in placed}
+        records = map(self.table.get, self._residents - there)
+        rest = [align_up(record.block.nbytes) for record in records if record is not None]
+        runs, start = [], self._border
+        for record in placed:
+            if record.extent is not None:
+                runs.append(record.extent.offset - start)
+                start = record.extent.end
+        runs.append(self.table.hbm.capacity - start)
+        for size in sorted(rest, reverse=True):
+            fitting = [run for run in runs if run >= size]
+            if not fitting:
+                return False
+            runs.remove(min(fitting))
+            runs.append(min(fitting) - size)
+        return True
+
+    def _parts_for(self, block: Block) -> list[tuple[int, int]]:
+        """Returns the bounds of the runs of HBM that a block belongs in."""
         if block.id in self._residents:
-            return self._border, self.table.hbm.capacity
-        return 0, self._border
+            return [(self._border, self.table.hbm.capacity)]
+        return self._parts
 
     # -- in --------------------------------------------------------------
 
@@ -139,17 +180,17 @@ class Space:
         """
         hbm = self.table.hbm
         resorts = 0
-        part = self._part(block)
+        parts = self._parts_for(block)
         while True:
-            extent = hbm.allocate(block.nbytes, *part)
+            extent = self._allocate(block.nbytes, parts)
             if extent is not None:
                 return extent
             if self.reap():
                 continue
-            window = self._window(block.nbytes, position, part)
+            window = self._window(block.nbytes, position, parts)
             anywhere = position is None or block.id in self._residents
-            if window is None and anywhere and part != (0, hbm.capacity):
-                part = (0, hbm.capacity)  # better there than not at all
+            if window is None and anywhere and parts != [(0, hbm.capacity)]:
+                parts = [(0, hbm.capacity)]  # better there than not at all
                 continue
             if window is not None:
                 used = hbm.used
@@ -172,7 +213,21 @@ class Space:
         if block_id not in self.residents:
             self._queue.put(block_id, self._planner.cursor)
 
-    def _window(self, nbytes: int, position: int | None, part: tuple[int, int]) -> Window | None:
+    def _allocate(self, nbytes: int, parts: Sequence[tuple[int, int]]) -> Extent | None:
+        """Takes free bytes in the part that leaves the least over."""
+        if len(parts) == 1:
+            return self.table.hbm.allocate(nbytes, *parts[0])
+        gaps = [gap for part in parts for gap in self.table.hbm.gaps_in(*part)]
+        size = align_up(nbytes)
+        fitting = [gap for gap in gaps if gap.nbytes >= size]
+        if not fitting:
+            return None
+        best = min(fitting, key=lambda gap: gap.nbytes)
+        return self.table.hbm.take(Extent(best.offset, size))
+
+    def _window(
+        self, nbytes: int, position: int | None, parts: Sequence[tuple[int, int]]
+    ) -> Window | None:
         """Finds what to evict: around the blocks needed last, or, failing that, anywhere."""
         planner, hbm, queue = self._planner, self.table.hbm, self._queue
         if queue.schedule is not planner.schedule:
@@ -183,7 +238,7 @@ class Space:
             )
 
         def price(offset: int) -> float | None:
-            return self.price(offset, position) if part[0] <= offset < part[1] else None
+            return self.price(offset, position)
 
         def free(block_id: int) -> bool:
             record = self.table.get(block_id)
@@ -199,16 +254,18 @@ class Space:
             last = queue.last(most, beyond, free)
             for block_id in last[0 if most == 1 else 1 :]:
                 extent = self.table[block_id].extent
-                window = None if extent is None else hbm.window_around(extent.offset, nbytes, price)
-                if not _inside(window, part):
-                    continue
+                window = None
+                if extent is not None:
+                    part = parts[max(0, bisect_right(parts, (extent.offset, hbm.capacity)) - 1)]
+                    window = hbm.window_around(extent.offset, nbytes, price, *part)
                 if window is not None and (best is None or window.cost < best.cost):
                     best = window
                 if best is not None and len(best.victims) == 1 and not self._dirty(best.victims[0]):
                     return best  # one clean block, needed last: nothing is cheaper by much
         if best is None and (position is None or last):
-            window = hbm.cheapest_window(nbytes, price)
-            best = window if _inside(window, part) else None
+            found = (hbm.cheapest_window(nbytes, price, *part) for part in parts)
+            windows = [window for window in found if window is not None]
+            best = min(windows, key=lambda window: window.cost, default=None)
         return best
 
     def _dirty(self, offset: int) -> bool:
