@@ -10,6 +10,7 @@ FAULTS = ("tests/faults/test_manager_faults.py",)
 PLANNER = ("tests/property/test_core_planner.py",)
 FILES = (
     "tests/unit/test_filemover.py",
+    "tests/unit/test_filemover_copies.py",
     "tests/unit/test_swapfile.py",
     "tests/faults/test_io_faults.py",
     "tests/property/test_io_filemover.py",

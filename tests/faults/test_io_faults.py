@@ -150,7 +150,7 @@ def test_misaligned_addresses_are_an_error_not_garbage(
 
     def once(op: IoOp, memory: Memory, at: int, offset: int, nbytes: int = PAGE) -> int:
         engine.submit([IoRequest(op, 0, offset, memory.address + at, nbytes, 1)])
-        (completion,) = engine.wait(10.0)
+        (completion,) = engine.wait(60.0)
         return completion.errno
 
     try:
@@ -256,7 +256,7 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path, name: str, number: int)
         assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n"
         child.send_signal(number)
-        _, messages = child.communicate(timeout=30)
+        _, messages = child.communicate(timeout=120)
     assert list(tmp_path.iterdir()) == []
     if number == signal.SIGINT:
         assert messages.rstrip().endswith(b"KeyboardInterrupt")
@@ -269,7 +269,7 @@ def forked(inside: Callable[[], None]) -> int:
     """Runs code in a forked child; returns its exit status, 0 if nothing was raised."""
     child = os.fork()
     if child == 0:
-        signal.alarm(20)
+        signal.alarm(60)
         code = 1
         try:
             inside()
