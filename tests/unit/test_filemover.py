@@ -107,17 +107,25 @@ def test_what_was_waited_for_is_polled(
             go_on.wait(SECONDS)
             super().append(transfer)
 
-    class Changed(threading.Condition):
-        def __enter__(self) -> bool:
+    class Lock:
+        def __init__(self) -> None:
+            self.real = threading.RLock()
+
+        def __enter__(self) -> None:
             if threading.current_thread() is threading.main_thread():
                 go_on.set()
-            return super().__enter__()
+            self.real.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.real.release()
 
     engine.hold()
     transfer = mover.write(store.allocate(CHUNK), noise(CHUNK), label="w")
     assert engine.until_pending(1)
     monkeypatch.setattr(mover._pump, "finished", Ended())
-    monkeypatch.setattr(mover._pump, "changed", Changed())
+    lock = Lock()
+    monkeypatch.setattr(mover._pump, "lock", lock)
+    monkeypatch.setattr(mover._pump, "changed", threading.Condition(lock.real))
     engine.release()
     assert marked.wait(SECONDS)
     assert transfer.finished
@@ -231,7 +239,7 @@ def test_writes_do_not_starve(scripted: tuple[ScriptedEngine, FileMover], store:
     assert engine.until_pending(4)
     write = mover.write(extents[1], noise(CHUNK), label="w")
     engine.release()
-    with mover._pump.changed:  # waiting through the mover would make them urgent
+    with mover._pump.lock:  # waiting through the mover would make them urgent
         assert mover._pump.changed.wait_for(lambda: read.finished and write.finished, SECONDS)
     at = [r.op for r in engine.log].index(IoOp.WRITE)
     assert 4 <= at <= 12

@@ -176,10 +176,9 @@ class FileMover:
         if not (transfer.finished or transfer.urgent or self._closed):
             with contextlib.suppress(ClosedError):  # closing finishes it as well
                 self._pump.hurry(transfer)
-        changed = self._pump.changed
-        with changed:  # taken in any case: by then poll() knows of it as well
+        with self._pump.lock:  # taken in any case: by then poll() knows of it as well
             while not transfer.finished:
-                changed.wait()
+                self._pump.changed.wait()
 
     def cancel(self, transfer: FileTransfer) -> None:
         """Leaves out the pieces not begun; it then finishes with ECANCELED, or in whole.
