@@ -16,6 +16,7 @@ from support_runtime import PAGE, Owner, Rig, rig
 
 import tiermem.runtime.manager as manager_module
 from tiermem.config import Policy, Settings
+from tiermem.core.block import Role
 from tiermem.core.residency import State
 from tiermem.errors import CapacityError, ClosedError, InvariantError, StorageError
 from tiermem.io.engine import IoOp
@@ -189,8 +190,9 @@ def test_the_wait_for_a_fetch_ahead_that_fails_tries_again(tmp_path) -> None:
 def test_a_full_disk_is_not_tried_again_and_again_ahead_of_need(tmp_path) -> None:
     disk = Breaks()
     disk.code = errno.ENOSPC
-    with rig(4, [(3, "nvme"), (3, "nvme")], nvme=tmp_path, fault=disk, depth=2) as made:
-        dirty, other = made.blocks
+    with rig(4, nvme=tmp_path, fault=disk, depth=2) as made:
+        # of a role that is written, so that neither is promised a part of HBM of its own
+        dirty, other = (made.add(3, "nvme", Role.OPTIMIZER) for _ in range(2))
         made.write(dirty)
         disk.op = IoOp.WRITE
         for number in range(5):
@@ -222,8 +224,8 @@ def test_only_part_of_a_window_cleared(tmp_path) -> None:
 
 
 def test_discarding_what_is_being_written_waits_for_it(tmp_path) -> None:
-    with rig(4, [(3, "nvme"), (3, "nvme")], nvme=tmp_path, depth=2) as made:
-        dirty, other = made.blocks
+    with rig(4, nvme=tmp_path, depth=2) as made:
+        dirty, other = (made.add(3, "nvme", Role.OPTIMIZER) for _ in range(2))
         made.write(dirty)
         made.engine.hold()
         made.manager.begin_pass("f", [other.id])
