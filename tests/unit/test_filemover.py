@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support_copies import SECONDS, HeldFence, LateCopier
 
 import tiermem
 from tiermem.core.block import Extent
@@ -32,7 +33,6 @@ from tiermem.transfer.switching import SWITCH_SECONDS, SwitchInterval
 
 PAGE = 4096
 CHUNK = 4 * PAGE
-SECONDS = 30.0  # what never takes that long, however slow the machine
 ENGINES = [ThreadEngine, ScriptedEngine] + ([] if probe_uring() else [UringEngine])
 
 
