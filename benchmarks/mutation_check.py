@@ -47,7 +47,7 @@ def run_tests(tree: Path, tests: Sequence[str], seconds: int = SECONDS) -> list[
         "PYTHONDONTWRITEBYTECODE": "1",
         "TIERMEM_POISON": "1",
     }
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--timeout", "40"]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--timeout", "120"]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     try:
         done = subprocess.run(

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 MANAGER = ("tests/unit/test_runtime_space.py", "tests/stateful/test_manager.py")
 TABLE = ("tests/stateful/test_residency.py",)
-FAULTS = ("tests/faults/test_manager_faults.py",)
+FAULTS = ("tests/faults/test_manager_faults.py", "tests/faults/test_manager_ctrl_c.py")
 PLANNER = ("tests/property/test_core_planner.py",)
 FILES = (
     "tests/unit/test_filemover.py",
+    "tests/unit/test_filemover_copies.py",
     "tests/unit/test_swapfile.py",
     "tests/faults/test_io_faults.py",
     "tests/property/test_io_filemover.py",

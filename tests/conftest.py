@@ -8,6 +8,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# Tensors are tiny here. A team of threads for them waits for its slowest member, which on a
+# loaded machine is twenty times as long, and sums in an order that depends on the cores.
+torch.set_num_threads(1)
+
 _SLOW_OK = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=_SLOW_OK)

@@ -23,7 +23,10 @@ _ASKED = re.compile(r"\b(hbm|dram)= at least ([0-9.]+ ?[KMGT]?i?B?)")
 
 def seed(number: int) -> None:
     """Seeds every generator a model may draw from."""
-    torch.manual_seed(number)
+    if torch.cuda.is_available():
+        torch.manual_seed(number)
+    else:  # the other puts a formatted stack in a queue for a GPU that never comes: 5 ms
+        torch.default_generator.manual_seed(number)
     random.seed(number)
     np.random.seed(number)
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
-import os
 import random
 import tempfile
 from collections import Counter
@@ -22,6 +20,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support_process import nothing_left_open
 
 from tiermem.config import Policy, Settings
 from tiermem.core.block import Block, Role
@@ -425,13 +424,10 @@ TestManager.settings = settings(
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_open() -> Iterator[None]:
+def nothing_left() -> Iterator[None]:
     """No descriptor outlives a manager."""
-    before = len(os.listdir("/proc/self/fd"))
-    gc.freeze()  # the manager collects where space is short: torch's own objects need no look
-    yield
-    gc.unfreeze()
-    assert len(os.listdir("/proc/self/fd")) == before
+    with nothing_left_open():  # the manager collects where space is short: older objects are frozen
+        yield
 
 
 def test_everything_was_met() -> None:

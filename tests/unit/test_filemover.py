@@ -1,4 +1,4 @@
-"""The file mover: pipeline, order, urgency, cancelling, fences, endings."""
+"""The file mover: pipeline, order, urgency, cancelling, endings."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import signal
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from support_copies import SECONDS, HeldFence, LateCopier
 
 import tiermem
 from tiermem.core.block import Extent
@@ -92,6 +94,47 @@ def test_bytes_go_down_and_come_back(store: SwapFile, factory: Callable[[], obje
         assert "finished" in repr(reads[0])
 
 
+def test_what_was_waited_for_is_polled(
+    scripted: tuple[ScriptedEngine, FileMover], store: SwapFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the wait begins between the mark on a transfer and its place among the ended."""
+    engine, mover = scripted
+    marked, go_on = threading.Event(), threading.Event()
+
+    class Ended(deque[FileTransfer]):
+        def append(self, transfer: FileTransfer) -> None:
+            marked.set()
+            go_on.wait(SECONDS)
+            super().append(transfer)
+
+    class Lock:
+        def __init__(self) -> None:
+            self.real = threading.RLock()
+
+        def __enter__(self) -> None:
+            if threading.current_thread() is threading.main_thread():
+                go_on.set()
+            self.real.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.real.release()
+
+    engine.hold()
+    transfer = mover.write(store.allocate(CHUNK), noise(CHUNK), label="w")
+    assert engine.until_pending(1)
+    monkeypatch.setattr(mover._pump, "finished", Ended())
+    lock = Lock()
+    monkeypatch.setattr(mover._pump, "lock", lock)
+    monkeypatch.setattr(mover._pump, "changed", threading.Condition(lock.real))
+    engine.release()
+    assert marked.wait(SECONDS)
+    assert transfer.finished
+    mover.wait(transfer)
+    polled = mover.poll()
+    go_on.set()
+    assert polled == [transfer]
+
+
 def test_without_checking_there_are_no_checksums(store: SwapFile) -> None:
     with FileMover(store, ThreadEngine, host(CHUNK), CHUNK, verify=False) as mover:
         extent, data, out = store.allocate(CHUNK), noise(CHUNK), torch.zeros(CHUNK).byte()
@@ -166,15 +209,22 @@ def test_urgent_reads_go_first(scripted: tuple[ScriptedEngine, FileMover], store
 
 
 def test_what_somebody_waits_for_goes_first(
-    scripted: tuple[ScriptedEngine, FileMover], store: SwapFile
+    scripted: tuple[ScriptedEngine, FileMover], store: SwapFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, mover = scripted
+    hurry = mover._pump.hurry
+
+    def hurried(transfer: FileTransfer) -> None:
+        """Nothing goes on before the pump has been told who is waited for."""
+        hurry(transfer)
+        engine.release()
+
+    monkeypatch.setattr(mover._pump, "hurry", hurried)
     extents = [store.allocate(8 * CHUNK) for _ in range(3)]
     finish(mover, *(mover.write(e, noise(e.nbytes), label="w") for e in extents))
     engine.hold()
     reads = [mover.read(e, host(e.nbytes), label="r") for e in extents]
     assert engine.until_pending(4)
-    threading.Timer(0.02, engine.release).start()
     finish(mover, reads[2], *reads)
     assert reads[2].finished_ns < reads[1].finished_ns
 
@@ -189,8 +239,8 @@ def test_writes_do_not_starve(scripted: tuple[ScriptedEngine, FileMover], store:
     assert engine.until_pending(4)
     write = mover.write(extents[1], noise(CHUNK), label="w")
     engine.release()
-    with mover._pump.changed:  # waiting through the mover would make them urgent
-        assert mover._pump.changed.wait_for(lambda: read.finished and write.finished, 10.0)
+    with mover._pump.lock:  # waiting through the mover would make them urgent
+        assert mover._pump.changed.wait_for(lambda: read.finished and write.finished, SECONDS)
     at = [r.op for r in engine.log].index(IoOp.WRITE)
     assert 4 <= at <= 12
 
@@ -275,78 +325,6 @@ def test_cancelling(scripted: tuple[ScriptedEngine, FileMover], store: SwapFile)
     assert whole.error is None
 
 
-class HeldFence:
-    """A fence that is done when the test says so."""
-
-    def __init__(self, copy: Callable[[], object]) -> None:
-        self.copy: Callable[[], object] | None = copy
-
-    def done(self) -> bool:
-        return self.copy is None
-
-    def wait(self) -> None:
-        if self.copy is not None:
-            self.copy()
-            self.copy = None
-
-
-class LateCopier:
-    """Copies that happen only when their fence is let go, as a device's do."""
-
-    def __init__(self) -> None:
-        self.fences: list[HeldFence] = []
-        self.changed = threading.Condition()
-
-    def _late(self, target: torch.Tensor, source: torch.Tensor) -> HeldFence:
-        with self.changed:
-            fence = HeldFence(lambda: target.copy_(source))
-            self.fences.append(fence)
-            self.changed.notify_all()
-        return fence
-
-    def to_target(self, target: torch.Tensor, staging: torch.Tensor) -> HeldFence:
-        return self._late(target, staging)
-
-    def from_source(self, staging: torch.Tensor, source: torch.Tensor) -> HeldFence:
-        return self._late(staging, source)
-
-    def let_go(self, count: int) -> None:
-        """Completes that many copies, the latest first, each once it was asked for."""
-        for _ in range(count):
-            with self.changed:
-                assert self.changed.wait_for(lambda: bool(self.fences), 10.0)
-                self.fences.pop().wait()
-
-
-def test_chunks_are_kept_until_their_late_copies_are_done(store: SwapFile) -> None:
-    copier = LateCopier()
-    extent, data, out = store.allocate(9 * CHUNK), noise(9 * CHUNK), host(9 * CHUNK)
-    with FileMover(store, ThreadEngine, host(3 * CHUNK), CHUNK, copier) as mover:
-        write = mover.write(extent, data, label="w")
-        copier.let_go(9)
-        finish(mover, write)
-        read = mover.read(extent, out, label="r")
-        with copier.changed:
-            assert copier.changed.wait_for(lambda: len(copier.fences) == 3, 10.0)
-        assert not read.finished
-        copier.let_go(9)
-        finish(mover, read)
-    assert torch.equal(data, out)
-
-
-def test_closing_waits_for_late_copies(store: SwapFile) -> None:
-    copier = LateCopier()
-    extent = store.allocate(2 * CHUNK)
-    mover = FileMover(store, ThreadEngine, host(2 * CHUNK), CHUNK, copier)
-    write = mover.write(extent, noise(2 * CHUNK), label="w")
-    with copier.changed:
-        assert copier.changed.wait_for(lambda: len(copier.fences) > 0, 10.0)
-    fences = list(copier.fences)
-    mover.close()
-    assert all(fence.done() for fence in fences)
-    assert write.error is not None
-
-
 def test_closing_with_transfers_in_flight(
     scripted: tuple[ScriptedEngine, FileMover], store: SwapFile
 ) -> None:
@@ -386,7 +364,7 @@ def test_a_forgotten_mover_ends_its_thread(store: SwapFile) -> None:
     gc.collect()
     assert gone() is None
     for thread in running:
-        thread.join(10.0)
+        thread.join(SECONDS)
     assert ours() == []
 
 
@@ -418,6 +396,7 @@ def test_an_engine_that_cannot_be_made_raises_at_once(store: SwapFile) -> None:
     def broken() -> ScriptedEngine:
         raise RuntimeError("no engine")
 
+    before = set(threading.enumerate())
     with pytest.raises(OSError, match="no ring"):
         FileMover(store, Refused, host(CHUNK), CHUNK)
 
@@ -431,7 +410,7 @@ def test_an_engine_that_cannot_be_made_raises_at_once(store: SwapFile) -> None:
         FileMover(store, broken, host(CHUNK), CHUNK)
     with pytest.raises(RuntimeError, match="new thread"):
         FileMover(store, ThreadEngine, host(CHUNK), CHUNK, helpers=NoThreads)
-    assert ours() == []
+    assert set(threading.enumerate()) <= before
 
 
 def test_what_does_not_fit_is_refused(store: SwapFile) -> None:

@@ -8,6 +8,7 @@ import re
 import sys
 
 import pytest
+from support_process import nothing_left_open
 
 from tiermem.errors import ConfigError
 from tiermem.io import ThreadEngine, UringEngine, choose_engine, probe, uring
@@ -60,11 +61,10 @@ def test_a_blocked_io_uring_gives_way_to_threads(
 
     monkeypatch.setattr(uring, "init_ring", refuse)
     monkeypatch.setattr(probe, "_read_setting", lambda: setting)
-    before = len(os.listdir("/proc/self/fd"))
-    for preferred in (None, "uring"):
-        factory, name, reason = choose_engine(preferred)
-        assert (factory, name) == (ThreadEngine, "threads")
-    assert len(os.listdir("/proc/self/fd")) == before
+    with nothing_left_open():
+        for preferred in (None, "uring"):
+            factory, name, reason = choose_engine(preferred)
+            assert (factory, name) == (ThreadEngine, "threads")
     assert re.search(words, reason)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support_process import nothing_left_open
 
 from tiermem.core.block import Extent
 from tiermem.errors import CapacityError, ClosedError, ConfigError
@@ -37,16 +38,15 @@ def lengths(store: SwapFile) -> list[int]:
 
 
 def test_the_files_have_no_name_and_their_space_is_given_back(tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    with SwapFile([tmp_path], None, CHUNK) as store:
-        store.grow(10 * CHUNK)
-        assert list(tmp_path.iterdir()) == []
-        facts = os.fstat(store.fds[0])
-        assert facts.st_nlink == 0
-        assert facts.st_size == 10 * CHUNK
-        assert facts.st_blocks * 512 >= 10 * CHUNK, "the space is there before it is used"
-    store.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    with nothing_left_open():
+        with SwapFile([tmp_path], None, CHUNK) as store:
+            store.grow(10 * CHUNK)
+            assert list(tmp_path.iterdir()) == []
+            facts = os.fstat(store.fds[0])
+            assert facts.st_nlink == 0
+            assert facts.st_size == 10 * CHUNK
+            assert facts.st_blocks * 512 >= 10 * CHUNK, "the space is there before it is used"
+        store.close()
 
 
 def test_growth_is_spread_evenly(store: SwapFile) -> None:
@@ -226,16 +226,15 @@ def test_bad_folders_are_refused_before_anything_is_made(tmp_path: Path) -> None
     good.mkdir()
     file = tmp_path / "file"
     file.write_text("")
-    before = len(os.listdir("/proc/self/fd"))
-    for bad, why in ((tmp_path / "missing", "does not exist"), (file, "not a folder")):
-        with pytest.raises(ConfigError, match=f"{bad} .*{why}"):
-            SwapFile([good, bad], None, CHUNK)
-    with pytest.raises(ConfigError, match="at least one"):
-        SwapFile([], None, CHUNK)
-    with pytest.raises(ConfigError, match="multiple of 4096"):
-        SwapFile([good], None, 1000)
+    with nothing_left_open():
+        for bad, why in ((tmp_path / "missing", "does not exist"), (file, "not a folder")):
+            with pytest.raises(ConfigError, match=f"{bad} .*{why}"):
+                SwapFile([good, bad], None, CHUNK)
+        with pytest.raises(ConfigError, match="at least one"):
+            SwapFile([], None, CHUNK)
+        with pytest.raises(ConfigError, match="multiple of 4096"):
+            SwapFile([good], None, 1000)
     assert list(good.iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_folders_that_cannot_be_written_are_refused(

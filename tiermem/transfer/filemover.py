@@ -173,15 +173,12 @@ class FileMover:
             ClosedError: If the mover belongs to another process.
         """
         self._check_process()
-        if transfer.finished:
-            return
-        if not (transfer.urgent or self._closed):
+        if not (transfer.finished or transfer.urgent or self._closed):
             with contextlib.suppress(ClosedError):  # closing finishes it as well
                 self._pump.hurry(transfer)
-        changed = self._pump.changed
-        with changed:
+        with self._pump.lock:  # taken in any case: by then poll() knows of it as well
             while not transfer.finished:
-                changed.wait()
+                self._pump.changed.wait()
 
     def cancel(self, transfer: FileTransfer) -> None:
         """Leaves out the pieces not begun; it then finishes with ECANCELED, or in whole.

@@ -38,8 +38,7 @@ class Message(enum.Enum):
 class Pump:
     """Thread of a :class:`~tiermem.transfer.filemover.FileMover`, and what is asked of it.
 
-    Everything whose name begins with ``_`` and that is not guarded by
-    ``changed`` belongs to the thread.
+    What begins with ``_`` and is not guarded by ``lock`` belongs to the thread.
     """
 
     def __init__(
@@ -52,7 +51,8 @@ class Pump:
         verify: bool,
         helpers: HelperFactory | None,
     ) -> None:
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()  # Ctrl-C can leave a Condition entered, but not a lock
+        self.changed = threading.Condition(self.lock)
         self.finished: deque[FileTransfer] = deque()
         self.dead: BaseException | None = None
         self.engine_name = ""
@@ -105,7 +105,7 @@ class Pump:
         self._post(Message.HURRY, transfer, None)
 
     def _post(self, message: Message, transfer: FileTransfer, job: Job | None) -> bool:
-        with self.changed:
+        with self.lock:
             if self._closing:
                 raise ClosedError("the file mover is closed")
             if self.dead is not None:
@@ -123,7 +123,7 @@ class Pump:
         transfer.finished_ns = time.perf_counter_ns()
         if error is not None:
             self.counters.failed += 1
-        with self.changed:
+        with self.lock:
             transfer.finished = True
             self.finished.append(transfer)
             self.changed.notify_all()
@@ -132,7 +132,7 @@ class Pump:
         """Lets the thread end soon; never blocks, so that a garbage collection may call it."""
         if os.getpid() != self._pid:
             return
-        with self.changed:
+        with self.lock:
             self._closing = True
             if self.dead is None and self.engine_name and self._thread.is_alive():
                 self._engine.wake()
@@ -217,7 +217,7 @@ class Pump:
             (switch_interval.shorten if brisk else switch_interval.restore)()
 
     def _read_inbox(self) -> None:
-        with self.changed:
+        with self.lock:
             messages, self._inbox = self._inbox, []
         for message, transfer, job in messages:
             if message is Message.START and job is not None:
@@ -245,7 +245,7 @@ class Pump:
             if chunk.fence is not None:
                 with contextlib.suppress(Exception):  # a broken device fails every copy
                     chunk.fence.wait()
-        with self.changed:
+        with self.lock:
             if cause is not None:
                 self.dead = cause
             self._closing = self._closing or cause is None

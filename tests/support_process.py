@@ -1,0 +1,38 @@
+"""What a test leaves behind in its process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def open_files() -> set[tuple[str, str]]:
+    """Returns number and target of every descriptor of this process."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+        except OSError:  # the one that lists them
+            continue
+    return found
+
+
+@contextmanager
+def nothing_left_open() -> Iterator[None]:
+    """Fails if a descriptor or thread is there after what runs inside that was not before.
+
+    What earlier tests dropped, in cycles or in threads about to end, may go at any time and
+    does not count: it is kept from the collector meanwhile, and only what is new is asked for.
+    """
+    gc.freeze()
+    files, threads = open_files(), set(threading.enumerate())
+    try:
+        yield
+        gc.collect()
+        assert not open_files() - files
+        assert not set(threading.enumerate()) - threads
+    finally:
+        gc.unfreeze()
