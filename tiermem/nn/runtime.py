@@ -13,6 +13,7 @@ import torch
 
 from tiermem.core.block import Block, Role
 from tiermem.errors import WrapError
+from tiermem.nn.activations import Activations
 from tiermem.nn.grads import GradStore
 from tiermem.nn.group import Entry, Group
 from tiermem.nn.saved import SavedHooks
@@ -32,6 +33,7 @@ class ModuleRuntime:
         groups: Every group of parameters, in the order of the modules.
         grads: The gradients.
         saved: The saved-tensor hooks.
+        activations: Saved tensors that leave HBM.
         on_begin: Called before each top-level pass (the optimizers check in here).
         stranded: Parameters that a failed disk kept from being taken back after materialize.
     """
@@ -43,6 +45,14 @@ class ModuleRuntime:
         self._local = threading.local()
         self.grads = GradStore(self)
         self.saved = SavedHooks(self)
+        settings = manager.settings
+        self.activations = Activations(
+            manager,
+            settings.policy.activations,
+            settings.activation_min,
+            settings.activation_layers,
+            settings.activation_ahead,
+        )
         self.on_begin: list[Callable[[bool], None]] = []
         self.stranded: list[Entry] = []
         self._by_block: dict[int, Group] = {}
@@ -127,6 +137,7 @@ class ModuleRuntime:
             self._last_forward = key
             guess = [g.block.id for g in scope.order()]
             self.manager.begin_pass(key, guess)
+            self.activations.begin_forward()
 
     def demand(self, group: Group) -> None:
         """A parameter is reached for while its block is not held."""
@@ -176,6 +187,7 @@ class ModuleRuntime:
         order = [b for b in self.manager.planner.schedule.order if b not in trained]
         del order[self.manager.planner.cursor :]
         self.manager.begin_pass(("backward", self._last_forward), order[::-1])
+        self.activations.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def before_backward(self, scope: Scope) -> None:
@@ -201,6 +213,7 @@ class ModuleRuntime:
         self.grads.restore()
         self._drop(self._backward)
         self._backward.clear()
+        self.activations.end_backward()
         self.busy("backward", self._backward_began)
 
     def busy(self, what: str, began_ns: int) -> None:
