@@ -7,12 +7,13 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tiermem.core.block import Block, Role
-from tiermem.errors import WrapError
+from tiermem.errors import CapacityError, WrapError
 from tiermem.nn.activations import Activations
 from tiermem.nn.grads import GradStore
 from tiermem.nn.group import Entry, Group
@@ -61,6 +62,7 @@ class ModuleRuntime:
         self._in_backward = False
         self._backward_began = 0
         self._last_forward: Hashable = None
+        self._homed = 0
 
     @property
     def stack(self) -> list[list[Group]]:
@@ -137,7 +139,16 @@ class ModuleRuntime:
             self._last_forward = key
             guess = [g.block.id for g in scope.order()]
             self.manager.begin_pass(key, guess)
+            if self.activations.store is not None and training:
+                self._home_gradients()
             self.activations.begin_forward()
+
+    def _home_gradients(self) -> None:
+        """Reserves the gradients' homes before saved tensors take what room there is."""
+        if self._homed != len(self.groups):
+            self._homed = len(self.groups)
+            with suppress(CapacityError):  # there may be no backward; if there is, it says so
+                self.grads.reserve(self.groups)
 
     def demand(self, group: Group) -> None:
         """A parameter is reached for while its block is not held."""
