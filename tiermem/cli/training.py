@@ -35,6 +35,7 @@ class Settings:
         dtype: Of the weights.
         device: Torch device.
         checkpointing: Whether each layer is recomputed in backward.
+        loss_chunks: In how many parts the logits and the loss are made; 0 for all at once.
     """
 
     shape: Shape
@@ -46,6 +47,7 @@ class Settings:
     dtype: torch.dtype
     device: str
     checkpointing: bool
+    loss_chunks: int = 0
 
     @property
     def tokens_per_step(self) -> int:
@@ -121,7 +123,8 @@ def run_steps(
         parts: list[Tensor] = []
         for _ in range(settings.accumulate):
             tokens = corpus.batch(generator, settings.batch, settings.shape.context + 1)
-            loss = loss_of(model, tokens.to(settings.device)) / settings.accumulate
+            loss = loss_of(model, tokens.to(settings.device), settings.loss_chunks)
+            loss = loss / settings.accumulate
             loss.backward()
             parts.append(loss.detach())
         clip(CLIP)

@@ -242,8 +242,11 @@ class Activations:
         if span is None or span[1] - span[0] < self._minimum:
             return None
         with self._manager.lock:
-            if storage.data_ptr() in self._manager.by_address or self._manager.closed:
+            manager = self._manager
+            if storage.data_ptr() in manager.by_address or manager.closed:
                 return None
+            if manager.copy.capturing():
+                return None  # a graph is played again without us
             copy = store.known(storage, *span)
             if copy is not None and not self._same_contents(copy, tensor):
                 copy = None
