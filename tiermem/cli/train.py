@@ -183,14 +183,19 @@ def read_tiers(arguments: argparse.Namespace, settings: Settings) -> Tiers:
     # Weights, gradients and two moments are four times the weights: twice leaves
     # half of it to the swap file; without one, DRAM has to hold it all, and some
     # room for alignment.
+    policy = policy_of(arguments)
     dram = 2 * weights if folders else 5 * weights
+    if policy.activations == "dram":  # all else would take the room first
+        dram = 5 * weights + settings.activation_bytes
     nvme = 5 * weights if folders else 0
+    if policy.activations == "nvme":
+        nvme += settings.activation_bytes
     return Tiers(
         hbm=_size(arguments.hbm, weights // 4, "--hbm"),
         dram=_size(arguments.dram, dram, "--dram"),
         nvme=folders,
         nvme_bytes=_size(arguments.nvme_bytes, nvme, "--nvme-bytes"),
-        policy=policy_of(arguments),
+        policy=policy,
         prefetch_depth=parse_depth(arguments.prefetch_depth),
         activations=activation_options(arguments),
     )

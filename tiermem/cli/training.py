@@ -59,6 +59,18 @@ class Settings:
         """Bytes of all weights."""
         return self.shape.parameters * self.dtype.itemsize
 
+    @property
+    def activation_bytes(self) -> int:
+        """Most bytes that backward needs of one forward, by the count of what a layer saves.
+
+        In widths per token: residual and norm of both halves 4, query, key and value 3, attention
+        and its projection's input 2, the MLP's two 8; rounded up, masks and pages included.
+        """
+        widths = 2 if self.checkpointing else 24
+        tokens = self.batch * self.shape.context
+        layers = self.shape.layers + 2
+        return widths * layers * max(4096, tokens * self.shape.width * self.dtype.itemsize)
+
 
 @dataclass(frozen=True)
 class Outcome:
