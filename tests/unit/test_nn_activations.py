@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,15 @@ def check_empty(tier: tiermem.TierManager) -> None:
     check_table(tier)
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tensors are small: a team of threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 MODES = ["plain", "nonreentrant", "reentrant", "selective", "region"]
 
 
@@ -204,6 +213,30 @@ def test_views_of_one_storage_share_a_copy() -> None:
         assert found.offloaded == 4
         assert found.shared == 4  # of k, v, q and k again
         check_empty(tier)
+
+
+def test_parts_of_a_storage_with_counters_of_their_own_share_nothing() -> None:
+    class Gates(nn.Module):
+        """As in a GRU cell: each part is written in place, one after the other, and saved."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, 3 * WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            r, z, n = torch.unsafe_chunk(self.linear(x), 3, dim=-1)
+            r = r.add_(1).sigmoid_()
+            z = z.add_(2).sigmoid_()
+            n = n.mul_(r).tanh_()
+            return z * r + n
+
+    plain, model = twins(Gates)
+    with manager("dram", activation_ahead=0) as tier:
+        tier.wrap(model)
+        for net in (plain, model):
+            net(data()).sum().backward()
+        check_gradients(plain, model)
+        assert tier.stats().activations.offloaded >= 3
 
 
 def test_a_small_part_of_a_large_storage_goes_alone() -> None:

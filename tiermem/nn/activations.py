@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from typing import TYPE_CHECKING
+from weakref import ref
 
 import torch
 
@@ -248,7 +249,7 @@ class Activations:
             if manager.copy.capturing():
                 return None  # a graph is played again without us
             copy = store.known(storage, *span)
-            if copy is not None and not self._same_contents(copy, tensor):
+            if copy is not None and not _same_contents(copy, tensor):
                 copy = None
             if copy is not None:
                 store.again(copy)
@@ -258,8 +259,7 @@ class Activations:
                 if copy is None:
                     return None
                 self._since += copy.nbytes
-                copy.counter = self._counter(tensor)
-                copy.version = tensor._version
+                copy.root, copy.version = ref(_root(tensor)), tensor._version
             return SavedActivation(copy, tensor, self._counter(tensor))
 
     def _layer(self) -> int:
@@ -273,14 +273,9 @@ class Activations:
             return False
         if tensor.device != self._manager.device or tensor.is_quantized:
             return False
-        base = tensor if tensor._base is None else tensor._base
+        base = _root(tensor)
         # who wants a leaf's gradient holds the leaf: nothing would be won
         return not (base.is_leaf and base.requires_grad)
-
-    def _same_contents(self, copy: Copy, tensor: torch.Tensor) -> bool:
-        """Whether nothing was written to the storage since the copy was made."""
-        counter = copy.counter
-        return counter is not None and counter._version == copy.version == tensor._version
 
     def _counter(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns an alias of a tensor without bytes, with its version counter."""
@@ -356,6 +351,21 @@ def _span(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, int
         last += (size - 1) * int(stride)
     low, high = first * item // _UNIT * _UNIT, (last + 1) * item
     return (low, high) if high - low <= _SPREAD * nbytes else None
+
+
+def _root(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what a tensor is a view of, or the tensor itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def _same_contents(copy: Copy, tensor: torch.Tensor) -> bool:
+    """Whether nothing was written to the storage since the copy was made.
+
+    Tensors of one storage need not have one version counter (``unsafe_chunk``, ``detach`` of
+    ``data``); views of one tensor have.
+    """
+    root = None if copy.root is None else copy.root()
+    return root is _root(tensor) and tensor._version == copy.version
 
 
 def _row(copy: Copy, home: str) -> ResidencyRow:

@@ -54,14 +54,13 @@ class Copy:
         up: Event of the copy that brought them.
         reading: The file transfer that brings them.
         tail: Last bytes, which are no whole page and so not in the file.
-        counter: What tells the version of the storage's contents, for who made the copy.
-        version: The version that was copied.
+        root: The tensor that was saved, or the one it is a view of; dead where that is gone.
+        version: The version of its contents that was copied.
     """
 
     __slots__ = (
         "__weakref__",
         "begin",
-        "counter",
         "dropped",
         "fetched",
         "ident",
@@ -70,6 +69,7 @@ class Copy:
         "nbytes",
         "place",
         "reading",
+        "root",
         "seq",
         "source",
         "tail",
@@ -93,7 +93,7 @@ class Copy:
         self.up: Event | None = None
         self.reading: FileTransfer | None = None
         self.tail: torch.Tensor | None = None
-        self.counter: torch.Tensor | None = None
+        self.root: ref[torch.Tensor] | None = None
         self.version = 0
 
     def alive(self) -> torch.UntypedStorage | None:
