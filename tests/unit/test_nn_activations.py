@@ -606,3 +606,20 @@ def test_late_copies_change_nothing(seed_: int, mode: str) -> None:
         assert tier.stats().activations.offloaded > 0
         gc.collect()
         check_empty(tier)
+
+
+@pytest.mark.parametrize("mode", ["plain", "nonreentrant"])
+def test_blocks_that_are_compiled(mode: str) -> None:
+    plain, model = twins(lambda: Net(4, mode))
+    with manager("dram", activation_min=4096) as tier:
+        tier.wrap(model)
+        for net in (plain, model):
+            for layer in net.layers:
+                layer.compile(backend="aot_eager")
+        for step in range(2):
+            for net in (plain, model):
+                net(data(step)).square().sum().backward()
+        check_gradients(plain, model)
+        found = tier.stats().activations
+        assert found.offloaded > 0 and found.fetched_ahead > 0
+        check_empty(tier)

@@ -358,6 +358,8 @@ class ActivationStore:
         if reading.error is None:
             return
         self._forget_fetched(copy)
+        if copy.place is not None and copy.place.transfer is reading:
+            copy.place.transfer = None  # its error will hold the whole pass by its traceback
         if not again:
             raise reading.error
         self._fetch(copy, urgent=True)
@@ -435,6 +437,7 @@ class ActivationStore:
 
     def _wait(self, transfer: FileTransfer) -> None:
         self.manager.traffic.wait(transfer)
+        self.manager.traffic.poll()  # who takes up what has finished lets go of it as well
 
     # -- counting --------------------------------------------------------
 
