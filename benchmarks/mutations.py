@@ -342,8 +342,48 @@ _WAITS = (
 )
 """Event waits of the copy engine. Simulated streams show each; five show on a GPU's as well."""
 
+_SAVED = "tiermem/runtime/activations.py"
+_PACKED = "tiermem/nn/activations.py"
+_ACTIVATIONS = (
+    (
+        "a saved tensor is let go while it is copied down",
+        _SAVED,
+        "            self.manager.copy.use(place.written)\n        source, copy.source",
+        "            pass\n        source, copy.source",
+    ),
+    (
+        "compute does not wait for what comes up",
+        _SAVED,
+        "        self.manager.copy.use(copy.up)\n        reading",
+        "        reading",
+    ),
+    (
+        "what was fetched and not needed is let go while it comes up",
+        _SAVED,
+        "            self.manager.copy.use(event)\n",
+        "",
+    ),
+    (
+        "a tensor changed after it was saved is taken as it was",
+        _PACKED,
+        "    if counter._version != version:\n",
+        "    if False:\n",
+    ),
+    (
+        "tensors of one storage share a copy whatever was written",
+        _PACKED,
+        "root is _root(tensor) and tensor._version == copy.version",
+        "root is not None or tensor._version == copy.version",
+    ),
+)
+"""Saved tensors below HBM. Copies are as late as their order allows in these tests."""
+
 MUTATIONS = (
     *_ELSEWHERE,
+    *(
+        Mutation(name, file, old, new, ("tests/unit/test_nn_activations.py",))
+        for name, file, old, new in _ACTIVATIONS
+    ),
     *(Mutation(name, _COPY, old, new, STREAMS) for name, old, new in _WAITS),
     *(
         Mutation(f"{name} (real streams)", _COPY, old, new, GPU, gpu=True)

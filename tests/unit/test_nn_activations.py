@@ -608,6 +608,7 @@ def test_late_copies_change_nothing(seed_: int, mode: str) -> None:
         check_empty(tier)
 
 
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize("mode", ["plain", "nonreentrant"])
 def test_blocks_that_are_compiled(mode: str) -> None:
     plain, model = twins(lambda: Net(4, mode))
@@ -622,4 +623,24 @@ def test_blocks_that_are_compiled(mode: str) -> None:
         check_gradients(plain, model)
         found = tier.stats().activations
         assert found.offloaded > 0 and found.fetched_ahead > 0
+        check_empty(tier)
+
+
+@pytest.mark.parametrize("layers_needed", [1, 2, 4])
+def test_what_was_fetched_and_never_used_is_let_go_in_order(layers_needed: int) -> None:
+    _, model = twins(lambda: Net(8))
+    engine = LateCopyEngine(0, eager=0.0)
+    with manager("dram", activation_ahead="16KiB") as tier:
+        tier._manager.copy = tier._manager.traffic.copy = engine
+        tier.wrap(model)
+        for _ in range(3):
+            loss = model(data()).square().sum()
+            wanted = model.layers[-layers_needed].down.weight
+            torch.autograd.grad(loss, [wanted])  # backward stops there, having looked ahead
+            del loss
+        found = tier.stats().activations
+        assert found.fetched_ahead > 0
+        tier._runtime.activations.store.reap()
+        engine.synchronize()
+        assert not engine.harm
         check_empty(tier)
