@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiermem.config import Home
 from tiermem.core.block import ALIGNMENT, Extent, Tier
+from tiermem.errors import StorageError
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.places import Place, PlacePool
 from tiermem.runtime.slots import typed_view, use_count
@@ -112,6 +113,19 @@ class Copy:
         self.dropped.append(
             (self.ident, self.place, self.source, self.fetched, self.up, self.reading)
         )
+
+
+def _afresh(error: StorageError) -> StorageError:
+    """Returns an equal error that nobody else has.
+
+    A traceback holds the frames of a whole pass, and what was saved in it; the I/O thread may
+    have the error of a transfer until its next piece of work.
+    """
+    fresh = type(error).__new__(type(error))
+    fresh.args = error.args
+    fresh.__dict__.update(error.__dict__)
+    fresh.errno = error.errno
+    return fresh
 
 
 class ActivationStore:
@@ -358,10 +372,8 @@ class ActivationStore:
         if reading.error is None:
             return
         self._forget_fetched(copy)
-        if copy.place is not None and copy.place.transfer is reading:
-            copy.place.transfer = None  # its error will hold the whole pass by its traceback
         if not again:
-            raise reading.error
+            raise _afresh(reading.error)
         self._fetch(copy, urgent=True)
         self._arrive(copy, again=False)
 
@@ -437,7 +449,7 @@ class ActivationStore:
 
     def _wait(self, transfer: FileTransfer) -> None:
         self.manager.traffic.wait(transfer)
-        self.manager.traffic.poll()  # who takes up what has finished lets go of it as well
+        self.manager.traffic.poll()
 
     # -- counting --------------------------------------------------------
 
