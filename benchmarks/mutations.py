@@ -342,6 +342,10 @@ _WAITS = (
 )
 """Event waits of the copy engine. Simulated streams show each; five show on a GPU's as well."""
 
+SAVED_TENSORS = (
+    "tests/unit/test_nn_activations.py",
+    "tests/unit/test_nn_activation_options.py",
+)
 _COPIES = "tiermem/runtime/activations.py"
 _HANDLES = "tiermem/nn/activations.py"
 _ACTIVATIONS = (
@@ -381,7 +385,13 @@ _ACTIVATIONS = (
 MUTATIONS = (
     *_ELSEWHERE,
     *(
-        Mutation(name, file, old, new, ("tests/unit/test_nn_activations.py",))
+        Mutation(
+            name,
+            file,
+            old,
+            new,
+            ("tests/unit/test_nn_activations.py", "tests/unit/test_nn_activation_options.py"),
+        )
         for name, file, old, new in _ACTIVATIONS
     ),
     *(Mutation(name, _COPY, old, new, STREAMS) for name, old, new in _WAITS),
