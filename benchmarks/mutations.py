@@ -280,8 +280,8 @@ _ELSEWHERE = (
     Mutation(
         "weights are saved as they are",
         _SAVED,
-        "return tensor if found is None else found",
-        "return tensor",
+        "            return found\n        if type(tensor) not in _PLAIN_TYPES",
+        "            return tensor\n        if type(tensor) not in _PLAIN_TYPES",
         NN,
     ),
     Mutation(
@@ -343,8 +343,58 @@ _WAITS = (
 )
 """Event waits of the copy engine. Simulated streams show each; five show on a GPU's as well."""
 
+SAVED_TENSORS = (
+    "tests/unit/test_nn_activations.py",
+    "tests/unit/test_nn_activation_options.py",
+)
+_COPIES = "tiermem/runtime/activations.py"
+_HANDLES = "tiermem/nn/activations.py"
+_ACTIVATIONS = (
+    (
+        "a saved tensor is let go while it is copied down",
+        _COPIES,
+        "            self.manager.copy.use(place.written)\n        source, copy.source",
+        "            pass\n        source, copy.source",
+    ),
+    (
+        "compute does not wait for what comes up",
+        _COPIES,
+        "        self.manager.copy.use(copy.up)\n        reading",
+        "        reading",
+    ),
+    (
+        "what was fetched and not needed is let go while it comes up",
+        _COPIES,
+        "            self.manager.copy.use(event)\n",
+        "",
+    ),
+    (
+        "a tensor changed after it was saved is taken as it was",
+        _HANDLES,
+        "    if counter._version != version:\n",
+        "    if False:\n",
+    ),
+    (
+        "tensors of one storage share a copy whatever was written",
+        _HANDLES,
+        "root is _root(tensor) and tensor._version == copy.version",
+        "root is not None or tensor._version == copy.version",
+    ),
+)
+"""Saved tensors below HBM. Copies are as late as their order allows in these tests."""
+
 MUTATIONS = (
     *_ELSEWHERE,
+    *(
+        Mutation(
+            name,
+            file,
+            old,
+            new,
+            ("tests/unit/test_nn_activations.py", "tests/unit/test_nn_activation_options.py"),
+        )
+        for name, file, old, new in _ACTIVATIONS
+    ),
     *(Mutation(name, _COPY, old, new, STREAMS) for name, old, new in _WAITS),
     *(
         Mutation(f"{name} (real streams)", _COPY, old, new, GPU, gpu=True)

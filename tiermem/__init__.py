@@ -22,12 +22,13 @@ from tiermem.errors import (
     WrapError,
 )
 from tiermem.optim.tiered import TieredOptimizer
-from tiermem.runtime.stats import LinkStats, PaceRow, ResidencyRow, Stats
+from tiermem.runtime.stats import ActivationStats, LinkStats, PaceRow, ResidencyRow, Stats
 from tiermem.tier import TierManager
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActivationStats",
     "CapacityError",
     "CheckpointError",
     "ClosedError",

@@ -71,7 +71,8 @@ def format_size(nbytes: int | float) -> str:
 class Policy:
     """The home tier of each role.
 
-    ``"auto"`` fills DRAM first and goes on to NVMe where DRAM is full.
+    ``"auto"`` fills DRAM first and goes on to NVMe where DRAM is full; for activations it
+    means HBM, since moving them takes time from the links that weights and state need.
 
     Attributes:
         params: Weights (and large buffers).
@@ -163,6 +164,9 @@ class Settings:
         nvme_bytes: Most bytes on disk, or None.
         policy: Home tier of each role.
         prefetch_depth: Blocks looked ahead, or ``"auto"``.
+        activation_min: Bytes from which a saved tensor leaves HBM.
+        activation_layers: Layers, from the first, whose saved tensors do; None for all.
+        activation_ahead: Bytes of them fetched ahead; None for two blocks' worth.
     """
 
     device: str
@@ -172,3 +176,6 @@ class Settings:
     nvme_bytes: int | None
     policy: Policy
     prefetch_depth: int | Literal["auto"]
+    activation_min: int = 1 << 20
+    activation_layers: int | None = None
+    activation_ahead: int | None = None

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -45,6 +46,9 @@ class TierManager:
         nvme_bytes: Size | None = None,
         policy: Policy | dict[str, Home] | str | None = None,
         prefetch_depth: int | Literal["auto"] = "auto",
+        activation_min: Size = "1MiB",
+        activation_layers: int | None = None,
+        activation_ahead: Size | Literal["auto"] = "auto",
     ) -> None:
         """Opens the tiers.
 
@@ -59,6 +63,12 @@ class TierManager:
             nvme_bytes: Most bytes on disk; by default what is needed.
             policy: The home tier of each role.
             prefetch_depth: Blocks looked ahead, or ``"auto"``.
+            activation_min: With ``Policy(activations="dram")`` or ``"nvme"``: the least size of a
+                tensor saved for backward that leaves HBM. One for which there is no room in its
+                tier stays in HBM, and ``stats().activations.kept`` counts it.
+            activation_layers: Only the first so many layers' tensors leave HBM; None for all.
+            activation_ahead: Bytes of them brought up ahead in backward, and held on their way
+                down in forward; ``"auto"`` for what two blocks save.
 
         Raises:
             ConfigError: If a setting cannot be used.
@@ -74,6 +84,13 @@ class TierManager:
                 nvme_bytes=None if nvme_bytes is None else parse_size(nvme_bytes, "nvme_bytes"),
                 policy=Policy.of(policy),
                 prefetch_depth=_depth(prefetch_depth),
+                activation_min=parse_size(activation_min, "activation_min"),
+                activation_layers=_layers(activation_layers),
+                activation_ahead=(
+                    None
+                    if activation_ahead == "auto"
+                    else parse_size(activation_ahead, "activation_ahead")
+                ),
             )
         )
         self._runtime = ModuleRuntime(self._manager)
@@ -101,6 +118,7 @@ class TierManager:
         """
         self._manager.guard()
         check_module(model, id(self._manager))
+        self._runtime.activations.check()
         self._wrapped[id(model)] = WrappedModel(model, self._runtime, blocks, self._wraps)
         self._wraps += 1
         return model
@@ -156,7 +174,8 @@ class TierManager:
 
     def stats(self) -> Stats:
         """Returns what moved, what was hit and missed, and how long was waited."""
-        return self._manager.stats()
+        stats = self._manager.stats()
+        return replace(stats, activations=self._runtime.activations.stats())
 
     def reset_stats(self) -> None:
         """Sets the counters, the timeline and what was measured to zero; what was learned stays."""
@@ -171,8 +190,8 @@ class TierManager:
             return self._manager.pacing.rows(self._manager.table)
 
     def residency(self) -> list[ResidencyRow]:
-        """Returns where every block is."""
-        return self._manager.residency()
+        """Returns where every block is, and every saved tensor that left HBM."""
+        return [*self._manager.residency(), *self._runtime.activations.rows()]
 
     @property
     def timeline(self) -> Timeline:
@@ -243,6 +262,14 @@ def _depth(depth: int | Literal["auto"]) -> int | Literal["auto"]:
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
         raise ConfigError(f"prefetch_depth must be 'auto' or a number of blocks, not {depth!r}")
     return depth
+
+
+def _layers(layers: int | None) -> int | None:
+    if layers is None:
+        return None
+    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 0:
+        raise ConfigError(f"activation_layers must be None or a number of layers, not {layers!r}")
+    return layers
 
 
 def _default_hbm(device: torch.device) -> int:

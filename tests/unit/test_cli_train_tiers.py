@@ -94,3 +94,29 @@ def test_ctrl_c_leaves_nothing(tmp_path) -> None:
     assert process.returncode == 130, err
     assert err.strip().endswith("interrupted") and "Traceback" not in err
     assert {path.name for path in tmp_path.iterdir()} <= {"out"}
+
+
+@pytest.mark.parametrize("home", ["dram", "nvme"])
+@pytest.mark.parametrize("more", ["", "--checkpointing", "--loss-chunks 3 --activation-layers 5"])
+def test_activations_below_hbm(tmp_path, home, more) -> None:
+    line = f"--activations {home} --activation-min 4KiB --context 32 {more}"
+    report = _train(tmp_path, *line.split())
+    assert report["equal"] is True
+    found = report["stats"]["activations"]
+    assert found["offloaded"] > 0 and found["fetched_ahead"] > 0 and found["used"] == 0
+    assert report["settings"]["loss_chunks"] == (3 if "chunks" in more else 0)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("--loss-chunks -1", "--loss-chunks"),
+        ("--activation-layers few", "--activation-layers"),
+        ("--activation-min -1", "--activation-min"),
+    ],
+)
+def test_bad_options_of_activations_are_one_line(tmp_path, capsys, more, said) -> None:
+    line = [*SMALL, "--out", str(tmp_path / "out"), "--nvme", str(tmp_path), *more.split()]
+    assert cli.main(line) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1, err

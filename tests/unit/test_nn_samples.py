@@ -66,6 +66,17 @@ def test_some_samples_of_every_module(info: Any) -> None:
         _compare(info, training, sample, dtype, Tiers("dram"))
 
 
+@pytest.mark.parametrize("info", modules.module_db, ids=lambda info: info.name)
+def test_a_sample_of_every_module_with_what_it_saves_below_hbm(info: Any) -> None:
+    dtype = _dtype_of(info)
+    samples = list(_samples(info, dtype))
+    policy = tiermem.Policy("dram", "dram", "dram", "dram", activations="dram")
+    ahead = zlib.crc32(info.name.encode()) % 2 * 4096
+    options = {"activation_min": 1, "activation_ahead": ahead}
+    training, sample = samples[len(samples) // 3]
+    _compare(info, training, sample, dtype, Tiers("dram", policy=policy, options=options))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("info", modules.module_db, ids=lambda info: info.name)
 def test_every_sample_of_every_module(info: Any, tmp_path: Any) -> None:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tiermem.errors import ConfigError
+from tiermem.nn.loss import chunked_cross_entropy
 
 VOCABULARY = 256
 
@@ -74,6 +75,16 @@ class Layer(nn.Module):
         return cast(Tensor, x + self.down(F.gelu(self.up(self.mlp_norm(x)))))
 
 
+class Head(nn.Linear):
+    """The last layer: logits, or the loss itself without ever having all logits."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, chunks: int = 0) -> Tensor:
+        """Returns logits, or with ``targets`` the mean cross-entropy in ``chunks`` chunks."""
+        if targets is None:
+            return super().forward(x)
+        return chunked_cross_entropy(x, self.weight, targets, chunks=chunks, bias=self.bias)
+
+
 class ByteGPT(nn.Module):
     """Predicts the next byte.
 
@@ -90,7 +101,7 @@ class ByteGPT(nn.Module):
         self.positions = nn.Embedding(shape.context, shape.width)
         self.layers = nn.ModuleList(Layer(shape.width, shape.heads) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
+        self.head = Head(shape.width, VOCABULARY, bias=False)
         self._initialize()
 
     def _initialize(self) -> None:
@@ -102,17 +113,25 @@ class ByteGPT(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Returns the logits of the byte after each position."""
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, chunks: int = 0) -> Tensor:
+        """Returns the logits of the byte after each position, or the loss given ``targets``."""
         x = self.tokens(tokens) + self.positions(
             torch.arange(tokens.shape[1], device=tokens.device)
         )
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.checkpointing else layer(x)
-        return cast(Tensor, self.head(self.norm(x)))
+        return cast(Tensor, self.head(self.norm(x), targets, chunks))
 
 
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Returns the mean cross-entropy, in nats per byte, of predicting ``tokens``."""
+def loss_of(model: nn.Module, tokens: Tensor, chunks: int = 0) -> Tensor:
+    """Returns the mean cross-entropy, in nats per byte, of predicting ``tokens``.
+
+    Args:
+        model: A :class:`ByteGPT`.
+        tokens: ``(batch, length + 1)``, int64.
+        chunks: In how many parts the logits are made; 0 makes all at once.
+    """
+    if chunks:
+        return cast(Tensor, model(tokens[:, :-1], tokens[:, 1:], chunks))
     logits = model(tokens[:, :-1])
     return F.cross_entropy(logits.reshape(-1, VOCABULARY).float(), tokens[:, 1:].reshape(-1))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from typing import NoReturn, cast
+from dataclasses import fields
+from typing import Any, NoReturn, cast
 
 from tiermem.config import Home, Policy, parse_size
 from tiermem.errors import ConfigError
@@ -72,6 +73,53 @@ def parse_policy(text: str | None) -> Policy:
             raise ConfigError(f"--policy: {part!r} is not role=tier")
         homes[role.strip()] = cast(Home, home.strip())
     return Policy.of(homes)
+
+
+def add_activation_arguments(group: argparse._ArgumentGroup) -> None:
+    """Adds the options for tensors saved for backward."""
+    group.add_argument(
+        "--activations",
+        choices=("hbm", "dram", "nvme"),
+        help="where tensors saved for backward live (default: as --policy says, else hbm)",
+    )
+    group.add_argument(
+        "--activation-min", metavar="SIZE", help="least size of one that leaves (default: 1MiB)"
+    )
+    group.add_argument(
+        "--activation-layers", metavar="N", help="only the first N layers' leave (default: all)"
+    )
+
+
+def policy_of(arguments: argparse.Namespace) -> Policy:
+    """Returns the policy of ``--policy``, with the home of ``--activations``.
+
+    Raises:
+        ConfigError: If a role or tier is unknown.
+    """
+    policy = parse_policy(arguments.policy)
+    if arguments.activations is None:
+        return policy
+    homes = {field.name: getattr(policy, field.name) for field in fields(policy)}
+    return Policy.of({**homes, "activations": arguments.activations})
+
+
+def activation_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the manager's options for saved tensors that were given.
+
+    Raises:
+        ConfigError: If one cannot be used.
+    """
+    found: dict[str, Any] = {}
+    if arguments.activation_min is not None:
+        found["activation_min"] = parse_bytes(arguments.activation_min, "--activation-min")
+    if arguments.activation_layers is not None:
+        if not arguments.activation_layers.isdecimal():
+            raise ConfigError(
+                f"--activation-layers must be a number of layers, not "
+                f"{arguments.activation_layers!r}"
+            )
+        found["activation_layers"] = int(arguments.activation_layers)
+    return found
 
 
 def parse_depth(text: str) -> int | str:

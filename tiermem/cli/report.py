@@ -75,6 +75,15 @@ def print_stats(console: Console, stats: Stats, steps: int) -> None:
     )
     print_efficiency(console, stats)
     console.print(f"peak use: {peaks}", highlight=False)
+    saved = stats.activations
+    if saved.offloaded or saved.kept:
+        console.print(
+            f"activations: {saved.offloaded:,} offloaded ({format_size(saved.offloaded_bytes)}, "
+            f"at most {format_size(saved.peak)} at once), {saved.shared:,} shared, "
+            f"{saved.kept:,} kept; back: {saved.fetched_ahead:,} ahead, "
+            f"{saved.fetched_late:,} late, {saved.reused:,} still there",
+            highlight=False,
+        )
     console.print(f"file I/O: {stats.io_engine} ({stats.io_reason})", highlight=False)
 
 

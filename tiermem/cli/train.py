@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiermem.cli.options import parse_bytes, parse_depth, parse_policy, pick_device
+from tiermem.cli.options import (
+    activation_options,
+    add_activation_arguments,
+    parse_bytes,
+    parse_depth,
+    pick_device,
+    policy_of,
+)
 from tiermem.config import Policy
 from tiermem.errors import ConfigError
 
@@ -38,6 +45,7 @@ class Tiers:
         nvme_bytes: Their budget in bytes.
         policy: Home of each role.
         prefetch_depth: Blocks, or ``"auto"``.
+        activations: The manager's options for saved tensors.
     """
 
     hbm: int
@@ -46,6 +54,7 @@ class Tiers:
     nvme_bytes: int
     policy: Policy
     prefetch_depth: int | str
+    activations: dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +72,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--dtype", choices=_DTYPES, default="float32")
     model.add_argument("--checkpointing", action="store_true", help="recompute each layer")
     model.add_argument(
+        "--loss-chunks",
+        type=int,
+        default=0,
+        metavar="N",
+        help="make logits and loss in N parts (default: all at once)",
+    )
+    model.add_argument(
         "--data", action="append", default=[], metavar="PATH", help="a file or folder; repeatable"
     )
     tiers = parser.add_argument_group("tiers")
@@ -78,6 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tiers.add_argument("--nvme-bytes", metavar="SIZE", help="default: what can be needed")
     tiers.add_argument("--policy", help="a tier, or role=tier,... (default: auto)")
     tiers.add_argument("--prefetch-depth", default="auto", metavar="N")
+    add_activation_arguments(tiers)
     output = parser.add_argument_group("output")
     output.add_argument("--no-compare", action="store_true", help="skip the resident run")
     output.add_argument("--out", default="demo-out", metavar="FOLDER")
@@ -133,6 +150,8 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
     for name in ("batch", "accumulate", "steps"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, not {getattr(arguments, name)}")
+    if arguments.loss_chunks < 0:
+        raise ConfigError(f"--loss-chunks must not be negative, not {arguments.loss_chunks}")
     if not arguments.lr >= 0:
         raise ConfigError(f"--lr must not be negative, not {arguments.lr}")
     return Settings(
@@ -145,6 +164,7 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
         dtype=getattr(torch, arguments.dtype),
         device=pick_device(arguments.device),
         checkpointing=arguments.checkpointing,
+        loss_chunks=arguments.loss_chunks,
     )
 
 
@@ -163,15 +183,21 @@ def read_tiers(arguments: argparse.Namespace, settings: Settings) -> Tiers:
     # Weights, gradients and two moments are four times the weights: twice leaves
     # half of it to the swap file; without one, DRAM has to hold it all, and some
     # room for alignment.
+    policy = policy_of(arguments)
     dram = 2 * weights if folders else 5 * weights
+    if policy.activations == "dram":  # all else would take the room first
+        dram = 5 * weights + settings.activation_bytes
     nvme = 5 * weights if folders else 0
+    if policy.activations == "nvme":
+        nvme += settings.activation_bytes
     return Tiers(
         hbm=_size(arguments.hbm, weights // 4, "--hbm"),
         dram=_size(arguments.dram, dram, "--dram"),
         nvme=folders,
         nvme_bytes=_size(arguments.nvme_bytes, nvme, "--nvme-bytes"),
-        policy=parse_policy(arguments.policy),
+        policy=policy,
         prefetch_depth=parse_depth(arguments.prefetch_depth),
+        activations=activation_options(arguments),
     )
 
 
@@ -225,6 +251,7 @@ def _manager_options(settings: Settings, tiers: Tiers) -> dict[str, Any]:
         "nvme_bytes": tiers.nvme_bytes if tiers.nvme else None,
         "policy": tiers.policy,
         "prefetch_depth": tiers.prefetch_depth,
+        **tiers.activations,
     }
 
 

@@ -35,6 +35,7 @@ class Settings:
         dtype: Of the weights.
         device: Torch device.
         checkpointing: Whether each layer is recomputed in backward.
+        loss_chunks: In how many parts the logits and the loss are made; 0 for all at once.
     """
 
     shape: Shape
@@ -46,6 +47,7 @@ class Settings:
     dtype: torch.dtype
     device: str
     checkpointing: bool
+    loss_chunks: int = 0
 
     @property
     def tokens_per_step(self) -> int:
@@ -56,6 +58,18 @@ class Settings:
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
         return self.shape.parameters * self.dtype.itemsize
+
+    @property
+    def activation_bytes(self) -> int:
+        """Most bytes that backward needs of one forward, by the count of what a layer saves.
+
+        In widths per token: residual and norm of both halves 4, query, key and value 3, attention
+        and its projection's input 2, the MLP's two 8; rounded up, masks and pages included.
+        """
+        widths = 2 if self.checkpointing else 24
+        tokens = self.batch * self.shape.context
+        layers = self.shape.layers + 2
+        return widths * layers * max(4096, tokens * self.shape.width * self.dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -121,7 +135,8 @@ def run_steps(
         parts: list[Tensor] = []
         for _ in range(settings.accumulate):
             tokens = corpus.batch(generator, settings.batch, settings.shape.context + 1)
-            loss = loss_of(model, tokens.to(settings.device)) / settings.accumulate
+            loss = loss_of(model, tokens.to(settings.device), settings.loss_chunks)
+            loss = loss / settings.accumulate
             loss.backward()
             parts.append(loss.detach())
         clip(CLIP)

@@ -7,12 +7,14 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tiermem.core.block import Block, Role
-from tiermem.errors import WrapError
+from tiermem.errors import CapacityError, WrapError
+from tiermem.nn.activations import Activations
 from tiermem.nn.grads import GradStore
 from tiermem.nn.group import Entry, Group
 from tiermem.nn.saved import SavedHooks
@@ -32,6 +34,7 @@ class ModuleRuntime:
         groups: Every group of parameters, in the order of the modules.
         grads: The gradients.
         saved: The saved-tensor hooks.
+        activations: Saved tensors that leave HBM.
         on_begin: Called before each top-level pass (the optimizers check in here).
         stranded: Parameters that a failed disk kept from being taken back after materialize.
     """
@@ -43,6 +46,14 @@ class ModuleRuntime:
         self._local = threading.local()
         self.grads = GradStore(self)
         self.saved = SavedHooks(self)
+        settings = manager.settings
+        self.activations = Activations(
+            manager,
+            settings.policy.activations,
+            settings.activation_min,
+            settings.activation_layers,
+            settings.activation_ahead,
+        )
         self.on_begin: list[Callable[[bool], None]] = []
         self.stranded: list[Entry] = []
         self._by_block: dict[int, Group] = {}
@@ -51,6 +62,7 @@ class ModuleRuntime:
         self._in_backward = False
         self._backward_began = 0
         self._last_forward: Hashable = None
+        self._homed = 0
 
     @property
     def stack(self) -> list[list[Group]]:
@@ -127,6 +139,16 @@ class ModuleRuntime:
             self._last_forward = key
             guess = [g.block.id for g in scope.order()]
             self.manager.begin_pass(key, guess)
+            if self.activations.store is not None and training:
+                self._home_gradients()
+            self.activations.begin_forward()
+
+    def _home_gradients(self) -> None:
+        """Reserves the gradients' homes before saved tensors take what room there is."""
+        if self._homed != len(self.groups):
+            self._homed = len(self.groups)
+            with suppress(CapacityError):  # there may be no backward; if there is, it says so
+                self.grads.reserve(self.groups)
 
     def demand(self, group: Group) -> None:
         """A parameter is reached for while its block is not held."""
@@ -176,6 +198,7 @@ class ModuleRuntime:
         order = [b for b in self.manager.planner.schedule.order if b not in trained]
         del order[self.manager.planner.cursor :]
         self.manager.begin_pass(("backward", self._last_forward), order[::-1])
+        self.activations.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def before_backward(self, scope: Scope) -> None:
@@ -201,6 +224,7 @@ class ModuleRuntime:
         self.grads.restore()
         self._drop(self._backward)
         self._backward.clear()
+        self.activations.end_backward()
         self.busy("backward", self._backward_began)
 
     def busy(self, what: str, began_ns: int) -> None:

@@ -1,4 +1,4 @@
-"""Tensors that autograd saves: views of weights become references, the rest goes on.
+"""Tensors that autograd saves: views of weights become references, large ones leave HBM.
 
 autograd keeps views of weights (``weight.t()``) that look into an HBM slot.
 Kept as they are, they would hold the slot until backward. So they are packed
@@ -6,7 +6,8 @@ as (block, offset, shape, stride) and unpacked from wherever the block is then.
 
 Saved-tensor hooks do not chain: only the innermost pair sees a tensor. So each
 pair here remembers the pair it covers (``checkpoint``'s, or the user's) and
-hands on every tensor that is not a view of a weight.
+hands on every tensor that is not a view of a weight. Where it covers none, what is
+no view of a weight goes to :mod:`tiermem.nn.activations`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tiermem.core.block import Block, Role
+from tiermem.nn.activations import Kept, SavedActivation
 from tiermem.runtime.slots import typed_view
 
 if TYPE_CHECKING:
@@ -126,13 +128,22 @@ class SavedHooks:
 
     def _pack_plain(self, tensor: torch.Tensor) -> Any:
         found = self.reference(tensor)
-        return tensor if found is None else found
+        if found is not None:
+            return found
+        if type(tensor) not in _PLAIN_TYPES:
+            return tensor
+        return self._runtime.activations.pack(tensor) or Kept(tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is SavedView:
             return self._view(packed)
         if type(packed) is _Handed:
             return packed.unpack(packed.packed)
+        if type(packed) is Kept:
+            return packed.open()
+        if type(packed) is SavedActivation:
+            self._runtime.enter_backward()
+            return self._runtime.activations.open(packed)
         return packed  # type: ignore[no-any-return]
 
     def _view(self, saved: SavedView) -> torch.Tensor:

@@ -141,8 +141,10 @@ class CallInterceptor(Interceptor):
             began = time.perf_counter_ns()
         held: list[Group] = []
         stack.append(held)
-        pushed = False
+        pushed = entered = False
         try:
+            if scope.begins:
+                entered = runtime.activations.enter(scope)
             for group in scope.groups:
                 group.hold()
                 held.append(group)
@@ -154,6 +156,8 @@ class CallInterceptor(Interceptor):
         finally:
             if pushed:
                 runtime.saved.pop()
+            if entered:
+                runtime.activations.leave()
             stack.pop()
             for group in reversed(held):
                 group.let_go()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,9 +82,13 @@ class Homes:
                 self.staging = self.arena.bytes_of(extent)
         self.nvme_used = 0
         self.nvme_peak = 0
+        self.reclaim: Callable[[], bool] | None = None
+        """Gives up space that is kept for later; returns whether there was any."""
 
     def reserve(self, requests: Sequence[HomeRequest]) -> list[tuple[Tier, Extent | None]]:
         """Reserves a home for every request, or for none.
+
+        Where there is no room, what others only keep for later is taken back first.
 
         Returns:
             Tier and extent per request; no extent where the home is HBM.
@@ -93,6 +97,14 @@ class Homes:
             CapacityError: If they do not all fit, naming the first block that does not, and
                 the least budget that would do.
         """
+        try:
+            return self._reserve(requests)
+        except CapacityError:
+            if self.reclaim is None or not self.reclaim():
+                raise
+        return self._reserve(requests)
+
+    def _reserve(self, requests: Sequence[HomeRequest]) -> list[tuple[Tier, Extent | None]]:
         given: list[tuple[Tier, Extent | None]] = []
         try:
             tiers = self._choose(requests, given)

@@ -26,6 +26,54 @@ class LinkStats:
 
 
 @dataclass(frozen=True)
+class ActivationStats:
+    """What became of tensors that were saved for backward.
+
+    Attributes:
+        offloaded: Copies sent below HBM.
+        offloaded_bytes: Their bytes.
+        shared: Tensors saved that needed no copy of their own: another one's has their bytes.
+        kept: Tensors that stayed in HBM since there was no room for them, or no way.
+        reused: Uses in backward that found the original still in HBM.
+        fetched_ahead: Copies brought up before their use.
+        fetched_late: Copies brought up at their use.
+        waits: Times the host waited for a file that was being read ahead.
+        used: Bytes below HBM now.
+        peak: Most bytes ever below HBM.
+    """
+
+    offloaded: int = 0
+    offloaded_bytes: int = 0
+    shared: int = 0
+    kept: int = 0
+    reused: int = 0
+    fetched_ahead: int = 0
+    fetched_late: int = 0
+    waits: int = 0
+    used: int = 0
+    peak: int = 0
+
+
+class ActivationCounters:
+    """The mutable side of :class:`ActivationStats`."""
+
+    def __init__(self) -> None:
+        """Starts at zero."""
+        self.offloaded = 0
+        self.offloaded_bytes = 0
+        self.shared = 0
+        self.kept = 0
+        self.reused = 0
+        self.fetched_ahead = 0
+        self.fetched_late = 0
+        self.waits = 0
+
+    def freeze(self, used: int, peak: int) -> ActivationStats:
+        """Returns what was counted; ``used`` and ``peak`` are bytes below HBM."""
+        return ActivationStats(**vars(self), used=used, peak=peak)
+
+
+@dataclass(frozen=True)
 class Stats:
     """What a manager has done since it was opened or ``reset_stats()``.
 
@@ -61,6 +109,9 @@ class Stats:
             of that cannot be had back: its time beyond the compute); ``"host wait"``: for room,
             or for files besides; ``"host"``: launches, hooks, and compute that took longer than
             it usually does.
+        efficiency: Share of the passes' time that was not spent waiting or copying on the
+            host; None before anything ran.
+        activations: Tensors saved for backward that left HBM.
     """
 
     links: dict[str, LinkStats] = field(default_factory=dict)
@@ -86,6 +137,7 @@ class Stats:
     bound_seconds: float = 0.0
     limit: str | None = None
     losses: dict[str, float] = field(default_factory=dict)
+    activations: ActivationStats = field(default_factory=ActivationStats)
 
     @property
     def hit_rate(self) -> float:
@@ -174,6 +226,7 @@ class Counters:
         self.busy_ns = 0
         self.errors = 0
         self.prefetch_wasted = 0
+        self.activations = ActivationCounters()
         self._links: dict[str, list[int]] = {}
 
     def moved(self, link: str, nbytes: int, elapsed_ns: int) -> None:

@@ -1,0 +1,469 @@
+"""Copies of saved tensors below HBM: sent down in forward, brought up ahead in backward.
+
+HBM here is memory of torch's own allocator, not of the arena: it came from there, and what
+comes up goes there again. Three rules keep it safe without the host ever waiting for a stream:
+
+1. What is on its way down is held until the compute stream has been made to wait for the copy.
+   Whoever gets the memory next gets it from the same stream, and so after the copy.
+2. What comes up is allocated by the compute stream and filled by the up stream, after a mark of
+   the compute stream; nobody reads it, and it is not let go, before compute waits for the copy.
+3. A copy that nobody needs any more says so through a queue, from whichever thread and at
+   whatever moment it was collected; the queue is emptied where the next copy is asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any, cast
+from weakref import WeakValueDictionary, ref
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tiermem.config import Home
+from tiermem.core.block import ALIGNMENT, Extent, Tier
+from tiermem.errors import StorageError
+from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.places import Place, PlacePool
+from tiermem.runtime.slots import typed_view, use_count
+from tiermem.runtime.stats import ActivationCounters
+from tiermem.transfer.copy import POISON, Event
+from tiermem.transfer.filemover import FileTransfer
+
+_NOWHERE = Extent(0, 0)
+"""For copy engines: the bytes are not in the HBM arena."""
+_GAP = 512
+"""Dead neighbours that a look-ahead steps over before it gives up."""
+
+
+class Copy:
+    """A run of bytes of one storage, below HBM, and in HBM as long as need be.
+
+    Attributes:
+        ident: Never reused.
+        seq: Position in the order of saving; a tensor saved again moves up.
+        begin: Bytes saved before it, in that order.
+        low: First byte within the storage.
+        nbytes: Bytes.
+        name: For messages and tables.
+        weak: The storage, without holding it.
+        place: Where the copy is; None where it could not be written.
+        source: The storage, held.
+        fetched: The bytes in HBM again.
+        up: Event of the copy that brought them.
+        reading: The file transfer that brings them.
+        tail: Last bytes, which are no whole page and so not in the file.
+        root: The tensor that was saved, or the one it is a view of; dead where that is gone.
+        version: The version of its contents that was copied.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "begin",
+        "dropped",
+        "fetched",
+        "ident",
+        "low",
+        "name",
+        "nbytes",
+        "place",
+        "reading",
+        "root",
+        "seq",
+        "source",
+        "tail",
+        "up",
+        "version",
+        "weak",
+    )
+
+    def __init__(
+        self, dropped: deque[Any], storage: torch.UntypedStorage, low: int, nbytes: int, name: str
+    ) -> None:
+        self.dropped = dropped
+        self.ident = self.seq = self.begin = -1
+        self.low = low
+        self.nbytes = nbytes
+        self.name = name
+        self.weak = StorageWeakRef(storage)
+        self.place: Place | None = None
+        self.source: torch.UntypedStorage | None = storage
+        self.fetched: torch.UntypedStorage | None = None
+        self.up: Event | None = None
+        self.reading: FileTransfer | None = None
+        self.tail: torch.Tensor | None = None
+        self.root: ref[torch.Tensor] | None = None
+        self.version = 0
+
+    def alive(self) -> torch.UntypedStorage | None:
+        """Returns the storage that was saved, if anybody still holds it."""
+        if self.source is not None:
+            return self.source
+        # returns None where it is gone, whatever its annotation says
+        found = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
+        return cast("torch.UntypedStorage | None", found)
+
+    def covers(self, low: int, high: int) -> bool:
+        """Whether bytes ``low`` to ``high`` of the storage are part of it."""
+        return self.low <= low and high <= self.low + self.nbytes
+
+    def __del__(self) -> None:
+        self.dropped.append(
+            (self.ident, self.place, self.source, self.fetched, self.up, self.reading)
+        )
+
+
+def _afresh(error: StorageError) -> StorageError:
+    """Returns an equal error that nobody else has.
+
+    A traceback holds the frames of a whole pass, and what was saved in it; the I/O thread may
+    have the error of a transfer until its next piece of work.
+    """
+    fresh = type(error).__new__(type(error))
+    fresh.args = error.args
+    fresh.__dict__.update(error.__dict__)
+    fresh.errno = error.errno
+    return fresh
+
+
+class ActivationStore:
+    """Sends storages down, and has them in HBM again when they are needed.
+
+    Every call is made under the manager's lock.
+
+    Attributes:
+        window: Returns how many bytes may be in HBM beyond need: on the way down, or fetched
+            ahead.
+        pool: Where copies live below HBM.
+    """
+
+    def __init__(self, manager: BlockManager, home: Home, window: Callable[[], int]) -> None:
+        """Starts empty.
+
+        Args:
+            manager: Whose tiers and transfers it uses.
+            home: ``"dram"`` or ``"nvme"``.
+            window: See the attribute.
+        """
+        self.manager = manager
+        self.home = home
+        self.window = window
+        self.pool = PlacePool(manager.homes, self._settle)
+        self._live: dict[int, ref[Copy]] = {}
+        self._of_storage: WeakValueDictionary[int, Copy] = WeakValueDictionary()
+        self._held: OrderedDict[int, tuple[ref[Copy], int]] = OrderedDict()
+        self._fetched: OrderedDict[int, tuple[ref[Copy], int]] = OrderedDict()
+        self._held_bytes = 0
+        self._fetched_bytes = 0
+        self._dropped: deque[Any] = deque()
+        self._leaving: list[tuple[Any, Event | None, FileTransfer | None]] = []
+        self._seqs: dict[int, int] = {}
+        self._next = 0
+        self._saved_bytes = 0
+        self._looked_to: float = float("inf")
+
+    @property
+    def counters(self) -> ActivationCounters:
+        """What is counted."""
+        return self.manager.counters.activations
+
+    # -- down ------------------------------------------------------------
+
+    def known(self, storage: torch.UntypedStorage, low: int, high: int) -> Copy | None:
+        """Returns the copy that covers these bytes of a storage, if there is one."""
+        found = self._of_storage.get(storage._cdata)
+        return found if found is not None and found.covers(low, high) else None
+
+    def again(self, copy: Copy) -> None:
+        """Says that another tensor was saved that ``copy`` covers: backward needs it sooner."""
+        self._live.pop(copy.seq, None)
+        self._number(copy)
+        self.counters.shared += 1
+
+    def send(self, storage: torch.UntypedStorage, low: int, nbytes: int, name: str) -> Copy | None:
+        """Begins to copy bytes of a storage down, and holds the storage as long as that takes.
+
+        Returns:
+            The copy; None where there is no room for it, so that the tensor stays.
+        """
+        body = nbytes if self.home == "dram" else nbytes // ALIGNMENT * ALIGNMENT
+        place = self.pool.take(body, self.home, name) if body else None
+        if place is None:
+            self.counters.kept += 1
+            return None
+        copy = Copy(self._dropped, storage, low, nbytes, name)
+        copy.ident = self._next
+        copy.place = place
+        try:
+            self._write(copy, place, body)
+        except BaseException:
+            copy.place = None
+            self.pool.give_back(place)
+            raise
+        self._number(copy)
+        self._of_storage[storage._cdata] = copy
+        self._held[copy.ident] = (ref(copy), nbytes)
+        self._held_bytes += nbytes
+        self.counters.offloaded += 1
+        self.counters.offloaded_bytes += nbytes
+        self._trim_held()
+        return copy
+
+    def _write(self, copy: Copy, place: Place, body: int) -> None:
+        manager = self.manager
+        if copy.source is None:
+            raise RuntimeError("nothing to write")
+        with torch.inference_mode(False), torch.no_grad():
+            bytes_ = typed_view(copy.source, torch.uint8, copy.low, (copy.nbytes,), (1,))
+            if place.tier is Tier.DRAM:
+                started = time.perf_counter_ns()
+                target = manager.homes.arena.bytes_of(Extent(place.extent.offset, body))
+                place.written = manager.copy.down(target, bytes_, _NOWHERE, place.read)
+                self._moved("hbm->dram", copy, started)
+                return
+            manager.copy.prepare_down()
+            mover = manager.traffic.need_mover()
+            place.transfer = mover.write(place.extent, bytes_[:body], label=copy.name)
+            if body < copy.nbytes:
+                copy.tail = bytes_[body:].clone()
+
+    def _number(self, copy: Copy) -> None:
+        copy.seq = self._next
+        self._next += 1
+        copy.begin = self._saved_bytes
+        self._saved_bytes += copy.nbytes
+        self._live[copy.seq] = ref(copy)
+        self._seqs[copy.ident] = copy.seq
+        self._looked_to = float("inf")
+
+    def _trim_held(self) -> None:
+        """Lets the sources go that are beyond the window, the oldest first."""
+        window = self.window()
+        while self._held_bytes > window and self._held:
+            _, (weak, nbytes) = self._held.popitem(last=False)
+            self._held_bytes -= nbytes
+            copy = weak()
+            if copy is not None:
+                self._let_go(copy)
+
+    def _let_go(self, copy: Copy) -> None:
+        """Lets the source of a copy go, once whoever gets its memory comes after the copy."""
+        place = copy.place
+        if place is None:
+            return
+        if place.transfer is not None:
+            self._wait(place.transfer)
+            self._landed(place.transfer)
+            if place.transfer.error is not None:  # it cannot leave, and so it stays
+                copy.place = None
+                self.pool.give_back(place)
+                self.counters.kept += 1
+                return
+        else:
+            self.manager.copy.use(place.written)
+        source, copy.source = copy.source, None
+        if source is not None and self.manager.device.type == "cpu" and use_count(source) == 1:
+            with torch.no_grad():  # nobody may look at it any more; if somebody does, it shows
+                typed_view(source, torch.uint8, 0, (source.nbytes(),), (1,)).fill_(POISON)
+
+    # -- up --------------------------------------------------------------
+
+    def begin_sweep(self) -> None:
+        """Says that a backward pass begins."""
+        self._looked_to = float("inf")
+
+    def open(self, copy: Copy) -> tuple[torch.UntypedStorage, int]:
+        """Has a copy in HBM, ordered before whatever the current stream does next.
+
+        Returns:
+            A storage, and which byte of the one that was saved is its first.
+
+        Raises:
+            StorageError: If its bytes cannot be read.
+            ClosedError: If they went with a manager that is closed.
+        """
+        self.reap()
+        found = copy.alive()
+        if found is not None:
+            self.counters.reused += 1
+            self._look_ahead(copy)
+            return found, 0
+        self.manager.guard()
+        ahead = copy.fetched is not None
+        if not ahead:
+            self._fetch(copy, urgent=True)
+            self.counters.fetched_late += 1
+        self._look_ahead(copy)
+        self._arrive(copy, again=ahead)
+        if copy.fetched is None:
+            raise RuntimeError(f"{copy.name!r} did not arrive")
+        found, low = copy.fetched, copy.low
+        self._trim_fetched(copy)
+        return found, low
+
+    def _look_ahead(self, copy: Copy) -> None:
+        """Begins to fetch what was saved before ``copy``, as far as the window goes."""
+        window = self.window()
+        if not window:
+            return
+        seq = int(min(copy.seq, self._looked_to)) - 1
+        gap, first = 0, seq == copy.seq - 1
+        while seq >= 0 and gap < _GAP:
+            weak = self._live.get(seq)
+            other = None if weak is None else weak()
+            if other is None:
+                gap += 1
+            else:
+                if copy.begin - other.begin > window and not first:
+                    break
+                first = False
+                if other.fetched is None and other.alive() is None:
+                    try:
+                        self._fetch(other, urgent=False)
+                    except torch.OutOfMemoryError:
+                        break
+                    self.counters.fetched_ahead += 1
+            self._looked_to = seq
+            seq -= 1
+
+    def _fetch(self, copy: Copy, *, urgent: bool) -> None:
+        """Begins to bring a copy up."""
+        manager, place = self.manager, copy.place
+        if place is None:
+            raise RuntimeError(f"{copy.name!r} is nowhere")
+        with torch.inference_mode(False), torch.no_grad():
+            target = torch.empty(copy.nbytes, dtype=torch.uint8, device=manager.device)
+            if place.tier is Tier.DRAM:
+                started = time.perf_counter_ns()
+                source = manager.homes.arena.bytes_of(Extent(place.extent.offset, copy.nbytes))
+                copy.up = place.read = manager.copy.up(target, source, _NOWHERE, place.written)
+                self._moved("dram->hbm", copy, started)
+            else:
+                manager.copy.prepare_up(_NOWHERE)
+                mover = manager.traffic.need_mover()
+                body = place.extent.nbytes
+                copy.reading = place.transfer = mover.read(
+                    place.extent, target[:body], label=copy.name, urgent=urgent
+                )
+                if copy.tail is not None:
+                    target[body:].copy_(copy.tail)
+            copy.fetched = target.untyped_storage()
+        self._fetched[copy.ident] = (ref(copy), copy.nbytes)
+        self._fetched_bytes += copy.nbytes
+
+    def _arrive(self, copy: Copy, *, again: bool) -> None:
+        """Makes compute wait for a copy up; for files, the host.
+
+        Args:
+            copy: Which.
+            again: Whether a read that failed is made once more: a fetch ahead says nothing.
+        """
+        self.manager.copy.use(copy.up)
+        reading = copy.reading
+        if reading is None:
+            return
+        if not reading.finished:
+            self.counters.waits += 1
+        self._wait(reading)
+        copy.reading = None
+        self._landed(reading)
+        if reading.error is None:
+            return
+        self._forget_fetched(copy)
+        if not again:
+            raise _afresh(reading.error)
+        self._fetch(copy, urgent=True)
+        self._arrive(copy, again=False)
+
+    def _trim_fetched(self, current: Copy) -> None:
+        """Lets what was fetched long ago go again: a graph that is kept would hold it all."""
+        limit = 4 * self.window()
+        while self._fetched_bytes > limit and len(self._fetched) > 1:
+            ident = next(iter(self._fetched))
+            if ident == current.ident:
+                self._fetched.move_to_end(ident)
+                ident = next(iter(self._fetched))
+            copy = self._fetched[ident][0]()
+            if copy is None:
+                self._fetched_bytes -= self._fetched.pop(ident)[1]
+            elif copy.reading is not None and not copy.reading.finished:
+                return
+            else:
+                self.manager.copy.use(copy.up)
+                self._forget_fetched(copy)
+
+    def _forget_fetched(self, copy: Copy) -> None:
+        copy.fetched = None
+        copy.up = None
+        copy.reading = None
+        if self._fetched.pop(copy.ident, None) is not None:
+            self._fetched_bytes -= copy.nbytes
+
+    # -- the end ---------------------------------------------------------
+
+    def reap(self) -> None:
+        """Takes back what dropped copies had. Called where compute is submitted."""
+        self.collect()
+        waiting: list[tuple[Any, Event | None, FileTransfer | None]] = []
+        for what, event, transfer in self._leaving:
+            if transfer is not None and not transfer.finished:
+                waiting.append((what, event, transfer))
+                continue
+            if transfer is not None:
+                self._landed(transfer)
+            self.manager.copy.use(event)
+        self._leaving = waiting
+
+    def collect(self) -> None:
+        """Takes back the places of dropped copies; what they have in HBM waits for ``reap``."""
+        while self._dropped:
+            ident, place, source, fetched, up, reading = self._dropped.popleft()
+            seq = self._seqs.pop(ident, None)
+            if seq is not None:
+                self._live.pop(seq, None)
+            held, brought = self._held.pop(ident, None), self._fetched.pop(ident, None)
+            self._held_bytes -= held[1] if held else 0
+            self._fetched_bytes -= brought[1] if brought else 0
+            if place is None:
+                continue
+            if fetched is not None:
+                self._leaving.append((fetched, up, reading))
+            if source is not None and place.transfer is not None:
+                self._leaving.append((source, None, place.transfer))
+            self.pool.give_back(place)
+
+    def copies(self) -> list[Copy]:
+        """Returns the copies there are, in the order of saving."""
+        self.collect()
+        found = (weak() for _, weak in sorted(self._live.items()))
+        return [copy for copy in found if copy is not None]
+
+    def _settle(self, place: Place) -> None:
+        """Makes the host wait until nothing reads or writes a place."""
+        if place.transfer is not None:
+            self._wait(place.transfer)
+        self.manager.copy.wait(place.written)
+        self.manager.copy.wait(place.read)
+
+    def _wait(self, transfer: FileTransfer) -> None:
+        self.manager.traffic.wait(transfer)
+        self.manager.traffic.poll()
+
+    # -- counting --------------------------------------------------------
+
+    def _moved(self, link: str, copy: Copy, started: int) -> None:
+        ended = time.perf_counter_ns()
+        self.manager.counters.moved(link, copy.nbytes, ended - started)
+        self.manager.counters.copy_ns += ended - started
+        self.manager.timeline.add(link, copy.name, started, ended, copy.nbytes)
+
+    def _landed(self, transfer: FileTransfer) -> None:
+        if transfer.error is not None:
+            self.manager.counters.errors += 1
+            return
+        link = "nvme->hbm" if transfer.is_read else "hbm->nvme"
+        begun, ended = transfer.started_ns or transfer.submitted_ns, transfer.finished_ns
+        self.manager.counters.moved(link, transfer.nbytes, ended - begun)
+        self.manager.timeline.add(link, transfer.label, begun, ended, transfer.nbytes)

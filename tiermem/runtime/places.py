@@ -1,0 +1,107 @@
+"""Places below HBM for what comes and goes with every step: kept by size, and used again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tiermem.config import Home
+from tiermem.core.block import Extent, Tier, align_up
+from tiermem.errors import CapacityError, StorageError
+from tiermem.runtime.homes import HomeRequest, Homes
+from tiermem.transfer.copy import Event
+from tiermem.transfer.filemover import FileTransfer
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """An extent below HBM.
+
+    Attributes:
+        tier: DRAM or NVMe.
+        extent: Where.
+        written: Event of the last copy into it.
+        read: Event of the last copy out of it.
+        transfer: The last file transfer of it.
+    """
+
+    tier: Tier
+    extent: Extent
+    written: Event | None = None
+    read: Event | None = None
+    transfer: FileTransfer | None = None
+
+
+class PlacePool:
+    """Hands out places, and keeps what comes back for the next of the same size.
+
+    A training step asks for the same sizes as the one before, so that from the second step on
+    nothing is allocated. What lies idle here is given up when space is short elsewhere.
+
+    Attributes:
+        used: Bytes in places that are handed out.
+        peak: Most bytes ever handed out.
+    """
+
+    def __init__(self, homes: Homes, settle: Callable[[Place], None]) -> None:
+        """Takes extents from ``homes``, under whose owner's lock every call is made.
+
+        Args:
+            homes: Where space comes from.
+            settle: Makes the host wait until nothing reads or writes a place.
+        """
+        self._homes = homes
+        self._settle = settle
+        self._idle: dict[tuple[Tier, int], list[Place]] = {}
+        self.used = 0
+        self.peak = 0
+        homes.reclaim = self.trim
+
+    @property
+    def idle(self) -> int:
+        """Bytes kept for the next who asks."""
+        return sum(size * len(places) for (_, size), places in self._idle.items())
+
+    def take(self, nbytes: int, home: Home, name: str) -> Place | None:
+        """Returns a place of at least ``nbytes`` bytes (rounded up to 4,096), or None.
+
+        Args:
+            nbytes: Bytes, above zero.
+            home: ``"dram"`` or ``"nvme"``.
+            name: What it is for, for messages.
+
+        Returns:
+            The place; None where the budget or the disk has no room.
+        """
+        size = align_up(nbytes)
+        idle = self._idle.get((Tier(home), size))
+        if idle:
+            place = idle.pop()
+        else:
+            try:
+                ((tier, extent),) = self._homes.reserve([HomeRequest(name, size, home)])
+            except (CapacityError, StorageError):
+                return None
+            if extent is None:
+                return None
+            place = Place(tier, extent)
+        self.used += size
+        self.peak = max(self.peak, self.used)
+        return place
+
+    def give_back(self, place: Place) -> None:
+        """Takes a place back; copies out of it may still be under way."""
+        self.used -= place.extent.nbytes
+        self._idle.setdefault((place.tier, place.extent.nbytes), []).append(place)
+
+    def trim(self) -> bool:
+        """Gives up whatever lies idle; returns whether that was anything."""
+        found = False
+        for places in self._idle.values():
+            while places:
+                place = places.pop()
+                self._settle(place)
+                self._homes.release(place.tier, place.extent)
+                found = True
+        self._idle.clear()
+        return found
