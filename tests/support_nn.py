@@ -98,7 +98,11 @@ class Tiers:
 
 
 def wrap_tight(
-    make: Build, tiers: Tiers, optimizer: Settings | None = None, blocks: Any = "auto"
+    make: Build,
+    tiers: Tiers,
+    optimizer: Settings | None = None,
+    blocks: Any = "auto",
+    groups: Callable[[nn.Module], Any] = lambda model: model,
 ) -> tuple[tiermem.TierManager, nn.Module, Any]:
     """Wraps under the least HBM that the errors ask for.
 
@@ -115,7 +119,7 @@ def wrap_tight(
             tier.wrap(model, blocks)
             stepper = None
             if optimizer is not None and any(p.requires_grad for p in model.parameters()):
-                stepper = tier.optimizer(model, optimizer[0], **optimizer[1])
+                stepper = tier.optimizer(groups(model), optimizer[0], **optimizer[1])
         except tiermem.CapacityError as error:
             tier.close()
             which, least = asked(error)
@@ -129,13 +133,20 @@ def wrap_tight(
             extra = Tiers(tiers.name, budgets["dram"], tiers.nvme, tiers.policy)
             tier.close()
             extra.options = tiers.options
-            return _wrap_with(make, budgets["hbm"] + tiers.extra_hbm, extra, optimizer, blocks)
+            return _wrap_with(
+                make, budgets["hbm"] + tiers.extra_hbm, extra, optimizer, blocks, groups
+            )
         return tier, model, stepper
     raise AssertionError("the least budget was never enough")
 
 
 def _wrap_with(
-    make: Build, hbm: int, tiers: Tiers, optimizer: Settings | None, blocks: Any
+    make: Build,
+    hbm: int,
+    tiers: Tiers,
+    optimizer: Settings | None,
+    blocks: Any,
+    groups: Callable[[nn.Module], Any],
 ) -> tuple[tiermem.TierManager, nn.Module, Any]:
     tier = tiermem.TierManager(
         device="cpu",
@@ -148,7 +159,7 @@ def _wrap_with(
     model = tier.wrap(make(), blocks)
     if optimizer is None or not any(p.requires_grad for p in model.parameters()):
         return tier, model, None
-    return tier, model, tier.optimizer(model, optimizer[0], **optimizer[1])
+    return tier, model, tier.optimizer(groups(model), optimizer[0], **optimizer[1])
 
 
 class Pair:

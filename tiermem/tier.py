@@ -124,7 +124,13 @@ class TierManager:
         return model
 
     def optimizer(
-        self, params: Params, cls: type[torch.optim.Optimizer], **settings: Any
+        self,
+        params: Params,
+        cls: type[torch.optim.Optimizer],
+        *,
+        master_dtype: torch.dtype | None = None,
+        grad_dtype: torch.dtype | None = None,
+        **settings: Any,
     ) -> TieredOptimizer:
         """Makes an optimizer whose state lives in the tiers.
 
@@ -132,14 +138,28 @@ class TierManager:
             params: A wrapped module, parameters, or parameter groups as torch takes them.
             cls: Any ``torch.optim.Optimizer`` class that updates each parameter from its own
                 gradient and state.
+            master_dtype: Gives every floating parameter of another dtype a master of this one,
+                say ``torch.float32`` for a bfloat16 model. The class steps the masters, with
+                the gradients cast; the weights are the masters, cast. They live where
+                ``Policy(master=...)`` says.
+            grad_dtype: Gradients are summed up and kept in this dtype, say ``torch.float32``,
+                rather than in the parameters'. ``param.grad`` shows them in the parameters'.
             **settings: The class's own settings.
 
         Raises:
-            StepError: If the class cannot be stepped block by block.
+            StepError: If the class cannot be stepped block by block, or a dtype cannot be had.
             CapacityError: If a budget cannot hold its state or a step.
         """
         self._optimizers += 1
-        return TieredOptimizer(self._runtime, params, cls, self._optimizers, **settings)
+        return TieredOptimizer(
+            self._runtime,
+            params,
+            cls,
+            self._optimizers,
+            master_dtype=master_dtype,
+            grad_dtype=grad_dtype,
+            **settings,
+        )
 
     def materialize(
         self, target: Target, device: str | torch.device | None = None

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tiermem.nn.scope import Scope
 
 _SOFT_IN_BACKWARD = 2
+_LEAST_UNIT = 16 << 20
 
 
 class ModuleRuntime:
@@ -80,13 +81,15 @@ class ModuleRuntime:
     def unit_limit(self, group: Group) -> int:
         """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM.
 
-        A step holds a block of weights, its unit of gradients, and state of a few times
-        the unit's size.
+        A step holds a block of weights, its unit of gradients, and state and masters of a few
+        times the unit's size; and the next unit is fetched meanwhile. Units small enough for
+        that are not made smaller than what a link carries at full speed.
         """
         hbm = self.manager.table.hbm.capacity
         sizes = [e.param.numel() * e.param.element_size() for e in group.entries] or [0]
         free = max(0, hbm - group.block.nbytes)
-        return max(max(sizes), min(sum(sizes), free // 8))
+        limit = max(free // 20, min(_LEAST_UNIT, free // 8))
+        return max(max(sizes), min(sum(sizes), limit))
 
     def owner_of(self, block: Block, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the parameter or buffer that shares a version counter with a view of a block."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,9 @@ from tiermem.errors import CheckpointError
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.probe import settings_of
 from tiermem.optim.unit import State, StepUnit
+
+MASTER = "master"
+"""Key of ``state_dict()`` beside ``state`` and ``param_groups``: masters by number of parameter."""
 
 
 def load_state(
@@ -34,15 +37,20 @@ def load_state(
             f"{lengths}; nothing was loaded"
         )
     saved: dict[int, State] = {}
+    masters: dict[int, torch.Tensor] = {}
     for group, other in zip(groups, saved_groups, strict=True):
         for param, number in zip(group["params"], other["params"], strict=True):
             if number in state_dict["state"]:
                 saved[id(param)] = state_dict["state"][number]
+            if number in state_dict.get(MASTER, {}):
+                masters[id(param)] = state_dict[MASTER][number]
     _check_shapes(units, saved)
+    _check_masters(units, masters)
     for group, other in zip(groups, saved_groups, strict=True):
         group.update(settings_of(other))
     for unit in units:
         unit.import_state(runtime, groups, state, _cast(unit, groups, saved))
+        unit.import_masters(runtime, {i: masters[i] for i in unit.ids() if i in masters})
 
 
 def _check_shapes(units: Sequence[StepUnit], saved: dict[int, State]) -> None:
@@ -58,28 +66,46 @@ def _check_shapes(units: Sequence[StepUnit], saved: dict[int, State]) -> None:
                 )
 
 
+def _check_masters(units: Sequence[StepUnit], masters: dict[int, torch.Tensor]) -> None:
+    for unit in units:
+        for param, _ in unit.members:
+            value = masters.get(id(param))
+            if value is None:
+                continue
+            if unit.own(param) is param:
+                raise CheckpointError(
+                    f"the state dict has master weights ({value.dtype}) for a parameter of "
+                    f"{unit.name!r} that has none here; make the optimizer with "
+                    f"master_dtype={value.dtype}, or delete {MASTER!r} from the state dict; "
+                    "nothing was loaded"
+                )
+            if value.shape != param.shape:
+                raise CheckpointError(
+                    f"the state dict's master of a parameter of {unit.name!r} has shape "
+                    f"{tuple(value.shape)}, the parameter {tuple(param.shape)}; nothing was loaded"
+                )
+
+
 def _cast(
     unit: StepUnit, groups: Sequence[dict[str, Any]], saved: dict[int, State]
 ) -> dict[int, State]:
     """Returns the unit's state, cast and moved as torch's own ``load_state_dict`` does it."""
-    params = [p for p, _ in unit.members if id(p) in saved]
-    if not params:
+    members = [(p, n) for p, n in unit.members if id(p) in saved]
+    if not members:
         return {}
-    number_of = {id(p): n for p, n in unit.members}
-    numbers = list(dict.fromkeys(number_of[id(p)] for p in params))
-    own = [
-        {**settings_of(groups[n]), "params": [p for p in params if number_of[id(p)] == n]}
-        for n in numbers
-    ]
-    scratch = torch.optim.Optimizer(own, {})
-    order = [p for group in own for p in group["params"]]
+    numbers = list(dict.fromkeys(n for _, n in members))
+    order = [p for number in numbers for p, n in members if n == number]
     index = {id(p): i for i, p in enumerate(order)}
+
+    def grouped(number: int, value: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
+        own = [value(p) for p, n in members if n == number]
+        return {**settings_of(groups[number]), "params": own}
+
+    scratch = torch.optim.Optimizer([grouped(n, unit.own) for n in numbers], {})
     scratch.load_state_dict(
         {
             "state": {index[id(p)]: saved[id(p)] for p in order},
-            "param_groups": [
-                {**settings_of(g), "params": [index[id(p)] for p in g["params"]]} for g in own
-            ],
+            "param_groups": [grouped(n, lambda p: index[id(p)]) for n in numbers],
         }
     )
-    return {id(p): dict(scratch.state[p]) for p in order}
+    return {id(p): dict(scratch.state[unit.own(p)]) for p in order}

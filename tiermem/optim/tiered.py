@@ -14,9 +14,12 @@ from tiermem.errors import StepError
 from tiermem.nn.placeholder import placeholder
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim import clip
+from tiermem.optim.master import master_dtype_of
+from tiermem.optim.plan import plan_units
 from tiermem.optim.probe import StateProbe, check_separable, settings_of
-from tiermem.optim.state import load_state
-from tiermem.optim.unit import StepUnit, plan_units
+from tiermem.optim.scaling import Scaling
+from tiermem.optim.state import MASTER, load_state
+from tiermem.optim.unit import StepUnit
 
 Params = nn.Module | Iterable[Any]
 
@@ -35,12 +38,24 @@ class TieredOptimizer(torch.optim.Optimizer):
         cls: type[torch.optim.Optimizer],
         number: int,
         /,
+        *,
+        master_dtype: torch.dtype | None = None,
+        grad_dtype: torch.dtype | None = None,
         **settings: Any,
     ) -> None:
         """Tries the class, learns its state and reserves homes for it.
 
+        Args:
+            runtime: The modules' runtime.
+            params: A wrapped module, parameters, or parameter groups.
+            cls: The optimizer class.
+            number: Tells the optimizers of one manager apart.
+            master_dtype: Of the masters, or None to step the weights themselves.
+            grad_dtype: In which gradients are summed up and kept, or None for the weights' own.
+            **settings: The class's own.
+
         Raises:
-            StepError: If the class cannot be stepped block by block.
+            StepError: If the class cannot be stepped block by block, or a dtype cannot be had.
             CapacityError: If a budget cannot hold a step or its state; nothing is changed.
         """
         self._runtime = runtime
@@ -48,8 +63,11 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._manager.guard()
         self._cls = cls
         self._settings = settings
+        self._master_dtype = _floating("master_dtype", master_dtype)
+        self._grad_dtype = _floating("grad_dtype", grad_dtype)
         self._number = number
         self._pending: list[StepUnit] = []
+        self._scaling: Scaling | None = None
         self._failed = ""
         self._units: list[StepUnit] = []
         groups = _groups_of(params)
@@ -80,6 +98,9 @@ class TieredOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._runtime.end_backward()
+        scaling = self._scaling if self._pending else Scaling.of(self)
+        if scaling is not None and not self._fused and scaling.skips:
+            return loss
         units = self._pending or [unit for unit in self._units if unit.wanted(self._runtime)]
         guess = [block.id for unit in units for block in unit.blocks()]
         began = time.perf_counter_ns()
@@ -88,10 +109,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         try:
             with torch.no_grad():
                 while remaining:
-                    remaining[0].step(self._runtime, self.param_groups, self.state)
+                    remaining[0].step(self._runtime, self.param_groups, self.state, scaling)
                     del remaining[0]
         except BaseException as error:
-            self._pending = remaining
+            self._pending, self._scaling = remaining, scaling
             self._failed = f"{type(error).__name__} at {remaining[0].name!r}"
             raise
         self._pending = []
@@ -125,17 +146,18 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._refuse_if_pending("clip_grad_norm_()")
         self._runtime.end_backward()
         norms: dict[int, torch.Tensor] = {}
+        dtypes: dict[int, torch.dtype] = {}
+
+        def measure(param: torch.Tensor, gradient: torch.Tensor) -> None:
+            norms[id(param)] = clip.norms_of([gradient], float(norm_type), foreach)[0]
+            dtypes[id(param)] = gradient.dtype
+
         with torch.no_grad():
             self._manager.begin_pass(("clip", self._number), [])
             for unit in self._units:
-                unit.each_gradient(
-                    self._runtime,
-                    lambda param, grad: norms.__setitem__(
-                        id(param), clip.norms_of([grad], float(norm_type), foreach)[0]
-                    ),
-                )
+                unit.each_gradient(self._runtime, measure)
             params = [p for g in self.param_groups for p in g["params"] if id(p) in norms]
-            like = [placeholder(p.shape, p.dtype, p.device) for p in params]
+            like = [placeholder(p.shape, dtypes[id(p)], p.device) for p in params]
             total = clip.total_norm([norms[id(p)] for p in params], like, float(norm_type))
             if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
                 raise RuntimeError(
@@ -173,7 +195,11 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what the plain optimizer's ``state_dict`` would, with tensors in host memory."""
+        """Returns what the plain optimizer's ``state_dict`` would, with tensors in host memory.
+
+        With ``master_dtype`` there is a key ``"master"`` more: the master of each parameter that
+        has one, by the parameter's number, as in ``"state"``.
+        """
         self._refuse_if_pending("state_dict()")
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
@@ -189,6 +215,13 @@ class TieredOptimizer(torch.optim.Optimizer):
             for param, values in unit.export(self._runtime, self.state):
                 state[numbers[id(param)]] = values
         result: dict[str, Any] = {"state": dict(sorted(state.items())), "param_groups": groups}
+        masters = {
+            numbers[id(param)]: value
+            for unit in self._units
+            for param, value in unit.export_masters(self._runtime)
+        }
+        if self._master_dtype is not None:
+            result[MASTER] = dict(sorted(masters.items()))
         for post in self._optimizer_state_dict_post_hooks.values():
             changed = post(self, result)
             result = result if changed is None else changed
@@ -196,6 +229,9 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state over, from this or from the plain optimizer.
+
+        Where it has masters, the weights become their casts; where it has none, the masters
+        stay as they are.
 
         Raises:
             CheckpointError: If it is of other groups or shapes; nothing is changed.
@@ -220,7 +256,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         stand_ins: dict[int, nn.Parameter] = {}
         for group in groups:
             for param in group["params"]:
-                meta = torch.empty(param.shape, dtype=param.dtype, device="meta")
+                dtype = self._stepped_dtype(param)
+                meta = torch.empty(param.shape, dtype=dtype, device="meta")
                 stand_ins.setdefault(id(param), nn.Parameter(meta, param.requires_grad))
         shadow = [
             {**group, "params": [stand_ins[id(p)] for p in group["params"]]} for group in groups
@@ -232,6 +269,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         except Exception:  # a class that looks at the device of its parameters
             optimizer = self.make([dict(group) for group in groups])
         self._defaults = optimizer.defaults
+        self._fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         filled = []
         for group, original in zip(optimizer.param_groups, groups, strict=True):
             filled.append({**group, "params": list(original["params"])})
@@ -250,16 +288,25 @@ class TieredOptimizer(torch.optim.Optimizer):
                 self.make,
                 settings_of(group),
                 dims,
-                params[0].dtype,
+                self._stepped_dtype(params[0]),
                 self._manager.device,
             )
         self._probe = StateProbe(self.make, self._manager.device, sparse=self._sparse)
         self._ready = True
+        # a GradScaler then leaves it to step() to undo the scale: after the cast to the master
+        self._step_supports_amp_scaling = self._fused or self._master_dtype is not None
+
+    def _stepped_dtype(self, param: torch.Tensor) -> torch.dtype:
+        """Returns the dtype of what is stepped: of the parameter, or of its master."""
+        return master_dtype_of(param, self._master_dtype) or param.dtype
 
     def _extend(self, groups: Sequence[dict[str, Any]]) -> None:
         """Plans the units of new groups and reserves their homes."""
         first = len(self.param_groups) - len(groups)
-        planned = plan_units(self._runtime, groups, first, self._probe, self.make)
+        self._runtime.grads.keep_in(self._grad_dtype, [p for g in groups for p in g["params"]])
+        planned = plan_units(
+            self._runtime, groups, first, self._probe, self.make, self._master_dtype
+        )
         if self._probe.eager:
             for unit in planned:
                 unit.begin(self._runtime, self.param_groups, self.state)
@@ -295,3 +342,9 @@ def _groups_of(params: Params) -> list[dict[str, Any]]:
     if isinstance(items[0], tuple):
         return [{"params": [p for _, p in items]}]
     return [{"params": items}]
+
+
+def _floating(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return dtype
+    raise StepError(f"{name} must be a floating dtype such as torch.float32, not {dtype!r}")

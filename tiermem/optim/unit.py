@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 
-from tiermem.config import format_size
-from tiermem.core.block import Block, Role
-from tiermem.core.layout import TensorShape
-from tiermem.errors import CapacityError, StepError
+from tiermem.core.block import Block
+from tiermem.errors import StepError
 from tiermem.nn.grads import Change, GradUnit
 from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import LazyTensor, flush, forget, lazy, refresh
 from tiermem.nn.runtime import ModuleRuntime
-from tiermem.nn.shapes import shape_of
-from tiermem.optim.probe import Make, StateProbe, settings_of
+from tiermem.optim.master import Masters
+from tiermem.optim.probe import Make, settings_of
+from tiermem.optim.scaling import Scaling
 from tiermem.runtime.slots import Slot
 
 State = dict[Any, Any]
@@ -33,6 +32,7 @@ class StepUnit:
         entries: The managed ones among them, in the same order; empty for ordinary parameters.
         group: The group of weights they are from, or None.
         block: The block of their state, or None.
+        masters: Their masters, or None where the parameters themselves are stepped.
         keys: For each tensor of that block, its parameter and the state's key.
     """
 
@@ -49,17 +49,31 @@ class StepUnit:
         self.entries = list(entries)
         self.group: Group | None = entries[0].group if entries else None
         self.block: Block | None = None
+        self.masters: Masters | None = None
         self.keys: list[tuple[torch.Tensor, str]] = []
         self._make = make
         self._optimizer: torch.optim.Optimizer | None = None
         self._numbers = list(dict.fromkeys(number for _, number in members))
 
+    def own(self, param: torch.Tensor) -> torch.Tensor:
+        """Returns what the plain optimizer is given for a parameter: itself, or its master."""
+        return param if self.masters is None else self.masters.own(param)
+
+    def ids(self) -> list[int]:
+        """Returns the ids of the parameters, by which what is loaded is found."""
+        return [id(param) for param, _ in self.members]
+
     def blocks(self) -> list[Block]:
         """Returns the blocks that a step uses, in the order it does."""
         found = [self.group.block] if self.group is not None else []
         found += [unit.block for unit in self.grad_units()]
-        if self.block is not None:
-            found.append(self.block)
+        return found + self._kept_blocks()
+
+    def _kept_blocks(self) -> list[Block]:
+        """Returns the blocks of state and masters."""
+        found = [] if self.block is None else [self.block]
+        if self.masters is not None and self.masters.block is not None:
+            found.append(self.masters.block)
         return found
 
     def grad_units(self) -> list[GradUnit]:
@@ -75,8 +89,21 @@ class StepUnit:
 
     # -- the step --------------------------------------------------------
 
-    def step(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State) -> None:
-        """Steps the unit: everything it needs is brought up first, so it happens whole or not."""
+    def step(
+        self,
+        runtime: ModuleRuntime,
+        groups: Sequence[dict[str, Any]],
+        state: State,
+        scaling: Scaling | None = None,
+    ) -> None:
+        """Steps the unit: everything it needs is brought up first, so it happens whole or not.
+
+        Args:
+            runtime: The modules' runtime.
+            groups: Settings of the parameter groups.
+            state: The tiered optimizer's state, to be kept up to date.
+            scaling: What a GradScaler left to the step, or None.
+        """
         if self.group is not None and self.group.freed:
             raise StepError(
                 f"{self.name!r}: the model was taken out of the tiers with tier.unwrap; make a new "
@@ -88,31 +115,73 @@ class StepUnit:
             runtime.grads.sync(entry)
         self._flush(optimizer)
         with self._held(runtime) as slots:
+            views = {
+                id(e.param): slots[id(e.unit.block)].views[e.unit_index]
+                for e in stored
+                if e.unit is not None
+            }
             slot = slots.get(id(self.block))
             try:
-                for entry in stored:
-                    unit = entry.unit
-                    if unit is not None:
-                        entry.param.grad = slots[id(unit.block)].views[entry.unit_index]
-                self._attach(optimizer, slot)
-                try:
-                    optimizer.step()
-                finally:
-                    self._detach(runtime, optimizer, slot, state)
+                with self._open_masters(slots):
+                    self._hand_over(views)
+                    self._attach(optimizer, slot)
+                    try:
+                        self._run(optimizer, scaling)
+                    finally:
+                        self._detach(runtime, optimizer, slot, state)
+                    if self.masters is not None:
+                        self.masters.derive()
             finally:
                 for entry in stored:
-                    unit = entry.unit
-                    if unit is not None:
-                        refresh(entry.lazy, slots[id(unit.block)].views[entry.unit_index])
+                    if id(entry.param) in views:
+                        refresh(entry.lazy, views[id(entry.param)])
                     entry.param.grad = None
                     runtime.grads.expose(entry)
 
+    def _hand_over(self, views: dict[int, torch.Tensor]) -> None:
+        """Gives the optimizer the gradients, in the dtype of what it steps."""
+        for param, _ in self.members:
+            own = self.own(param)
+            gradient = views.get(id(param), param.grad)
+            if gradient is None:
+                continue
+            if own is not param or gradient.dtype is not param.dtype:
+                gradient = gradient.to(own.device, own.dtype)
+            if own.grad is not gradient:
+                own.grad = gradient
+
+    def _run(self, optimizer: torch.optim.Optimizer, scaling: Scaling | None) -> None:
+        if scaling is None:
+            optimizer.step()
+            return
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            scaling.unscale([self.own(param) for param, _ in self.members])
+            optimizer.step()
+            return
+        optimizer.grad_scale = scaling.grad_scale  # type: ignore[attr-defined]
+        optimizer.found_inf = scaling.found_inf  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+    @contextmanager
+    def _open_masters(self, slots: dict[int, Slot]) -> Iterator[None]:
+        if self.masters is None:
+            yield
+            return
+        try:
+            self.masters.open(slots.get(id(self.masters.block)))
+            yield
+        finally:
+            self.masters.close()
+
     @contextmanager
     def _held(self, runtime: ModuleRuntime) -> Iterator[dict[int, Slot]]:
-        """Holds weights, gradients and state together; yields slots by the id of their block."""
+        """Holds weights, gradients, state and masters; yields slots by the id of their block."""
         manager = runtime.manager
         units = [u for u in self.grad_units() if any(e.has_grad for e in u.entries)]
-        blocks = [u.block for u in units] + ([self.block] if self.block is not None else [])
+        blocks = [u.block for u in units] + self._kept_blocks()
         stepped = False
         if self.group is not None:
             self.group.hold()
@@ -125,16 +194,24 @@ class StepUnit:
                 yield {id(block): slot for block, slot in zip(blocks, slots, strict=True)}
             finally:
                 # a class may write gradients too, and weights through `param.data`: nobody counts
-                for block in blocks:
-                    manager.release(block, dirty=stepped)
+                for index, block in enumerate(blocks):
+                    written = stepped and (index >= len(units) or self._sees(units[index]))
+                    manager.release(block, dirty=written)
         finally:
             if self.group is not None:
                 self.group.let_go(dirty=stepped)
 
+    def _sees(self, unit: GradUnit) -> bool:
+        """Whether the optimizer is given gradients of a block themselves, not casts of them."""
+        for entry, spec in zip(unit.entries, unit.block.tensors, strict=True):
+            if self.own(entry.param).dtype is spec.dtype:
+                return True
+        return False
+
     def _flush(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes in what was written through views of the state."""
         for param, key in self.keys:
-            flush(optimizer.state.get(param, {}).get(key))
+            flush(optimizer.state.get(self.own(param), {}).get(key))
 
     def _optimizer_for(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
         """Returns the plain optimizer of this unit, with the settings of now."""
@@ -144,7 +221,7 @@ class StepUnit:
                     [
                         {
                             **settings_of(groups[number]),
-                            "params": [p for p, n in self.members if n == number],
+                            "params": [self.own(p) for p, n in self.members if n == number],
                         }
                         for number in self._numbers
                     ]
@@ -158,7 +235,7 @@ class StepUnit:
         if slot is None:
             return
         for (param, key), view in zip(self.keys, slot.views, strict=True):
-            own = optimizer.state.get(param)
+            own = optimizer.state.get(self.own(param))
             if own is not None and isinstance(own.get(key), LazyTensor):
                 forget(own[key])
                 own[key] = view
@@ -173,7 +250,7 @@ class StepUnit:
         """Takes what is new into the slot and leaves lazy stand-ins behind."""
         if slot is not None and self.block is not None:
             for index, (param, key) in enumerate(self.keys):
-                own = optimizer.state.get(param)
+                own = optimizer.state.get(self.own(param))
                 value = own.get(key) if own is not None else None
                 view = slot.views[index]
                 if (
@@ -188,8 +265,8 @@ class StepUnit:
                     view.copy_(value)
                 own[key] = self._lazy(runtime, index, view)
         for param, _ in self.members:
-            if param in optimizer.state:
-                state[param] = optimizer.state[param]
+            if self.own(param) in optimizer.state:
+                state[param] = optimizer.state[self.own(param)]
 
     def _lazy(self, runtime: ModuleRuntime, index: int, view: torch.Tensor) -> LazyTensor:
         return lazy(
@@ -222,7 +299,11 @@ class StepUnit:
 
     def begin(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State) -> None:
         """Takes in the state that the class makes before any step."""
-        with torch.no_grad(), self._held(runtime) as slots:
+        with (
+            torch.no_grad(),
+            self._held(runtime) as slots,
+            self._open_masters(slots),
+        ):
             optimizer = self._optimizer_for(groups)
             self._detach(runtime, optimizer, slots.get(id(self.block)), state)
 
@@ -310,110 +391,40 @@ class StepUnit:
             slot = runtime.manager.acquire(self.block) if self.block is not None else None
             try:
                 for param, _ in self.members:
-                    optimizer.state.pop(param, None)
+                    own = self.own(param)
+                    optimizer.state.pop(own, None)
                     state.pop(param, None)
                     if id(param) in loaded:
-                        optimizer.state[param] = dict(loaded[id(param)])
+                        optimizer.state[own] = dict(loaded[id(param)])
                 self._detach(runtime, optimizer, slot, state)
             finally:
                 if self.block is not None:
                     runtime.manager.release(self.block, dirty=True)
 
+    def export_masters(self, runtime: ModuleRuntime) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields each parameter that has a master, with a copy of it in host memory."""
+        if self.masters is None:
+            return
+        manager, block = runtime.manager, self.masters.block
+        stored = manager.read(block) if block is not None and self.masters.made else []
+        managed = {id(entry.param) for entry in self.entries}
+        weights = {id(p): p.detach().cpu() for p, _ in self.members if id(p) not in managed}
+        if self.group is not None:
+            tensors = manager.read(self.group.block)
+            weights |= {
+                id(e.param): e.param.detach().cpu() if e.materialized else tensors[e.index]
+                for e in self.entries
+            }
+        yield from self.masters.values(stored, weights)
+
+    def import_masters(self, runtime: ModuleRuntime, loaded: dict[int, torch.Tensor]) -> None:
+        """Takes masters over, and casts the weights from them; ``loaded`` is by id and fits."""
+        if self.masters is None or not loaded:
+            return
+        with torch.no_grad(), self._held(runtime) as slots, self._open_masters(slots):
+            self.masters.take(loaded)
+
 
 def _zero(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         tensor.zero_()
-
-
-def plan_units(
-    runtime: ModuleRuntime,
-    groups: Sequence[dict[str, Any]],
-    first: int,
-    probe: StateProbe,
-    make: Make,
-) -> list[StepUnit]:
-    """Plans the units of parameter groups and reserves homes for gradients and state.
-
-    Args:
-        runtime: The modules' runtime.
-        groups: The parameter groups.
-        first: Number of the first of them.
-        probe: Knows the state.
-        make: Makes a plain optimizer.
-
-    Raises:
-        CapacityError: If a step or the state does not fit; nothing is reserved then.
-    """
-    number_of = {id(p): first + i for i, group in enumerate(groups) for p in group["params"]}
-    runtime.grads.reserve(runtime.groups)
-    units: list[StepUnit] = []
-    seen: set[int] = set()
-    by_unit: dict[int, list[Entry]] = {}
-    for group in runtime.groups:
-        for entry in group.entries:
-            if id(entry.param) in number_of:
-                seen.add(id(entry.param))
-                by_unit.setdefault(id(entry.unit) if entry.unit else id(group), []).append(entry)
-    for entries in by_unit.values():
-        members = [(e.param, number_of[id(e.param)]) for e in entries]
-        units.append(StepUnit(f"step[{entries[0].name}]", members, entries, make))
-    rest = [
-        (p, first + i)
-        for i, group in enumerate(groups)
-        for p in group["params"]
-        if id(p) not in seen
-    ]
-    if rest:
-        units.append(StepUnit("step[ordinary parameters]", rest, [], make))
-    _reserve_state(runtime, units, groups, first, probe)
-    return units
-
-
-def _reserve_state(
-    runtime: ModuleRuntime,
-    units: Sequence[StepUnit],
-    groups: Sequence[dict[str, Any]],
-    first: int,
-    probe: StateProbe,
-) -> None:
-    wanted: list[tuple[str, Role, Sequence[TensorShape]]] = []
-    owners: list[tuple[StepUnit, list[tuple[torch.Tensor, str]]]] = []
-    for unit in units:
-        shapes: list[TensorShape] = []
-        keys: list[tuple[torch.Tensor, str]] = []
-        number_of = {id(param): number for param, number in unit.members}
-        for entry in unit.entries:
-            number = number_of[id(entry.param)]
-            spec = entry.group.block.tensors[entry.index]
-            settings = settings_of(groups[number - first])
-            if not entry.param.requires_grad:
-                continue
-            for key, like in probe.state_of(entry.param, spec.stride, number, settings).items():
-                shapes.append(shape_of(f"{entry.name}.{key}", like))
-                keys.append((entry.param, key))
-        if shapes:
-            wanted.append((f"{unit.name}.state", Role.OPTIMIZER, shapes))
-            owners.append((unit, keys))
-    blocks = runtime.manager.add_blocks(wanted)
-    for (unit, own), block in zip(owners, blocks, strict=True):
-        unit.block, unit.keys = block, own
-    try:
-        _check_step(runtime, units)
-    except CapacityError:
-        runtime.manager.remove_blocks(blocks)
-        raise
-
-
-def _check_step(runtime: ModuleRuntime, units: Sequence[StepUnit]) -> None:
-    """Refuses a device budget in which a step could not be made."""
-    table = runtime.manager.table
-    fixed = sum(r.block.nbytes for r in table if r.fixed)
-    for unit in units:
-        blocks = [b for b in unit.blocks() if not table[b.id].fixed]
-        need = fixed + sum(b.nbytes for b in blocks)
-        if need > table.hbm.capacity:
-            raise CapacityError(
-                f"an optimizer step of block {unit.name!r} takes {format_size(need)} in tier hbm: "
-                f"weights, gradients and state together; the budget is "
-                f"{format_size(table.hbm.capacity)}; give hbm= at least {need}"
-            )
