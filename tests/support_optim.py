@@ -164,6 +164,7 @@ class Twins:
         groups: Groups = one_group,
         master_dtype: torch.dtype | None = torch.float32,
         grad_dtype: torch.dtype | None = None,
+        blocks: Any = "auto",
         **options: Any,
     ) -> None:
         settings = {"lr": 0.01} if settings is None else settings
@@ -177,7 +178,7 @@ class Twins:
         self.by_hand = ByHand(groups(self.plain), cls, settings, master_dtype, grad_dtype)
         extra = {"master_dtype": master_dtype, "grad_dtype": grad_dtype, **options}
         self.tier, self.model, self.optimizer = wrap_tight(
-            make, tiers, (cls, {**settings, **extra}), groups=groups
+            make, tiers, (cls, {**settings, **extra}), blocks, groups
         )
 
     def __enter__(self) -> Twins:

@@ -130,6 +130,7 @@ class TierManager:
         *,
         master_dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
+        overlap: bool = False,
         **settings: Any,
     ) -> TieredOptimizer:
         """Makes an optimizer whose state lives in the tiers.
@@ -144,6 +145,9 @@ class TierManager:
                 ``Policy(master=...)`` says.
             grad_dtype: Gradients are summed up and kept in this dtype, say ``torch.float32``,
                 rather than in the parameters'. ``param.grad`` shows them in the parameters'.
+            overlap: Whether ``step()`` leaves each block to be stepped just before its next use,
+                in the next forward, where its weights come up anyway. Nobody sees a weight
+                before its step is made, and the step uses the settings of when it was asked for.
             **settings: The class's own settings.
 
         Raises:
@@ -158,6 +162,7 @@ class TierManager:
             self._optimizers,
             master_dtype=master_dtype,
             grad_dtype=grad_dtype,
+            overlap=overlap,
             **settings,
         )
 

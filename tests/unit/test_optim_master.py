@@ -45,6 +45,7 @@ def thawed_but_one(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     accumulate=st.integers(1, 3),
     clip=st.sampled_from(["none", "norm", "value"]),
     frozen=st.booleans(),
+    overlap=st.booleans(),
     extra=st.lists(st.booleans(), min_size=4, max_size=4),
 )
 def test_every_combination_of_homes(
@@ -57,11 +58,14 @@ def test_every_combination_of_homes(
     accumulate: int,
     clip: str,
     frozen: bool,
+    overlap: bool,
     extra: list[bool],
 ) -> None:
     tiers = Tiers("mixed", nvme=str(tmp_path_factory.mktemp("swap")), policy=homes)
     build = (lambda: thawed_but_one(dtype)) if frozen else (lambda: Net(dtype))
-    with Twins(build, tiers, *chosen, groups=groups, grad_dtype=grad_dtype) as twins:
+    with Twins(
+        build, tiers, *chosen, groups=groups, grad_dtype=grad_dtype, overlap=overlap
+    ) as twins:
         rates = [
             torch.optim.lr_scheduler.StepLR(o, 2, 0.5)
             for o in (twins.by_hand.optimizer, twins.optimizer)

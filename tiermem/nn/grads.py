@@ -124,6 +124,7 @@ class GradStore:
 
     def clear(self, entry: Entry) -> None:
         """Forgets the gradient of one parameter; whoever still has it keeps its value."""
+        self.pay(entry.unit)
         stand_in, entry.lazy = entry.lazy, None
         if isinstance(stand_in, LazyTensor):
             if entry.param.grad is stand_in:
@@ -135,6 +136,16 @@ class GradStore:
         if unit is not None and not any(e.has_grad for e in unit.entries):
             unit.pending.clear()
             self._manager.discard(unit.block)
+
+    def owed(self, entry: Entry) -> bool:
+        """Whether a step that uses the gradient of a parameter is still to be made."""
+        return entry.unit is not None and entry.unit.block.id in self._manager.debts
+
+    def pay(self, unit: GradUnit | None) -> None:
+        """Has a step made that uses the gradients of a unit and is still owed."""
+        if unit is not None and unit.block.id in self._manager.debts:
+            with self._manager.lock:
+                self._manager.debts.pay(unit.block.id)
 
     def sync(self, entry: Entry) -> None:
         """Takes up what a user did to ``param.grad``: another tensor or None ends our own."""
@@ -241,6 +252,7 @@ class GradStore:
         if entry.materialized:
             return
         self._runtime.enter_backward()
+        self.pay(entry.unit)  # while param.grad is what it was
         with torch._C.DisableTorchFunctionSubclass():
             self._make_way(entry)
 

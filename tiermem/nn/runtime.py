@@ -34,6 +34,7 @@ class ModuleRuntime:
         grads: The gradients.
         saved: The saved-tensor hooks.
         on_begin: Called before each top-level pass (the optimizers check in here).
+        worst_chain: Most bytes of blocks that nested calls of one model hold at once.
         stranded: Parameters that a failed disk kept from being taken back after materialize.
     """
 
@@ -46,6 +47,7 @@ class ModuleRuntime:
         self.saved = SavedHooks(self)
         self.on_begin: list[Callable[[bool], None]] = []
         self.stranded: list[Entry] = []
+        self.worst_chain = 0
         self._by_block: dict[int, Group] = {}
         self._ambient: list[Group] = []
         self._backward: deque[Group] = deque()
@@ -126,9 +128,11 @@ class ModuleRuntime:
                 check(training)
             self._drop(self._ambient)
             self._ambient = []
-            key = ("forward", scope.name, scope.number, training)
+            # with optimizer steps in it the pass uses other blocks: it is learned as another
+            stepping = bool(self.manager.debts)
+            key = ("forward", scope.name, scope.number, training, stepping)
             self._last_forward = key
-            guess = [g.block.id for g in scope.order()]
+            guess = self.manager.debts.order(g.block.id for g in scope.order())
             self.manager.begin_pass(key, guess)
 
     def demand(self, group: Group) -> None:

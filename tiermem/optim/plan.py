@@ -28,6 +28,8 @@ def plan_units(
     probe: StateProbe,
     make: Make,
     master_dtype: torch.dtype | None = None,
+    *,
+    overlap: bool = False,
 ) -> list[StepUnit]:
     """Plans the units of parameter groups and reserves homes for gradients and state.
 
@@ -38,6 +40,7 @@ def plan_units(
         probe: Knows the state.
         make: Makes a plain optimizer.
         master_dtype: Of the masters of parameters that have another dtype; None for no masters.
+        overlap: Whether a unit may be stepped while a forward holds other blocks.
 
     Raises:
         CapacityError: If a step or the state does not fit; nothing is reserved then.
@@ -66,7 +69,7 @@ def plan_units(
     if master_dtype is not None:
         for unit in units:
             _give_masters(unit, master_dtype)
-    _reserve(runtime, units, groups, first, probe)
+    _reserve(runtime, units, groups, first, probe, overlap=overlap)
     return units
 
 
@@ -82,6 +85,8 @@ def _reserve(
     groups: Sequence[dict[str, Any]],
     first: int,
     probe: StateProbe,
+    *,
+    overlap: bool,
 ) -> None:
     """Reserves homes for state and masters of all units, or of none."""
     wanted: list[Wanted] = []
@@ -107,7 +112,7 @@ def _reserve(
     for (kept_by, params), block in zip(masters, blocks[len(states) :], strict=True):
         kept_by.place(block, params)
     try:
-        _check_step(runtime, units)
+        _check_step(runtime, units, runtime.worst_chain if overlap else 0)
     except CapacityError:
         runtime.manager.remove_blocks(blocks)
         raise
@@ -140,13 +145,22 @@ def _master_shapes(unit: StepUnit, entries: Sequence[Entry]) -> list[TensorShape
     ]
 
 
-def _check_step(runtime: ModuleRuntime, units: Sequence[StepUnit]) -> None:
-    """Refuses a device budget in which a step could not be made."""
+def _check_step(runtime: ModuleRuntime, units: Sequence[StepUnit], held: int) -> None:
+    """Refuses a device budget in which a step could not be made.
+
+    Args:
+        runtime: The modules' runtime.
+        units: What is stepped.
+        held: Bytes of blocks that may be held beside it, its own weights among them.
+    """
     table = runtime.manager.table
     fixed = sum(r.block.nbytes for r in table if r.fixed)
     for unit in units:
         blocks = [b for b in unit.blocks() if not table[b.id].fixed]
         need = fixed + sum(b.nbytes for b in blocks)
+        if held and unit.group is not None:
+            weights = 0 if table[unit.group.block.id].fixed else unit.group.block.nbytes
+            need += max(0, held - weights)
         if need > table.hbm.capacity:
             raise CapacityError(
                 f"an optimizer step of block {unit.name!r} takes {format_size(need)} in tier hbm: "

@@ -27,6 +27,11 @@ class Scaling:
         found = getattr(optimizer, "found_inf", None)
         return None if scale is None and found is None else cls(scale, found)
 
+    def frozen(self) -> Scaling:
+        """Returns the same with tensors of its own; the scaler writes its scale in place."""
+        copies = [None if t is None else t.clone() for t in (self.grad_scale, self.found_inf)]
+        return Scaling(*copies)
+
     @property
     def skips(self) -> bool:
         """Whether the step is left out; waits for the device."""

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
-from tiermem.errors import StepError
+from tiermem.errors import StepError, StorageError
 from tiermem.nn.placeholder import placeholder
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim import clip
@@ -20,6 +21,7 @@ from tiermem.optim.probe import StateProbe, check_separable, settings_of
 from tiermem.optim.scaling import Scaling
 from tiermem.optim.state import MASTER, load_state
 from tiermem.optim.unit import StepUnit
+from tiermem.runtime.debts import Debt
 
 Params = nn.Module | Iterable[Any]
 
@@ -41,6 +43,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         *,
         master_dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
+        overlap: bool = False,
         **settings: Any,
     ) -> None:
         """Tries the class, learns its state and reserves homes for it.
@@ -52,6 +55,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             number: Tells the optimizers of one manager apart.
             master_dtype: Of the masters, or None to step the weights themselves.
             grad_dtype: In which gradients are summed up and kept, or None for the weights' own.
+            overlap: Whether a step is made block by block in the next forward, each before its use.
             **settings: The class's own.
 
         Raises:
@@ -63,6 +67,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._manager.guard()
         self._cls = cls
         self._settings = settings
+        self._overlap = bool(overlap)
+        self._owed: set[int] = set()
         self._master_dtype = _floating("master_dtype", master_dtype)
         self._grad_dtype = _floating("grad_dtype", grad_dtype)
         self._number = number
@@ -101,23 +107,97 @@ class TieredOptimizer(torch.optim.Optimizer):
         scaling = self._scaling if self._pending else Scaling.of(self)
         if scaling is not None and not self._fused and scaling.skips:
             return loss
+        self.finish()
         units = self._pending or [unit for unit in self._units if unit.wanted(self._runtime)]
+        if self._overlap and not self._pending:
+            units = self._owe(units, scaling)
+        self._step(units, scaling)
+        return loss
+
+    def _step(self, units: Sequence[StepUnit], scaling: Scaling | None) -> None:
+        """Steps units now."""
         guess = [block.id for unit in units for block in unit.blocks()]
         began = time.perf_counter_ns()
-        self._manager.begin_pass(("optimizer", self._number), guess)
+        if units or not self._owed:
+            self._manager.begin_pass(("optimizer", self._number), guess)
         remaining = list(units)
         try:
             with torch.no_grad():
                 while remaining:
-                    remaining[0].step(self._runtime, self.param_groups, self.state, scaling)
+                    remaining[0].step(self._runtime, self.param_groups, self._state, scaling)
                     del remaining[0]
         except BaseException as error:
             self._pending, self._scaling = remaining, scaling
             self._failed = f"{type(error).__name__} at {remaining[0].name!r}"
+            self._explain(error, [unit.name for unit in remaining])
             raise
         self._pending = []
         self._runtime.busy("optimizer", began)
-        return loss
+
+    def _owe(self, units: Sequence[StepUnit], scaling: Scaling | None) -> list[StepUnit]:
+        """Puts off the step of every unit that can wait; returns the others.
+
+        The settings are those of now: a scheduler may change the learning rate before the step
+        is made.
+        """
+        settings = [_frozen(settings_of(group)) for group in self.param_groups]
+        scaling = None if scaling is None else scaling.frozen()
+        now = []
+        with self._manager.lock:
+            for unit in units:
+                if unit.group is None or not unit.can_wait(self._runtime):
+                    now.append(unit)
+                    continue
+                unit.group.unpoint()
+                blocks = [block.id for block in unit.blocks()]
+                work = partial(self._pay, unit, settings, scaling)
+                self._owed.add(id(unit))
+                self._manager.debts.add(Debt(unit.name, blocks, work))
+        return now
+
+    def _pay(
+        self, unit: StepUnit, settings: Sequence[dict[str, Any]], scaling: Scaling | None
+    ) -> None:
+        """Makes a step that was put off, wherever we are by now."""
+        began = time.perf_counter_ns()
+        kind = self._manager.device.type
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast(kind, enabled=False),
+            torch.autocast("cpu", enabled=False),
+            _disable_current_modes(),
+        ):
+            try:
+                unit.step(self._runtime, settings, self._state, scaling, owed=True)
+            except BaseException as error:
+                self._explain(error, [u.name for u in self._units if id(u) in self._owed])
+                raise
+        self._owed.discard(id(unit))
+        self._manager.timeline.add("optimizer", unit.name, began, time.perf_counter_ns())
+
+    def finish(self) -> None:
+        """Makes what is still to be made of the last step; only with ``overlap=True`` there is any.
+
+        There is no need to call it: whatever looks at a weight, a gradient or a piece of state
+        has its step made first.
+        """
+        if not self._owed:
+            return
+        with self._manager.lock:
+            for unit in self._units:
+                if id(unit) in self._owed and unit.group is not None:
+                    self._manager.debts.pay(unit.group.block.id)
+
+    @property
+    def state(self) -> Any:
+        """The state by parameter, as in any optimizer; every step asked for is made in it."""
+        self.finish()
+        return self._state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._state = value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients, or sets them to zero."""
@@ -143,7 +223,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: If it is not finite and ``error_if_nonfinite``.
         """
-        self._refuse_if_pending("clip_grad_norm_()")
+        self._settle("clip_grad_norm_()")
         self._runtime.end_backward()
         norms: dict[int, torch.Tensor] = {}
         dtypes: dict[int, torch.dtype] = {}
@@ -171,7 +251,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamps every gradient to ``[-clip_value, clip_value]``."""
-        self._refuse_if_pending("clip_grad_value_()")
+        self._settle("clip_grad_value_()")
         limit = float(clip_value)
 
         def clamp(tensors: Sequence[torch.Tensor]) -> None:
@@ -186,6 +266,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if not hasattr(self, "_units") or not getattr(self, "_ready", False):
             super().add_param_group(param_group)
             return
+        self.finish()
         group = self._template([param_group])[0]
         super().add_param_group(group)
         try:
@@ -200,7 +281,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         With ``master_dtype`` there is a key ``"master"`` more: the master of each parameter that
         has one, by the parameter's number, as in ``"state"``.
         """
-        self._refuse_if_pending("state_dict()")
+        self._settle("state_dict()")
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         numbers: dict[int, int] = {}
@@ -212,7 +293,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             groups.append({**packed, "params": [numbers[id(p)] for p in group["params"]]})
         state: dict[int, Any] = {}
         for unit in self._units:
-            for param, values in unit.export(self._runtime, self.state):
+            for param, values in unit.export(self._runtime, self._state):
                 state[numbers[id(param)]] = values
         result: dict[str, Any] = {"state": dict(sorted(state.items())), "param_groups": groups}
         masters = {
@@ -236,8 +317,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: If it is of other groups or shapes; nothing is changed.
         """
-        self._refuse_if_pending("load_state_dict()")
-        load_state(self._runtime, self._units, self.param_groups, self.state, state_dict)
+        self._settle("load_state_dict()")
+        load_state(self._runtime, self._units, self.param_groups, self._state, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         raise StepError("a tiered optimizer cannot be pickled; save its state_dict()")
@@ -305,16 +386,38 @@ class TieredOptimizer(torch.optim.Optimizer):
         first = len(self.param_groups) - len(groups)
         self._runtime.grads.keep_in(self._grad_dtype, [p for g in groups for p in g["params"]])
         planned = plan_units(
-            self._runtime, groups, first, self._probe, self.make, self._master_dtype
+            self._runtime,
+            groups,
+            first,
+            self._probe,
+            self.make,
+            self._master_dtype,
+            overlap=self._overlap,
         )
         if self._probe.eager:
             for unit in planned:
-                unit.begin(self._runtime, self.param_groups, self.state)
+                unit.begin(self._runtime, self.param_groups, self._state)
         self._units.extend(planned)
 
     def _before_forward(self, training: bool) -> None:
         if training:
             self._refuse_if_pending("a training forward")
+
+    def _explain(self, error: BaseException, left: Sequence[str]) -> None:
+        """Has an error of the disk say how far the step got."""
+        if not isinstance(error, StorageError):
+            return
+        names = ", ".join(repr(name) for name in left[:8]) + (", ..." if len(left) > 8 else "")
+        again = "the next use of them makes it" if self._owed else "optimizer.step() goes on there"
+        error.message += (
+            f"; {len(self._units) - len(left)} of {len(self._units)} units of the optimizer step "
+            f"are made, each whole, and {len(left)} are as they were: {names}; {again}"
+        )
+
+    def _settle(self, what: str) -> None:
+        """Makes sure that no step is unfinished."""
+        self.finish()
+        self._refuse_if_pending(what)
 
     def _refuse_if_pending(self, what: str) -> None:
         if self._pending:
@@ -348,3 +451,8 @@ def _floating(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
     if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return dtype
     raise StepError(f"{name} must be a floating dtype such as torch.float32, not {dtype!r}")
+
+
+def _frozen(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns settings that stay as they are (a tensor learning rate is written in place)."""
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in settings.items()}

@@ -13,7 +13,7 @@ from tiermem.core.block import Block
 from tiermem.errors import StepError
 from tiermem.nn.grads import Change, GradUnit
 from tiermem.nn.group import Entry, Group
-from tiermem.nn.lazy import LazyTensor, flush, forget, lazy, refresh
+from tiermem.nn.lazy import LazyTensor, flush, forget, is_viewed, lazy, refresh
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.master import Masters
 from tiermem.optim.probe import Make, settings_of
@@ -95,6 +95,8 @@ class StepUnit:
         groups: Sequence[dict[str, Any]],
         state: State,
         scaling: Scaling | None = None,
+        *,
+        owed: bool = False,
     ) -> None:
         """Steps the unit: everything it needs is brought up first, so it happens whole or not.
 
@@ -103,47 +105,96 @@ class StepUnit:
             groups: Settings of the parameter groups.
             state: The tiered optimizer's state, to be kept up to date.
             scaling: What a GradScaler left to the step, or None.
+            owed: Whether the step was asked for some time ago: then it uses the gradients that
+                were there, and leaves ``param.grad`` as the user has it by now.
         """
         if self.group is not None and self.group.freed:
             raise StepError(
                 f"{self.name!r}: the model was taken out of the tiers with tier.unwrap; make a new "
                 "optimizer over it (this one's state_dict() can be loaded there)"
             )
-        stored = [e for e in self.entries if e.has_grad and not e.materialized]
         optimizer = self._optimizer_for(groups)
-        for entry in self.entries:
-            runtime.grads.sync(entry)
+        if not owed:
+            for entry in self.entries:
+                runtime.grads.sync(entry)
+        stored = [e for e in self.entries if e.has_grad and not e.materialized]
+        seen = {id(p): p.grad for p, _ in self.members} if owed else {}
         self._flush(optimizer)
-        with self._held(runtime) as slots:
-            views = {
-                id(e.param): slots[id(e.unit.block)].views[e.unit_index]
-                for e in stored
-                if e.unit is not None
-            }
-            slot = slots.get(id(self.block))
-            try:
-                with self._open_masters(slots):
-                    self._hand_over(views)
-                    self._attach(optimizer, slot)
-                    try:
-                        self._run(optimizer, scaling)
-                    finally:
-                        self._detach(runtime, optimizer, slot, state)
-                    if self.masters is not None:
-                        self.masters.derive()
-            finally:
-                for entry in stored:
-                    if id(entry.param) in views:
-                        refresh(entry.lazy, views[id(entry.param)])
-                    entry.param.grad = None
-                    runtime.grads.expose(entry)
+        try:
+            with self._held(runtime) as slots:
+                self._update(runtime, optimizer, stored, slots, state, scaling, owed=owed)
+        finally:
+            for entry in stored:
+                entry.param.grad = seen.get(id(entry.param), entry.lazy)
+        for entry in stored:
+            if entry.param.grad is not entry.lazy:  # forgotten or replaced while the step was owed
+                runtime.grads.clear(entry)
 
-    def _hand_over(self, views: dict[int, torch.Tensor]) -> None:
+    def _update(
+        self,
+        runtime: ModuleRuntime,
+        optimizer: torch.optim.Optimizer,
+        stored: Sequence[Entry],
+        slots: dict[int, Slot],
+        state: State,
+        scaling: Scaling | None,
+        *,
+        owed: bool,
+    ) -> None:
+        """Steps what is held."""
+        gradients: dict[int, torch.Tensor] = {}
+        if not owed:
+            gradients = {id(p): p.grad for p, _ in self.members if p.grad is not None}
+        views = {
+            id(e.param): slots[id(e.unit.block)].views[e.unit_index]
+            for e in stored
+            if e.unit is not None
+        }
+        slot = slots.get(id(self.block))
+        try:
+            with self._open_masters(slots):
+                self._hand_over({**gradients, **views})
+                self._attach(optimizer, slot)
+                try:
+                    self._run(optimizer, scaling)
+                finally:
+                    self._detach(runtime, optimizer, slot, state)
+                if self.masters is not None:
+                    self.masters.derive()
+        finally:
+            for entry in stored:
+                refresh(entry.lazy, views[id(entry.param)])
+                entry.param.grad = None
+
+    def can_wait(self, runtime: ModuleRuntime) -> bool:
+        """Whether nobody could see that the step is made later than asked for.
+
+        That is so where every way to the bytes leads through the manager, which has the step made
+        first: not where somebody has a view of them, or a gradient is an ordinary tensor.
+        """
+        group = self.group
+        if group is None or group.holds or group.freed:
+            return False
+        slot = runtime.manager.slots.current.get(group.block.id)
+        if slot is not None and slot.aliased:
+            return False
+        for entry in self.entries:
+            if entry.materialized or entry.param.grad is not (
+                entry.lazy if entry.has_grad else None
+            ):
+                return False
+            if is_viewed(entry.lazy):
+                return False
+        state = self._optimizer.state if self._optimizer is not None else {}
+        return not any(is_viewed(state.get(self.own(p), {}).get(key)) for p, key in self.keys)
+
+    def _hand_over(self, gradients: dict[int, torch.Tensor]) -> None:
         """Gives the optimizer the gradients, in the dtype of what it steps."""
         for param, _ in self.members:
             own = self.own(param)
-            gradient = views.get(id(param), param.grad)
+            gradient = gradients.get(id(param))
             if gradient is None:
+                own.grad = None
                 continue
             if own is not param or gradient.dtype is not param.dtype:
                 gradient = gradient.to(own.device, own.dtype)
@@ -319,7 +370,8 @@ class StepUnit:
         for entry in self.entries:
             if entry.has_grad:
                 entry.param.grad = None
-                runtime.grads.clear(entry)
+                if not runtime.grads.owed(entry):  # else once it has been used
+                    runtime.grads.clear(entry)
         for param, _ in self.members:
             param.grad = None
 
@@ -349,6 +401,7 @@ class StepUnit:
             runtime.grads.sync(entry)
         for unit in self.grad_units():
             if any(e.has_grad for e in unit.entries):
+                runtime.grads.pay(unit)
                 unit.pending.append(change)
         loose = [
             p.grad

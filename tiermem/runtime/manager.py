@@ -24,6 +24,7 @@ from tiermem.errors import ClosedError, ConfigError, InvariantError
 from tiermem.io.engine import IoEngine
 from tiermem.io.probe import choose_engine
 from tiermem.runtime.contents import Contents
+from tiermem.runtime.debts import Debts
 from tiermem.runtime.homes import HomeRequest, Homes
 from tiermem.runtime.pacing import open_pacing
 from tiermem.runtime.prefetch import Prefetcher
@@ -62,6 +63,7 @@ class BlockManager:
         self.timeline = Timeline()
         self.planner = Planner()
         self.holders: dict[int, Holder] = {}
+        self.debts = Debts()
         self._generation = generation()
         self._closed = False
         self._given_back = False
@@ -194,6 +196,8 @@ class BlockManager:
             if self._closed:
                 self.guard()
             block_id = block.id
+            if self.debts:
+                self.debts.pay(block_id)
             record = self.table[block_id]
             leases = record.leases
             if self.copy.capturing():
@@ -258,11 +262,13 @@ class BlockManager:
     def slot_at_hand(self, block: Block) -> Slot | None:
         """Returns the slot of a block that is in HBM and usable, without leasing it."""
         with self.lock:
+            self.debts.pay(block.id)
             return self.slots.current[block.id] if self.table[block.id].usable else None
 
     def discard(self, block: Block) -> None:
         """Forgets what a block holds; who still looks at its bytes keeps them as they were."""
         with self.lock:
+            self.debts.pay(block.id)
             self.traffic.settle(block.id)
             self.space.forget(self.table[block.id], gone=False)
             self.traffic.failing.discard(block.id)
@@ -276,6 +282,7 @@ class BlockManager:
         self.guard()
         with self.lock, torch.inference_mode(False), torch.no_grad():
             self.guard()
+            self.debts.pay(block.id)
             return self.contents.read(block)
 
     def read_home(self, block: Block) -> torch.Tensor:
