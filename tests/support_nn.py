@@ -18,6 +18,7 @@ from tiermem.config import parse_size
 
 Build = Callable[[], nn.Module]
 Settings = tuple[type[torch.optim.Optimizer], dict[str, Any]]
+_TIERED_ONLY = ("overlap", "where")
 _ASKED = re.compile(r"\b(hbm|dram)= at least ([0-9.]+ ?[KMGT]?i?B?)")
 
 
@@ -192,7 +193,8 @@ class Pair:
         self.plain_optimizer: Any = None
         trained = [p for p in self.plain.parameters() if p.requires_grad]
         if optimizer is not None and trained:
-            self.plain_optimizer = optimizer[0](trained, **optimizer[1])
+            own = {k: v for k, v in optimizer[1].items() if k not in _TIERED_ONLY}
+            self.plain_optimizer = optimizer[0](trained, **own)
         self.tier, self.model, self.optimizer = wrap_tight(make, tiers, optimizer, blocks)
 
     def __enter__(self) -> Pair:

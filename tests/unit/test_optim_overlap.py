@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_nn import Tiers, assert_same, same_bits, seed
+from support_nn import Pair, Tiers, assert_same, same_bits, seed
 from support_optim import Net, Twins, loss_of, two_groups
 from torch import nn
 
@@ -306,3 +306,31 @@ def test_a_second_optimizer_and_more_parameters() -> None:
                 pairs[0][0].add_param_group({"params": [plain.embed.weight], "lr": 0.1})
                 pairs[0][1].add_param_group({"params": [model.embed.weight], "lr": 0.1})
         assert_same(dict(plain.state_dict()), dict(model.state_dict()), "weights")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # dynamo looks at .grad of what is no leaf
+@pytest.mark.parametrize("whole", [True, False])
+def test_steps_inside_compiled_modules_are_not_compiled(whole: bool) -> None:
+    def prepare(model: Any) -> None:
+        for part in () if whole else model:
+            part.compile(backend="eager")
+
+    build = lambda: nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])  # noqa: E731
+    settings = (torch.optim.AdamW, {"lr": 0.01, "overlap": True})
+    roomy = Tiers("dram", extra_hbm=1 << 15)
+    with Pair(build, roomy, settings, prepare=prepare) as pair:
+
+        def use(model: nn.Module, optimizer: Any) -> Any:
+            called = torch.compile(model, backend="eager") if whole else model
+            losses = []
+            for _ in range(3):
+                loss = called(torch.randn(3, 16)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss)
+            return losses
+
+        pair.both(use)
+        pair.finish()
+    torch.compiler.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -168,8 +169,11 @@ class TieredOptimizer(torch.optim.Optimizer):
             torch.autocast("cpu", enabled=False),
             _disable_current_modes(),
         ):
+            step = unit.step
+            if "torch._dynamo" in sys.modules:  # the call around it may be a compiled one
+                step = torch.compiler.disable(step)
             try:
-                unit.step(self._runtime, settings, self._state, scaling, owed=True)
+                step(self._runtime, settings, self._state, scaling, owed=True)
             except BaseException as error:
                 self._explain(error, [u.name for u in self._units if id(u) in self._owed])
                 raise
