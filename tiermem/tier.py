@@ -18,7 +18,8 @@ from tiermem.nn.inspect import check_module
 from tiermem.nn.materialize import Target, materialize
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.wrapped import Blocks, WrappedModel
-from tiermem.optim.tiered import Params, TieredOptimizer
+from tiermem.optim.groups import Params
+from tiermem.optim.tiered import TieredOptimizer, Where
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.stats import PaceRow, ResidencyRow, Stats
 from tiermem.runtime.timeline import Timeline
@@ -131,6 +132,7 @@ class TierManager:
         master_dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
         overlap: bool = False,
+        where: Where = "device",
         **settings: Any,
     ) -> TieredOptimizer:
         """Makes an optimizer whose state lives in the tiers.
@@ -148,6 +150,11 @@ class TierManager:
             overlap: Whether ``step()`` leaves each block to be stepped just before its next use,
                 in the next forward, where its weights come up anyway. Nobody sees a weight
                 before its step is made, and the step uses the settings of when it was asked for.
+            where: ``"device"``: state and masters come up for the step, which rounds as the
+                resident one does. ``"host"``: blocks whose weights, gradients, state and masters
+                are all at home in DRAM are stepped there by torch's CPU kernels, which round
+                differently; the others on the device. ``"both"``: a share of them, by measured
+                speed, so that both sides finish together.
             **settings: The class's own settings.
 
         Raises:
@@ -163,6 +170,7 @@ class TierManager:
             master_dtype=master_dtype,
             grad_dtype=grad_dtype,
             overlap=overlap,
+            where=where,
             **settings,
         )
 

@@ -95,21 +95,31 @@ class Masters:
         """
         with torch.inference_mode(False), torch.no_grad():
             for param, own in self._pairs():
-                index = self._index.get(id(param))
-                fresh = not self.made
-                if index is not None and slot is not None:
-                    own.data = slot.views[index]
-                else:
-                    fresh = id(param) not in self._loose
-                    if fresh:
-                        self._loose[id(param)] = torch.empty_like(param.data, dtype=self.dtype)
-                    own.data = self._loose[id(param)]
                 weight = param.data
+                own.data, fresh = self.place_of(param, None if slot is None else slot.views, weight)
                 if fresh:
                     own.data.copy_(weight)
                 else:
                     follow(own.data, weight.to(own.device))
         self.made = True
+
+    def place_of(
+        self, param: torch.Tensor, views: Sequence[torch.Tensor] | None, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, bool]:
+        """Returns where a parameter's master is, and whether it is to be made still.
+
+        Args:
+            param: One that has a master.
+            views: The block's tensors, if it has come.
+            weight: The parameter's value; a master outside the tiers is made beside it.
+        """
+        index = self._index.get(id(param))
+        if index is not None and views is not None:
+            return views[index], not self.made
+        fresh = id(param) not in self._loose
+        if fresh:
+            self._loose[id(param)] = torch.empty_like(weight, dtype=self.dtype)
+        return self._loose[id(param)], fresh
 
     def derive(self) -> None:
         """Writes every work weight whose master has a gradient: it may have been stepped."""

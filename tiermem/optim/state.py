@@ -1,13 +1,14 @@
-"""Loading an optimizer's state dict into the tiers, unit by unit."""
+"""An optimizer's state dict, out of the tiers and into them, unit by unit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from tiermem.errors import CheckpointError
+from tiermem.nn.lazy import LazyTensor
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.probe import settings_of
 from tiermem.optim.unit import State, StepUnit
@@ -49,8 +50,8 @@ def load_state(
     for group, other in zip(groups, saved_groups, strict=True):
         group.update(settings_of(other))
     for unit in units:
-        unit.import_state(runtime, groups, state, _cast(unit, groups, saved))
-        unit.import_masters(runtime, {i: masters[i] for i in unit.ids() if i in masters})
+        import_state(unit, runtime, groups, state, _cast(unit, groups, saved))
+        import_masters(unit, runtime, {i: masters[i] for i in unit.ids() if i in masters})
 
 
 def _check_shapes(units: Sequence[StepUnit], saved: dict[int, State]) -> None:
@@ -72,7 +73,7 @@ def _check_masters(units: Sequence[StepUnit], masters: dict[int, torch.Tensor]) 
             value = masters.get(id(param))
             if value is None:
                 continue
-            if unit.own(param) is param:
+            if not unit.has_master(param):
                 raise CheckpointError(
                     f"the state dict has master weights ({value.dtype}) for a parameter of "
                     f"{unit.name!r} that has none here; make the optimizer with "
@@ -109,3 +110,75 @@ def _cast(
         }
     )
     return {id(p): dict(scratch.state[unit.own(p)]) for p in order}
+
+
+def export_state(
+    unit: StepUnit, runtime: ModuleRuntime, state: State
+) -> Iterator[tuple[torch.Tensor, State]]:
+    """Yields each parameter that has state, with copies of it in host memory."""
+    present = [param for param, _ in unit.members if state.get(param)]
+    if not present:
+        return
+    tensors = runtime.manager.read(unit.block) if unit.block is not None else []
+    stored = {(id(p), key): tensors[i] for i, (p, key) in enumerate(unit.keys)}
+    for param in present:
+        values: State = {}
+        for key, value in state[param].items():
+            if isinstance(value, LazyTensor):
+                values[key] = stored[(id(param), key)].clone()
+            elif isinstance(value, torch.Tensor):
+                values[key] = value.detach().clone()
+            else:
+                values[key] = value
+        yield param, values
+
+
+def import_state(
+    unit: StepUnit,
+    runtime: ModuleRuntime,
+    groups: Sequence[dict[str, Any]],
+    state: State,
+    loaded: dict[int, State],
+) -> None:
+    """Takes state over; ``loaded`` is by the id of the parameter and fits."""
+    optimizer = unit.optimizer_for(groups)
+    with torch.no_grad():
+        slot = runtime.manager.acquire(unit.block) if unit.block is not None else None
+        try:
+            for param, _ in unit.members:
+                own = unit.own(param)
+                optimizer.state.pop(own, None)
+                state.pop(param, None)
+                if id(param) in loaded:
+                    optimizer.state[own] = dict(loaded[id(param)])
+            unit.detach(runtime, optimizer, slot, state)
+        finally:
+            if unit.block is not None:
+                runtime.manager.release(unit.block, dirty=True)
+
+
+def export_masters(
+    unit: StepUnit, runtime: ModuleRuntime
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields each parameter that has a master, with a copy of it in host memory."""
+    if unit.masters is None:
+        return
+    manager, block = runtime.manager, unit.masters.block
+    stored = manager.read(block) if block is not None and unit.masters.made else []
+    managed = {id(entry.param) for entry in unit.entries}
+    weights = {id(p): p.detach().cpu() for p, _ in unit.members if id(p) not in managed}
+    if unit.group is not None:
+        tensors = manager.read(unit.group.block)
+        weights |= {
+            id(e.param): e.param.detach().cpu() if e.materialized else tensors[e.index]
+            for e in unit.entries
+        }
+    yield from unit.masters.values(stored, weights)
+
+
+def import_masters(unit: StepUnit, runtime: ModuleRuntime, loaded: dict[int, torch.Tensor]) -> None:
+    """Takes masters over, and casts the weights from them; ``loaded`` is by id and fits."""
+    if unit.masters is None or not loaded:
+        return
+    with torch.no_grad(), unit.held(runtime) as slots, unit.open_masters(slots):
+        unit.masters.take(loaded)

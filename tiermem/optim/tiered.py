@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tiermem.errors import StepError, StorageError
 from tiermem.nn.placeholder import placeholder
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim import clip
+from tiermem.optim.groups import Params, floating, frozen, groups_of, with_defaults
+from tiermem.optim.host import HostSide, Job
 from tiermem.optim.master import master_dtype_of
 from tiermem.optim.plan import plan_units
 from tiermem.optim.probe import StateProbe, check_separable, settings_of
 from tiermem.optim.scaling import Scaling
-from tiermem.optim.state import MASTER, load_state
+from tiermem.optim.share import Speeds
+from tiermem.optim.sides import choose_sides
+from tiermem.optim.state import MASTER, export_masters, export_state, load_state
 from tiermem.optim.unit import StepUnit
 from tiermem.runtime.debts import Debt
 
-Params = nn.Module | Iterable[Any]
+Where = Literal["device", "host", "both"]
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -45,6 +49,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         master_dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
         overlap: bool = False,
+        where: Where = "device",
         **settings: Any,
     ) -> None:
         """Tries the class, learns its state and reserves homes for it.
@@ -57,6 +62,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             master_dtype: Of the masters, or None to step the weights themselves.
             grad_dtype: In which gradients are summed up and kept, or None for the weights' own.
             overlap: Whether a step is made block by block in the next forward, each before its use.
+            where: Where blocks are stepped.
             **settings: The class's own.
 
         Raises:
@@ -70,14 +76,19 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._settings = settings
         self._overlap = bool(overlap)
         self._owed: set[int] = set()
-        self._master_dtype = _floating("master_dtype", master_dtype)
-        self._grad_dtype = _floating("grad_dtype", grad_dtype)
+        if where not in ("device", "host", "both"):
+            raise StepError(f"where={where!r}: a step is made on 'device', 'host' or 'both'")
+        self._where = where
+        self._pool: ThreadPoolExecutor | None = None
+        self.speeds: Speeds | None = None
+        self._master_dtype = floating("master_dtype", master_dtype)
+        self._grad_dtype = floating("grad_dtype", grad_dtype)
         self._number = number
         self._pending: list[StepUnit] = []
         self._scaling: Scaling | None = None
         self._failed = ""
         self._units: list[StepUnit] = []
-        groups = _groups_of(params)
+        groups = groups_of(params)
         template = self._template(groups)
         super().__init__(template, dict(self._defaults))
         self._separable()
@@ -106,14 +117,44 @@ class TieredOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._runtime.end_backward()
         scaling = self._scaling if self._pending else Scaling.of(self)
-        if scaling is not None and not self._fused and scaling.skips:
+        if scaling is not None and not (self._fused and self._pool is None) and scaling.skips:
             return loss
         self.finish()
         units = self._pending or [unit for unit in self._units if unit.wanted(self._runtime)]
+        if not self._pending:
+            units = self._begin_on_host(units, scaling)
         if self._overlap and not self._pending:
             units = self._owe(units, scaling)
         self._step(units, scaling)
+        if not self._overlap:
+            self.finish()
         return loss
+
+    def _begin_on_host(self, units: Sequence[StepUnit], scaling: Scaling | None) -> list[StepUnit]:
+        """Begins the steps that the host makes; returns the other units."""
+        pool = self._pool
+        hosts = [unit.host for unit in units if unit.host is not None]
+        if pool is None or not hosts:
+            return list(units)
+        if scaling is not None and scaling.grad_scale is not None:
+            scaling = Scaling(scaling.grad_scale.cpu(), None)
+        with self._manager.lock, torch.no_grad(), torch.inference_mode(False):
+            for host in hosts:
+                host.check(self._runtime)
+            if self._manager.device.type == "cuda":  # factors of a clipping are read by the host
+                torch.cuda.current_stream(self._manager.device).synchronize()
+            for host in hosts:
+                job = host.submit(self._runtime, self.param_groups, scaling, pool)
+                work = partial(self._take_up, host, job)
+                self._owed.add(id(host.unit))
+                blocks = [block.id for block in job.blocks]
+                self._manager.debts.add(Debt(host.unit.name, blocks, work, job))
+        return [unit for unit in units if unit.host is None]
+
+    def _take_up(self, host: HostSide, job: Job) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            host.take_up(self._runtime, job, self._state)
+        self._owed.discard(id(host.unit))
 
     def _step(self, units: Sequence[StepUnit], scaling: Scaling | None) -> None:
         """Steps units now."""
@@ -141,7 +182,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         The settings are those of now: a scheduler may change the learning rate before the step
         is made.
         """
-        settings = [_frozen(settings_of(group)) for group in self.param_groups]
+        settings = [frozen(settings_of(group)) for group in self.param_groups]
         scaling = None if scaling is None else scaling.frozen()
         now = []
         with self._manager.lock:
@@ -297,13 +338,13 @@ class TieredOptimizer(torch.optim.Optimizer):
             groups.append({**packed, "params": [numbers[id(p)] for p in group["params"]]})
         state: dict[int, Any] = {}
         for unit in self._units:
-            for param, values in unit.export(self._runtime, self._state):
+            for param, values in export_state(unit, self._runtime, self._state):
                 state[numbers[id(param)]] = values
         result: dict[str, Any] = {"state": dict(sorted(state.items())), "param_groups": groups}
         masters = {
             numbers[id(param)]: value
             for unit in self._units
-            for param, value in unit.export_masters(self._runtime)
+            for param, value in export_masters(unit, self._runtime)
         }
         if self._master_dtype is not None:
             result[MASTER] = dict(sorted(masters.items()))
@@ -338,26 +379,9 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _template(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns the groups with every default filled in, as the class itself does it."""
-        stand_ins: dict[int, nn.Parameter] = {}
-        for group in groups:
-            for param in group["params"]:
-                dtype = self._stepped_dtype(param)
-                meta = torch.empty(param.shape, dtype=dtype, device="meta")
-                stand_ins.setdefault(id(param), nn.Parameter(meta, param.requires_grad))
-        shadow = [
-            {**group, "params": [stand_ins[id(p)] for p in group["params"]]} for group in groups
-        ]
-        try:
-            optimizer = self.make(shadow)
-        except (TypeError, ValueError):
-            raise  # bad settings: torch's own words say it best
-        except Exception:  # a class that looks at the device of its parameters
-            optimizer = self.make([dict(group) for group in groups])
+        filled, optimizer = with_defaults(self.make, groups, self._stepped_dtype)
         self._defaults = optimizer.defaults
         self._fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        filled = []
-        for group, original in zip(optimizer.param_groups, groups, strict=True):
-            filled.append({**group, "params": list(original["params"])})
         return filled
 
     def _separable(self) -> None:
@@ -398,10 +422,23 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._master_dtype,
             overlap=self._overlap,
         )
+        self._choose_sides(planned)
         if self._probe.eager:
             for unit in planned:
                 unit.begin(self._runtime, self.param_groups, self._state)
         self._units.extend(planned)
+
+    def _choose_sides(self, units: Sequence[StepUnit]) -> None:
+        """Decides which units the host steps."""
+        if self._where == "device":
+            return
+        dtype = next((self._stepped_dtype(p) for u in units for p, _ in u.members), torch.float32)
+        some, self.speeds = choose_sides(
+            self._runtime, units, self.make, dtype, share=self._where == "both"
+        )
+        if some and self._pool is None:
+            # one thread: the kernels it runs spread over all cores by themselves
+            self._pool = ThreadPoolExecutor(1, f"tiermem-optimizer-{self._number}")
 
     def _before_forward(self, training: bool) -> None:
         if training:
@@ -430,33 +467,3 @@ class TieredOptimizer(torch.optim.Optimizer):
                 f"{self._failed}, with {len(self._pending)} of {len(self._units)} units to go; "
                 "call optimizer.step() again, it goes on where it stopped"
             )
-
-
-def _groups_of(params: Params) -> list[dict[str, Any]]:
-    """Returns parameter groups from a module, parameters, or groups."""
-    if isinstance(params, nn.Module):
-        return [{"params": [p for p in params.parameters() if p.requires_grad]}]
-    items = list(params)
-    if not items:
-        raise ValueError("optimizer got an empty parameter list")
-    if isinstance(items[0], dict):
-        groups = []
-        for group in items:
-            members = group["params"]
-            members = [members] if isinstance(members, torch.Tensor) else list(members)
-            groups.append({**group, "params": members})
-        return groups
-    if isinstance(items[0], tuple):
-        return [{"params": [p for _, p in items]}]
-    return [{"params": items}]
-
-
-def _floating(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
-    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        return dtype
-    raise StepError(f"{name} must be a floating dtype such as torch.float32, not {dtype!r}")
-
-
-def _frozen(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns settings that stay as they are (a tensor learning rate is written in place)."""
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in settings.items()}

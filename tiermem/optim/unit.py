@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from tiermem.optim.probe import Make, settings_of
 from tiermem.optim.scaling import Scaling
 from tiermem.runtime.slots import Slot
 
+if TYPE_CHECKING:
+    from tiermem.optim.host import HostSide
+
 State = dict[Any, Any]
 
 
@@ -33,6 +36,7 @@ class StepUnit:
         group: The group of weights they are from, or None.
         block: The block of their state, or None.
         masters: Their masters, or None where the parameters themselves are stepped.
+        host: Steps it on the host, or None.
         keys: For each tensor of that block, its parameter and the state's key.
     """
 
@@ -50,6 +54,7 @@ class StepUnit:
         self.group: Group | None = entries[0].group if entries else None
         self.block: Block | None = None
         self.masters: Masters | None = None
+        self.host: HostSide | None = None
         self.keys: list[tuple[torch.Tensor, str]] = []
         self._make = make
         self._optimizer: torch.optim.Optimizer | None = None
@@ -57,7 +62,13 @@ class StepUnit:
 
     def own(self, param: torch.Tensor) -> torch.Tensor:
         """Returns what the plain optimizer is given for a parameter: itself, or its master."""
+        if self.host is not None:
+            return self.host.own(param)
         return param if self.masters is None else self.masters.own(param)
+
+    def has_master(self, param: torch.Tensor) -> bool:
+        """Whether a parameter is the cast of a master."""
+        return self.masters is not None and self.masters.own(param) is not param
 
     def ids(self) -> list[int]:
         """Returns the ids of the parameters, by which what is loaded is found."""
@@ -67,9 +78,9 @@ class StepUnit:
         """Returns the blocks that a step uses, in the order it does."""
         found = [self.group.block] if self.group is not None else []
         found += [unit.block for unit in self.grad_units()]
-        return found + self._kept_blocks()
+        return found + self.kept_blocks()
 
-    def _kept_blocks(self) -> list[Block]:
+    def kept_blocks(self) -> list[Block]:
         """Returns the blocks of state and masters."""
         found = [] if self.block is None else [self.block]
         if self.masters is not None and self.masters.block is not None:
@@ -109,19 +120,16 @@ class StepUnit:
                 were there, and leaves ``param.grad`` as the user has it by now.
         """
         if self.group is not None and self.group.freed:
-            raise StepError(
-                f"{self.name!r}: the model was taken out of the tiers with tier.unwrap; make a new "
-                "optimizer over it (this one's state_dict() can be loaded there)"
-            )
-        optimizer = self._optimizer_for(groups)
+            self.refuse_freed()
+        optimizer = self.optimizer_for(groups)
         if not owed:
             for entry in self.entries:
                 runtime.grads.sync(entry)
         stored = [e for e in self.entries if e.has_grad and not e.materialized]
         seen = {id(p): p.grad for p, _ in self.members} if owed else {}
-        self._flush(optimizer)
+        self.flush()
         try:
-            with self._held(runtime) as slots:
+            with self.held(runtime) as slots:
                 self._update(runtime, optimizer, stored, slots, state, scaling, owed=owed)
         finally:
             for entry in stored:
@@ -129,6 +137,25 @@ class StepUnit:
         for entry in stored:
             if entry.param.grad is not entry.lazy:  # forgotten or replaced while the step was owed
                 runtime.grads.clear(entry)
+
+    def refuse_freed(self) -> None:
+        """Says that there is nothing to step any more.
+
+        Raises:
+            StepError: Always.
+        """
+        raise StepError(
+            f"{self.name!r}: the model was taken out of the tiers with tier.unwrap; make a new "
+            "optimizer over it (this one's state_dict() can be loaded there)"
+        )
+
+    def state_of(self, param: torch.Tensor) -> State:
+        """Returns the plain optimizer's state of a parameter, empty where there is none."""
+        return {} if self._optimizer is None else self._optimizer.state.get(self.own(param), {})
+
+    def step_on(self, host: HostSide, make: Make) -> None:
+        """Has the unit stepped on the host from now on; it has not been stepped yet."""
+        self.host, self._make = host, make
 
     def _update(
         self,
@@ -152,13 +179,13 @@ class StepUnit:
         }
         slot = slots.get(id(self.block))
         try:
-            with self._open_masters(slots):
+            with self.open_masters(slots):
                 self._hand_over({**gradients, **views})
                 self._attach(optimizer, slot)
                 try:
                     self._run(optimizer, scaling)
                 finally:
-                    self._detach(runtime, optimizer, slot, state)
+                    self.detach(runtime, optimizer, slot, state)
                 if self.masters is not None:
                     self.masters.derive()
         finally:
@@ -185,8 +212,7 @@ class StepUnit:
                 return False
             if is_viewed(entry.lazy):
                 return False
-        state = self._optimizer.state if self._optimizer is not None else {}
-        return not any(is_viewed(state.get(self.own(p), {}).get(key)) for p, key in self.keys)
+        return not any(is_viewed(self.state_of(p).get(key)) for p, key in self.keys)
 
     def _hand_over(self, gradients: dict[int, torch.Tensor]) -> None:
         """Gives the optimizer the gradients, in the dtype of what it steps."""
@@ -217,7 +243,8 @@ class StepUnit:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
     @contextmanager
-    def _open_masters(self, slots: dict[int, Slot]) -> Iterator[None]:
+    def open_masters(self, slots: dict[int, Slot]) -> Iterator[None]:
+        """Has the masters at hand, beside what is held."""
         if self.masters is None:
             yield
             return
@@ -228,11 +255,11 @@ class StepUnit:
             self.masters.close()
 
     @contextmanager
-    def _held(self, runtime: ModuleRuntime) -> Iterator[dict[int, Slot]]:
+    def held(self, runtime: ModuleRuntime) -> Iterator[dict[int, Slot]]:
         """Holds weights, gradients, state and masters; yields slots by the id of their block."""
         manager = runtime.manager
         units = [u for u in self.grad_units() if any(e.has_grad for e in u.entries)]
-        blocks = [u.block for u in units] + self._kept_blocks()
+        blocks = [u.block for u in units] + self.kept_blocks()
         stepped = False
         if self.group is not None:
             self.group.hold()
@@ -259,16 +286,19 @@ class StepUnit:
                 return True
         return False
 
-    def _flush(self, optimizer: torch.optim.Optimizer) -> None:
+    def flush(self) -> None:
         """Takes in what was written through views of the state."""
         for param, key in self.keys:
-            flush(optimizer.state.get(self.own(param), {}).get(key))
+            flush(self.state_of(param).get(key))
 
-    def _optimizer_for(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Returns the plain optimizer of this unit, with the settings of now."""
+    def optimizer_for(self, groups: Sequence[dict[str, Any]] | None) -> torch.optim.Optimizer:
+        """Returns the plain optimizer of this unit, with the settings of ``groups`` if given."""
         if self._optimizer is None:
+            if groups is None:
+                raise RuntimeError(f"{self.name}: no optimizer yet")
+            make = self._make
             with torch.enable_grad():
-                self._optimizer = self._make(
+                self._optimizer = make(
                     [
                         {
                             **settings_of(groups[number]),
@@ -277,8 +307,13 @@ class StepUnit:
                         for number in self._numbers
                     ]
                 )
+        if groups is None:
+            return self._optimizer
         for mine, number in zip(self._optimizer.param_groups, self._numbers, strict=True):
+            fused = mine.get("fused")
             mine.update(settings_of(groups[number]))
+            if self.host is not None and "fused" in mine:
+                mine["fused"] = fused
         return self._optimizer
 
     def _attach(self, optimizer: torch.optim.Optimizer, slot: Slot | None) -> None:
@@ -291,7 +326,7 @@ class StepUnit:
                 forget(own[key])
                 own[key] = view
 
-    def _detach(
+    def detach(
         self,
         runtime: ModuleRuntime,
         optimizer: torch.optim.Optimizer,
@@ -314,16 +349,24 @@ class StepUnit:
                     continue  # it became something else: it stays in ordinary memory
                 if value is not view:
                     view.copy_(value)
-                own[key] = self._lazy(runtime, index, view)
+                own[key] = self.stand_in(runtime, index)
+        self.publish(optimizer, state)
+
+    def publish(self, optimizer: torch.optim.Optimizer, state: State) -> None:
+        """Shows the state in the tiered optimizer's."""
         for param, _ in self.members:
             if self.own(param) in optimizer.state:
                 state[param] = optimizer.state[self.own(param)]
 
-    def _lazy(self, runtime: ModuleRuntime, index: int, view: torch.Tensor) -> LazyTensor:
+    def stand_in(self, runtime: ModuleRuntime, index: int) -> LazyTensor:
+        """Returns what stands for a tensor of the state between its uses."""
+        if self.block is None:
+            raise RuntimeError(f"{self.name}: no state")
+        spec = self.block.tensors[index]
         return lazy(
-            view.shape,
-            view.dtype,
-            view.device,
+            torch.Size(spec.shape),
+            spec.dtype,  # type: ignore[arg-type]
+            runtime.manager.device,
             partial(self._load, runtime, index),
             partial(self._store, runtime, index),
         )
@@ -352,11 +395,11 @@ class StepUnit:
         """Takes in the state that the class makes before any step."""
         with (
             torch.no_grad(),
-            self._held(runtime) as slots,
-            self._open_masters(slots),
+            self.held(runtime) as slots,
+            self.open_masters(slots),
         ):
-            optimizer = self._optimizer_for(groups)
-            self._detach(runtime, optimizer, slots.get(id(self.block)), state)
+            optimizer = self.optimizer_for(groups)
+            self.detach(runtime, optimizer, slots.get(id(self.block)), state)
 
     # -- gradients -------------------------------------------------------
 
@@ -410,72 +453,6 @@ class StepUnit:
         ]
         if loose:
             change(loose)
-
-    # -- state in and out ------------------------------------------------
-
-    def export(self, runtime: ModuleRuntime, state: State) -> Iterator[tuple[torch.Tensor, State]]:
-        """Yields each parameter that has state, with copies of it in host memory."""
-        present = [param for param, _ in self.members if state.get(param)]
-        if not present:
-            return
-        tensors = runtime.manager.read(self.block) if self.block is not None else []
-        stored = {(id(p), key): tensors[i] for i, (p, key) in enumerate(self.keys)}
-        for param in present:
-            values: State = {}
-            for key, value in state[param].items():
-                if isinstance(value, LazyTensor):
-                    values[key] = stored[(id(param), key)].clone()
-                elif isinstance(value, torch.Tensor):
-                    values[key] = value.detach().clone()
-                else:
-                    values[key] = value
-            yield param, values
-
-    def import_state(
-        self,
-        runtime: ModuleRuntime,
-        groups: Sequence[dict[str, Any]],
-        state: State,
-        loaded: dict[int, State],
-    ) -> None:
-        """Takes state over; ``loaded`` is by the id of the parameter and fits."""
-        optimizer = self._optimizer_for(groups)
-        with torch.no_grad():
-            slot = runtime.manager.acquire(self.block) if self.block is not None else None
-            try:
-                for param, _ in self.members:
-                    own = self.own(param)
-                    optimizer.state.pop(own, None)
-                    state.pop(param, None)
-                    if id(param) in loaded:
-                        optimizer.state[own] = dict(loaded[id(param)])
-                self._detach(runtime, optimizer, slot, state)
-            finally:
-                if self.block is not None:
-                    runtime.manager.release(self.block, dirty=True)
-
-    def export_masters(self, runtime: ModuleRuntime) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields each parameter that has a master, with a copy of it in host memory."""
-        if self.masters is None:
-            return
-        manager, block = runtime.manager, self.masters.block
-        stored = manager.read(block) if block is not None and self.masters.made else []
-        managed = {id(entry.param) for entry in self.entries}
-        weights = {id(p): p.detach().cpu() for p, _ in self.members if id(p) not in managed}
-        if self.group is not None:
-            tensors = manager.read(self.group.block)
-            weights |= {
-                id(e.param): e.param.detach().cpu() if e.materialized else tensors[e.index]
-                for e in self.entries
-            }
-        yield from self.masters.values(stored, weights)
-
-    def import_masters(self, runtime: ModuleRuntime, loaded: dict[int, torch.Tensor]) -> None:
-        """Takes masters over, and casts the weights from them; ``loaded`` is by id and fits."""
-        if self.masters is None or not loaded:
-            return
-        with torch.no_grad(), self._held(runtime) as slots, self._open_masters(slots):
-            self.masters.take(loaded)
 
 
 def _zero(tensors: Sequence[torch.Tensor]) -> None:

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+
+class Elsewhere(Protocol):
+    """Work under way in another thread."""
+
+    def succeeded(self) -> bool:
+        """Whether it is over, and well."""
+        ...
+
+    def wait(self) -> None:
+        """Waits until it is over, well or not."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -14,11 +28,14 @@ class Debt:
         name: For messages.
         blocks: Ids of the blocks that it reads or writes, in the order in which it uses them.
         work: Does it; whole, or not at all where it raises.
+        elsewhere: What goes on in another thread, to be taken up by ``work``; None where that
+            does it all.
     """
 
     name: str
     blocks: Sequence[int]
     work: Callable[[], None]
+    elsewhere: Elsewhere | None = None
 
 
 class Debts:
@@ -31,6 +48,7 @@ class Debts:
     def __init__(self) -> None:
         """Owes nothing."""
         self._by_block: dict[int, list[Debt]] = {}
+        self._elsewhere: deque[Debt] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._by_block)
@@ -42,6 +60,8 @@ class Debts:
         """Owes a piece of work to each of its blocks."""
         for block_id in dict.fromkeys(debt.blocks):
             self._by_block.setdefault(block_id, []).append(debt)
+        if debt.elsewhere is not None:
+            self._elsewhere.append(debt)
 
     def pay(self, block_id: int) -> None:
         """Does what is owed to a block, in the order in which it was owed.
@@ -59,6 +79,25 @@ class Debts:
             for debt in debts:
                 self.add(debt)
             raise
+
+    def collect(self) -> None:
+        """Takes up what has been done elsewhere, in the order in which it was owed.
+
+        So its blocks can be fetched ahead. What failed waits for somebody who needs it.
+        """
+        while self._elsewhere:
+            debt = self._elsewhere[0]
+            if debt.elsewhere is None or not debt.elsewhere.succeeded():
+                return
+            self._elsewhere.popleft()
+            if debt in self._by_block.get(debt.blocks[-1], ()):
+                self.pay(debt.blocks[-1])
+
+    def wait(self) -> None:
+        """Waits for what goes on elsewhere, and takes nothing up: nobody will look any more."""
+        for debt in self._elsewhere:
+            if debt.elsewhere is not None:
+                debt.elsewhere.wait()
 
     def order(self, block_ids: Iterable[int]) -> list[int]:
         """Returns in which order blocks are used if those of ``block_ids`` are, one after another.

@@ -26,6 +26,7 @@ from tiermem.io.probe import choose_engine
 from tiermem.runtime.contents import Contents
 from tiermem.runtime.debts import Debts
 from tiermem.runtime.homes import HomeRequest, Homes
+from tiermem.runtime.lent import HomeLender
 from tiermem.runtime.pacing import open_pacing
 from tiermem.runtime.prefetch import Prefetcher
 from tiermem.runtime.process import generation, renew_lock
@@ -96,6 +97,7 @@ class BlockManager:
                 self.table, self.slots, self.traffic, self.planner, self.holders, self.counters
             )
             self.contents = Contents(self.traffic)
+            self.lender = HomeLender(self)
             self._open_mover(engine)
             self.prefetcher = Prefetcher(self)
         except BaseException:
@@ -198,6 +200,7 @@ class BlockManager:
             block_id = block.id
             if self.debts:
                 self.debts.pay(block_id)
+                self.debts.collect()
             record = self.table[block_id]
             leases = record.leases
             if self.copy.capturing():
@@ -419,6 +422,7 @@ class BlockManager:
                 steps.callback(self.mover.close)
             for holder in list(self.holders.values()):
                 steps.callback(holder.unpoint)
+            steps.callback(self.debts.wait)
 
     @property
     def closed(self) -> bool:
