@@ -27,6 +27,7 @@ from tiermem.optim.sides import choose_sides
 from tiermem.optim.state import MASTER, export_masters, export_state, load_state
 from tiermem.optim.unit import StepUnit
 from tiermem.runtime.debts import Debt
+from tiermem.runtime.pipeline import Pipeline
 
 Where = Literal["device", "host", "both"]
 
@@ -163,11 +164,21 @@ class TieredOptimizer(torch.optim.Optimizer):
         if units or not self._owed:
             self._manager.begin_pass(("optimizer", self._number), guess)
         remaining = list(units)
+        pipeline = Pipeline(self._manager)
         try:
             with torch.no_grad():
                 while remaining:
-                    remaining[0].step(self._runtime, self.param_groups, self._state, scaling)
+                    unit, following = remaining[0], remaining[1:2]
+                    ahead = [block for other in following for block in other.blocks()]
+                    unit.step(
+                        self._runtime,
+                        self.param_groups,
+                        self._state,
+                        scaling,
+                        meanwhile=partial(pipeline.fetch, ahead),
+                    )
                     del remaining[0]
+                    pipeline.write([block for block in unit.blocks() if block not in ahead])
         except BaseException as error:
             self._pending, self._scaling = remaining, scaling
             self._failed = f"{type(error).__name__} at {remaining[0].name!r}"
@@ -219,6 +230,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 self._explain(error, [u.name for u in self._units if id(u) in self._owed])
                 raise
         self._owed.discard(id(unit))
+        Pipeline(self._manager).write(unit.kept_blocks())
         self._manager.timeline.add("optimizer", unit.name, began, time.perf_counter_ns())
 
     def finish(self) -> None:

@@ -108,6 +108,7 @@ class StepUnit:
         scaling: Scaling | None = None,
         *,
         owed: bool = False,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Steps the unit: everything it needs is brought up first, so it happens whole or not.
 
@@ -118,6 +119,7 @@ class StepUnit:
             scaling: What a GradScaler left to the step, or None.
             owed: Whether the step was asked for some time ago: then it uses the gradients that
                 were there, and leaves ``param.grad`` as the user has it by now.
+            meanwhile: Called once everything is at hand.
         """
         if self.group is not None and self.group.freed:
             self.refuse_freed()
@@ -130,6 +132,8 @@ class StepUnit:
         self.flush()
         try:
             with self.held(runtime) as slots:
+                if meanwhile is not None:
+                    meanwhile()
                 self._update(runtime, optimizer, stored, slots, state, scaling, owed=owed)
         finally:
             for entry in stored:
