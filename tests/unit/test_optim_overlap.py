@@ -202,6 +202,7 @@ def test_views_that_are_kept_see_the_step_at_once() -> None:
         assert_same(grads[0], grads[1], "views")
         del mine, theirs
         twins.check()
+        assert_same(grads[0], grads[1], "views, once all is stepped")
 
 
 def test_parameters_that_no_forward_uses() -> None:
