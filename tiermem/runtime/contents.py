@@ -60,6 +60,10 @@ class Contents:
     def write_home(self, block: Block, tensors: Sequence[torch.Tensor | None]) -> None:
         """Writes a block that holds no data yet straight to its home.
 
+        Args:
+            block: The block; its home is not HBM.
+            tensors: One per spec; None leaves that part undefined.
+
         Raises:
             StorageError: If the home is a file and cannot be written; it holds no data then.
             InvariantError: If it holds data: a write that failed would lose it.

@@ -307,16 +307,7 @@ class BlockManager:
             return self.slots.current[block.id].bytes
 
     def write_home(self, block: Block, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Writes a block that holds no data yet straight to its home.
-
-        Args:
-            block: The block; its home is not HBM.
-            tensors: One per spec; None leaves that part undefined.
-
-        Raises:
-            StorageError: If the home is a file and cannot be written; it holds no data then.
-            InvariantError: If it holds data: a write that failed would lose it.
-        """
+        """Writes a block without data straight to its home; see :class:`Contents`."""
         self.guard()
         with self.lock, torch.inference_mode(False), torch.no_grad():
             self.guard()
