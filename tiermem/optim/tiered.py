@@ -142,7 +142,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         with self._manager.lock, torch.no_grad(), torch.inference_mode(False):
             for host in hosts:
                 host.check(self._runtime)
-            if self._manager.device.type == "cuda":  # factors of a clipping are read by the host
+            changed = any(u.pending for host in hosts for u in host.unit.grad_units())
+            if changed and self._manager.device.type == "cuda":  # the host reads their factors
                 torch.cuda.current_stream(self._manager.device).synchronize()
             for host in hosts:
                 job = host.submit(self._runtime, self.param_groups, scaling, pool)

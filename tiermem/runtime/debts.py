@@ -68,17 +68,7 @@ class Debts:
 
         What an error leaves undone is owed still.
         """
-        debts = list(self._by_block.get(block_id, ()))
-        for debt in debts:  # all first: the work of one may use the block, and is not to pay others
-            self._strike(debt)
-        try:
-            while debts:
-                debts[0].work()
-                del debts[0]
-        except BaseException:
-            for debt in debts:
-                self.add(debt)
-            raise
+        self._settle(list(self._by_block.get(block_id, ())))
 
     def collect(self) -> None:
         """Takes up what has been done elsewhere, in the order in which it was owed.
@@ -91,7 +81,7 @@ class Debts:
                 return
             self._elsewhere.popleft()
             if debt in self._by_block.get(debt.blocks[-1], ()):
-                self.pay(debt.blocks[-1])
+                self._settle([debt])  # and nothing else, which might have to be waited for
 
     def wait(self) -> None:
         """Waits for what goes on elsewhere, and takes nothing up: nobody will look any more."""
@@ -110,6 +100,18 @@ class Debts:
                 found.extend(debt.blocks)
             found.append(block_id)
         return list(dict.fromkeys(found))
+
+    def _settle(self, debts: list[Debt]) -> None:
+        for debt in debts:  # all first: the work of one may use the block, and is not to pay others
+            self._strike(debt)
+        try:
+            while debts:
+                debts[0].work()
+                del debts[0]
+        except BaseException:
+            for debt in debts:
+                self.add(debt)
+            raise
 
     def _strike(self, debt: Debt) -> None:
         for block_id in dict.fromkeys(debt.blocks):

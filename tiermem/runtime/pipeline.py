@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tiermem.core.block import Block, Role
+from tiermem.core.block import Block, Role, Tier
 from tiermem.core.residency import State
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ class Pipeline:
         self._manager = manager
         loose = sum(r.block.nbytes for r in manager.table if not r.fixed)
         fixed = sum(r.block.nbytes for r in manager.table if r.fixed)
+        # as in the prefetcher: on the CPU a copy from DRAM hides behind nothing
+        self._dram = manager.device.type == "cuda"
         self.leaves = loose + fixed > manager.table.hbm.capacity
 
     def fetch(self, blocks: Sequence[Block]) -> None:
@@ -35,6 +37,8 @@ class Pipeline:
             for position, block in enumerate(blocks):
                 record = manager.table.get(block.id)
                 if record is None or record.in_hbm is not State.ABSENT or not record.defined:
+                    continue
+                if record.home is Tier.DRAM and not self._dram:
                     continue
                 if block.id in manager.debts or not manager.try_fill(record, position + 1):
                     return
