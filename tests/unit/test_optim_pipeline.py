@@ -97,9 +97,11 @@ def test_only_what_was_changed_is_written(tmp_path: Path) -> None:
         for step in range(2):
             twins.backward(step)
             twins.step()
-        with torch.no_grad():
-            twins.model(torch.zeros(1, 3, dtype=torch.long))
-        twins.tier._manager.flush()
+        manager = twins.tier._manager
+        for record in manager.table:  # nothing of the steps so far is left to be written
+            if record.in_hbm is State.DIRTY and not record.leases and not record.fixed:
+                manager.traffic.drain(record)
+        manager.flush()
         for param in twins.model.layers.parameters():
             param.requires_grad_(False)
         for param in twins.plain.layers.parameters():
