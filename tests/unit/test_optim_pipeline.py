@@ -13,6 +13,7 @@ from torch import nn
 
 import tiermem
 from tiermem.core.residency import State
+from tiermem.runtime.pipeline import Pipeline
 
 NVME = {"optimizer": "nvme", "master": "nvme", "grads": "dram", "params": "dram"}
 
@@ -45,7 +46,16 @@ class Even(nn.Module):
 
 
 @pytest.mark.parametrize("room", ["two units", "everything"])
-def test_the_next_is_read_and_the_last_is_written(tmp_path: Path, room: str) -> None:
+def test_the_next_is_read_and_the_last_is_written(
+    tmp_path: Path, room: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Pipeline.fetch
+
+    def after_the_writes(pipeline: Pipeline, blocks: Any) -> None:
+        pipeline._manager.flush()  # a disk that is quick enough; the order is what counts
+        real(pipeline, blocks)
+
+    monkeypatch.setattr(Pipeline, "fetch", after_the_writes)
     extra = {"two units": 160 << 10, "everything": 16 << 20}[room]
     tiers = Tiers("nvme", nvme=str(tmp_path), policy=NVME, extra_hbm=extra)
     with Twins(Even, tiers, Watched) as twins:
