@@ -95,44 +95,6 @@ def test_the_next_is_read_and_the_last_is_written(
             assert writes == 0
 
 
-def test_only_what_was_changed_is_written(tmp_path: Path) -> None:
-    """Units without a gradient are not read, and not written."""
-    tiers = Tiers("nvme", nvme=str(tmp_path), policy=NVME)
-
-    def build() -> nn.Module:
-        model = Net(layers=6)
-        return model
-
-    with Twins(build, tiers) as twins:
-        for step in range(2):
-            twins.backward(step)
-            twins.step()
-        manager = twins.tier._manager
-        for record in manager.table:  # nothing of the steps so far is left to be written
-            if record.in_hbm is State.DIRTY and not record.leases and not record.fixed:
-                manager.traffic.drain(record)
-        manager.flush()
-        for param in twins.model.layers.parameters():
-            param.requires_grad_(False)
-        for param in twins.plain.layers.parameters():
-            param.requires_grad_(False)
-        twins.backward(2)
-        twins.tier.reset_stats()
-        twins.step()
-        moved = twins.tier.stats().links["hbm->nvme"].nbytes
-        stepped = sum(
-            block.nbytes
-            for unit in twins.optimizer._units
-            for block in unit.kept_blocks()
-            if unit.name.startswith(("step[embed", "step[extra"))
-        )
-        everything = sum(
-            row.nbytes for row in twins.tier.residency() if row.role in ("master", "optimizer")
-        )
-        assert moved <= stepped + 16384 < everything
-        twins.check()
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_cut_short_says_how_far_it_got(tmp_path: Path, overlap: bool) -> None:
     tiers = Tiers("nvme", nvme=str(tmp_path), policy=NVME)
