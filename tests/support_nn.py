@@ -18,6 +18,7 @@ from tiermem.config import parse_size
 
 Build = Callable[[], nn.Module]
 Settings = tuple[type[torch.optim.Optimizer], dict[str, Any]]
+_TIERED_ONLY = ("overlap", "where")
 _ASKED = re.compile(r"\b(hbm|dram)= at least ([0-9.]+ ?[KMGT]?i?B?)")
 
 
@@ -98,7 +99,11 @@ class Tiers:
 
 
 def wrap_tight(
-    make: Build, tiers: Tiers, optimizer: Settings | None = None, blocks: Any = "auto"
+    make: Build,
+    tiers: Tiers,
+    optimizer: Settings | None = None,
+    blocks: Any = "auto",
+    groups: Callable[[nn.Module], Any] = lambda model: model,
 ) -> tuple[tiermem.TierManager, nn.Module, Any]:
     """Wraps under the least HBM that the errors ask for.
 
@@ -115,7 +120,7 @@ def wrap_tight(
             tier.wrap(model, blocks)
             stepper = None
             if optimizer is not None and any(p.requires_grad for p in model.parameters()):
-                stepper = tier.optimizer(model, optimizer[0], **optimizer[1])
+                stepper = tier.optimizer(groups(model), optimizer[0], **optimizer[1])
         except tiermem.CapacityError as error:
             tier.close()
             which, least = asked(error)
@@ -129,13 +134,20 @@ def wrap_tight(
             extra = Tiers(tiers.name, budgets["dram"], tiers.nvme, tiers.policy)
             tier.close()
             extra.options = tiers.options
-            return _wrap_with(make, budgets["hbm"] + tiers.extra_hbm, extra, optimizer, blocks)
+            return _wrap_with(
+                make, budgets["hbm"] + tiers.extra_hbm, extra, optimizer, blocks, groups
+            )
         return tier, model, stepper
     raise AssertionError("the least budget was never enough")
 
 
 def _wrap_with(
-    make: Build, hbm: int, tiers: Tiers, optimizer: Settings | None, blocks: Any
+    make: Build,
+    hbm: int,
+    tiers: Tiers,
+    optimizer: Settings | None,
+    blocks: Any,
+    groups: Callable[[nn.Module], Any],
 ) -> tuple[tiermem.TierManager, nn.Module, Any]:
     tier = tiermem.TierManager(
         device="cpu",
@@ -148,7 +160,7 @@ def _wrap_with(
     model = tier.wrap(make(), blocks)
     if optimizer is None or not any(p.requires_grad for p in model.parameters()):
         return tier, model, None
-    return tier, model, tier.optimizer(model, optimizer[0], **optimizer[1])
+    return tier, model, tier.optimizer(groups(model), optimizer[0], **optimizer[1])
 
 
 class Pair:
@@ -181,7 +193,8 @@ class Pair:
         self.plain_optimizer: Any = None
         trained = [p for p in self.plain.parameters() if p.requires_grad]
         if optimizer is not None and trained:
-            self.plain_optimizer = optimizer[0](trained, **optimizer[1])
+            own = {k: v for k, v in optimizer[1].items() if k not in _TIERED_ONLY}
+            self.plain_optimizer = optimizer[0](trained, **own)
         self.tier, self.model, self.optimizer = wrap_tight(make, tiers, optimizer, blocks)
 
     def __enter__(self) -> Pair:

@@ -19,7 +19,8 @@ from tiermem.nn.inspect import check_module
 from tiermem.nn.materialize import Target, materialize
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.wrapped import Blocks, WrappedModel
-from tiermem.optim.tiered import Params, TieredOptimizer
+from tiermem.optim.groups import Params
+from tiermem.optim.tiered import TieredOptimizer, Where
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.stats import PaceRow, ResidencyRow, Stats
 from tiermem.runtime.timeline import Timeline
@@ -142,7 +143,15 @@ class TierManager:
         return model
 
     def optimizer(
-        self, params: Params, cls: type[torch.optim.Optimizer], **settings: Any
+        self,
+        params: Params,
+        cls: type[torch.optim.Optimizer],
+        *,
+        master_dtype: torch.dtype | None = None,
+        grad_dtype: torch.dtype | None = None,
+        overlap: bool = False,
+        where: Where = "device",
+        **settings: Any,
     ) -> TieredOptimizer:
         """Makes an optimizer whose state lives in the tiers.
 
@@ -150,14 +159,38 @@ class TierManager:
             params: A wrapped module, parameters, or parameter groups as torch takes them.
             cls: Any ``torch.optim.Optimizer`` class that updates each parameter from its own
                 gradient and state.
+            master_dtype: Gives every floating parameter of another dtype a master of this one,
+                say ``torch.float32`` for a bfloat16 model. The class steps the masters, with
+                the gradients cast; the weights are the masters, cast. They live where
+                ``Policy(master=...)`` says.
+            grad_dtype: Gradients are summed up and kept in this dtype, say ``torch.float32``,
+                rather than in the parameters'. ``param.grad`` shows them in the parameters'.
+            overlap: Whether ``step()`` leaves each block to be stepped just before its next use,
+                in the next forward, where its weights come up anyway. Nobody sees a weight
+                before its step is made, and the step uses the settings of when it was asked for.
+            where: ``"device"``: state and masters come up for the step, which rounds as the
+                resident one does. ``"host"``: blocks whose weights, gradients, state and masters
+                are all at home in DRAM are stepped there by torch's CPU kernels, which round
+                differently; the others on the device. ``"both"``: a share of them, by measured
+                speed, so that both sides finish together.
             **settings: The class's own settings.
 
         Raises:
-            StepError: If the class cannot be stepped block by block.
+            StepError: If the class cannot be stepped block by block, or a dtype cannot be had.
             CapacityError: If a budget cannot hold its state or a step.
         """
         self._optimizers += 1
-        return TieredOptimizer(self._runtime, params, cls, self._optimizers, **settings)
+        return TieredOptimizer(
+            self._runtime,
+            params,
+            cls,
+            self._optimizers,
+            master_dtype=master_dtype,
+            grad_dtype=grad_dtype,
+            overlap=overlap,
+            where=where,
+            **settings,
+        )
 
     def materialize(
         self, target: Target, device: str | torch.device | None = None

@@ -21,7 +21,7 @@ from torch import nn
 import tiermem
 from tiermem import cli
 from tiermem.cli.display import LiveDisplay, PlainDisplay, new_display
-from tiermem.runtime.stats import LinkStats, Stats
+from tiermem.runtime.stats import LinkStats, ResidencyRow, Stats
 from tiermem.runtime.timeline import Timeline
 
 STATS = Stats(
@@ -64,9 +64,14 @@ class FakeManager:
         return model
 
     def optimizer(self, model: nn.Module, kind: Any, **options: Any) -> Any:
+        assert options.pop("where") == "device" and not options.pop("overlap")
+        assert options.pop("master_dtype") is None
         optimizer = kind(model.parameters(), **options)
         optimizer.clip_grad_norm_ = lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm)
         return optimizer
+
+    def residency(self) -> list[ResidencyRow]:
+        return [ResidencyRow("layer", "param", "dram", 2048, {"hbm": "absent"}, 0)]
 
     def stats(self) -> Stats:
         self.timeline.add("compute", "layer", len(self.timeline), len(self.timeline) + 1)

@@ -47,6 +47,8 @@ def test_three_tiers_and_the_same_bits(tmp_path) -> None:
         "--policy nvme",
         "--policy params=dram,optimizer=nvme --prefetch-depth 2",
         "--prefetch-depth 0",
+        "--dtype bf16 --master fp32",
+        "--dtype bf16 --master fp32 --overlap --accumulate 2",
     ],
 )
 def test_options_change_no_bit(tmp_path, more) -> None:
@@ -120,3 +122,16 @@ def test_bad_options_of_activations_are_one_line(tmp_path, capsys, more, said) -
     assert cli.main(line) == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize("side", ["host", "both"])
+def test_steps_on_the_host(tmp_path, side) -> None:
+    policy = "--dram 16MiB --policy dram".split()
+    report = _train(
+        tmp_path, "--optimizer-on", side, "--dtype", "bf16", "--master", "fp32", *policy
+    )
+    assert report["equal"] is None
+    for mine, theirs in zip(report["tiered"]["losses"], report["resident"]["losses"], strict=True):
+        assert abs(mine - theirs) < 0.05 * theirs
+    assert set(report["roles"]) >= {"param", "grad", "master", "optimizer"}
+    assert all(set(homes) == {"dram"} for homes in report["roles"].values())

@@ -11,11 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from tiermem.cli.machine import hardware
-from tiermem.cli.training import Outcome, Settings
+from tiermem.cli.training import Outcome, Settings, largest_loss_difference
 from tiermem.config import format_size
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tiermem import Stats
+    from tiermem.runtime.stats import ResidencyRow
     from tiermem.runtime.timeline import Timeline
 
 _SHOWN_STEPS = 2
@@ -36,8 +39,8 @@ def print_plan(
     table.add_row("data", source)
     table.add_row(
         "needs",
-        f"{format_size(weights)} of weights, {format_size(4 * weights)} with gradients "
-        "and optimizer state",
+        f"{format_size(weights)} of weights, {format_size(settings.state_bytes)} with gradients, "
+        "masters and optimizer state",
     )
     for tier, budget in budgets.items():
         where = f" in {', '.join(folders)}" if tier == "nvme" else ""
@@ -100,6 +103,32 @@ def print_efficiency(console: Console, stats: Stats) -> None:
     )
 
 
+def roles_at_home(rows: Sequence[ResidencyRow]) -> dict[str, dict[str, int]]:
+    """Returns how many bytes of each role are at home in which tier."""
+    found: dict[str, dict[str, int]] = {}
+    for row in rows:
+        homes = found.setdefault(row.role, {})
+        homes[row.home] = homes.get(row.home, 0) + row.nbytes
+    return found
+
+
+def print_roles(console: Console, roles: dict[str, dict[str, int]]) -> None:
+    """Prints where each role lives."""
+    for role, homes in roles.items():
+        where = ", ".join(f"{format_size(nbytes)} in {tier}" for tier, nbytes in homes.items())
+        console.print(f"{role} at home: {where}", highlight=False)
+
+
+def print_rounding(console: Console, tiered: Outcome, resident: Outcome) -> None:
+    """Says how far two runs are apart of which one is not all on the device."""
+    apart = largest_loss_difference(tiered, resident)
+    console.print(
+        f"tiered {tiered.seconds:.1f} s, resident {resident.seconds:.1f} s; steps on the host "
+        f"round differently: losses are at most {apart:.2e} apart",
+        highlight=False,
+    )
+
+
 def print_verdict(
     console: Console, tiered: Outcome, resident: Outcome, difference: str | None, tokens: int
 ) -> None:
@@ -136,17 +165,24 @@ def write_report(
     tiered: Outcome,
     resident: Outcome | None,
     difference: str | None,
+    roles: dict[str, dict[str, int]],
 ) -> None:
     """Writes everything that was measured as JSON."""
+    compared = resident is not None and settings.optimizer_on == "device"
     report: dict[str, Any] = {
         "hardware": hardware(),
-        "settings": {**dataclasses.asdict(settings), "dtype": str(settings.dtype)},
+        "settings": {
+            **dataclasses.asdict(settings),
+            "dtype": str(settings.dtype),
+            "master": None if settings.master is None else str(settings.master),
+        },
         "parameters": settings.shape.parameters,
         "weight_bytes": settings.weight_bytes,
         "tiered": _run(tiered, settings),
         "resident": None if resident is None else _run(resident, settings),
-        "equal": None if resident is None else difference is None,
+        "equal": None if not compared else difference is None,
         "difference": difference,
+        "roles": roles,
         "stats": {**dataclasses.asdict(stats), "hit_rate": stats.hit_rate},
     }
     text = json.dumps(report, indent=2, default=str)

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from tiermem.cli.data import Corpus
     from tiermem.cli.training import Outcome, Settings
 
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+_DTYPES = (*_SHORT.values(), *_SHORT)
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--lr", type=float, default=1e-3)
     model.add_argument("--seed", type=int, default=0)
     model.add_argument("--dtype", choices=_DTYPES, default="float32")
+    model.add_argument("--master", choices=_DTYPES, help="dtype of master weights (default: none)")
     model.add_argument("--checkpointing", action="store_true", help="recompute each layer")
     model.add_argument(
         "--loss-chunks",
@@ -95,6 +97,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tiers.add_argument("--policy", help="a tier, or role=tier,... (default: auto)")
     tiers.add_argument("--prefetch-depth", default="auto", metavar="N")
     add_activation_arguments(tiers)
+    tiers.add_argument(
+        "--optimizer-on",
+        choices=("device", "host", "both"),
+        default="device",
+        help="where steps are made; on the host they round differently",
+    )
+    tiers.add_argument(
+        "--overlap", action="store_true", help="make each block's step in the next forward"
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--no-compare", action="store_true", help="skip the resident run")
     output.add_argument("--out", default="demo-out", metavar="FOLDER")
@@ -120,19 +131,24 @@ def run(arguments: argparse.Namespace) -> int:
 
     resident, difference = None, None
     with deterministic(settings.device):
-        tiered, stats = _run_tiered(corpus, settings, tiers, out, console, arguments.quiet)
+        tiered, stats, roles = _run_tiered(corpus, settings, tiers, out, console, arguments.quiet)
         gc.collect()
         if not arguments.no_compare:
             resident = _run_resident(corpus, settings, console, arguments.quiet)
-            difference = first_difference(tiered, resident)
+            if settings.optimizer_on == "device":
+                difference = first_difference(tiered, resident)
 
-    report.write_report(out, settings, stats, tiered, resident, difference)
+    report.write_report(out, settings, stats, tiered, resident, difference, roles)
     if not arguments.quiet:
         report.print_stats(console, stats, settings.steps)
+        report.print_roles(console, roles)
         console.print(f"timeline.png, trace.json and report.json are in {out}")
     if resident is not None:
         tokens = settings.steps * settings.tokens_per_step
-        report.print_verdict(console, tiered, resident, difference, tokens)
+        if settings.optimizer_on != "device":
+            report.print_rounding(console, tiered, resident)
+        else:
+            report.print_verdict(console, tiered, resident, difference, tokens)
     return 1 if difference else 0
 
 
@@ -142,8 +158,6 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
     Raises:
         ConfigError: If one cannot be used.
     """
-    import torch
-
     from tiermem.cli.model import Shape
     from tiermem.cli.training import Settings
 
@@ -161,10 +175,13 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
         steps=arguments.steps,
         lr=arguments.lr,
         seed=arguments.seed,
-        dtype=getattr(torch, arguments.dtype),
+        dtype=_dtype(arguments.dtype),
         device=pick_device(arguments.device),
         checkpointing=arguments.checkpointing,
         loss_chunks=arguments.loss_chunks,
+        master=None if arguments.master is None else _dtype(arguments.master),
+        optimizer_on=arguments.optimizer_on,
+        overlap=arguments.overlap,
     )
 
 
@@ -182,16 +199,17 @@ def read_tiers(arguments: argparse.Namespace, settings: Settings) -> Tiers:
         folders = []
     # Weights, gradients and two moments are four times the weights: twice leaves
     # half of it to the swap file; without one, DRAM has to hold it all, and some
-    # room for alignment.
+    # room for alignment. With masters these and the moments are of their dtype.
     policy = policy_of(arguments)
-    dram = 2 * weights if folders else 5 * weights
+    whole = settings.state_bytes + weights
+    dram = settings.state_bytes // 2 if folders else whole
     if policy.activations == "dram":  # all else would take the room first
-        dram = 5 * weights + settings.activation_bytes
-    nvme = 5 * weights if folders else 0
+        dram = whole + settings.activation_bytes
+    nvme = whole if folders else 0
     if policy.activations == "nvme":
         nvme += settings.activation_bytes
     return Tiers(
-        hbm=_size(arguments.hbm, weights // 4, "--hbm"),
+        hbm=_size(arguments.hbm, settings.state_bytes // 16, "--hbm"),
         dram=_size(arguments.dram, dram, "--dram"),
         nvme=folders,
         nvme_bytes=_size(arguments.nvme_bytes, nvme, "--nvme-bytes"),
@@ -203,17 +221,24 @@ def read_tiers(arguments: argparse.Namespace, settings: Settings) -> Tiers:
 
 def _run_tiered(
     corpus: Corpus, settings: Settings, tiers: Tiers, out: Path, console: Console, quiet: bool
-) -> tuple[Outcome, Stats]:
+) -> tuple[Outcome, Stats, dict[str, dict[str, int]]]:
     import torch
 
     import tiermem
     from tiermem.cli.display import new_display
-    from tiermem.cli.report import write_pictures
+    from tiermem.cli.report import roles_at_home, write_pictures
     from tiermem.cli.training import Outcome, copy_weights, new_model, run_steps
 
     with tiermem.TierManager(**_manager_options(settings, tiers)) as tier:
         model = tier.wrap(new_model(settings))
-        optimizer = tier.optimizer(model, torch.optim.AdamW, lr=settings.lr)
+        optimizer = tier.optimizer(
+            model,
+            torch.optim.AdamW,
+            lr=settings.lr,
+            master_dtype=settings.master,
+            overlap=settings.overlap,
+            where=settings.optimizer_on,
+        )
         display = new_display("tiered", settings.steps, settings.tokens_per_step, console, quiet)
         with display:
             losses, seconds = run_steps(
@@ -225,11 +250,12 @@ def _run_tiered(
                 lambda step, loss: display.step(step, loss, tier.stats()),
             )
         stats = tier.stats()
+        roles = roles_at_home(tier.residency())
         with tier.materialize(model):
             weights = copy_weights(model)
         title = f"{settings.shape.layers} layers, all steps and the last two"
         write_pictures(out, tier.timeline, seconds / settings.steps, title)
-    return Outcome(losses, weights, seconds), stats
+    return Outcome(losses, weights, seconds), stats, roles
 
 
 def _run_resident(corpus: Corpus, settings: Settings, console: Console, quiet: bool) -> Outcome:
@@ -253,6 +279,13 @@ def _manager_options(settings: Settings, tiers: Tiers) -> dict[str, Any]:
         "prefetch_depth": tiers.prefetch_depth,
         **tiers.activations,
     }
+
+
+def _dtype(name: str) -> Any:
+    """Returns the torch dtype of this name, long or short."""
+    import torch
+
+    return getattr(torch, _SHORT.get(name, name))
 
 
 def _size(text: str | None, default: int, name: str) -> int:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ class Settings:
         device: Torch device.
         checkpointing: Whether each layer is recomputed in backward.
         loss_chunks: In how many parts the logits and the loss are made; 0 for all at once.
+        master: Of the masters of the weights, or None for none.
+        optimizer_on: ``"device"``, ``"host"`` or ``"both"``; the resident run is all on the device.
+        overlap: Whether the tiered run makes its steps in the next forward.
     """
 
     shape: Shape
@@ -48,6 +51,9 @@ class Settings:
     device: str
     checkpointing: bool
     loss_chunks: int = 0
+    master: torch.dtype | None = None
+    optimizer_on: Literal["device", "host", "both"] = "device"
+    overlap: bool = False
 
     @property
     def tokens_per_step(self) -> int:
@@ -70,6 +76,14 @@ class Settings:
         tokens = self.batch * self.shape.context
         layers = self.shape.layers + 2
         return widths * layers * max(4096, tokens * self.shape.width * self.dtype.itemsize)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of weights, gradients, masters and two moments."""
+        kept = 2 * (self.master or self.dtype).itemsize
+        if self.master is not None and self.master is not self.dtype:
+            kept += self.master.itemsize
+        return 2 * self.weight_bytes + self.shape.parameters * kept
 
 
 @dataclass(frozen=True)
@@ -147,18 +161,54 @@ def run_steps(
     return losses, time.perf_counter() - begin
 
 
+class MixedAdamW(torch.optim.AdamW):
+    """AdamW over masters, and sums of gradients in a dtype of their own, by hand."""
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        """Makes a master of each parameter of ``model`` that needs one."""
+        self._params = list(model.parameters())
+        master = settings.master or settings.dtype
+        self._masters: list[Tensor] = [
+            p if p.dtype is master else p.detach().to(master).requires_grad_() for p in self._params
+        ]
+        super().__init__(self._masters, lr=settings.lr)
+
+    def step(self, closure: Any = None) -> Any:
+        """Steps the masters and casts the weights from them."""
+        for param, master in zip(self._params, self._masters, strict=True):
+            if master is not param and param.grad is not None:
+                master.grad = param.grad.to(master.dtype)
+        result = super().step(closure)
+        with torch.no_grad():
+            for param, master in zip(self._params, self._masters, strict=True):
+                if master is not param:
+                    param.copy_(master)
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients of parameters and masters."""
+        for param, master in zip(self._params, self._masters, strict=True):
+            param.grad = master.grad = None
+
+
 def run_resident(
     corpus: Corpus, settings: Settings, on_step: Callable[[int, float], None]
 ) -> Outcome:
     """Trains the same model the plain way, with everything on the device."""
     model = new_model(settings).to(settings.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr)
+    optimizer = MixedAdamW(model, settings)
 
     def clip(norm: float) -> object:
         return nn.utils.clip_grad_norm_(model.parameters(), norm)
 
     losses, seconds = run_steps(model, optimizer, clip, corpus, settings, on_step)
     return Outcome(losses, copy_weights(model), seconds)
+
+
+def largest_loss_difference(tiered: Outcome, resident: Outcome) -> float:
+    """Returns by how much the losses of two runs differ at most, relative to the resident one's."""
+    pairs = zip(tiered.losses, resident.losses, strict=True)
+    return max(abs(one - other) / max(abs(other), 1e-12) for one, other in pairs)
 
 
 def copy_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -59,6 +59,7 @@ class Record:
         extent: Address in HBM, or None.
         leases: How many hold the HBM copy against eviction.
         defined: Whether the block holds data at all (a gradient may not yet).
+        writes: How often the HBM copy was said to be written.
     """
 
     block: Block
@@ -69,6 +70,7 @@ class Record:
     in_hbm: State = State.ABSENT
     extent: Extent | None = None
     leases: int = 0
+    writes: int = 0
     fixed: bool = field(default=False)
 
     @property
@@ -199,6 +201,7 @@ class ResidencyTable:
         if not record.usable or not record.leases:
             raise self._wrong(record, "written")
         record.defined = True
+        record.writes += 1
         record.in_hbm = State.DIRTY
         record.at_home = State.ABSENT
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from tiermem.core.block import Block, Role
-from tiermem.core.layout import split
+from tiermem.core.layout import TensorShape, split
+from tiermem.errors import StepError
 from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import LazyTensor, flush, is_held, lazy, orphan, refresh
-from tiermem.nn.shapes import shape_of
+from tiermem.nn.shapes import follow, shape_of
 from tiermem.runtime.slots import Slot
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class GradStore:
         self._runtime = runtime
         self._manager = runtime.manager
         self._displaced: list[Entry] = []
+        self._dtypes: dict[int, torch.dtype] = {}
 
     def track(self, entry: Entry) -> None:
         """Watches the gradients of a parameter from now on."""
@@ -65,6 +67,41 @@ class GradStore:
         entry.tracked = True
         entry.param.register_hook(partial(self._before, entry))
         entry.param.register_post_accumulate_grad_hook(partial(self._after, entry))
+
+    def keep_in(self, dtype: torch.dtype | None, params: Iterable[torch.Tensor]) -> None:
+        """Has gradients summed up and kept in another dtype than their parameters'.
+
+        ``param.grad`` shows them in the parameter's dtype all the same, as torch wants it.
+
+        Args:
+            dtype: A floating dtype; None changes nothing.
+            params: Whose gradients; those that are not managed, or not floating, are passed over.
+
+        Raises:
+            StepError: If a gradient is there already in another dtype.
+        """
+        if dtype is None:
+            return
+        ids = {id(param) for param in params if param.is_floating_point()}
+        entries = [e for g in self._runtime.groups for e in g.entries if id(e.param) in ids]
+        units: dict[int, GradUnit] = {}
+        for entry in entries:
+            self.sync(entry)
+            unit = entry.unit
+            if unit is not None and unit.block.tensors[entry.unit_index].dtype is not dtype:
+                units[id(unit)] = unit
+        for unit in units.values():
+            if any(e.has_grad for e in unit.entries):
+                raise StepError(
+                    f"grad_dtype={dtype}: block {unit.block.name!r} has gradients already, in "
+                    "another dtype; make the optimizer before the first backward, or call "
+                    "zero_grad() on the model first"
+                )
+        for unit in units.values():
+            for entry in unit.entries:
+                entry.unit = None
+        self._manager.remove_blocks([unit.block for unit in units.values()])
+        self._dtypes.update((id(entry.param), dtype) for entry in entries)
 
     def reserve(self, groups: Iterable[Group]) -> None:
         """Reserves homes for the gradients of every trainable parameter that has none yet.
@@ -76,7 +113,7 @@ class GradStore:
         for group in groups:
             for entries in divide(group, self._runtime.unit_limit(group)):
                 name = f"{group.block.name}.grad[{entries[0].name}]"
-                shapes = [shape_of(e.name, e.param, self._spec_stride(e)) for e in entries]
+                shapes = [self._shape(e) for e in entries]
                 wanted.append((name, Role.GRAD, shapes))
                 units.append((entries, group))
         for block, (entries, group) in zip(self._manager.add_blocks(wanted), units, strict=True):
@@ -87,6 +124,7 @@ class GradStore:
 
     def clear(self, entry: Entry) -> None:
         """Forgets the gradient of one parameter; whoever still has it keeps its value."""
+        self.pay(entry.unit)
         stand_in, entry.lazy = entry.lazy, None
         if isinstance(stand_in, LazyTensor):
             if entry.param.grad is stand_in:
@@ -98,6 +136,16 @@ class GradStore:
         if unit is not None and not any(e.has_grad for e in unit.entries):
             unit.pending.clear()
             self._manager.discard(unit.block)
+
+    def owed(self, entry: Entry) -> bool:
+        """Whether a step that uses the gradient of a parameter is still to be made."""
+        return entry.unit is not None and entry.unit.block.id in self._manager.debts
+
+    def pay(self, unit: GradUnit | None) -> None:
+        """Has a step made that uses the gradients of a unit and is still owed."""
+        if unit is not None and unit.block.id in self._manager.debts:
+            with self._manager.lock:
+                self._manager.debts.pay(unit.block.id)
 
     def sync(self, entry: Entry) -> None:
         """Takes up what a user did to ``param.grad``: another tensor or None ends our own."""
@@ -128,7 +176,7 @@ class GradStore:
         slot = self.open(entry.unit)
         try:
             with torch.no_grad():
-                return slot.views[entry.unit_index].clone()
+                return slot.views[entry.unit_index].to(entry.param.dtype, copy=True)
         finally:
             self._manager.release(entry.unit.block)
 
@@ -170,6 +218,8 @@ class GradStore:
                 written = True
                 if add and entry.has_grad:
                     view.add_(gradient)
+                elif entry.has_grad and view.dtype is not gradient.dtype:
+                    follow(view, gradient.to(view.device))  # it was shown in fewer bits
                 else:
                     view.copy_(gradient)
                 refresh(entry.lazy, view)
@@ -191,14 +241,18 @@ class GradStore:
         if entry.param.grad is not entry.lazy:
             entry.param.grad = entry.lazy
 
-    def _spec_stride(self, entry: Entry) -> tuple[int, ...]:
-        return entry.group.block.tensors[entry.index].stride
+    def _shape(self, entry: Entry) -> TensorShape:
+        """Describes an entry's gradient: laid out as the parameter, in the dtype asked for."""
+        dtype = self._dtypes.get(id(entry.param), entry.param.dtype)
+        like = torch.empty(entry.param.shape, dtype=dtype, device="meta")
+        return shape_of(entry.name, like, entry.group.block.tensors[entry.index].stride)
 
     def _before(self, entry: Entry, _gradient: torch.Tensor) -> None:
         """Runs before autograd accumulates: gets the lazy stand-in out of its way."""
         if entry.materialized:
             return
         self._runtime.enter_backward()
+        self.pay(entry.unit)  # while param.grad is what it was
         with torch._C.DisableTorchFunctionSubclass():
             self._make_way(entry)
 

@@ -90,6 +90,11 @@ def forget(tensor: torch.Tensor) -> None:
         tensor._kept = None
 
 
+def is_viewed(tensor: Any) -> bool:
+    """Whether somebody may have a view of a copy that a lazy tensor made."""
+    return isinstance(tensor, LazyTensor) and tensor._kept is not None
+
+
 def orphan(tensor: LazyTensor) -> None:
     """Gives a lazy tensor its value for good: what it stood for is about to be forgotten."""
     kept = tensor._kept if tensor._kept is not None else tensor._load()

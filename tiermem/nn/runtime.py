@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tiermem.nn.scope import Scope
 
 _SOFT_IN_BACKWARD = 2
+_LEAST_UNIT = 16 << 20
 
 
 class ModuleRuntime:
@@ -36,6 +37,7 @@ class ModuleRuntime:
         saved: The saved-tensor hooks.
         activations: Saved tensors that leave HBM.
         on_begin: Called before each top-level pass (the optimizers check in here).
+        worst_chain: Most bytes of blocks that nested calls of one model hold at once.
         stranded: Parameters that a failed disk kept from being taken back after materialize.
     """
 
@@ -56,6 +58,7 @@ class ModuleRuntime:
         )
         self.on_begin: list[Callable[[bool], None]] = []
         self.stranded: list[Entry] = []
+        self.worst_chain = 0
         self._by_block: dict[int, Group] = {}
         self._ambient: list[Group] = []
         self._backward: deque[Group] = deque()
@@ -92,13 +95,15 @@ class ModuleRuntime:
     def unit_limit(self, group: Group) -> int:
         """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM.
 
-        A step holds a block of weights, its unit of gradients, and state of a few times
-        the unit's size.
+        A step holds a block of weights, its unit of gradients, and state and masters of a few
+        times the unit's size; and the next unit is fetched meanwhile. Units small enough for
+        that are not made smaller than what a link carries at full speed.
         """
         hbm = self.manager.table.hbm.capacity
         sizes = [e.param.numel() * e.param.element_size() for e in group.entries] or [0]
         free = max(0, hbm - group.block.nbytes)
-        return max(max(sizes), min(sum(sizes), free // 8))
+        limit = max(free // 20, min(_LEAST_UNIT, free // 8))
+        return max(max(sizes), min(sum(sizes), limit))
 
     def owner_of(self, block: Block, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the parameter or buffer that shares a version counter with a view of a block."""
@@ -135,9 +140,11 @@ class ModuleRuntime:
                 check(training)
             self._drop(self._ambient)
             self._ambient = []
-            key = ("forward", scope.name, scope.number, training)
+            # with optimizer steps in it the pass uses other blocks: it is learned as another
+            stepping = bool(self.manager.debts)
+            key = ("forward", scope.name, scope.number, training, stepping)
             self._last_forward = key
-            guess = [g.block.id for g in scope.order()]
+            guess = self.manager.debts.order(g.block.id for g in scope.order())
             self.manager.begin_pass(key, guess)
             if self.activations.store is not None and training:
                 self._home_gradients()

@@ -1,6 +1,8 @@
-"""What the layout needs to know of a torch tensor."""
+"""What the layout needs to know of a torch tensor, and tensors kept in two precisions."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 
@@ -22,3 +24,39 @@ def shape_of(name: str, tensor: torch.Tensor, stride: tuple[int, ...] | None = N
         tensor.dtype,
         tensor.dtype.itemsize,
     )
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 1 << 24
+
+
+def follow(precise: torch.Tensor, shown: torch.Tensor) -> None:
+    """Takes changes of a coarse copy over into the tensor that it was cast from.
+
+    Elements whose cast still has the bits of ``shown`` keep all of theirs; the others become
+    those of ``shown``.
+
+    Args:
+        precise: Changed in place, without a wait for the device; any strides.
+        shown: Same shape and device, of another floating dtype.
+    """
+    for mine, theirs in _in_pieces(precise, shown):
+        bits = _INTEGERS[theirs.dtype.itemsize]
+        same = mine.to(theirs.dtype).view(bits) == theirs.view(bits)
+        mine.copy_(torch.where(same, mine, theirs.to(mine.dtype)))
+
+
+def _in_pieces(
+    first: torch.Tensor, second: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields two tensors in pieces of a bounded size, where their memory is laid out alike."""
+    extent = 1 + sum((n - 1) * s for n, s in zip(first.shape, first.stride(), strict=True))
+    if first.stride() != second.stride() or extent != first.numel():
+        yield first, second
+        return
+    for begin in range(0, extent, _CHUNK):
+        size = (min(_CHUNK, extent - begin),)
+        yield (
+            first.as_strided(size, (1,), first.storage_offset() + begin),
+            second.as_strided(size, (1,), second.storage_offset() + begin),
+        )

@@ -216,6 +216,7 @@ class WrappedModel:
         """
         fixed = sum(r.block.nbytes for r in self.manager.table if r.fixed)
         worst, chain = self._worst_chain()
+        self.runtime.worst_chain = max(self.runtime.worst_chain, worst)
         trainable = any(e.param.requires_grad for e in self.entries)
         unit = max((self._largest_gradient(g) for g in self.groups), default=0) if trainable else 0
         least = fixed + worst + unit

@@ -1,16 +1,20 @@
-"""Loading an optimizer's state dict into the tiers, unit by unit."""
+"""An optimizer's state dict, out of the tiers and into them, unit by unit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from tiermem.errors import CheckpointError
+from tiermem.nn.lazy import LazyTensor
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.probe import settings_of
 from tiermem.optim.unit import State, StepUnit
+
+MASTER = "master"
+"""Key of ``state_dict()`` beside ``state`` and ``param_groups``: masters by number of parameter."""
 
 
 def load_state(
@@ -34,15 +38,20 @@ def load_state(
             f"{lengths}; nothing was loaded"
         )
     saved: dict[int, State] = {}
+    masters: dict[int, torch.Tensor] = {}
     for group, other in zip(groups, saved_groups, strict=True):
         for param, number in zip(group["params"], other["params"], strict=True):
             if number in state_dict["state"]:
                 saved[id(param)] = state_dict["state"][number]
+            if number in state_dict.get(MASTER, {}):
+                masters[id(param)] = state_dict[MASTER][number]
     _check_shapes(units, saved)
+    _check_masters(units, masters)
     for group, other in zip(groups, saved_groups, strict=True):
         group.update(settings_of(other))
     for unit in units:
-        unit.import_state(runtime, groups, state, _cast(unit, groups, saved))
+        import_state(unit, runtime, groups, state, _cast(unit, groups, saved))
+        import_masters(unit, runtime, {i: masters[i] for i in unit.ids() if i in masters})
 
 
 def _check_shapes(units: Sequence[StepUnit], saved: dict[int, State]) -> None:
@@ -58,28 +67,118 @@ def _check_shapes(units: Sequence[StepUnit], saved: dict[int, State]) -> None:
                 )
 
 
+def _check_masters(units: Sequence[StepUnit], masters: dict[int, torch.Tensor]) -> None:
+    for unit in units:
+        for param, _ in unit.members:
+            value = masters.get(id(param))
+            if value is None:
+                continue
+            if not unit.has_master(param):
+                raise CheckpointError(
+                    f"the state dict has master weights ({value.dtype}) for a parameter of "
+                    f"{unit.name!r} that has none here; make the optimizer with "
+                    f"master_dtype={value.dtype}, or delete {MASTER!r} from the state dict; "
+                    "nothing was loaded"
+                )
+            if value.shape != param.shape:
+                raise CheckpointError(
+                    f"the state dict's master of a parameter of {unit.name!r} has shape "
+                    f"{tuple(value.shape)}, the parameter {tuple(param.shape)}; nothing was loaded"
+                )
+
+
 def _cast(
     unit: StepUnit, groups: Sequence[dict[str, Any]], saved: dict[int, State]
 ) -> dict[int, State]:
     """Returns the unit's state, cast and moved as torch's own ``load_state_dict`` does it."""
-    params = [p for p, _ in unit.members if id(p) in saved]
-    if not params:
+    members = [(p, n) for p, n in unit.members if id(p) in saved]
+    if not members:
         return {}
-    number_of = {id(p): n for p, n in unit.members}
-    numbers = list(dict.fromkeys(number_of[id(p)] for p in params))
-    own = [
-        {**settings_of(groups[n]), "params": [p for p in params if number_of[id(p)] == n]}
-        for n in numbers
-    ]
-    scratch = torch.optim.Optimizer(own, {})
-    order = [p for group in own for p in group["params"]]
+    numbers = list(dict.fromkeys(n for _, n in members))
+    order = [p for number in numbers for p, n in members if n == number]
     index = {id(p): i for i, p in enumerate(order)}
+
+    def grouped(number: int, value: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
+        own = [value(p) for p, n in members if n == number]
+        return {**settings_of(groups[number]), "params": own}
+
+    scratch = torch.optim.Optimizer([grouped(n, unit.own) for n in numbers], {})
     scratch.load_state_dict(
         {
             "state": {index[id(p)]: saved[id(p)] for p in order},
-            "param_groups": [
-                {**settings_of(g), "params": [index[id(p)] for p in g["params"]]} for g in own
-            ],
+            "param_groups": [grouped(n, lambda p: index[id(p)]) for n in numbers],
         }
     )
-    return {id(p): dict(scratch.state[p]) for p in order}
+    return {id(p): dict(scratch.state[unit.own(p)]) for p in order}
+
+
+def export_state(
+    unit: StepUnit, runtime: ModuleRuntime, state: State
+) -> Iterator[tuple[torch.Tensor, State]]:
+    """Yields each parameter that has state, with copies of it in host memory."""
+    present = [param for param, _ in unit.members if state.get(param)]
+    if not present:
+        return
+    tensors = runtime.manager.read(unit.block) if unit.block is not None else []
+    stored = {(id(p), key): tensors[i] for i, (p, key) in enumerate(unit.keys)}
+    for param in present:
+        values: State = {}
+        for key, value in state[param].items():
+            if isinstance(value, LazyTensor):
+                values[key] = stored[(id(param), key)].clone()
+            elif isinstance(value, torch.Tensor):
+                values[key] = value.detach().clone()
+            else:
+                values[key] = value
+        yield param, values
+
+
+def import_state(
+    unit: StepUnit,
+    runtime: ModuleRuntime,
+    groups: Sequence[dict[str, Any]],
+    state: State,
+    loaded: dict[int, State],
+) -> None:
+    """Takes state over; ``loaded`` is by the id of the parameter and fits."""
+    optimizer = unit.optimizer_for(groups)
+    with torch.no_grad():
+        slot = runtime.manager.acquire(unit.block) if unit.block is not None else None
+        try:
+            for param, _ in unit.members:
+                own = unit.own(param)
+                optimizer.state.pop(own, None)
+                state.pop(param, None)
+                if id(param) in loaded:
+                    optimizer.state[own] = dict(loaded[id(param)])
+            unit.detach(runtime, optimizer, slot, state)
+        finally:
+            if unit.block is not None:
+                runtime.manager.release(unit.block, dirty=True)
+
+
+def export_masters(
+    unit: StepUnit, runtime: ModuleRuntime
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields each parameter that has a master, with a copy of it in host memory."""
+    if unit.masters is None:
+        return
+    manager, block = runtime.manager, unit.masters.block
+    stored = manager.read(block) if block is not None and unit.masters.made else []
+    managed = {id(entry.param) for entry in unit.entries}
+    weights = {id(p): p.detach().cpu() for p, _ in unit.members if id(p) not in managed}
+    if unit.group is not None:
+        tensors = manager.read(unit.group.block)
+        weights |= {
+            id(e.param): e.param.detach().cpu() if e.materialized else tensors[e.index]
+            for e in unit.entries
+        }
+    yield from unit.masters.values(stored, weights)
+
+
+def import_masters(unit: StepUnit, runtime: ModuleRuntime, loaded: dict[int, torch.Tensor]) -> None:
+    """Takes masters over, and casts the weights from them; ``loaded`` is by id and fits."""
+    if unit.masters is None or not loaded:
+        return
+    with torch.no_grad(), unit.held(runtime) as slots, unit.open_masters(slots):
+        unit.masters.take(loaded)

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
-from tiermem.errors import StepError
+from tiermem.errors import StepError, StorageError
 from tiermem.nn.placeholder import placeholder
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim import clip
+from tiermem.optim.groups import Params, floating, frozen, groups_of, with_defaults
+from tiermem.optim.host import HostSide, Job
+from tiermem.optim.master import master_dtype_of
+from tiermem.optim.plan import plan_units
 from tiermem.optim.probe import StateProbe, check_separable, settings_of
-from tiermem.optim.state import load_state
-from tiermem.optim.unit import StepUnit, plan_units
+from tiermem.optim.scaling import Scaling
+from tiermem.optim.share import Speeds
+from tiermem.optim.sides import choose_sides
+from tiermem.optim.state import MASTER, export_masters, export_state, load_state
+from tiermem.optim.unit import StepUnit
+from tiermem.runtime.debts import Debt
+from tiermem.runtime.pipeline import Pipeline
 
-Params = nn.Module | Iterable[Any]
+Where = Literal["device", "host", "both"]
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -35,12 +46,28 @@ class TieredOptimizer(torch.optim.Optimizer):
         cls: type[torch.optim.Optimizer],
         number: int,
         /,
+        *,
+        master_dtype: torch.dtype | None = None,
+        grad_dtype: torch.dtype | None = None,
+        overlap: bool = False,
+        where: Where = "device",
         **settings: Any,
     ) -> None:
         """Tries the class, learns its state and reserves homes for it.
 
+        Args:
+            runtime: The modules' runtime.
+            params: A wrapped module, parameters, or parameter groups.
+            cls: The optimizer class.
+            number: Tells the optimizers of one manager apart.
+            master_dtype: Of the masters, or None to step the weights themselves.
+            grad_dtype: In which gradients are summed up and kept, or None for the weights' own.
+            overlap: Whether a step is made block by block in the next forward, each before its use.
+            where: Where blocks are stepped.
+            **settings: The class's own.
+
         Raises:
-            StepError: If the class cannot be stepped block by block.
+            StepError: If the class cannot be stepped block by block, or a dtype cannot be had.
             CapacityError: If a budget cannot hold a step or its state; nothing is changed.
         """
         self._runtime = runtime
@@ -48,11 +75,21 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._manager.guard()
         self._cls = cls
         self._settings = settings
+        self._overlap = bool(overlap)
+        self._owed: set[int] = set()
+        if where not in ("device", "host", "both"):
+            raise StepError(f"where={where!r}: a step is made on 'device', 'host' or 'both'")
+        self._where = where
+        self._pool: ThreadPoolExecutor | None = None
+        self.speeds: Speeds | None = None
+        self._master_dtype = floating("master_dtype", master_dtype)
+        self._grad_dtype = floating("grad_dtype", grad_dtype)
         self._number = number
         self._pending: list[StepUnit] = []
+        self._scaling: Scaling | None = None
         self._failed = ""
         self._units: list[StepUnit] = []
-        groups = _groups_of(params)
+        groups = groups_of(params)
         template = self._template(groups)
         super().__init__(template, dict(self._defaults))
         self._separable()
@@ -80,23 +117,145 @@ class TieredOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._runtime.end_backward()
+        scaling = self._scaling if self._pending else Scaling.of(self)
+        if scaling is not None and not (self._fused and self._pool is None) and scaling.skips:
+            return loss
+        self.finish()
         units = self._pending or [unit for unit in self._units if unit.wanted(self._runtime)]
+        if not self._pending:
+            units = self._begin_on_host(units, scaling)
+        if self._overlap and not self._pending:
+            units = self._owe(units, scaling)
+        self._step(units, scaling)
+        if not self._overlap:
+            self.finish()
+        return loss
+
+    def _begin_on_host(self, units: Sequence[StepUnit], scaling: Scaling | None) -> list[StepUnit]:
+        """Begins the steps that the host makes; returns the other units."""
+        pool = self._pool
+        hosts = [unit.host for unit in units if unit.host is not None]
+        if pool is None or not hosts:
+            return list(units)
+        if scaling is not None and scaling.grad_scale is not None:
+            scaling = Scaling(scaling.grad_scale.cpu(), None)
+        with self._manager.lock, torch.no_grad(), torch.inference_mode(False):
+            for host in hosts:
+                host.check(self._runtime)
+            changed = any(u.pending for host in hosts for u in host.unit.grad_units())
+            if changed and self._manager.device.type == "cuda":  # the host reads their factors
+                torch.cuda.current_stream(self._manager.device).synchronize()
+            for host in hosts:
+                job = host.submit(self._runtime, self.param_groups, scaling, pool)
+                work = partial(self._take_up, host, job)
+                self._owed.add(id(host.unit))
+                blocks = [block.id for block in job.blocks]
+                self._manager.debts.add(Debt(host.unit.name, blocks, work, job))
+        return [unit for unit in units if unit.host is None]
+
+    def _take_up(self, host: HostSide, job: Job) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            host.take_up(self._runtime, job, self._state)
+        self._owed.discard(id(host.unit))
+
+    def _step(self, units: Sequence[StepUnit], scaling: Scaling | None) -> None:
+        """Steps units now."""
         guess = [block.id for unit in units for block in unit.blocks()]
         began = time.perf_counter_ns()
-        self._manager.begin_pass(("optimizer", self._number), guess)
+        if units or not self._owed:
+            self._manager.begin_pass(("optimizer", self._number), guess)
         remaining = list(units)
+        pipeline = Pipeline(self._manager)
         try:
             with torch.no_grad():
                 while remaining:
-                    remaining[0].step(self._runtime, self.param_groups, self.state)
+                    unit, following = remaining[0], remaining[1:2]
+                    ahead = [block for other in following for block in other.blocks()]
+                    unit.step(
+                        self._runtime,
+                        self.param_groups,
+                        self._state,
+                        scaling,
+                        meanwhile=partial(pipeline.fetch, ahead),
+                    )
                     del remaining[0]
+                    pipeline.write([block for block in unit.blocks() if block not in ahead])
         except BaseException as error:
-            self._pending = remaining
+            self._pending, self._scaling = remaining, scaling
             self._failed = f"{type(error).__name__} at {remaining[0].name!r}"
+            self._explain(error, [unit.name for unit in remaining])
             raise
         self._pending = []
         self._runtime.busy("optimizer", began)
-        return loss
+
+    def _owe(self, units: Sequence[StepUnit], scaling: Scaling | None) -> list[StepUnit]:
+        """Puts off the step of every unit that can wait; returns the others.
+
+        The settings are those of now: a scheduler may change the learning rate before the step
+        is made.
+        """
+        settings = [frozen(settings_of(group)) for group in self.param_groups]
+        scaling = None if scaling is None else scaling.frozen()
+        now = []
+        with self._manager.lock:
+            for unit in units:
+                if unit.group is None or not unit.can_wait(self._runtime):
+                    now.append(unit)
+                    continue
+                unit.group.unpoint()
+                blocks = [block.id for block in unit.blocks()]
+                work = partial(self._pay, unit, settings, scaling)
+                self._owed.add(id(unit))
+                self._manager.debts.add(Debt(unit.name, blocks, work))
+        return now
+
+    def _pay(
+        self, unit: StepUnit, settings: Sequence[dict[str, Any]], scaling: Scaling | None
+    ) -> None:
+        """Makes a step that was put off, wherever we are by now."""
+        began = time.perf_counter_ns()
+        kind = self._manager.device.type
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast(kind, enabled=False),
+            torch.autocast("cpu", enabled=False),
+            _disable_current_modes(),
+        ):
+            step = unit.step
+            if "torch._dynamo" in sys.modules:  # the call around it may be a compiled one
+                step = torch.compiler.disable(step)
+            try:
+                step(self._runtime, settings, self._state, scaling, owed=True)
+            except BaseException as error:
+                self._explain(error, [u.name for u in self._units if id(u) in self._owed])
+                raise
+        self._owed.discard(id(unit))
+        Pipeline(self._manager).write(unit.kept_blocks())
+        self._manager.timeline.add("optimizer", unit.name, began, time.perf_counter_ns())
+
+    def finish(self) -> None:
+        """Makes what is still to be made of the last step; only with ``overlap=True`` there is any.
+
+        There is no need to call it: whatever looks at a weight, a gradient or a piece of state
+        has its step made first.
+        """
+        if not self._owed:
+            return
+        with self._manager.lock:
+            for unit in self._units:
+                if id(unit) in self._owed and unit.group is not None:
+                    self._manager.debts.pay(unit.group.block.id)
+
+    @property
+    def state(self) -> Any:
+        """The state by parameter, as in any optimizer; every step asked for is made in it."""
+        self.finish()
+        return self._state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._state = value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients, or sets them to zero."""
@@ -122,20 +281,21 @@ class TieredOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: If it is not finite and ``error_if_nonfinite``.
         """
-        self._refuse_if_pending("clip_grad_norm_()")
+        self._settle("clip_grad_norm_()")
         self._runtime.end_backward()
         norms: dict[int, torch.Tensor] = {}
+        dtypes: dict[int, torch.dtype] = {}
+
+        def measure(param: torch.Tensor, gradient: torch.Tensor) -> None:
+            norms[id(param)] = clip.norms_of([gradient], float(norm_type), foreach)[0]
+            dtypes[id(param)] = gradient.dtype
+
         with torch.no_grad():
             self._manager.begin_pass(("clip", self._number), [])
             for unit in self._units:
-                unit.each_gradient(
-                    self._runtime,
-                    lambda param, grad: norms.__setitem__(
-                        id(param), clip.norms_of([grad], float(norm_type), foreach)[0]
-                    ),
-                )
+                unit.each_gradient(self._runtime, measure)
             params = [p for g in self.param_groups for p in g["params"] if id(p) in norms]
-            like = [placeholder(p.shape, p.dtype, p.device) for p in params]
+            like = [placeholder(p.shape, dtypes[id(p)], p.device) for p in params]
             total = clip.total_norm([norms[id(p)] for p in params], like, float(norm_type))
             if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
                 raise RuntimeError(
@@ -149,7 +309,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamps every gradient to ``[-clip_value, clip_value]``."""
-        self._refuse_if_pending("clip_grad_value_()")
+        self._settle("clip_grad_value_()")
         limit = float(clip_value)
 
         def clamp(tensors: Sequence[torch.Tensor]) -> None:
@@ -164,6 +324,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if not hasattr(self, "_units") or not getattr(self, "_ready", False):
             super().add_param_group(param_group)
             return
+        self.finish()
         group = self._template([param_group])[0]
         super().add_param_group(group)
         try:
@@ -173,8 +334,12 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what the plain optimizer's ``state_dict`` would, with tensors in host memory."""
-        self._refuse_if_pending("state_dict()")
+        """Returns what the plain optimizer's ``state_dict`` would, with tensors in host memory.
+
+        With ``master_dtype`` there is a key ``"master"`` more: the master of each parameter that
+        has one, by the parameter's number, as in ``"state"``.
+        """
+        self._settle("state_dict()")
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         numbers: dict[int, int] = {}
@@ -186,9 +351,16 @@ class TieredOptimizer(torch.optim.Optimizer):
             groups.append({**packed, "params": [numbers[id(p)] for p in group["params"]]})
         state: dict[int, Any] = {}
         for unit in self._units:
-            for param, values in unit.export(self._runtime, self.state):
+            for param, values in export_state(unit, self._runtime, self._state):
                 state[numbers[id(param)]] = values
         result: dict[str, Any] = {"state": dict(sorted(state.items())), "param_groups": groups}
+        masters = {
+            numbers[id(param)]: value
+            for unit in self._units
+            for param, value in export_masters(unit, self._runtime)
+        }
+        if self._master_dtype is not None:
+            result[MASTER] = dict(sorted(masters.items()))
         for post in self._optimizer_state_dict_post_hooks.values():
             changed = post(self, result)
             result = result if changed is None else changed
@@ -197,11 +369,14 @@ class TieredOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state over, from this or from the plain optimizer.
 
+        Where it has masters, the weights become their casts; where it has none, the masters
+        stay as they are.
+
         Raises:
             CheckpointError: If it is of other groups or shapes; nothing is changed.
         """
-        self._refuse_if_pending("load_state_dict()")
-        load_state(self._runtime, self._units, self.param_groups, self.state, state_dict)
+        self._settle("load_state_dict()")
+        load_state(self._runtime, self._units, self.param_groups, self._state, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         raise StepError("a tiered optimizer cannot be pickled; save its state_dict()")
@@ -217,24 +392,9 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _template(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns the groups with every default filled in, as the class itself does it."""
-        stand_ins: dict[int, nn.Parameter] = {}
-        for group in groups:
-            for param in group["params"]:
-                meta = torch.empty(param.shape, dtype=param.dtype, device="meta")
-                stand_ins.setdefault(id(param), nn.Parameter(meta, param.requires_grad))
-        shadow = [
-            {**group, "params": [stand_ins[id(p)] for p in group["params"]]} for group in groups
-        ]
-        try:
-            optimizer = self.make(shadow)
-        except (TypeError, ValueError):
-            raise  # bad settings: torch's own words say it best
-        except Exception:  # a class that looks at the device of its parameters
-            optimizer = self.make([dict(group) for group in groups])
+        filled, optimizer = with_defaults(self.make, groups, self._stepped_dtype)
         self._defaults = optimizer.defaults
-        filled = []
-        for group, original in zip(optimizer.param_groups, groups, strict=True):
-            filled.append({**group, "params": list(original["params"])})
+        self._fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         return filled
 
     def _separable(self) -> None:
@@ -250,24 +410,68 @@ class TieredOptimizer(torch.optim.Optimizer):
                 self.make,
                 settings_of(group),
                 dims,
-                params[0].dtype,
+                self._stepped_dtype(params[0]),
                 self._manager.device,
             )
         self._probe = StateProbe(self.make, self._manager.device, sparse=self._sparse)
         self._ready = True
+        # a GradScaler then leaves it to step() to undo the scale: after the cast to the master
+        self._step_supports_amp_scaling = self._fused or self._master_dtype is not None
+
+    def _stepped_dtype(self, param: torch.Tensor) -> torch.dtype:
+        """Returns the dtype of what is stepped: of the parameter, or of its master."""
+        return master_dtype_of(param, self._master_dtype) or param.dtype
 
     def _extend(self, groups: Sequence[dict[str, Any]]) -> None:
         """Plans the units of new groups and reserves their homes."""
         first = len(self.param_groups) - len(groups)
-        planned = plan_units(self._runtime, groups, first, self._probe, self.make)
+        self._runtime.grads.keep_in(self._grad_dtype, [p for g in groups for p in g["params"]])
+        planned = plan_units(
+            self._runtime,
+            groups,
+            first,
+            self._probe,
+            self.make,
+            self._master_dtype,
+            overlap=self._overlap,
+        )
+        self._choose_sides(planned)
         if self._probe.eager:
             for unit in planned:
-                unit.begin(self._runtime, self.param_groups, self.state)
+                unit.begin(self._runtime, self.param_groups, self._state)
         self._units.extend(planned)
+
+    def _choose_sides(self, units: Sequence[StepUnit]) -> None:
+        """Decides which units the host steps."""
+        if self._where == "device":
+            return
+        dtype = next((self._stepped_dtype(p) for u in units for p, _ in u.members), torch.float32)
+        some, self.speeds = choose_sides(
+            self._runtime, units, self.make, dtype, share=self._where == "both"
+        )
+        if some and self._pool is None:
+            # one thread: the kernels it runs spread over all cores by themselves
+            self._pool = ThreadPoolExecutor(1, f"tiermem-optimizer-{self._number}")
 
     def _before_forward(self, training: bool) -> None:
         if training:
             self._refuse_if_pending("a training forward")
+
+    def _explain(self, error: BaseException, left: Sequence[str]) -> None:
+        """Has an error of the disk say how far the step got."""
+        if not isinstance(error, StorageError):
+            return
+        names = ", ".join(repr(name) for name in left[:8]) + (", ..." if len(left) > 8 else "")
+        again = "the next use of them makes it" if self._owed else "optimizer.step() goes on there"
+        error.message += (
+            f"; {len(self._units) - len(left)} of {len(self._units)} units of the optimizer step "
+            f"are made, each whole, and {len(left)} are as they were: {names}; {again}"
+        )
+
+    def _settle(self, what: str) -> None:
+        """Makes sure that no step is unfinished."""
+        self.finish()
+        self._refuse_if_pending(what)
 
     def _refuse_if_pending(self, what: str) -> None:
         if self._pending:
@@ -276,22 +480,3 @@ class TieredOptimizer(torch.optim.Optimizer):
                 f"{self._failed}, with {len(self._pending)} of {len(self._units)} units to go; "
                 "call optimizer.step() again, it goes on where it stopped"
             )
-
-
-def _groups_of(params: Params) -> list[dict[str, Any]]:
-    """Returns parameter groups from a module, parameters, or groups."""
-    if isinstance(params, nn.Module):
-        return [{"params": [p for p in params.parameters() if p.requires_grad]}]
-    items = list(params)
-    if not items:
-        raise ValueError("optimizer got an empty parameter list")
-    if isinstance(items[0], dict):
-        groups = []
-        for group in items:
-            members = group["params"]
-            members = [members] if isinstance(members, torch.Tensor) else list(members)
-            groups.append({**group, "params": members})
-        return groups
-    if isinstance(items[0], tuple):
-        return [{"params": [p for _, p in items]}]
-    return [{"params": items}]

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tiermem.config import format_size
-from tiermem.core.block import Block, Role
-from tiermem.core.layout import TensorShape
-from tiermem.errors import CapacityError, StepError
+from tiermem.core.block import Block
+from tiermem.errors import StepError
 from tiermem.nn.grads import Change, GradUnit
 from tiermem.nn.group import Entry, Group
-from tiermem.nn.lazy import LazyTensor, flush, forget, lazy, refresh
+from tiermem.nn.lazy import LazyTensor, flush, forget, is_viewed, lazy, refresh
 from tiermem.nn.runtime import ModuleRuntime
-from tiermem.nn.shapes import shape_of
-from tiermem.optim.probe import Make, StateProbe, settings_of
+from tiermem.optim.master import Masters
+from tiermem.optim.probe import Make, settings_of
+from tiermem.optim.scaling import Scaling
 from tiermem.runtime.slots import Slot
+
+if TYPE_CHECKING:
+    from tiermem.optim.host import HostSide
 
 State = dict[Any, Any]
 
@@ -33,6 +35,8 @@ class StepUnit:
         entries: The managed ones among them, in the same order; empty for ordinary parameters.
         group: The group of weights they are from, or None.
         block: The block of their state, or None.
+        masters: Their masters, or None where the parameters themselves are stepped.
+        host: Steps it on the host, or None.
         keys: For each tensor of that block, its parameter and the state's key.
     """
 
@@ -49,17 +53,38 @@ class StepUnit:
         self.entries = list(entries)
         self.group: Group | None = entries[0].group if entries else None
         self.block: Block | None = None
+        self.masters: Masters | None = None
+        self.host: HostSide | None = None
         self.keys: list[tuple[torch.Tensor, str]] = []
         self._make = make
         self._optimizer: torch.optim.Optimizer | None = None
         self._numbers = list(dict.fromkeys(number for _, number in members))
 
+    def own(self, param: torch.Tensor) -> torch.Tensor:
+        """Returns what the plain optimizer is given for a parameter: itself, or its master."""
+        if self.host is not None:
+            return self.host.own(param)
+        return param if self.masters is None else self.masters.own(param)
+
+    def has_master(self, param: torch.Tensor) -> bool:
+        """Whether a parameter is the cast of a master."""
+        return self.masters is not None and self.masters.own(param) is not param
+
+    def ids(self) -> list[int]:
+        """Returns the ids of the parameters, by which what is loaded is found."""
+        return [id(param) for param, _ in self.members]
+
     def blocks(self) -> list[Block]:
         """Returns the blocks that a step uses, in the order it does."""
         found = [self.group.block] if self.group is not None else []
         found += [unit.block for unit in self.grad_units()]
-        if self.block is not None:
-            found.append(self.block)
+        return found + self.kept_blocks()
+
+    def kept_blocks(self) -> list[Block]:
+        """Returns the blocks of state and masters."""
+        found = [] if self.block is None else [self.block]
+        if self.masters is not None and self.masters.block is not None:
+            found.append(self.masters.block)
         return found
 
     def grad_units(self) -> list[GradUnit]:
@@ -75,44 +100,170 @@ class StepUnit:
 
     # -- the step --------------------------------------------------------
 
-    def step(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State) -> None:
-        """Steps the unit: everything it needs is brought up first, so it happens whole or not."""
+    def step(
+        self,
+        runtime: ModuleRuntime,
+        groups: Sequence[dict[str, Any]],
+        state: State,
+        scaling: Scaling | None = None,
+        *,
+        owed: bool = False,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Steps the unit: everything it needs is brought up first, so it happens whole or not.
+
+        Args:
+            runtime: The modules' runtime.
+            groups: Settings of the parameter groups.
+            state: The tiered optimizer's state, to be kept up to date.
+            scaling: What a GradScaler left to the step, or None.
+            owed: Whether the step was asked for some time ago: then it uses the gradients that
+                were there, and leaves ``param.grad`` as the user has it by now.
+            meanwhile: Called once everything is at hand.
+        """
         if self.group is not None and self.group.freed:
-            raise StepError(
-                f"{self.name!r}: the model was taken out of the tiers with tier.unwrap; make a new "
-                "optimizer over it (this one's state_dict() can be loaded there)"
-            )
+            self.refuse_freed()
+        optimizer = self.optimizer_for(groups)
+        if not owed:
+            for entry in self.entries:
+                runtime.grads.sync(entry)
         stored = [e for e in self.entries if e.has_grad and not e.materialized]
-        optimizer = self._optimizer_for(groups)
-        for entry in self.entries:
-            runtime.grads.sync(entry)
-        self._flush(optimizer)
-        with self._held(runtime) as slots:
-            slot = slots.get(id(self.block))
-            try:
-                for entry in stored:
-                    unit = entry.unit
-                    if unit is not None:
-                        entry.param.grad = slots[id(unit.block)].views[entry.unit_index]
+        seen = {id(p): p.grad for p, _ in self.members} if owed else {}
+        self.flush()
+        try:
+            with self.held(runtime) as slots:
+                if meanwhile is not None:
+                    meanwhile()
+                self._update(runtime, optimizer, stored, slots, state, scaling, owed=owed)
+        finally:
+            for entry in stored:
+                entry.param.grad = seen.get(id(entry.param), entry.lazy)
+        for entry in stored:
+            if entry.param.grad is not entry.lazy:  # forgotten or replaced while the step was owed
+                runtime.grads.clear(entry)
+
+    def refuse_freed(self) -> None:
+        """Says that there is nothing to step any more.
+
+        Raises:
+            StepError: Always.
+        """
+        raise StepError(
+            f"{self.name!r}: the model was taken out of the tiers with tier.unwrap; make a new "
+            "optimizer over it (this one's state_dict() can be loaded there)"
+        )
+
+    def state_of(self, param: torch.Tensor) -> State:
+        """Returns the plain optimizer's state of a parameter, empty where there is none."""
+        return {} if self._optimizer is None else self._optimizer.state.get(self.own(param), {})
+
+    def step_on(self, host: HostSide, make: Make) -> None:
+        """Has the unit stepped on the host from now on; it has not been stepped yet."""
+        self.host, self._make = host, make
+
+    def _update(
+        self,
+        runtime: ModuleRuntime,
+        optimizer: torch.optim.Optimizer,
+        stored: Sequence[Entry],
+        slots: dict[int, Slot],
+        state: State,
+        scaling: Scaling | None,
+        *,
+        owed: bool,
+    ) -> None:
+        """Steps what is held."""
+        gradients: dict[int, torch.Tensor] = {}
+        if not owed:
+            gradients = {id(p): p.grad for p, _ in self.members if p.grad is not None}
+        views = {
+            id(e.param): slots[id(e.unit.block)].views[e.unit_index]
+            for e in stored
+            if e.unit is not None
+        }
+        slot = slots.get(id(self.block))
+        try:
+            with self.open_masters(slots):
+                self._hand_over({**gradients, **views})
                 self._attach(optimizer, slot)
                 try:
-                    optimizer.step()
+                    self._run(optimizer, scaling)
                 finally:
-                    self._detach(runtime, optimizer, slot, state)
-            finally:
-                for entry in stored:
-                    unit = entry.unit
-                    if unit is not None:
-                        refresh(entry.lazy, slots[id(unit.block)].views[entry.unit_index])
-                    entry.param.grad = None
-                    runtime.grads.expose(entry)
+                    self.detach(runtime, optimizer, slot, state)
+                if self.masters is not None:
+                    self.masters.derive()
+        finally:
+            for entry in stored:
+                refresh(entry.lazy, views[id(entry.param)])
+                entry.param.grad = None
+
+    def can_wait(self, runtime: ModuleRuntime) -> bool:
+        """Whether nobody could see that the step is made later than asked for.
+
+        That is so where every way to the bytes leads through the manager, which has the step made
+        first: not where somebody has a view of them, or a gradient is an ordinary tensor.
+        """
+        group = self.group
+        if group is None or group.holds or group.freed:
+            return False
+        slot = runtime.manager.slots.current.get(group.block.id)
+        if slot is not None and slot.aliased:
+            return False
+        for entry in self.entries:
+            if entry.materialized or entry.param.grad is not (
+                entry.lazy if entry.has_grad else None
+            ):
+                return False
+            if is_viewed(entry.lazy):
+                return False
+        return not any(is_viewed(self.state_of(p).get(key)) for p, key in self.keys)
+
+    def _hand_over(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Gives the optimizer the gradients, in the dtype of what it steps."""
+        for param, _ in self.members:
+            own = self.own(param)
+            gradient = gradients.get(id(param))
+            if gradient is None:
+                own.grad = None
+                continue
+            if own is not param or gradient.dtype is not param.dtype:
+                gradient = gradient.to(own.device, own.dtype)
+            if own.grad is not gradient:
+                own.grad = gradient
+
+    def _run(self, optimizer: torch.optim.Optimizer, scaling: Scaling | None) -> None:
+        if scaling is None:
+            optimizer.step()
+            return
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            scaling.unscale([self.own(param) for param, _ in self.members])
+            optimizer.step()
+            return
+        optimizer.grad_scale = scaling.grad_scale  # type: ignore[attr-defined]
+        optimizer.found_inf = scaling.found_inf  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
     @contextmanager
-    def _held(self, runtime: ModuleRuntime) -> Iterator[dict[int, Slot]]:
-        """Holds weights, gradients and state together; yields slots by the id of their block."""
+    def open_masters(self, slots: dict[int, Slot]) -> Iterator[None]:
+        """Has the masters at hand, beside what is held."""
+        if self.masters is None:
+            yield
+            return
+        try:
+            self.masters.open(slots.get(id(self.masters.block)))
+            yield
+        finally:
+            self.masters.close()
+
+    @contextmanager
+    def held(self, runtime: ModuleRuntime) -> Iterator[dict[int, Slot]]:
+        """Holds weights, gradients, state and masters; yields slots by the id of their block."""
         manager = runtime.manager
         units = [u for u in self.grad_units() if any(e.has_grad for e in u.entries)]
-        blocks = [u.block for u in units] + ([self.block] if self.block is not None else [])
+        blocks = [u.block for u in units] + self.kept_blocks()
         stepped = False
         if self.group is not None:
             self.group.hold()
@@ -125,32 +276,48 @@ class StepUnit:
                 yield {id(block): slot for block, slot in zip(blocks, slots, strict=True)}
             finally:
                 # a class may write gradients too, and weights through `param.data`: nobody counts
-                for block in blocks:
-                    manager.release(block, dirty=stepped)
+                for index, block in enumerate(blocks):
+                    written = stepped and (index >= len(units) or self._sees(units[index]))
+                    manager.release(block, dirty=written)
         finally:
             if self.group is not None:
                 self.group.let_go(dirty=stepped)
 
-    def _flush(self, optimizer: torch.optim.Optimizer) -> None:
+    def _sees(self, unit: GradUnit) -> bool:
+        """Whether the optimizer is given gradients of a block themselves, not casts of them."""
+        for entry, spec in zip(unit.entries, unit.block.tensors, strict=True):
+            if self.own(entry.param).dtype is spec.dtype:
+                return True
+        return False
+
+    def flush(self) -> None:
         """Takes in what was written through views of the state."""
         for param, key in self.keys:
-            flush(optimizer.state.get(param, {}).get(key))
+            flush(self.state_of(param).get(key))
 
-    def _optimizer_for(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Returns the plain optimizer of this unit, with the settings of now."""
+    def optimizer_for(self, groups: Sequence[dict[str, Any]] | None) -> torch.optim.Optimizer:
+        """Returns the plain optimizer of this unit, with the settings of ``groups`` if given."""
         if self._optimizer is None:
+            if groups is None:
+                raise RuntimeError(f"{self.name}: no optimizer yet")
+            make = self._make
             with torch.enable_grad():
-                self._optimizer = self._make(
+                self._optimizer = make(
                     [
                         {
                             **settings_of(groups[number]),
-                            "params": [p for p, n in self.members if n == number],
+                            "params": [self.own(p) for p, n in self.members if n == number],
                         }
                         for number in self._numbers
                     ]
                 )
+        if groups is None:
+            return self._optimizer
         for mine, number in zip(self._optimizer.param_groups, self._numbers, strict=True):
+            fused = mine.get("fused")
             mine.update(settings_of(groups[number]))
+            if self.host is not None and "fused" in mine:
+                mine["fused"] = fused
         return self._optimizer
 
     def _attach(self, optimizer: torch.optim.Optimizer, slot: Slot | None) -> None:
@@ -158,12 +325,12 @@ class StepUnit:
         if slot is None:
             return
         for (param, key), view in zip(self.keys, slot.views, strict=True):
-            own = optimizer.state.get(param)
+            own = optimizer.state.get(self.own(param))
             if own is not None and isinstance(own.get(key), LazyTensor):
                 forget(own[key])
                 own[key] = view
 
-    def _detach(
+    def detach(
         self,
         runtime: ModuleRuntime,
         optimizer: torch.optim.Optimizer,
@@ -173,7 +340,7 @@ class StepUnit:
         """Takes what is new into the slot and leaves lazy stand-ins behind."""
         if slot is not None and self.block is not None:
             for index, (param, key) in enumerate(self.keys):
-                own = optimizer.state.get(param)
+                own = optimizer.state.get(self.own(param))
                 value = own.get(key) if own is not None else None
                 view = slot.views[index]
                 if (
@@ -186,16 +353,24 @@ class StepUnit:
                     continue  # it became something else: it stays in ordinary memory
                 if value is not view:
                     view.copy_(value)
-                own[key] = self._lazy(runtime, index, view)
-        for param, _ in self.members:
-            if param in optimizer.state:
-                state[param] = optimizer.state[param]
+                own[key] = self.stand_in(runtime, index)
+        self.publish(optimizer, state)
 
-    def _lazy(self, runtime: ModuleRuntime, index: int, view: torch.Tensor) -> LazyTensor:
+    def publish(self, optimizer: torch.optim.Optimizer, state: State) -> None:
+        """Shows the state in the tiered optimizer's."""
+        for param, _ in self.members:
+            if self.own(param) in optimizer.state:
+                state[param] = optimizer.state[self.own(param)]
+
+    def stand_in(self, runtime: ModuleRuntime, index: int) -> LazyTensor:
+        """Returns what stands for a tensor of the state between its uses."""
+        if self.block is None:
+            raise RuntimeError(f"{self.name}: no state")
+        spec = self.block.tensors[index]
         return lazy(
-            view.shape,
-            view.dtype,
-            view.device,
+            torch.Size(spec.shape),
+            spec.dtype,  # type: ignore[arg-type]
+            runtime.manager.device,
             partial(self._load, runtime, index),
             partial(self._store, runtime, index),
         )
@@ -222,9 +397,13 @@ class StepUnit:
 
     def begin(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State) -> None:
         """Takes in the state that the class makes before any step."""
-        with torch.no_grad(), self._held(runtime) as slots:
-            optimizer = self._optimizer_for(groups)
-            self._detach(runtime, optimizer, slots.get(id(self.block)), state)
+        with (
+            torch.no_grad(),
+            self.held(runtime) as slots,
+            self.open_masters(slots),
+        ):
+            optimizer = self.optimizer_for(groups)
+            self.detach(runtime, optimizer, slots.get(id(self.block)), state)
 
     # -- gradients -------------------------------------------------------
 
@@ -238,7 +417,8 @@ class StepUnit:
         for entry in self.entries:
             if entry.has_grad:
                 entry.param.grad = None
-                runtime.grads.clear(entry)
+                if not runtime.grads.owed(entry):  # else once it has been used
+                    runtime.grads.clear(entry)
         for param, _ in self.members:
             param.grad = None
 
@@ -268,6 +448,7 @@ class StepUnit:
             runtime.grads.sync(entry)
         for unit in self.grad_units():
             if any(e.has_grad for e in unit.entries):
+                runtime.grads.pay(unit)
                 unit.pending.append(change)
         loose = [
             p.grad
@@ -277,143 +458,7 @@ class StepUnit:
         if loose:
             change(loose)
 
-    # -- state in and out ------------------------------------------------
-
-    def export(self, runtime: ModuleRuntime, state: State) -> Iterator[tuple[torch.Tensor, State]]:
-        """Yields each parameter that has state, with copies of it in host memory."""
-        present = [param for param, _ in self.members if state.get(param)]
-        if not present:
-            return
-        tensors = runtime.manager.read(self.block) if self.block is not None else []
-        stored = {(id(p), key): tensors[i] for i, (p, key) in enumerate(self.keys)}
-        for param in present:
-            values: State = {}
-            for key, value in state[param].items():
-                if isinstance(value, LazyTensor):
-                    values[key] = stored[(id(param), key)].clone()
-                elif isinstance(value, torch.Tensor):
-                    values[key] = value.detach().clone()
-                else:
-                    values[key] = value
-            yield param, values
-
-    def import_state(
-        self,
-        runtime: ModuleRuntime,
-        groups: Sequence[dict[str, Any]],
-        state: State,
-        loaded: dict[int, State],
-    ) -> None:
-        """Takes state over; ``loaded`` is by the id of the parameter and fits."""
-        optimizer = self._optimizer_for(groups)
-        with torch.no_grad():
-            slot = runtime.manager.acquire(self.block) if self.block is not None else None
-            try:
-                for param, _ in self.members:
-                    optimizer.state.pop(param, None)
-                    state.pop(param, None)
-                    if id(param) in loaded:
-                        optimizer.state[param] = dict(loaded[id(param)])
-                self._detach(runtime, optimizer, slot, state)
-            finally:
-                if self.block is not None:
-                    runtime.manager.release(self.block, dirty=True)
-
 
 def _zero(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         tensor.zero_()
-
-
-def plan_units(
-    runtime: ModuleRuntime,
-    groups: Sequence[dict[str, Any]],
-    first: int,
-    probe: StateProbe,
-    make: Make,
-) -> list[StepUnit]:
-    """Plans the units of parameter groups and reserves homes for gradients and state.
-
-    Args:
-        runtime: The modules' runtime.
-        groups: The parameter groups.
-        first: Number of the first of them.
-        probe: Knows the state.
-        make: Makes a plain optimizer.
-
-    Raises:
-        CapacityError: If a step or the state does not fit; nothing is reserved then.
-    """
-    number_of = {id(p): first + i for i, group in enumerate(groups) for p in group["params"]}
-    runtime.grads.reserve(runtime.groups)
-    units: list[StepUnit] = []
-    seen: set[int] = set()
-    by_unit: dict[int, list[Entry]] = {}
-    for group in runtime.groups:
-        for entry in group.entries:
-            if id(entry.param) in number_of:
-                seen.add(id(entry.param))
-                by_unit.setdefault(id(entry.unit) if entry.unit else id(group), []).append(entry)
-    for entries in by_unit.values():
-        members = [(e.param, number_of[id(e.param)]) for e in entries]
-        units.append(StepUnit(f"step[{entries[0].name}]", members, entries, make))
-    rest = [
-        (p, first + i)
-        for i, group in enumerate(groups)
-        for p in group["params"]
-        if id(p) not in seen
-    ]
-    if rest:
-        units.append(StepUnit("step[ordinary parameters]", rest, [], make))
-    _reserve_state(runtime, units, groups, first, probe)
-    return units
-
-
-def _reserve_state(
-    runtime: ModuleRuntime,
-    units: Sequence[StepUnit],
-    groups: Sequence[dict[str, Any]],
-    first: int,
-    probe: StateProbe,
-) -> None:
-    wanted: list[tuple[str, Role, Sequence[TensorShape]]] = []
-    owners: list[tuple[StepUnit, list[tuple[torch.Tensor, str]]]] = []
-    for unit in units:
-        shapes: list[TensorShape] = []
-        keys: list[tuple[torch.Tensor, str]] = []
-        number_of = {id(param): number for param, number in unit.members}
-        for entry in unit.entries:
-            number = number_of[id(entry.param)]
-            spec = entry.group.block.tensors[entry.index]
-            settings = settings_of(groups[number - first])
-            if not entry.param.requires_grad:
-                continue
-            for key, like in probe.state_of(entry.param, spec.stride, number, settings).items():
-                shapes.append(shape_of(f"{entry.name}.{key}", like))
-                keys.append((entry.param, key))
-        if shapes:
-            wanted.append((f"{unit.name}.state", Role.OPTIMIZER, shapes))
-            owners.append((unit, keys))
-    blocks = runtime.manager.add_blocks(wanted)
-    for (unit, own), block in zip(owners, blocks, strict=True):
-        unit.block, unit.keys = block, own
-    try:
-        _check_step(runtime, units)
-    except CapacityError:
-        runtime.manager.remove_blocks(blocks)
-        raise
-
-
-def _check_step(runtime: ModuleRuntime, units: Sequence[StepUnit]) -> None:
-    """Refuses a device budget in which a step could not be made."""
-    table = runtime.manager.table
-    fixed = sum(r.block.nbytes for r in table if r.fixed)
-    for unit in units:
-        blocks = [b for b in unit.blocks() if not table[b.id].fixed]
-        need = fixed + sum(b.nbytes for b in blocks)
-        if need > table.hbm.capacity:
-            raise CapacityError(
-                f"an optimizer step of block {unit.name!r} takes {format_size(need)} in tier hbm: "
-                f"weights, gradients and state together; the budget is "
-                f"{format_size(table.hbm.capacity)}; give hbm= at least {need}"
-            )

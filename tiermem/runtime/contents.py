@@ -39,7 +39,7 @@ class Contents:
             host.copy_(traffic.homes.arena.bytes_of(record.home_extent))
         elif record.home_extent is not None:
             host = self.read_home(block)
-        return [_view(host, spec) for spec in block.tensors]
+        return [view_of(host, spec) for spec in block.tensors]
 
     def read_home(self, block: Block) -> torch.Tensor:
         """Returns the bytes of a block's file, in ordinary host memory.
@@ -60,6 +60,10 @@ class Contents:
     def write_home(self, block: Block, tensors: Sequence[torch.Tensor | None]) -> None:
         """Writes a block that holds no data yet straight to its home.
 
+        Args:
+            block: The block; its home is not HBM.
+            tensors: One per spec; None leaves that part undefined.
+
         Raises:
             StorageError: If the home is a file and cannot be written; it holds no data then.
             InvariantError: If it holds data: a write that failed would lose it.
@@ -77,13 +81,13 @@ class Contents:
             target = torch.zeros(block.nbytes, dtype=torch.uint8)
         for spec, tensor in zip(block.tensors, tensors, strict=True):
             if tensor is not None:
-                _view(target, spec).copy_(tensor)
+                view_of(target, spec).copy_(tensor)
         if not in_dram:
             traffic.run(traffic.need_mover().write(extent, target, label=block.name))
         traffic.table.home_written(block.id)
 
 
-def _view(whole: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def view_of(whole: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """Returns the tensor of ``spec`` inside a block's bytes."""
     dtype = spec.dtype
     if not isinstance(dtype, torch.dtype):

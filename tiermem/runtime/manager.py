@@ -24,7 +24,9 @@ from tiermem.errors import ClosedError, ConfigError, InvariantError
 from tiermem.io.engine import IoEngine
 from tiermem.io.probe import choose_engine
 from tiermem.runtime.contents import Contents
+from tiermem.runtime.debts import Debts
 from tiermem.runtime.homes import HomeRequest, Homes
+from tiermem.runtime.lent import HomeLender
 from tiermem.runtime.pacing import open_pacing
 from tiermem.runtime.prefetch import Prefetcher
 from tiermem.runtime.process import generation, renew_lock
@@ -62,6 +64,7 @@ class BlockManager:
         self.timeline = Timeline()
         self.planner = Planner()
         self.holders: dict[int, Holder] = {}
+        self.debts = Debts()
         self._generation = generation()
         self._closed = False
         self._given_back = False
@@ -94,6 +97,7 @@ class BlockManager:
                 self.table, self.slots, self.traffic, self.planner, self.holders, self.counters
             )
             self.contents = Contents(self.traffic)
+            self.lender = HomeLender(self)
             self._open_mover(engine)
             self.prefetcher = Prefetcher(self)
         except BaseException:
@@ -194,6 +198,9 @@ class BlockManager:
             if self._closed:
                 self.guard()
             block_id = block.id
+            if self.debts:
+                self.debts.pay(block_id)
+                self.debts.collect()
             record = self.table[block_id]
             leases = record.leases
             if self.copy.capturing():
@@ -258,11 +265,13 @@ class BlockManager:
     def slot_at_hand(self, block: Block) -> Slot | None:
         """Returns the slot of a block that is in HBM and usable, without leasing it."""
         with self.lock:
+            self.debts.pay(block.id)
             return self.slots.current[block.id] if self.table[block.id].usable else None
 
     def discard(self, block: Block) -> None:
         """Forgets what a block holds; who still looks at its bytes keeps them as they were."""
         with self.lock:
+            self.debts.pay(block.id)
             self.traffic.settle(block.id)
             self.space.forget(self.table[block.id], gone=False)
             self.traffic.failing.discard(block.id)
@@ -276,6 +285,7 @@ class BlockManager:
         self.guard()
         with self.lock, torch.inference_mode(False), torch.no_grad():
             self.guard()
+            self.debts.pay(block.id)
             return self.contents.read(block)
 
     def read_home(self, block: Block) -> torch.Tensor:
@@ -297,16 +307,7 @@ class BlockManager:
             return self.slots.current[block.id].bytes
 
     def write_home(self, block: Block, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Writes a block that holds no data yet straight to its home.
-
-        Args:
-            block: The block; its home is not HBM.
-            tensors: One per spec; None leaves that part undefined.
-
-        Raises:
-            StorageError: If the home is a file and cannot be written; it holds no data then.
-            InvariantError: If it holds data: a write that failed would lose it.
-        """
+        """Writes a block without data straight to its home; see :class:`Contents`."""
         self.guard()
         with self.lock, torch.inference_mode(False), torch.no_grad():
             self.guard()
@@ -412,6 +413,7 @@ class BlockManager:
                 steps.callback(self.mover.close)
             for holder in list(self.holders.values()):
                 steps.callback(holder.unpoint)
+            steps.callback(self.debts.wait)
 
     @property
     def closed(self) -> bool:

@@ -94,6 +94,10 @@ class CopyEngine(Protocol):
         """Makes the host wait for ``event``."""
         ...
 
+    def risen(self) -> Event | None:
+        """Returns an event of when every copy up so far has been made."""
+        ...
+
     def synchronize(self) -> None:
         """Makes the host wait for everything submitted."""
         ...
@@ -138,6 +142,10 @@ class HostCopyEngine:
 
     def wait(self, event: Event | None) -> None:
         """Nothing to wait for."""
+
+    def risen(self) -> Event | None:
+        """Nothing to wait for."""
+        return None
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
@@ -252,6 +260,10 @@ class StreamCopyEngine:
         """Makes the host wait for ``event``."""
         if event is not None:
             event.synchronize()
+
+    def risen(self) -> Event | None:
+        """Returns an event of when every copy up so far has been made."""
+        return self.calls.record(self._up)
 
     def synchronize(self) -> None:
         """Makes the host wait for both copy streams and the device's compute."""

@@ -1,0 +1,241 @@
+"""Steps on the host, in DRAM: the arithmetic of torch's CPU optimizers, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support_nn import Tiers, assert_same, check_table
+from support_optim import Net, Twins, one_group, two_groups
+
+import tiermem
+from tiermem.optim.share import Speeds, choose_host
+
+DRAM = Tiers("dram")
+CLASSES: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.AdamW, {"lr": 0.01, "foreach": False}),
+    (torch.optim.AdamW, {"lr": 0.01, "fused": True, "amsgrad": True}),
+    (torch.optim.Adam, {"lr": 0.01, "foreach": True}),
+    (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "foreach": False}),
+    (torch.optim.Adagrad, {"lr": 0.02, "foreach": False}),
+    (torch.optim.RMSprop, {"lr": 0.002, "foreach": False}),
+]
+
+
+@settings(max_examples=12 if settings.default.max_examples <= 100 else 300)
+@given(
+    homes=st.fixed_dictionaries(
+        {r: st.sampled_from(["dram", "dram", "nvme"]) for r in ("grads", "master", "optimizer")}
+    ),
+    chosen=st.sampled_from(CLASSES),
+    groups=st.sampled_from([one_group, two_groups]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    grad_dtype=st.sampled_from([None, torch.float32]),
+    where=st.sampled_from(["host", "both"]),
+    overlap=st.booleans(),
+    clip=st.sampled_from(["none", "norm", "value"]),
+    extra=st.lists(st.booleans(), min_size=4, max_size=4),
+)
+def test_the_same_as_on_the_cpu_by_hand(
+    tmp_path_factory: pytest.TempPathFactory,
+    homes: dict[str, str],
+    chosen: Any,
+    groups: Any,
+    dtype: torch.dtype,
+    grad_dtype: torch.dtype | None,
+    where: str,
+    overlap: bool,
+    clip: str,
+    extra: list[bool],
+) -> None:
+    policy = {**homes, "params": "dram"}
+    tiers = Tiers("mixed", nvme=str(tmp_path_factory.mktemp("swap")), policy=policy)
+    options = {"groups": groups, "grad_dtype": grad_dtype, "overlap": overlap, "where": where}
+    with Twins(lambda: Net(dtype), tiers, *chosen, **options) as twins:
+        at_home = all(home == "dram" for home in homes.values())
+        stepped = [u.name for u in twins.optimizer._units if u.host is not None]
+        if where == "host":
+            expected = len(twins.optimizer._units) if at_home else 0
+            if dtype is torch.bfloat16 or homes["master"] == "dram":
+                assert len(stepped) == expected
+        for step, use_extra in enumerate(extra):
+            twins.backward(2 * step, use_extra=use_extra)
+            twins.backward(2 * step + 1, use_extra=use_extra)
+            if clip == "norm":
+                twins.clip_norm(0.05)
+            elif clip == "value":
+                twins.clip_value(0.003)
+            twins.step()
+            if step % 2:
+                twins.check()
+
+
+def test_nothing_but_weights_and_gradients_crosses_the_bus() -> None:
+    with Twins(Net, DRAM, where="host") as twins:
+        twins.backward(0)
+        twins.step()
+        twins.tier.reset_stats()
+        twins.backward(1)
+        moved = twins.tier.stats().links
+        before = {name: link.nbytes for name, link in moved.items()}
+        twins.by_hand.step()
+        twins.optimizer.step()
+        after = {name: link.nbytes for name, link in twins.tier.stats().links.items()}
+        gradients = sum(r.nbytes for r in twins.tier.residency() if r.role == "grad")
+        assert after["dram->hbm"] == before["dram->hbm"]
+        assert after["hbm->dram"] - before["hbm->dram"] <= gradients
+
+
+def test_the_fused_kernel_is_the_default_and_rounds_close_by() -> None:
+    with Twins(Net, DRAM, where="host", overlap=True) as twins:
+        assert all(u.optimizer_for is not None for u in twins.optimizer._units)
+        for step in range(4):
+            twins.backward(0) if step == 0 else _backward_loosely(twins, step)
+            twins.step()
+        units = [u for u in twins.optimizer._units if u.host is not None]
+        assert units
+        assert all(u.optimizer_for(None).param_groups[0]["fused"] for u in units)
+        for mine, theirs in zip(
+            twins.model.state_dict().values(), twins.plain.state_dict().values(), strict=True
+        ):
+            torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=1e-3)
+
+
+def _backward_loosely(twins: Twins, number: int) -> None:
+    from support_optim import loss_of
+
+    for model in (twins.plain, twins.model):
+        loss_of(model, number).backward()
+
+
+@pytest.mark.parametrize("grad_dtype", [None, torch.float32])
+def test_a_gradient_scaler(grad_dtype: torch.dtype | None) -> None:
+    chosen = (torch.optim.AdamW, {"lr": 0.01, "foreach": False})
+    build = lambda: Net(torch.float16)  # noqa: E731
+    with Twins(build, DRAM, *chosen, where="host", grad_dtype=grad_dtype) as twins:
+        scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+        for step in range(4):
+            broken = step == 2
+            scale = scaler.get_scale() or 128.0
+            twins.backward(step, scale=float("inf") if broken else scale)
+            if not broken:
+                twins.by_hand.step(torch.tensor(1 / scale))
+            twins.by_hand.zero_grad()
+            scaler.scale(torch.ones(()))
+            scaler.step(twins.optimizer)
+            scaler.update()
+            twins.optimizer.zero_grad()
+            twins.check()
+
+
+def test_state_goes_from_the_device_to_the_host_and_back() -> None:
+    chosen = (torch.optim.AdamW, {"lr": 0.01, "foreach": False})
+    with Twins(Net, DRAM, *chosen, where="host") as twins:
+        for step in range(2):
+            twins.backward(step)
+            twins.step()
+        with Twins(Net, DRAM, *chosen, where="device") as others:
+            others.model.load_state_dict(twins.model.state_dict())
+            others.optimizer.load_state_dict(twins.optimizer.state_dict())
+            others.plain.load_state_dict(twins.plain.state_dict())
+            twins.by_hand.params = list(dict(others.plain.named_parameters()).values())
+            others.by_hand = twins.by_hand
+            others.backward(2)
+            others.step()
+            others.check()
+            with Twins(Net, DRAM, *chosen, where="host", overlap=True) as last:
+                last.optimizer.load_state_dict(others.optimizer.state_dict())
+                last.plain.load_state_dict(others.plain.state_dict())
+                others.by_hand.params = list(dict(last.plain.named_parameters()).values())
+                last.by_hand = others.by_hand
+                for step in (3, 4):
+                    last.backward(step)
+                    last.step()
+                last.check()
+
+
+def test_weights_in_use_are_refused_before_anything_is_stepped() -> None:
+    roomy = Tiers("dram", extra_hbm=1 << 15)
+    chosen = (torch.optim.AdamW, {"lr": 0.01, "foreach": False})
+    with Twins(Net, roomy, *chosen, where="host", overlap=True) as twins:
+        twins.backward(0)
+        twins.step()
+        twins.backward(1)
+        view = twins.model.layers[1].up.weight.data
+        with pytest.raises(tiermem.StepError, match=r"layers\.1.* in use.*where='device'"):
+            twins.optimizer.step()
+        del view
+        with twins.tier.materialize(twins.model.extra), pytest.raises(tiermem.StepError):
+            twins.optimizer.step()
+        twins.step()
+        twins.check()
+        with pytest.raises(tiermem.StepError, match="where='elsewhere'"):
+            twins.tier.optimizer(twins.model, torch.optim.SGD, lr=0.1, where="elsewhere")
+
+
+class Failing(torch.optim.SGD):
+    """Fails when told to."""
+
+    broken = False
+
+    def step(self, closure: Any = None) -> Any:
+        if Failing.broken:
+            raise MemoryError("no room for a temporary")
+        return super().step(closure)
+
+
+def test_a_step_that_fails_on_the_host_is_reported_where_its_blocks_are_used() -> None:
+    with Twins(Net, DRAM, Failing, {"lr": 0.1, "foreach": False}, where="host") as twins:
+        twins.backward(0)
+        twins.step()
+        twins.check()
+        twins.backward(1)
+        Failing.broken = True
+        try:
+            with pytest.raises(tiermem.StepError, match="half made"):
+                twins.optimizer.step()
+            with pytest.raises(tiermem.StepError, match="half made"):
+                twins.model.state_dict()
+        finally:
+            Failing.broken = False
+
+
+def test_closing_while_the_host_works() -> None:
+    twins = Twins(Net, DRAM, where="host", overlap=True)
+    twins.backward(0)
+    twins.optimizer.step()
+    twins.tier.close()
+    with pytest.raises(tiermem.ClosedError):
+        twins.optimizer.state_dict()
+
+
+@settings(max_examples=200)
+@given(
+    elements=st.lists(st.integers(1, 10**9), max_size=60),
+    host=st.floats(1e-12, 1e-6),
+    device=st.floats(1e-12, 1e-6),
+)
+def test_both_sides_finish_together(elements: list[int], host: float, device: float) -> None:
+    chosen = choose_host(elements, Speeds(host, device))
+    assert len(chosen) == len(elements)
+    on_host = sum(n * host for n, mine in zip(elements, chosen, strict=True) if mine)
+    on_device = sum(n * device for n, mine in zip(elements, chosen, strict=True) if not mine)
+    largest = max((n * max(host, device) for n in elements), default=0.0)
+    assert abs(on_host - on_device) <= largest * (1 + 1e-9)
+    alone = min(sum(elements) * host, sum(elements) * device)
+    assert max(on_host, on_device) <= alone * (1 + 1e-9) + largest
+
+
+def test_what_is_at_home_elsewhere_is_stepped_on_the_device(tmp_path: Path) -> None:
+    tiers = Tiers("nvme", nvme=str(tmp_path), policy={"optimizer": "nvme", "params": "dram"})
+    with Twins(Net, tiers, where="host") as twins:
+        assert all(unit.host is None for unit in twins.optimizer._units)
+        twins.backward(0)
+        twins.step()
+        twins.check()
+        check_table(twins.tier)
+        assert_same(dict(twins.plain.state_dict()), dict(twins.model.state_dict()), "weights")

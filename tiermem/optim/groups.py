@@ -1,0 +1,80 @@
+"""Parameter groups as users give them, and as an optimizer class completes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.errors import StepError
+from tiermem.optim.probe import Make
+
+Params = nn.Module | Iterable[Any]
+
+
+def with_defaults(
+    make: Make, groups: list[dict[str, Any]], stepped_dtype: Callable[[torch.Tensor], torch.dtype]
+) -> tuple[list[dict[str, Any]], torch.optim.Optimizer]:
+    """Returns groups with every default filled in, as the class itself does it.
+
+    Args:
+        make: Makes an optimizer of the class.
+        groups: The groups.
+        stepped_dtype: Of what is stepped for a parameter.
+
+    Returns:
+        The groups, and the optimizer over stand-ins that completed them.
+    """
+    stand_ins: dict[int, nn.Parameter] = {}
+    for group in groups:
+        for param in group["params"]:
+            meta = torch.empty(param.shape, dtype=stepped_dtype(param), device="meta")
+            stand_ins.setdefault(id(param), nn.Parameter(meta, param.requires_grad))
+    shadow = [{**group, "params": [stand_ins[id(p)] for p in group["params"]]} for group in groups]
+    try:
+        optimizer = make(shadow)
+    except (TypeError, ValueError):
+        raise  # bad settings: torch's own words say it best
+    except Exception:  # a class that looks at the device of its parameters
+        optimizer = make([dict(group) for group in groups])
+    filled = []
+    for group, original in zip(optimizer.param_groups, groups, strict=True):
+        filled.append({**group, "params": list(original["params"])})
+    return filled, optimizer
+
+
+def groups_of(params: Params) -> list[dict[str, Any]]:
+    """Returns parameter groups from a module, parameters, or groups."""
+    if isinstance(params, nn.Module):
+        return [{"params": [p for p in params.parameters() if p.requires_grad]}]
+    items = list(params)
+    if not items:
+        raise ValueError("optimizer got an empty parameter list")
+    if isinstance(items[0], dict):
+        groups = []
+        for group in items:
+            members = group["params"]
+            members = [members] if isinstance(members, torch.Tensor) else list(members)
+            groups.append({**group, "params": members})
+        return groups
+    if isinstance(items[0], tuple):
+        return [{"params": [p for _, p in items]}]
+    return [{"params": items}]
+
+
+def floating(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
+    """Returns a dtype that was given as a setting.
+
+    Raises:
+        StepError: If it is none, or not of floating numbers.
+    """
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return dtype
+    raise StepError(f"{name} must be a floating dtype such as torch.float32, not {dtype!r}")
+
+
+def frozen(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns settings that stay as they are (a tensor learning rate is written in place)."""
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in settings.items()}

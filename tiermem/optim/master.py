@@ -1,0 +1,178 @@
+"""Master weights: the precise copies that an optimizer steps, and the work weights cast from them.
+
+Mixed-precision training keeps a weight twice: as the model computes with it (bfloat16, float16),
+and as the optimizer sees it (float32), since an update is often too small to change the former
+(Micikevicius et al., "Mixed Precision Training", ICLR 2018). The masters of a unit are a block of
+their own role and home. What a step does for each parameter is::
+
+    master.grad = param.grad.to(master.dtype)
+    optimizer.step()                      # over the masters
+    param.copy_(master)
+
+bit for bit, on the device. A work weight that is no longer the cast of its master was written by
+somebody (``load_state_dict``, ``reset_parameters``, a constraint on the weights); its master then
+follows it, element by element, so that no such change is lost at the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from tiermem.core.block import Block
+from tiermem.errors import StepError
+from tiermem.nn.placeholder import placeholder
+from tiermem.nn.shapes import follow
+from tiermem.runtime.slots import Slot
+
+
+def master_dtype_of(param: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype | None:
+    """Returns the dtype of a parameter's master, or None where it needs none.
+
+    Args:
+        param: The parameter.
+        wanted: ``master_dtype`` as the user gave it.
+
+    Raises:
+        StepError: If the master would have fewer bits than the parameter.
+    """
+    if wanted is None or not param.is_floating_point() or param.dtype is wanted:
+        return None
+    if wanted.itemsize < param.dtype.itemsize:
+        raise StepError(
+            f"master_dtype={wanted} is narrower than a parameter's {param.dtype}; masters are at "
+            "least as precise as the weights: leave master_dtype out, or cast the model first"
+        )
+    return wanted
+
+
+class Masters:
+    """The masters of one unit.
+
+    Attributes:
+        block: Where those that live in the tiers are, or None.
+        dtype: Theirs.
+        made: Whether they hold values yet; until then they are the weights, cast.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+        """Makes stand-ins for the masters of ``params``; no bytes yet.
+
+        Args:
+            params: Those that have a master, in order.
+            dtype: Of the masters.
+        """
+        self.dtype = dtype
+        self.block: Block | None = None
+        self.made = False
+        self._params = list(params)
+        self._own: dict[int, nn.Parameter] = {}
+        self._index: dict[int, int] = {}
+        for param in params:
+            self._own[id(param)] = nn.Parameter(self._away(param))
+        self._loose: dict[int, torch.Tensor] = {}
+
+    def place(self, block: Block, params: Sequence[torch.Tensor]) -> None:
+        """Gives the masters of ``params`` their block, one tensor each, in order.
+
+        Those of other parameters (frozen when the optimizer was made, or not in the tiers) are
+        in ordinary memory beside them, once they are needed.
+        """
+        self.block = block
+        self._index = {id(param): index for index, param in enumerate(params)}
+
+    def own(self, param: torch.Tensor) -> torch.Tensor:
+        """Returns what the optimizer is given in place of a parameter."""
+        return self._own.get(id(param), param)
+
+    def open(self, slot: Slot | None) -> None:
+        """Points the masters at their bytes, and has them follow their weights, which are there.
+
+        Args:
+            slot: Of the block, leased.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            for param, own in self._pairs():
+                weight = param.data
+                own.data, fresh = self.place_of(param, None if slot is None else slot.views, weight)
+                if fresh:
+                    own.data.copy_(weight)
+                else:
+                    follow(own.data, weight.to(own.device))
+        self.made = True
+
+    def place_of(
+        self, param: torch.Tensor, views: Sequence[torch.Tensor] | None, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, bool]:
+        """Returns where a parameter's master is, and whether it is to be made still.
+
+        Args:
+            param: One that has a master.
+            views: The block's tensors, if it has come.
+            weight: The parameter's value; a master outside the tiers is made beside it.
+        """
+        index = self._index.get(id(param))
+        if index is not None and views is not None:
+            return views[index], not self.made
+        fresh = id(param) not in self._loose
+        if fresh:
+            self._loose[id(param)] = torch.empty_like(weight, dtype=self.dtype)
+        return self._loose[id(param)], fresh
+
+    def derive(self) -> None:
+        """Writes every work weight whose master has a gradient: it may have been stepped."""
+        with torch.no_grad():
+            for param, own in self._pairs():
+                if own.grad is not None:
+                    param.data.copy_(own.data)
+
+    def close(self) -> None:
+        """Points the masters away again."""
+        with torch.inference_mode(False):
+            for param, own in self._pairs():
+                own.grad = None
+                own.data = self._away(param)
+
+    def values(
+        self, stored: Sequence[torch.Tensor], weights: dict[int, torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields each parameter with a copy of its master in host memory.
+
+        Args:
+            stored: The block's tensors in host memory.
+            weights: The parameters' values in host memory, by the id of the parameter.
+        """
+        with torch.no_grad():
+            for param in self._params:
+                index = self._index.get(id(param))
+                weight = weights[id(param)]
+                kept = self._loose.get(id(param))
+                if index is not None and self.made:
+                    kept = stored[index]
+                if kept is None:
+                    yield param, weight.to(self.dtype)
+                    continue
+                value = kept.detach().cpu().clone()
+                follow(value, weight)
+                yield param, value
+
+    def take(self, loaded: dict[int, torch.Tensor]) -> None:
+        """Takes loaded masters over, and their weights with them; both are open.
+
+        Args:
+            loaded: By the id of the parameter.
+        """
+        with torch.no_grad():
+            for param, own in self._pairs():
+                if id(param) in loaded:
+                    own.data.copy_(loaded[id(param)])
+                    param.data.copy_(own.data)
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, nn.Parameter]]:
+        for param in self._params:
+            yield param, self._own[id(param)]
+
+    def _away(self, param: torch.Tensor) -> torch.Tensor:
+        return placeholder(param.shape, self.dtype, param.device)

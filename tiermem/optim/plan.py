@@ -1,0 +1,169 @@
+"""Divides parameter groups into units of a step, and reserves homes for what the units keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tiermem.config import format_size
+from tiermem.core.block import Role
+from tiermem.core.layout import TensorShape
+from tiermem.errors import CapacityError
+from tiermem.nn.group import Entry
+from tiermem.nn.runtime import ModuleRuntime
+from tiermem.nn.shapes import shape_of
+from tiermem.optim.master import Masters, master_dtype_of
+from tiermem.optim.probe import Make, StateProbe, settings_of
+from tiermem.optim.unit import StepUnit
+
+Wanted = tuple[str, Role, Sequence[TensorShape]]
+
+
+def plan_units(
+    runtime: ModuleRuntime,
+    groups: Sequence[dict[str, Any]],
+    first: int,
+    probe: StateProbe,
+    make: Make,
+    master_dtype: torch.dtype | None = None,
+    *,
+    overlap: bool = False,
+) -> list[StepUnit]:
+    """Plans the units of parameter groups and reserves homes for gradients and state.
+
+    Args:
+        runtime: The modules' runtime.
+        groups: The parameter groups.
+        first: Number of the first of them.
+        probe: Knows the state.
+        make: Makes a plain optimizer.
+        master_dtype: Of the masters of parameters that have another dtype; None for no masters.
+        overlap: Whether a unit may be stepped while a forward holds other blocks.
+
+    Raises:
+        CapacityError: If a step or the state does not fit; nothing is reserved then.
+    """
+    number_of = {id(p): first + i for i, group in enumerate(groups) for p in group["params"]}
+    runtime.grads.reserve(runtime.groups)
+    units: list[StepUnit] = []
+    seen: set[int] = set()
+    by_unit: dict[int, list[Entry]] = {}
+    for group in runtime.groups:
+        for entry in group.entries:
+            if id(entry.param) in number_of:
+                seen.add(id(entry.param))
+                by_unit.setdefault(id(entry.unit) if entry.unit else id(group), []).append(entry)
+    for entries in by_unit.values():
+        members = [(e.param, number_of[id(e.param)]) for e in entries]
+        units.append(StepUnit(f"step[{entries[0].name}]", members, entries, make))
+    rest = [
+        (p, first + i)
+        for i, group in enumerate(groups)
+        for p in group["params"]
+        if id(p) not in seen
+    ]
+    if rest:
+        units.append(StepUnit("step[ordinary parameters]", rest, [], make))
+    if master_dtype is not None:
+        for unit in units:
+            _give_masters(unit, master_dtype)
+    _reserve(runtime, units, groups, first, probe, overlap=overlap)
+    return units
+
+
+def _give_masters(unit: StepUnit, master_dtype: torch.dtype) -> None:
+    params = [p for p, _ in unit.members if master_dtype_of(p, master_dtype) is not None]
+    if params:
+        unit.masters = Masters(params, master_dtype)
+
+
+def _reserve(
+    runtime: ModuleRuntime,
+    units: Sequence[StepUnit],
+    groups: Sequence[dict[str, Any]],
+    first: int,
+    probe: StateProbe,
+    *,
+    overlap: bool,
+) -> None:
+    """Reserves homes for state and masters of all units, or of none."""
+    wanted: list[Wanted] = []
+    states: list[tuple[StepUnit, list[tuple[torch.Tensor, str]]]] = []
+    masters: list[tuple[Masters, list[torch.Tensor]]] = []
+    for unit in units:
+        shapes, keys = _state_of(unit, groups, first, probe)
+        if shapes:
+            wanted.append((f"{unit.name}.state", Role.OPTIMIZER, shapes))
+            states.append((unit, keys))
+    for unit in units:
+        if unit.masters is None:
+            continue
+        kept = [
+            e for e in unit.entries if e.param.requires_grad and unit.own(e.param) is not e.param
+        ]
+        if kept:
+            wanted.append((f"{unit.name}.master", Role.MASTER, _master_shapes(unit, kept)))
+            masters.append((unit.masters, [e.param for e in kept]))
+    blocks = runtime.manager.add_blocks(wanted)
+    for (unit, own), block in zip(states, blocks[: len(states)], strict=True):
+        unit.block, unit.keys = block, own
+    for (kept_by, params), block in zip(masters, blocks[len(states) :], strict=True):
+        kept_by.place(block, params)
+    try:
+        _check_step(runtime, units, runtime.worst_chain if overlap else 0)
+    except CapacityError:
+        runtime.manager.remove_blocks(blocks)
+        raise
+
+
+def _state_of(
+    unit: StepUnit, groups: Sequence[dict[str, Any]], first: int, probe: StateProbe
+) -> tuple[list[TensorShape], list[tuple[torch.Tensor, str]]]:
+    """Returns the tensors of a unit's state, and whose they are by which key."""
+    shapes: list[TensorShape] = []
+    keys: list[tuple[torch.Tensor, str]] = []
+    number_of = {id(param): number for param, number in unit.members}
+    for entry in unit.entries:
+        if not entry.param.requires_grad:
+            continue
+        number = number_of[id(entry.param)]
+        spec = entry.group.block.tensors[entry.index]
+        settings = settings_of(groups[number - first])
+        like = unit.own(entry.param)
+        for key, value in probe.state_of(like, spec.stride, number, settings).items():
+            shapes.append(shape_of(f"{entry.name}.{key}", value))
+            keys.append((entry.param, key))
+    return shapes, keys
+
+
+def _master_shapes(unit: StepUnit, entries: Sequence[Entry]) -> list[TensorShape]:
+    return [
+        shape_of(f"{e.name}.master", unit.own(e.param), e.group.block.tensors[e.index].stride)
+        for e in entries
+    ]
+
+
+def _check_step(runtime: ModuleRuntime, units: Sequence[StepUnit], held: int) -> None:
+    """Refuses a device budget in which a step could not be made.
+
+    Args:
+        runtime: The modules' runtime.
+        units: What is stepped.
+        held: Bytes of blocks that may be held beside it, its own weights among them.
+    """
+    table = runtime.manager.table
+    fixed = sum(r.block.nbytes for r in table if r.fixed)
+    for unit in units:
+        blocks = [b for b in unit.blocks() if not table[b.id].fixed]
+        need = fixed + sum(b.nbytes for b in blocks)
+        if held and unit.group is not None:
+            weights = 0 if table[unit.group.block.id].fixed else unit.group.block.nbytes
+            need += max(0, held - weights)
+        if need > table.hbm.capacity:
+            raise CapacityError(
+                f"an optimizer step of block {unit.name!r} takes {format_size(need)} in tier hbm: "
+                f"weights, gradients, masters and state together; the budget is "
+                f"{format_size(table.hbm.capacity)}; give hbm= at least {need}"
+            )

@@ -1,0 +1,122 @@
+"""Work that is owed to blocks: done before anybody looks at their bytes, and not sooner."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Elsewhere(Protocol):
+    """Work under way in another thread."""
+
+    def succeeded(self) -> bool:
+        """Whether it is over, and well."""
+        ...
+
+    def wait(self) -> None:
+        """Waits until it is over, well or not."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Debt:
+    """One piece of work.
+
+    Attributes:
+        name: For messages.
+        blocks: Ids of the blocks that it reads or writes, in the order in which it uses them.
+        work: Does it; whole, or not at all where it raises.
+        elsewhere: What goes on in another thread, to be taken up by ``work``; None where that
+            does it all.
+    """
+
+    name: str
+    blocks: Sequence[int]
+    work: Callable[[], None]
+    elsewhere: Elsewhere | None = None
+
+
+class Debts:
+    """What is owed, by block; used under the manager's lock.
+
+    Whoever is about to see a block pays what is owed to it first. So nobody can see it as it was
+    before the work, and the work may wait until the blocks come up anyway.
+    """
+
+    def __init__(self) -> None:
+        """Owes nothing."""
+        self._by_block: dict[int, list[Debt]] = {}
+        self._elsewhere: deque[Debt] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._by_block)
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._by_block
+
+    def add(self, debt: Debt) -> None:
+        """Owes a piece of work to each of its blocks."""
+        for block_id in dict.fromkeys(debt.blocks):
+            self._by_block.setdefault(block_id, []).append(debt)
+        if debt.elsewhere is not None:
+            self._elsewhere.append(debt)
+
+    def pay(self, block_id: int) -> None:
+        """Does what is owed to a block, in the order in which it was owed.
+
+        What an error leaves undone is owed still.
+        """
+        self._settle(list(self._by_block.get(block_id, ())))
+
+    def collect(self) -> None:
+        """Takes up what has been done elsewhere, in the order in which it was owed.
+
+        So its blocks can be fetched ahead. What failed waits for somebody who needs it.
+        """
+        while self._elsewhere:
+            debt = self._elsewhere[0]
+            if debt.elsewhere is None or not debt.elsewhere.succeeded():
+                return
+            self._elsewhere.popleft()
+            if debt in self._by_block.get(debt.blocks[-1], ()):
+                self._settle([debt])  # and nothing else, which might have to be waited for
+
+    def wait(self) -> None:
+        """Waits for what goes on elsewhere, and takes nothing up: nobody will look any more."""
+        for debt in self._elsewhere:
+            if debt.elsewhere is not None:
+                debt.elsewhere.wait()
+
+    def order(self, block_ids: Iterable[int]) -> list[int]:
+        """Returns in which order blocks are used if those of ``block_ids`` are, one after another.
+
+        What is owed to one of them uses its blocks first.
+        """
+        found: list[int] = []
+        for block_id in block_ids:
+            for debt in self._by_block.get(block_id, ()):
+                found.extend(debt.blocks)
+            found.append(block_id)
+        return list(dict.fromkeys(found))
+
+    def _settle(self, debts: list[Debt]) -> None:
+        for debt in debts:  # all first: the work of one may use the block, and is not to pay others
+            self._strike(debt)
+        try:
+            while debts:
+                debts[0].work()
+                del debts[0]
+        except BaseException:
+            for debt in debts:
+                self.add(debt)
+            raise
+
+    def _strike(self, debt: Debt) -> None:
+        for block_id in dict.fromkeys(debt.blocks):
+            left = [other for other in self._by_block.get(block_id, ()) if other is not debt]
+            if left:
+                self._by_block[block_id] = left
+            else:
+                self._by_block.pop(block_id, None)

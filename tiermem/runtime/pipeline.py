@@ -1,0 +1,60 @@
+"""A sweep over blocks: the next is fetched and the last is written while one is worked on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tiermem.core.block import Block, Role, Tier
+from tiermem.core.residency import State
+
+if TYPE_CHECKING:
+    from tiermem.runtime.manager import BlockManager
+
+
+class Pipeline:
+    """Keeps the links busy while one step of a sweep is worked on.
+
+    What a step has written would otherwise be written back only when its room is needed, and the
+    next step would wait for that. Where everything fits in HBM nothing has to leave it, and
+    nothing is written.
+    """
+
+    def __init__(self, manager: BlockManager) -> None:
+        """Looks at how much there is beside how much room."""
+        self._manager = manager
+        loose = sum(r.block.nbytes for r in manager.table if not r.fixed)
+        fixed = sum(r.block.nbytes for r in manager.table if r.fixed)
+        # as in the prefetcher: on the CPU a copy from DRAM hides behind nothing
+        self._dram = manager.device.type == "cuda"
+        self.leaves = loose + fixed > manager.table.hbm.capacity
+
+    def fetch(self, blocks: Sequence[Block]) -> None:
+        """Begins to fetch blocks that are used next; evicts nothing that is used sooner."""
+        manager = self._manager
+        with manager.lock:
+            manager.poll()
+            for position, block in enumerate(blocks):
+                record = manager.table.get(block.id)
+                if record is None or record.in_hbm is not State.ABSENT or not record.defined:
+                    continue
+                if record.home is Tier.DRAM and not self._dram:
+                    continue
+                if block.id in manager.debts or not manager.try_fill(record, position + 1):
+                    return
+
+    def write(self, blocks: Sequence[Block]) -> None:
+        """Begins to write back what a step has written; gradients are about to be forgotten."""
+        manager = self._manager
+        if not self.leaves:
+            return
+        with manager.lock:
+            for block in blocks:
+                record = manager.table.get(block.id)
+                if record is None or record.in_hbm is not State.DIRTY or block.role is Role.GRAD:
+                    continue
+                if record.leases or record.fixed or block.id in manager.traffic.failing:
+                    continue
+                slot = manager.slots.current.get(block.id)
+                if slot is not None and not slot.aliased and not slot.pointed:
+                    manager.traffic.drain(record)
