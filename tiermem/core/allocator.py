@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tiermem.core.block import ALIGNMENT, Extent, align_up
@@ -84,27 +84,39 @@ class Allocator:
         for offset in self._order:
             yield Extent(offset, self._taken[offset])
 
-    def allocate(self, nbytes: int, low: int = 0, high: int | None = None) -> Extent | None:
+    def allocate(self, nbytes: int) -> Extent | None:
         """Takes the smallest gap that fits.
 
         Args:
             nbytes: Bytes asked for, above zero; rounded up to the alignment.
-            low: First byte that may be handed out.
-            high: First byte behind it that may not; None for the end.
 
         Returns:
             The extent, or None where no gap is large enough.
         """
+        return self.allocate_in(nbytes, [(0, self.capacity)])
+
+    def allocate_in(self, nbytes: int, parts: Sequence[tuple[int, int]]) -> Extent | None:
+        """Takes bytes within one of several runs, where the least is left over.
+
+        Args:
+            nbytes: Bytes asked for, above zero; rounded up to the alignment.
+            parts: First byte of each run and the first behind it, ascending.
+
+        Returns:
+            The extent, or None where no run has a gap that is large enough.
+        """
         size = self._size(nbytes)
-        end = self.capacity if high is None else high
         best: tuple[int, int] | None = None
         for offset, gap in self._gaps:
-            start = max(offset, low)
-            room = min(offset + gap, end) - start
-            if room >= size and (best is None or room < best[1]):
-                best = (start, room)
-                if room == size:
+            if gap < size:
+                continue
+            for low, high in parts[max(0, bisect_right(parts, (offset, self.capacity)) - 1) :]:
+                if low >= offset + gap:
                     break
+                start = max(offset, low)
+                room = min(offset + gap, high) - start
+                if room >= size and (best is None or room < best[1]):
+                    best = (start, room)
         return None if best is None else self.take(Extent(best[0], size))
 
     def take(self, extent: Extent) -> Extent:

@@ -47,7 +47,8 @@ class Member:
     def point(self, data: torch.Tensor, kind: type) -> None:
         """Sets what the tensor looks at, and its class."""
         tensor: Any = self.tensor
-        tensor.__class__ = self.kind
+        if type(tensor) is not self.kind:
+            tensor.__class__ = self.kind
         tensor.data = data
         if kind is not self.kind:
             tensor.__class__ = kind
@@ -257,21 +258,25 @@ class Group(Holder):
             memo[id(buffer.tensor)] = tensors[buffer.index].clone()
 
     def _point(self, slot: Slot, *, soft: bool) -> None:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self._point(slot, soft=soft)
         views = slot.views
         count = 0
-        with torch.inference_mode(False):
-            for member in self._members:
-                if not member.materialized:
-                    member.point(views[member.index], member.away if soft else member.kind)
-                    count += 1
+        for member in self._members:
+            if not member.materialized:
+                member.point(views[member.index], member.away if soft else member.kind)
+                count += 1
         slot.pointed = count
         self._slot = slot
 
     def _away(self) -> None:
-        with torch.inference_mode(False):
-            for member in self._members:
-                if not member.materialized:
-                    member.point(member.placeholder, member.away)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self._away()
+        for member in self._members:
+            if not member.materialized:
+                member.point(member.placeholder, member.away)
         if self._slot is not None:
             self._slot.pointed = 0
             self._slot = None

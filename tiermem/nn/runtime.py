@@ -70,8 +70,9 @@ class ModuleRuntime:
     @property
     def stack(self) -> list[list[Group]]:
         """Groups held by each scope under way in this thread, the outermost first."""
-        found: list[list[Group]] | None = getattr(self._local, "stack", None)
-        if found is None:
+        try:
+            found: list[list[Group]] = self._local.stack
+        except AttributeError:
             found = self._local.stack = []
         return found
 

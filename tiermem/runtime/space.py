@@ -182,7 +182,7 @@ class Space:
         resorts = 0
         parts = self._parts_for(block)
         while True:
-            extent = self._allocate(block.nbytes, parts)
+            extent = hbm.allocate_in(block.nbytes, parts)
             if extent is not None:
                 return extent
             if self.reap():
@@ -212,18 +212,6 @@ class Space:
         """Says that a block in HBM was used, or has come, so that its next use is another."""
         if block_id not in self.residents:
             self._queue.put(block_id, self._planner.cursor)
-
-    def _allocate(self, nbytes: int, parts: Sequence[tuple[int, int]]) -> Extent | None:
-        """Takes free bytes in the part that leaves the least over."""
-        if len(parts) == 1:
-            return self.table.hbm.allocate(nbytes, *parts[0])
-        gaps = [gap for part in parts for gap in self.table.hbm.gaps_in(*part)]
-        size = align_up(nbytes)
-        fitting = [gap for gap in gaps if gap.nbytes >= size]
-        if not fitting:
-            return None
-        best = min(fitting, key=lambda gap: gap.nbytes)
-        return self.table.hbm.take(Extent(best.offset, size))
 
     def _window(
         self, nbytes: int, position: int | None, parts: Sequence[tuple[int, int]]
