@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from hypothesis import HealthCheck, settings
 # Tensors are tiny here. A team of threads for them waits for its slowest member, which on a
 # loaded machine is twenty times as long, and sums in an order that depends on the cores.
 torch.set_num_threads(1)
+
+# A shell starts what runs beside it with Ctrl-C ignored, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _SLOW_OK = [HealthCheck.too_slow, HealthCheck.data_too_large]
 

@@ -263,7 +263,10 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path, name: str, number: int)
         assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n"
         child.send_signal(number)
-        _, messages = child.communicate(timeout=120)
+        try:
+            _, messages = child.communicate(timeout=120)
+        finally:
+            child.kill()
     assert list(tmp_path.iterdir()) == []
     if number == signal.SIGINT:
         assert messages.rstrip().endswith(b"KeyboardInterrupt")
