@@ -49,7 +49,8 @@ _FEW = "--tokens 1 32 --train-tokens 32 --new-tokens 2"
 STEPS = (
     Step(
         "stream",
-        "bench_stream.py --what forward half train generate --repeats 5 --out {out}stream_%s_{name}.json",
+        "bench_stream.py --what forward half train generate --repeats 5 "
+        "--out {out}stream_%s_{name}.json",
         f"{_TINY} {_TIERS} {_FEW}",
         160,
     ),
