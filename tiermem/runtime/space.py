@@ -263,9 +263,14 @@ class Space:
     def _last_resort(self, number: int, nbytes: int) -> None:
         """Tries what may still make room: joining pieces, finding cycles that hold an alias."""
         if number == 1:
-            gc.collect()
+            if self._orphans or any(map(self._held_by_alias, self.table)):
+                gc.collect()  # takes seconds in a large process
         else:
             self._compactor.gather(nbytes)
+
+    def _held_by_alias(self, record: Record) -> bool:
+        slot = self.slots.current.get(record.block.id)
+        return slot is not None and not (record.leases or record.fixed) and slot.aliased
 
     def tidy(self, record: Record, later: int) -> None:
         """Moves a block out of the middle before it is leased, where it would be in the way.
