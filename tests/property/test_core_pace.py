@@ -394,3 +394,33 @@ def test_passes_are_told_apart_and_blocks_forgotten() -> None:
     assert waste.stops("f", 1) and not waste.stops("g", 1) and not waste.stops("f", 2)
     waste.forget([1])
     assert not waste.stopping
+
+
+def test_a_pass_of_another_length_is_measured_again_at_once() -> None:
+    """By the host's clock alone, long before it is its turn."""
+    found = Estimates()
+    for _ in range(8):
+        if found.wants("loop"):
+            found.observe("loop", {1: 1.0}, {}, ())
+        found.took("loop", 1.0)
+    assert not found.wants("loop")
+    found.took("loop", 1.1)  # as good as before
+    assert not found.wants("loop")
+    found.took("loop", 8.0)
+    asked = 0
+    while found.wants("loop"):
+        found.observe("loop", {1: 8.0}, {}, ())
+        found.took("loop", 8.0)
+        asked += 1
+    assert 3 <= asked <= 12 and found.compute("loop", 1) == 8.0
+
+
+def test_a_length_of_nothing_says_nothing() -> None:
+    """A clock that stands still, or a pass that was never begun."""
+    found = Estimates()
+    found.took("loop", 1.0)
+    for _ in range(4):
+        if found.wants("loop"):
+            found.observe("loop", {1: 1.0}, {}, ())
+        found.took("loop", 0.0)
+    assert not found.wants("loop")

@@ -33,6 +33,7 @@ class FakeClock:
         self.times: dict[int, float] = {}
         self.late: set[int] = set()
         self.able = True
+        self.host_now = 0.0
         self.most = 1 << 20
 
     def _set(self, now: float) -> int | None:
@@ -63,6 +64,9 @@ class FakeClock:
     def free(self, stamp: int) -> None:
         del self.times[stamp]
         self.late.discard(stamp)
+
+    def host(self) -> float:
+        return self.host_now
 
     def usable(self) -> bool:
         return self.able

@@ -64,13 +64,15 @@ class _Pass:
     since: int = 0
     extra: int = 0
     typical: float = 0.0
+    whole: Recent = field(default_factory=Recent)
 
 
 class Estimates:
     """Seconds of compute by pass and block, and of transfers by link and block.
 
     A pass is measured the first three times, then one time in sixteen; one that took a quarter
-    more or less than foreseen is measured the next four times as well, so that the medians
+    more or less than foreseen (measured, or by the host's clock) is measured the next four times
+    as well, so that the medians
     follow. Memory is bounded: 64 passes, and of each the blocks that still occur in it.
 
     Attributes:
@@ -104,6 +106,21 @@ class Estimates:
             known.since = 0
             return True
         return False
+
+    def took(self, key: Hashable, seconds: float) -> None:
+        """Says how long it was from the begin of a pass to that of the next, measured or not.
+
+        Args:
+            key: Name of the pass.
+            seconds: On the host's clock.
+        """
+        known = self._passes.get(key)
+        if known is None or seconds <= 0.0:
+            return
+        usual = known.whole.value
+        known.whole.add(seconds)
+        if usual and abs(seconds - usual) > _CHANGED * usual and not known.extra:
+            known.extra = _EXTRA
 
     def ask_again(self) -> None:
         """Has the next pass of every name measured."""

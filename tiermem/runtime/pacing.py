@@ -86,6 +86,8 @@ class Pacing:
         self._clock = clock
         self._counters = counters
         self._open: _Sample | None = None
+        self._key: Hashable = None
+        self._began = 0.0
         self._waiting: deque[_Sample] = deque()
         self._before: Stamp | None = None
         self._stalled = 0
@@ -102,6 +104,10 @@ class Pacing:
     def begin(self, key: Hashable) -> None:
         """Says that a pass begins, which ends the one before."""
         self._close()
+        now = self._clock.host()
+        if self._key is not None:
+            self.estimates.took(self._key, now - self._began)
+        self._key, self._began = key, now
         if self._older or self._fills:
             for fill in self._older.values():
                 self._let_go(fill)

@@ -28,6 +28,8 @@ _HARVEST = 8
 _MARGIN = 1.25
 _LATENCY = 1e-3
 _SLOT_LATENCY = 50e-6
+_FILE_LATENCY = 8e-3
+"""A disk is fast only while much is asked of it at once: 32 MiB, of one with 4 GB/s."""
 _READ_ONLY = (Role.PARAM, Role.BUFFER, Role.QUANT)
 
 
@@ -281,7 +283,9 @@ class Prefetcher:
         if learned:
             of_loose = [s for s, b in zip(known, schedule.order, strict=True) if b in sizes]
             transfer = {block: seconds[1] for block, seconds in fetch.items() if seconds}
-            plan = share_hbm(order, sizes, room, of_loose, transfer, _SLOT_LATENCY)
+            files = any(seconds and seconds[0] == LINK_UP[Tier.NVME] for seconds in fetch.values())
+            latency = _FILE_LATENCY if files else _SLOT_LATENCY
+            plan = share_hbm(order, sizes, room, of_loose, transfer, latency)
         else:
             streaming = sum(sorted(sizes.values())[-(self._depth + 1) :])
             if self._auto:

@@ -49,6 +49,10 @@ class Clock(Protocol):
         """Whether stamps may be set and asked about now."""
         ...
 
+    def host(self) -> float:
+        """Returns the host's time in seconds, where passes may be told apart by it; else 0."""
+        ...
+
 
 class HostClock:
     """For ``device="cpu"``: the compute and the copies are on the host's time."""
@@ -75,6 +79,10 @@ class HostClock:
     def usable(self) -> bool:
         """Always."""
         return True
+
+    def host(self) -> float:
+        """Returns 0: what else the cores do would look like a change."""
+        return 0.0
 
 
 class CudaClock:
@@ -114,6 +122,10 @@ class CudaClock:
     def free(self, stamp: Stamp) -> None:
         """Keeps the event for the next stamp."""
         self._free.append(stamp)
+
+    def host(self) -> float:
+        """Returns the host's time, which in a steady state goes at the device's pace."""
+        return time.perf_counter()
 
     def usable(self) -> bool:
         """Whether no CUDA graph is captured on the current stream."""
