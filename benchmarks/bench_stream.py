@@ -226,7 +226,9 @@ class Bench:
         """
         if repeats is None:
             repeats = self.options.repeats
-            for _ in range(3):  # the order is learned, and what stays is chosen
+            # the order and the times are learned, and what stays is chosen; what was learned at
+            # another length has to be learned anew
+            for _ in range(self.options.warm):
                 call()
         tier.reset_stats()
         times = self.clock.time(call, repeats, warm=0)
@@ -280,6 +282,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--nvme", default=None, help="folder for the swap file")
     parser.add_argument("--depth", default="auto")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--warm", type=int, default=8, help="calls before those that count")
     parser.add_argument("--trace", default=None, help="write a Chrome trace of the last run")
     parser.add_argument("--out", default=None, help="JSON file; {what} in it is replaced")
     return parser.parse_args()

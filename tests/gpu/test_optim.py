@@ -76,7 +76,11 @@ def run(
                 for stand_in, gradient in zip(stand_ins, by_hand.gradients(), strict=True):
                     stand_in.grad = gradient
                 total = nn.utils.clip_grad_norm_(stand_ins, 0.1)
-                assert_same(total, optimizer.clip_grad_norm_(0.1), "norm")
+                norm = optimizer.clip_grad_norm_(0.1)
+                if "where" in options:  # the host rounds otherwise, and so the weights differ
+                    torch.testing.assert_close(norm, total, rtol=1e-2, atol=0.0)
+                else:
+                    assert_same(total, norm, "norm")
             by_hand.step()
             optimizer.step()
             by_hand.zero_grad()
