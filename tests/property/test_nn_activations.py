@@ -74,7 +74,7 @@ steps = st.tuples(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=24)
 @given(
     recipe=st.lists(steps, min_size=1, max_size=9),
     home=st.sampled_from(["dram", "dram", "nvme"]),
