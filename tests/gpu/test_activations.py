@@ -72,17 +72,22 @@ def manager(home: str, folder: Path | None = None, **options: Any) -> tiermem.Ti
 
 
 def dirty_free_memory() -> None:
-    """Has the compute stream write NaN wherever the caching allocator has memory to spare."""
-    stats = torch.cuda.memory_stats()
-    spare = stats["reserved_bytes.all.current"] - stats["allocated_bytes.all.current"]
+    """Has the compute stream write NaN wherever the caching allocator has memory to spare.
+
+    Each free run is asked for in its own size, so that no more is taken from the device.
+    """
+    reserved = torch.cuda.memory_reserved()
+    free = [
+        run["size"]
+        for segment in torch.cuda.memory_snapshot()
+        for run in segment["blocks"]
+        if run["state"] == "inactive" and run["size"] >= 1 << 20
+    ]
     kept = []
-    for size in (32 << 20, 16 << 20, 8 << 20, 4 << 20, 2 << 20, 1 << 20):
-        while spare >= size:
-            try:
-                kept.append(torch.full((size // 4,), float("nan"), device="cuda"))
-            except torch.OutOfMemoryError:
-                break
-            spare -= size
+    for size in sorted(free, reverse=True):
+        kept.append(torch.full((size // 4,), float("nan"), device="cuda"))
+        if torch.cuda.memory_reserved() > reserved:
+            break
 
 
 def train(
