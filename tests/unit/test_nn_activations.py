@@ -63,9 +63,11 @@ def test_gradients_have_the_same_bits(mode: str, home: str, ahead: Any, tmp_path
         if mode in ("plain", "nonreentrant", "reentrant"):
             fetched = found.fetched_ahead + found.fetched_late
             assert fetched > 0 and fetched + found.reused >= found.offloaded
-            assert (found.fetched_ahead == 0) == (ahead == 0)
-            if ahead in (0, "auto"):
-                assert (found.fetched_late == 0) == (ahead == "auto")
+            if ahead == 0:
+                assert found.fetched_ahead == 0
+            elif home == "dram":  # with a disk it depends on what has been written by then
+                assert found.fetched_ahead > 0
+                assert found.fetched_late == 0 or ahead != "auto"
 
 
 @pytest.mark.parametrize("mode", ["plain", "nonreentrant", "reentrant"])
