@@ -504,3 +504,21 @@ def test_what_is_held_all_the_while_stays() -> None:
         made.manager.begin_pass("f")
         made.use(outer)
         assert made.manager.stats().hits == 1
+
+
+def test_a_change_of_length_is_measured_at_once() -> None:
+    """Between two passes that are measured, by the host's clock."""
+    clock = FakeClock()
+    pacing = Pacing(clock, Counters(), Estimates())
+    measured = []
+    for seconds in [1.0] * 9 + [5.0] * 3:
+        pacing.begin("loop")
+        measured.append(pacing.sampling)
+        if pacing.sampling:
+            pacing.arrived()
+            pacing.started(record(1), None)
+        pacing.ended()
+        clock.late.clear()
+        pacing.harvest(9)
+        clock.host_now += seconds
+    assert measured[0] and not any(measured[5:10]) and measured[10]

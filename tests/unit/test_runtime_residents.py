@@ -16,32 +16,37 @@ PAGE = 4096
 SIZES = [3, 1, 1, 2, 5, 4, 1, 3, 2, 2, 1, 5, 3, 1, 4, 2]
 
 
-@pytest.fixture(params=[1, 2, 3, 4])
-def manager(request: pytest.FixtureRequest) -> Iterator[BlockManager]:
+def opened(sizes: list[int], hbm: int, depth: int) -> BlockManager:
     made = BlockManager(
         Settings(
             device="cpu",
-            hbm=sum(SIZES) * PAGE // 2,
-            dram=sum(SIZES) * PAGE,
+            hbm=hbm * PAGE,
+            dram=sum(sizes) * PAGE,
             nvme=(),
             nvme_bytes=None,
             policy=Policy(params="dram"),
-            prefetch_depth=request.param,
+            prefetch_depth=depth,
         )
     )
     made.prefetcher._dram = made.prefetcher._works = True  # as on a GPU
+    return made
+
+
+@pytest.fixture(params=[1, 2, 3, 4])
+def manager(request: pytest.FixtureRequest) -> Iterator[BlockManager]:
+    made = opened(SIZES, sum(SIZES) // 2, request.param)
     yield made
     made.close()
 
 
-def blocks_of(manager: BlockManager, name: str = "b") -> list[Block]:
+def blocks_of(manager: BlockManager, sizes: list[int] = SIZES) -> list[Block]:
     wanted = [
         (
-            f"{name}{i}",
+            f"b{i}",
             Role.PARAM,
             [TensorShape("w", (pages * PAGE,), (1,), torch.uint8, 1)],
         )
-        for i, pages in enumerate(SIZES)
+        for i, pages in enumerate(sizes)
     ]
     blocks = manager.add_blocks(wanted)
     for number, block in enumerate(blocks):
@@ -95,3 +100,45 @@ def test_another_loop_may_have_other_residents(manager: BlockManager) -> None:
             assert bool((slot.bytes == number + 4).all())
             manager.release(block)
         manager.table.check()
+
+
+def test_blocks_of_a_decoder_are_never_late() -> None:
+    """Four small and three large in every layer: holes between them would hold the next up."""
+    sizes = [1, 4, 4, 4, 4, 11, 11, 11] * 12
+    manager = opened(sizes, sum(sizes) // 2 + 1, depth=1)
+    blocks = blocks_of(manager, sizes)
+    for _ in range(12):
+        go_round(manager, blocks)
+    manager.counters.reset()
+    go_round(manager, blocks)
+    assert manager.counters.misses == 0
+    manager.close()
+
+
+def test_what_stays_is_sent_away_where_it_leaves_holes_too_small() -> None:
+    """One of two pages in the middle of six: three more would not fit on either side."""
+    manager = opened([1, 2, 3], 6, depth=0)
+    small, middle, large = blocks_of(manager, [1, 2, 3])
+    space = manager.space
+    manager.acquire(large)  # nothing is planned from here on
+    manager.release(large)
+    space.evict(manager.record(large))
+    space.keep(frozenset({small.id, middle.id}), PAGE)
+    for block in (middle, small):
+        manager.acquire(block)
+        manager.release(block)
+    extent = manager.record(middle).extent
+    assert extent is not None and extent.offset == 3 * PAGE
+    space.keep(frozenset({middle.id, large.id}), PAGE)
+    loop = object()
+    space.settle(loop)
+    assert manager.record(middle).extent == extent  # it may be for one round only
+    space.settle(loop)
+    assert manager.record(middle).extent is None
+    for block in (large, middle):
+        manager.acquire(block)
+        manager.release(block)
+    ends = sorted(r.extent.end // PAGE for b in (large, middle) if (r := manager.record(b)).extent)
+    assert ends[-1] == 6 and manager.record(large).extent is not None
+    manager.table.check()
+    manager.close()
