@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -13,20 +10,12 @@ from torch.nn import functional as F
 import tiermem
 
 pytestmark = [
+    pytest.mark.usefixtures("deterministic"),
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
 WIDTH = 512
 DEVICES = ("cuda:0", "cuda:1")
-
-
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TIERMEM_POISON", "1")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def build(device: str) -> nn.Sequential:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import tiermem
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 _SMALL = {
     "hidden_size": 256,
@@ -47,15 +46,6 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "vocab_size": 1024},
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TIERMEM_POISON", "1")
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def build(name: str, dtype: torch.dtype = torch.float32) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,21 +12,12 @@ from torch import nn
 
 import tiermem
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 HOMES = {
     "dram": {"params": "dram", "grads": "dram", "master": "dram", "optimizer": "dram"},
     "nvme": {"params": "dram", "grads": "dram", "master": "nvme", "optimizer": "nvme"},
 }
-
-
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TIERMEM_POISON", "1")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def build() -> nn.Module:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,16 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tiermem
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TIERMEM_POISON", "1")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 
 class Layer(nn.Module):
