@@ -197,6 +197,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         settings = [frozen(settings_of(group)) for group in self.param_groups]
         scaling = None if scaling is None else scaling.frozen()
         now = []
+        pipeline = Pipeline(self._manager)
         with self._manager.lock:
             for unit in units:
                 if unit.group is None or not unit.can_wait(self._runtime):
@@ -204,13 +205,17 @@ class TieredOptimizer(torch.optim.Optimizer):
                     continue
                 unit.group.unpoint()
                 blocks = [block.id for block in unit.blocks()]
-                work = partial(self._pay, unit, settings, scaling)
+                work = partial(self._pay, unit, settings, scaling, pipeline)
                 self._owed.add(id(unit))
                 self._manager.debts.add(Debt(unit.name, blocks, work))
         return now
 
     def _pay(
-        self, unit: StepUnit, settings: Sequence[dict[str, Any]], scaling: Scaling | None
+        self,
+        unit: StepUnit,
+        settings: Sequence[dict[str, Any]],
+        scaling: Scaling | None,
+        pipeline: Pipeline,
     ) -> None:
         """Makes a step that was put off, wherever we are by now."""
         began = time.perf_counter_ns()
@@ -231,7 +236,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 self._explain(error, [u.name for u in self._units if id(u) in self._owed])
                 raise
         self._owed.discard(id(unit))
-        Pipeline(self._manager).write(unit.kept_blocks())
+        pipeline.write(unit.kept_blocks())
         self._manager.timeline.add("optimizer", unit.name, began, time.perf_counter_ns())
 
     def finish(self) -> None:

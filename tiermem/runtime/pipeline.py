@@ -23,11 +23,10 @@ class Pipeline:
     def __init__(self, manager: BlockManager) -> None:
         """Looks at how much there is beside how much room."""
         self._manager = manager
-        loose = sum(r.block.nbytes for r in manager.table if not r.fixed)
-        fixed = sum(r.block.nbytes for r in manager.table if r.fixed)
         # as in the prefetcher: on the CPU a copy from DRAM hides behind nothing
         self._dram = manager.device.type == "cuda"
-        self.leaves = loose + fixed > manager.table.hbm.capacity
+        needed = sum(record.block.nbytes for record in manager.table)
+        self.leaves = needed > manager.table.hbm.capacity
 
     def fetch(self, blocks: Sequence[Block]) -> None:
         """Begins to fetch blocks that are used next; evicts nothing that is used sooner."""
