@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiermem.core.cost import refetched, streaming_time
@@ -157,6 +157,11 @@ class Plan:
     slot: int = 0
 
 
+def largest_beside(sizes: Mapping[int, int], kept: Collection[int]) -> int:
+    """Returns the bytes of the largest block that is not kept; 0 where there is none."""
+    return max((size for block, size in sizes.items() if block not in kept), default=0)
+
+
 def occupied(size: int, slot: int) -> int:
     """Returns the bytes a block takes up of slots that hold whole blocks only.
 
@@ -205,7 +210,7 @@ def share_hbm(
             some = choose_residents([b for b in order if b in rest], rest, free - reserve)
             kept = some | pinned
             # a block that stays is fetched once, whichever plan it is: left out of the comparison
-            slot = max((size for block, size in rest.items() if block not in kept), default=1)
+            slot = largest_beside(sizes, kept) or 1
             taken = {b: s if b in kept else occupied(s, slot) for b, s in sizes.items()}
             fetched = refetched(order, taken, kept, reserve, kept)
             arrive = [transfer[b] if f else 0.0 for b, f in zip(order, fetched, strict=True)]
@@ -215,8 +220,7 @@ def share_hbm(
     best = min(seconds for seconds, _, _ in found)
     good = [entry for entry in found if entry[0] <= best * _AS_GOOD]
     _, reserve, kept = max(good, key=lambda entry: entry[1])
-    slot = max((size for block, size in sizes.items() if block not in kept), default=0)
-    return Plan(kept, reserve, slot)
+    return Plan(kept, reserve, largest_beside(sizes, kept))
 
 
 def _oversize(sizes: Mapping[int, int], room: int) -> list[frozenset[int]]:

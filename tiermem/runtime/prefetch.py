@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tiermem.core.block import Role, Tier, align_up
 from tiermem.core.cost import Timetable, refetched
 from tiermem.core.residency import Record, State
-from tiermem.core.residents import Plan, choose_residents, share_hbm
+from tiermem.core.residents import Plan, choose_residents, largest_beside, share_hbm
 from tiermem.core.schedule import Schedule
 from tiermem.runtime.pacing import LINK_UP
 
@@ -77,7 +77,6 @@ class Prefetcher:
         self._planned: Schedule | None = None
         self._outlooks: dict[Schedule, _Outlook] = {}
         self._settled: tuple[object, Plan] | None = None
-        self._residents: frozenset[int] = frozenset()
         self._held: set[int] = set()
         self._previous: Record | None = None
         self._timetable = Timetable((), ())
@@ -138,7 +137,7 @@ class Prefetcher:
         self._nbytes = 0
 
     def _walk(self, schedule: Schedule, end: int) -> None:
-        table = self._manager.table
+        table, residents = self._manager.table, self._manager.space.residents
         order = schedule.order
         ahead = self._ahead
         while self._next < end and self._wants_more():
@@ -147,7 +146,7 @@ class Prefetcher:
                 if not self._fetch(record, schedule):
                     return
                 self._changes = self._traffic.changes
-            if record is not None and not (record.usable and record.block.id in self._residents):
+            if record is not None and not (record.usable and record.block.id in residents):
                 ahead.append((self._next, record.block.nbytes))
                 self._nbytes += record.block.nbytes
             self._next += 1
@@ -203,8 +202,6 @@ class Prefetcher:
             del self._outlooks[next(iter(self._outlooks))]
         self._timetable = outlook.timetable
         plan = outlook.plan
-        if plan.residents != self._residents:
-            self._residents = plan.residents
         self._manager.space.keep(plan.residents, plan.slot)
         self._most = outlook.ahead
 
@@ -228,9 +225,9 @@ class Prefetcher:
         ]
         timetable = Timetable(compute, fetches, margin=_MARGIN, latency=_LATENCY)
         ahead = self._capacity // 2
-        streamed = [size for block, size in sizes.items() if block not in plan.residents]
-        if plan.residents and streamed:  # beside the block in use, and one more
-            ahead = plan.reserve - 2 * max(streamed) + 1
+        largest = largest_beside(sizes, plan.residents)
+        if plan.residents and largest:  # beside the block in use, and one more
+            ahead = plan.reserve - 2 * largest + 1
         return _Outlook(made_of, plan, ahead, timetable)
 
     def _keep_steady(
@@ -292,8 +289,7 @@ class Prefetcher:
                 streaming = max(streaming, self._least)
             everything = sum(sizes.values()) <= room
             kept = choose_residents(order, sizes, room if everything else room - streaming)
-            slot = max((size for block, size in sizes.items() if block not in kept), default=0)
-            plan = Plan(kept, streaming, slot)
+            plan = Plan(kept, streaming, largest_beside(sizes, kept))
         self._settled = (alike, plan)
         return plan
 
