@@ -315,8 +315,7 @@ _WAITS = (
     ),
     (
         "a copy up does not wait for copies down from there",
-        "        for event in self._falling.over(extent):\n"
-        "            self.calls.wait(self._up, event)\n",
+        "        if event is not None:\n            self.calls.wait(self._up, event)\n",
         "",
     ),
     (
@@ -326,9 +325,8 @@ _WAITS = (
     ),
     (
         "compute writes where a copy still reads",
-        "            for event in fences.over(extent):\n"
-        "                self.calls.wait(stream, event)\n",
-        "            fences.over(extent)\n",
+        "            if event is not None:\n                self.calls.wait(stream, event)\n",
+        "",
     ),
     (
         "compute writes where another compute stream still reads",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -169,12 +168,12 @@ class Fences:
             fences.popleft()
         fences.append((extent.offset, extent.end, event))
 
-    def over(self, extent: Extent) -> Iterator[Event]:
-        """Yields the last copy that touches ``extent``; the earlier ones are over when it is."""
+    def last(self, extent: Extent) -> Event | None:
+        """Returns the last copy that touches ``extent``; the earlier ones are over when it is."""
         for start, end, event in reversed(self._fences):
             if start < extent.end and extent.offset < end:
-                yield event
-                return
+                return event
+        return None
 
 
 class StreamCopyEngine:
@@ -230,7 +229,8 @@ class StreamCopyEngine:
             if other != stream:
                 self.calls.wait(stream, self.calls.record(other))
         for fences in (self._rising, self._falling):
-            for event in fences.over(extent):
+            event = fences.last(extent)
+            if event is not None:
                 self.calls.wait(stream, event)
 
     def poison(self, target: torch.Tensor, extent: Extent) -> None:
@@ -242,7 +242,8 @@ class StreamCopyEngine:
     def prepare_up(self, extent: Extent) -> None:
         """Makes the up stream wait for every reader of ``extent``."""
         self._follow_compute(self._up)
-        for event in self._falling.over(extent):
+        event = self._falling.last(extent)
+        if event is not None:
             self.calls.wait(self._up, event)
 
     def prepare_down(self) -> None:

@@ -108,25 +108,22 @@ class DriverCalls:
         spare: Event handles that nobody uses.
     """
 
-    def __init__(self, device: torch.device, lib: Any = None, waiting: Any = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         """Loads the driver's library.
 
         Args:
             device: A CUDA device; ``cuda`` without a number is the current one.
-            lib: Stands in for the library (tests).
-            waiting: The same for calls that wait.
 
         Raises:
             ConfigError: If there is no CUDA driver to be loaded.
         """
         self.spare: list[int] = []
         self._local = threading.local()
-        self.device = device
         try:
             # short calls keep the interpreter's lock: letting go and taking it again costs more,
             # and lets another thread in for its whole turn
-            self._lib = lib or ctypes.PyDLL("libcuda.so.1")
-            self._waiting = waiting or ctypes.CDLL("libcuda.so.1")
+            self._lib = ctypes.PyDLL("libcuda.so.1")
+            self._waiting = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise ConfigError(
                 f"the CUDA driver (libcuda.so.1) cannot be loaded: {error}; install the driver, "
@@ -212,11 +209,6 @@ class DriverCalls:
         """Makes the host wait until the stream has come past an event."""
         self._check("cuEventSynchronize", self._waiting.cuEventSynchronize(handle))
 
-    def close(self) -> None:
-        """Gives unused events back to the driver."""
-        while self.spare:
-            self._lib.cuEventDestroy_v2(self.spare.pop())
-
     # -- contexts --------------------------------------------------------
 
     def _enter(self, stream: int) -> bool:
@@ -270,7 +262,6 @@ class DriverCalls:
             "cuEventCreate": [out, ctypes.c_uint],
             "cuEventRecord": [pointer, pointer],
             "cuEventQuery": [pointer],
-            "cuEventDestroy_v2": [pointer],
             "cuStreamWaitEvent": [pointer, pointer, ctypes.c_uint],
             "cuMemcpyAsync": [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer],
             "cuMemsetD8Async": [ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, pointer],
