@@ -16,6 +16,7 @@ from tiermem.core.residency import Record
 from tiermem.errors import CapacityError
 from tiermem.runtime.homes import HomeRequest, Homes
 from tiermem.runtime.manager import BlockManager
+from tiermem.transfer.filemover import FileTransfer
 
 
 def where(made: Rig) -> dict[int, int]:
@@ -45,6 +46,30 @@ def test_a_loop_evicts_what_is_needed_last(tmp_path: Path) -> None:
         made.manager.counters.reset()
         loop(made, sweep, 10)
         assert made.manager.stats().misses <= 2 * 10
+
+
+def test_a_wait_for_the_disk_leaves_it_more_to_read(tmp_path: Path) -> None:
+    """The use before is over by then, so the read into its slot begins ahead of the wait."""
+    with rig(2, [(1, "nvme")] * 6, nvme=tmp_path) as made:
+        traffic, engine = made.manager.traffic, made.engine
+        assert engine is not None
+        loop(made, [*range(6)], 4)
+        waits: list[int] = []
+        wait = traffic.wait
+
+        def seen(transfer: FileTransfer) -> None:
+            waits.append(len(traffic.flights))
+            engine.release()
+            wait(transfer)
+            engine.hold()
+
+        traffic.settle_all()
+        traffic.wait = seen  # type: ignore[method-assign]
+        engine.hold()
+        loop(made, [*range(6)], 1)
+        engine.release()
+    assert waits == [2] * len(waits)
+    assert len(waits) >= 2
 
 
 def test_a_fetch_ahead_evicts_nothing_needed_sooner(tmp_path: Path) -> None:

@@ -466,6 +466,8 @@ class BlockManager:
         asked = False
         while not record.usable:
             if record.in_hbm is not State.ABSENT:
+                if block.id in self.traffic.flights:
+                    self.prefetcher.look_ahead()  # what comes next is asked for before the wait
                 error = self.traffic.settle(block.id)
                 if error is not None and asked:
                     raise error

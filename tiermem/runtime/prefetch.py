@@ -108,6 +108,11 @@ class Prefetcher:
             self._waste.used(planner.last)
         if self._pacing.sampling:
             self._look_back(planner.last)
+        self.look_ahead()
+
+    def look_ahead(self) -> None:
+        """Begins every fetch that is due at this use, and for which there is room by now."""
+        planner = self._planner
         schedule, cursor = planner.schedule, planner.cursor
         if schedule is not self._planned or planner.last < 0:
             self._plan(schedule)
