@@ -46,7 +46,6 @@ from llama import (
     forward,
     generation,
     give_back,
-    nbytes_of,
     on_host,
     peak_of,
     same,
@@ -70,18 +69,16 @@ class Resident:
     """What a run with everything in HBM gave.
 
     Attributes:
-        seconds: Median.
+        call: Runs it again, on weights of its own.
         outputs: In host memory.
         again: Whether a second run gave the same bits.
         peak: The device's memory.
-        weights: Bytes of the model.
     """
 
-    seconds: float
+    call: Call
     outputs: tuple[torch.Tensor, ...]
     again: bool
     peak: Peak
-    weights: int
 
 
 class Bench:
@@ -95,7 +92,6 @@ class Bench:
         self.options = options
         self.device = torch.device(options.device)
         self.clock = Clock(self.device)
-        self.residents: dict[tuple[str, int], Resident] = {}
 
     def sizes(self, what: str) -> list[int]:
         """Returns the token counts to run."""
@@ -103,22 +99,14 @@ class Bench:
             return [self.options.new_tokens]
         return self.options.train_tokens if what == "train" else self.options.tokens
 
-    def resident(self, model: Any, what: str, tokens: int) -> Resident:
-        """Measures with everything in HBM, once per kind of work."""
-        work = _WORK[what]
-        key = (work.__name__, tokens)
-        if key not in self.residents:
-            call = work(model, tokens, self.device)
-            seconds = self.clock.time(call, self.options.repeats)
-            with exactly(what):
-                outputs = on_host(call())
-                again = same(call(), outputs)
-            peak = peak_of(call, self.device)  # when every kernel is loaded
-            weights = nbytes_of([*model.parameters(), *model.buffers()])
-            self.residents[key] = Resident(
-                statistics.median(seconds), outputs, again, peak, weights
-            )
-        return self.residents[key]
+    def resident(self, twin: Any, what: str, tokens: int) -> Resident:
+        """Prepares the run with everything in HBM."""
+        call = _WORK[what](twin, tokens, self.device)
+        self.clock.time(call, 1)
+        with exactly(what):
+            outputs = on_host(call())
+            again = same(call(), outputs)
+        return Resident(call, outputs, again, peak_of(call, self.device))  # kernels are loaded
 
     @contextmanager
     def streamed(self, model: Any, what: str, notes: dict[str, Any]) -> Iterator[Any]:
@@ -144,20 +132,22 @@ class Bench:
 
     def rows(self, what: str, notes: dict[str, Any]) -> list[dict[str, Any]]:
         """Measures one kind of work."""
-        model = build(self.options.shape, self.device, head=what == "generate")
-        references = [self.resident(model, what, tokens) for tokens in self.sizes(what)]
+        head = what == "generate"
+        twin = build(self.options.shape, self.device, head=head)
+        references = [self.resident(twin, what, tokens) for tokens in self.sizes(what)]
+        model = build(self.options.shape, self.device, head=head)
         rows = []
         with self.streamed(model, what, notes) as tier:
             for tokens, reference in zip(self.sizes(what), references, strict=True):
                 call = _WORK[what](model, tokens, self.device)
                 measure = self.from_nvme if self.options.nvme else self.from_dram
-                row = {"tokens": tokens, "in HBM s": reference.seconds}
-                row |= measure(tier, call, reference, what, tokens)
+                row = {"tokens": tokens} | measure(tier, call, reference, what, tokens)
                 with exactly(what):
                     row["resident again equal"] = reference.again
                     row["equal"] = same(call(), reference.outputs)
                 row |= self.memory(call, reference, notes["hbm"])
                 rows.append(row)
+                self.losses(tier, call, row)
             if self.options.trace:
                 tier.timeline.chrome_trace(self.options.trace)
             del call
@@ -170,12 +160,14 @@ class Bench:
         repeats = self.options.repeats
         copy, total = raw_copy(tier), nbytes_of_blocks(tier)
         raw = self.clock.time(copy, repeats, warm=1)
-        times, moved, stats = self.timed(tier, call, "dram->hbm")
+        for _ in range(self.options.warm):
+            call()
+        times, resident, moved, stats = self.timed(tier, call, reference, "dram->hbm", repeats)
         raw += self.clock.time(copy, repeats, warm=1)
         whole = statistics.median(raw)
         needed = whole / 2 if what == "half" else whole
         per_move = whole * moved / total
-        row = self.spread(times, moved, stats)
+        row = self.spread(times, resident, moved, stats)
         row["raw copy s"] = whole
         if what == "generate":
             second = statistics.median(times) / tokens
@@ -184,71 +176,100 @@ class Bench:
             row["of raw"] = per_move / tokens / second
             row["of raw, layers"] = whole / second
             return row
-        median = statistics.median(times)
-        row["of bound"] = max(reference.seconds, needed) / median
-        row["of bound, moved"] = max(reference.seconds, per_move) / median
+        median, within = statistics.median(times), statistics.median(resident)
+        row["of bound"] = max(within, needed) / median
+        row["of bound, moved"] = max(within, per_move) / median
         return row
 
     def from_nvme(
         self, tier: Any, call: Call, reference: Resident, what: str, tokens: int
     ) -> dict[str, Any]:
-        """Measures in turn with raw reads of as many bytes of the same file."""
-        for _ in range(3):
+        """Measures in turn with raw reads of as many bytes of the same file.
+
+        The disk is left alone by tiermem while the raw reads run.
+        """
+        for _ in range(self.options.warm):
             call()
-        _, moved, stats = self.timed(tier, call, "nvme->hbm", repeats=1)
+        _, _, moved, stats = self.timed(tier, call, reference, "nvme->hbm", 1)
         found: list[tuple[float, float]] = []
-        whole, times, moves = [], [], []
+        whole, times, resident, moves = [], [], [], []
         with RawRead(tier) as raw:
             for _ in range(self.options.repeats):
                 before = self.clock.once(partial(raw.read, int(moved)))
-                took, moved, stats = self.timed(tier, call, "nvme->hbm", repeats=1)
+                took, within, moved, stats = self.timed(tier, call, reference, "nvme->hbm", 1)
                 after = self.clock.once(partial(raw.read, int(moved)))
                 whole.append(self.clock.once(raw.read))
                 times += took
+                resident += within
                 moves.append(moved)
                 found.append((took[0], (before + after) / 2))
-        row = self.spread(times, statistics.median(moves), stats)
+        row = self.spread(times, resident, statistics.median(moves), stats)
         row["raw read of the moved s"] = statistics.median(f for _, f in found)
         row["raw read of all s"] = statistics.median(whole)
         row["GB in all"] = nbytes_of_blocks(tier) / 1e9
-        ratios = [max(reference.seconds, fast) / took for took, fast in found]
-        row["of bound"] = statistics.median(ratios)
+        row["of bound"] = statistics.median(
+            max(within, fast) / took for within, (took, fast) in zip(resident, found, strict=True)
+        )
         row["O_DIRECT"], row["engine"] = stats.direct_io, stats.io_engine
         return row
 
     def timed(
-        self, tier: Any, call: Call, link: str, repeats: int | None = None
-    ) -> tuple[list[float], float, Any]:
-        """Times a call.
+        self, tier: Any, call: Call, reference: Resident, link: str, repeats: int
+    ) -> tuple[list[float], list[float], float, Any]:
+        """Times a call in turns with the resident one: a device's clocks drift with its heat.
+
+        A call ends when what is fetched ahead for the next one has come: as many bytes were
+        there before it began.
 
         Returns:
-            Seconds, bytes that moved per call, statistics.
+            Seconds, seconds resident, bytes that moved per call, statistics.
         """
-        if repeats is None:
-            repeats = self.options.repeats
-            # the order and the times are learned, and what stays is chosen; what was learned at
-            # another length has to be learned anew
-            for _ in range(self.options.warm):
-                call()
+
+        def whole() -> None:
+            call()
+            tier._manager.flush()
+
         tier.reset_stats()
-        times = self.clock.time(call, repeats, warm=0)
+        times, resident = [], []
+        for _ in range(repeats):
+            resident.append(self.clock.once(reference.call))
+            times.append(self.clock.once(whole))
         stats = tier.stats()
         moved = stats.links[link].nbytes / repeats if link in stats.links else 0
-        return times, moved, stats
+        return times, resident, moved, stats
 
-    def spread(self, times: list[float], moved: float, stats: Any) -> dict[str, Any]:
+    def losses(self, tier: Any, call: Call, row: dict[str, Any]) -> None:
+        """Adds where the time goes: calls in a row, measured by tiermem itself."""
+        tier.reset_stats()
+        for _ in range(3):
+            call()
+        self.clock.wait()
+        call()
+        found = tier.stats()
+        row["limit"] = found.limit
+        for name, seconds in sorted(found.losses.items()):
+            row[f"{name} lost"] = seconds
+
+    def spread(
+        self, times: list[float], resident: list[float], moved: float, stats: Any
+    ) -> dict[str, Any]:
         """Returns the columns that every row has."""
         return {
+            "in HBM s": statistics.median(resident),
             "tiermem s": statistics.median(times),
             "min": min(times),
             "max": max(times),
             "GB moved": moved / 1e9,
             "hit rate": stats.hit_rate,
-            "stalls ms": stats.stall_seconds / len(times) * 1e3,
+            "stalls ms": stats.stall_seconds * 1e3 / (1 if self.options.nvme else len(times)),
         }
 
     def memory(self, call: Call, reference: Resident, hbm: int) -> dict[str, Any]:
-        """Returns the device's memory above the budget, beyond the resident run's activations."""
+        """Returns the device's memory above the budget, beyond the resident run's.
+
+        The resident model is there in both, so what is left are activations in HBM that the
+        resident run did not need.
+        """
         if self.device.type != "cuda":
             return {}
         peak = peak_of(call, self.device)
@@ -256,10 +277,8 @@ class Bench:
         mib = 2**20
         return {
             "peak HBM GB": peak.allocated / 1e9,
-            "above budget MiB": (peak.allocated - hbm - (resident.allocated - reference.weights))
-            / mib,
-            "above budget, device MiB": (peak.device - hbm - (resident.device - reference.weights))
-            / mib,
+            "above budget MiB": (peak.allocated - hbm - resident.allocated) / mib,
+            "above budget, device MiB": (peak.device - hbm - resident.device) / mib,
         }
 
 

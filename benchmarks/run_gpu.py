@@ -49,10 +49,15 @@ _FEW = "--tokens 1 32 --train-tokens 32 --new-tokens 2"
 STEPS = (
     Step(
         "stream",
-        "bench_stream.py --what forward half train generate --repeats 5 "
-        "--out {out}stream_%s_{name}.json",
+        "bench_stream.py --what forward half --repeats 7 --out {out}stream_%s_{name}.json",
         f"{_TINY} {_TIERS} {_FEW}",
-        160,
+        120,
+    ),
+    Step(
+        "stream-more",
+        "bench_stream.py --what train generate --repeats 5 --out {out}stream_%s_{name}.json",
+        f"{_TINY} {_TIERS} {_FEW}",
+        100,
     ),
     Step(
         "nvme",
