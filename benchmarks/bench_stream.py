@@ -55,6 +55,9 @@ from raw import RawRead, nbytes_of_blocks, raw_copy
 import tiermem
 from tiermem.config import parse_size
 
+_ROW = 4
+"""Calls in a row that are timed as one, from NVMe."""
+
 WHATS = ("forward", "half", "train", "generate")
 _WORK: dict[str, Callable[[Any, int, torch.device], Call]] = {
     "forward": forward,
@@ -162,7 +165,7 @@ class Bench:
         raw = self.clock.time(copy, repeats, warm=1)
         for _ in range(self.options.warm):
             call()
-        times, resident, moved, stats = self.timed(tier, call, reference, "dram->hbm", repeats)
+        times, resident, moved, stats = self.timed(tier, call, reference, 1, repeats)
         raw += self.clock.time(copy, repeats, warm=1)
         whole = statistics.median(raw)
         needed = whole / 2 if what == "half" else whole
@@ -186,57 +189,61 @@ class Bench:
     ) -> dict[str, Any]:
         """Measures in turn with raw reads of as many bytes of the same file.
 
-        The disk is left alone by tiermem while the raw reads run.
+        The disk is left alone by tiermem while the raw reads run. Calls are timed a few in a
+        row, as in a loop: what is read ahead in one is used in the next.
         """
         for _ in range(self.options.warm):
             call()
-        _, _, moved, stats = self.timed(tier, call, reference, "nvme->hbm", 1)
-        found: list[tuple[float, float]] = []
-        whole, times, resident, moves = [], [], [], []
+        tier._manager.flush()
+        found: list[tuple[float, float, float]] = []
+        whole, moves = [], []
         with RawRead(tier) as raw:
+            *_, moved, stats = self.timed(tier, call, reference, _ROW)
             for _ in range(self.options.repeats):
                 before = self.clock.once(partial(raw.read, int(moved)))
-                took, within, moved, stats = self.timed(tier, call, reference, "nvme->hbm", 1)
+                took, within, moved, stats = self.timed(tier, call, reference, _ROW)
                 after = self.clock.once(partial(raw.read, int(moved)))
                 whole.append(self.clock.once(raw.read))
-                times += took
-                resident += within
                 moves.append(moved)
-                found.append((took[0], (before + after) / 2))
-        row = self.spread(times, resident, statistics.median(moves), stats)
-        row["raw read of the moved s"] = statistics.median(f for _, f in found)
+                found.append((took[0], within[0], (before + after) / 2))
+        row = self.spread([f[0] for f in found], [f[1] for f in found], 0.0, stats)
+        row["GB moved"] = statistics.median(moves) / 1e9
+        row["raw read of the moved s"] = statistics.median(f[2] for f in found)
         row["raw read of all s"] = statistics.median(whole)
         row["GB in all"] = nbytes_of_blocks(tier) / 1e9
-        row["of bound"] = statistics.median(
-            max(within, fast) / took for within, (took, fast) in zip(resident, found, strict=True)
-        )
+        row["of bound"] = statistics.median(max(within, raw) / took for took, within, raw in found)
         row["O_DIRECT"], row["engine"] = stats.direct_io, stats.io_engine
         return row
 
     def timed(
-        self, tier: Any, call: Call, reference: Resident, link: str, repeats: int
+        self, tier: Any, call: Call, reference: Resident, in_a_row: int, repeats: int = 1
     ) -> tuple[list[float], list[float], float, Any]:
         """Times a call in turns with the resident one: a device's clocks drift with its heat.
 
-        A call ends when what is fetched ahead for the next one has come: as many bytes were
-        there before it began.
+        The last call in a row ends when what is fetched ahead for the next one has come: as
+        many bytes were there before the first began.
 
         Returns:
-            Seconds, seconds resident, bytes that moved per call, statistics.
+            Seconds, seconds resident, bytes that came up from the weights' home per call,
+            statistics.
         """
 
-        def whole() -> None:
-            call()
-            tier._manager.flush()
+        def whole(one: Call, end: Callable[[], None] | None) -> None:
+            for _ in range(in_a_row):
+                one()
+            if end is not None:
+                end()
 
         tier.reset_stats()
         times, resident = [], []
         for _ in range(repeats):
-            resident.append(self.clock.once(reference.call))
-            times.append(self.clock.once(whole))
+            alone = self.clock.once(partial(whole, reference.call, None))
+            resident.append(alone / in_a_row)
+            times.append(self.clock.once(partial(whole, call, tier._manager.flush)) / in_a_row)
         stats = tier.stats()
-        moved = stats.links[link].nbytes / repeats if link in stats.links else 0
-        return times, resident, moved, stats
+        links = ("nvme->hbm", "nvme->dram") if self.options.nvme else ("dram->hbm",)
+        moved = sum(stats.links[link].nbytes for link in links if link in stats.links)
+        return times, resident, moved / repeats / in_a_row, stats
 
     def losses(self, tier: Any, call: Call, row: dict[str, Any]) -> None:
         """Adds where the time goes: calls in a row, measured by tiermem itself."""
@@ -261,7 +268,7 @@ class Bench:
             "max": max(times),
             "GB moved": moved / 1e9,
             "hit rate": stats.hit_rate,
-            "stalls ms": stats.stall_seconds * 1e3 / (1 if self.options.nvme else len(times)),
+            "stalls ms": stats.stall_seconds * 1e3 / (_ROW if self.options.nvme else len(times)),
         }
 
     def memory(self, call: Call, reference: Resident, hbm: int) -> dict[str, Any]:

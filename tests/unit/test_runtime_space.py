@@ -50,7 +50,7 @@ def test_a_loop_evicts_what_is_needed_last(tmp_path: Path) -> None:
 
 def test_a_wait_for_the_disk_leaves_it_more_to_read(tmp_path: Path) -> None:
     """The use before is over by then, so the read into its slot begins ahead of the wait."""
-    with rig(2, [(1, "nvme")] * 6, nvme=tmp_path) as made:
+    with rig(2, [(1, "nvme")] * 6, nvme=tmp_path, dram=0) as made:
         traffic, engine = made.manager.traffic, made.engine
         assert engine is not None
         loop(made, [*range(6)], 4)

@@ -82,8 +82,8 @@ class Homes:
                 self.staging = self.arena.bytes_of(extent)
         self.nvme_used = 0
         self.nvme_peak = 0
-        self.reclaim: Callable[[], bool] | None = None
-        """Gives up space that is kept for later; returns whether there was any."""
+        self.reclaimers: list[Callable[[], bool]] = []
+        """Each gives up space that is kept for later, and returns whether there was any."""
 
     def reserve(self, requests: Sequence[HomeRequest]) -> list[tuple[Tier, Extent | None]]:
         """Reserves a home for every request, or for none.
@@ -97,12 +97,17 @@ class Homes:
             CapacityError: If they do not all fit, naming the first block that does not, and
                 the least budget that would do.
         """
-        try:
-            return self._reserve(requests)
-        except CapacityError:
-            if self.reclaim is None or not self.reclaim():
-                raise
-        return self._reserve(requests)
+        while True:
+            try:
+                return self._reserve(requests)
+            except CapacityError:
+                if not self._reclaim():
+                    raise
+
+    def _reclaim(self) -> bool:
+        """Has others give up what they only keep for later; returns whether that was anything."""
+        given = [give_up() for give_up in self.reclaimers]  # every one of them
+        return any(given)
 
     def _reserve(self, requests: Sequence[HomeRequest]) -> list[tuple[Tier, Extent | None]]:
         given: list[tuple[Tier, Extent | None]] = []
@@ -148,6 +153,8 @@ class Homes:
             tier, extent = Tier.HBM, None
             if request.home in ("dram", "auto"):
                 tier, extent = Tier.DRAM, self.dram.allocate(request.nbytes)
+                while extent is None and self._reclaim():
+                    extent = self.dram.allocate(request.nbytes)
                 if extent is None and request.home == "auto" and self.swap is not None:
                     tier = Tier.NVME
                 elif extent is None:

@@ -162,6 +162,7 @@ class BlockManager:
                     raise InvariantError(f"block {block.name!r} is in use and cannot be removed")
             for block in present:
                 record = self.table[block.id]
+                self.traffic.ahead.drop(block.id)
                 # the host may be the next to write at home
                 self.copy.wait(self.traffic.home_ready.pop(block.id, None))
                 self.space.forget(record, gone=True)
@@ -273,6 +274,7 @@ class BlockManager:
         with self.lock:
             self.debts.pay(block.id)
             self.traffic.settle(block.id)
+            self.traffic.ahead.drop(block.id)
             self.space.forget(self.table[block.id], gone=False)
             self.traffic.failing.discard(block.id)
 
@@ -355,6 +357,9 @@ class BlockManager:
         Returns:
             Whether the fetch has begun.
         """
+        entry = self.traffic.ahead.look(record)
+        if entry is not None and entry.transfer is not None and not entry.transfer.finished:
+            return False  # on its way into DRAM: it takes no room here until it is there
         extent = self.space.place(record.block, position)
         if extent is None:
             return False

@@ -19,6 +19,7 @@ from tiermem.transfer.stamps import Clock, CudaClock, HostClock, Stamp
 LINK_UP = {Tier.DRAM: "dram->hbm", Tier.NVME: "nvme->hbm"}
 """Link over which blocks of a home tier come up."""
 
+_SAME_DISK = {"nvme->dram": "nvme->hbm"}
 _MOST_USES = 3000
 _MOST_WAITING = 4
 _ALL = 1 << 62
@@ -325,6 +326,7 @@ class Pacing:
         for name, seconds in sample.waits.items():
             self._waits[name] = self._waits.get(name, 0.0) + seconds
         for link, moved in sample.moved.items():
+            link = _SAME_DISK.get(link, link)
             self._bytes[link] = self._bytes.get(link, 0) + moved
 
     def _discard(self, sample: _Sample) -> None:

@@ -55,7 +55,7 @@ class PlacePool:
         self._idle: dict[tuple[Tier, int], list[Place]] = {}
         self.used = 0
         self.peak = 0
-        homes.reclaim = self.trim
+        homes.reclaimers.append(self.trim)
 
     @property
     def idle(self) -> int:

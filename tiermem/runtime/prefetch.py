@@ -87,6 +87,9 @@ class Prefetcher:
         self._next = 0
         self._ahead: deque[tuple[int, int]] = deque()
         self._nbytes = 0
+        # the same for reads into DRAM, and whether there was no place for the next
+        self._reads = self._freed = 0
+        self._full = False
 
     def end_pass(self) -> None:
         """Says that the pass under way has ended, before the next is entered in the planner."""
@@ -99,7 +102,7 @@ class Prefetcher:
 
     def run(self) -> None:
         """Begins every fetch that is due."""
-        if self._traffic.flights:
+        if self._traffic.flights or self._traffic.ahead.reading:
             self._traffic.poll()
         planner = self._planner
         if self._pacing.pending:
@@ -117,6 +120,7 @@ class Prefetcher:
         if schedule is not self._planned or planner.last < 0:
             self._plan(schedule)
             self._restart(cursor)
+            self._full = False
         if not self._works:
             return
         if self._changes != self._traffic.changes or cursor < self._cursor:
@@ -126,7 +130,10 @@ class Prefetcher:
         ahead = self._ahead
         while ahead and ahead[0][0] < cursor:
             self._nbytes -= ahead.popleft()[1]
-        self._walk(schedule, min(len(schedule), cursor + _MOST_STEPS))
+        end = min(len(schedule), cursor + _MOST_STEPS)
+        self._walk(schedule, end)
+        if self._manager.mover is not None:
+            self._read_on(schedule, end)
 
     def _look_back(self, block_id: int) -> None:
         """Notes whether the block used before is still held, now that another one is."""
@@ -137,7 +144,7 @@ class Prefetcher:
 
     def _restart(self, cursor: int) -> None:
         self._changes = self._traffic.changes
-        self._next = cursor
+        self._next = self._reads = cursor
         self._ahead.clear()
         self._nbytes = 0
 
@@ -147,10 +154,11 @@ class Prefetcher:
         ahead = self._ahead
         while self._next < end and self._wants_more():
             record = table.get(order[self._next])
-            if record is not None and self._is_due(record, schedule):
+            if record is not None and self._is_due(record, schedule, self._next):
                 if not self._fetch(record, schedule):
                     return
                 self._changes = self._traffic.changes
+                self._reads = self._cursor  # what left for it is to be read again
             if record is not None and not (record.usable and record.block.id in residents):
                 ahead.append((self._next, record.block.nbytes))
                 self._nbytes += record.block.nbytes
@@ -165,11 +173,42 @@ class Prefetcher:
             return blocks == 0 or (due and self._nbytes < self._most)
         return blocks < _AUTO_BLOCKS or (self._nbytes < self._least and blocks < _MOST_BLOCKS)
 
-    def _is_due(self, record: Record, schedule: Schedule) -> bool:
+    def _read_on(self, schedule: Schedule, end: int) -> None:
+        """Has the disk read into spare DRAM what HBM has no room for yet."""
+        table, ahead, mover = self._manager.table, self._traffic.ahead, self._manager.mover
+        position = max(self._reads, self._next)
+        if mover is None or (self._freed == ahead.freed and self._full):
+            return
+        self._full = False
+        while position < end:
+            record = table.get(schedule.order[position])
+            if record is None or record.home is not Tier.NVME or record.block.id in ahead.staged:
+                position += 1
+                continue
+            if self._is_due(record, schedule, position) and not (
+                ahead.begin(record, mover)
+                or (self._give_up_later(position) and ahead.begin(record, mover))
+            ):
+                self._full, self._freed = True, ahead.freed
+                break
+            position += 1
+        self._reads = position
+
+    def _give_up_later(self, position: int) -> bool:
+        """Forgets what waits in DRAM for the latest use, if that is after the one at a position."""
+        ahead, planner = self._traffic.ahead, self._planner
+        there = [b for b, e in ahead.staged.items() if e.transfer and e.transfer.finished]
+        last = max(there, key=planner.distance, default=None)
+        if last is None or planner.distance(last) <= position - self._cursor:
+            return False
+        ahead.drop(last)
+        return True
+
+    def _is_due(self, record: Record, schedule: Schedule, position: int) -> bool:
         if not record.defined or record.in_hbm is not State.ABSENT:
             return False
         if self._waste.stopping:
-            key = self._pass_at(schedule, self._next)[1]
+            key = self._pass_at(schedule, position)[1]
             if self._waste.stops(key, record.block.id):
                 return False
         return self._dram or record.home is not Tier.DRAM

@@ -17,11 +17,14 @@ from tiermem.core.residency import Move, Record, ResidencyTable, State
 from tiermem.errors import InvariantError, StorageError
 from tiermem.runtime.homes import Homes
 from tiermem.runtime.pacing import Pacing
+from tiermem.runtime.readahead import ReadAhead
 from tiermem.runtime.slots import SlotCache
 from tiermem.runtime.stats import Counters
 from tiermem.runtime.timeline import Timeline
 from tiermem.transfer.copy import CopyEngine, Event
 from tiermem.transfer.filemover import FileMover, FileTransfer
+
+_STAGED = "nvme->dram"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class Traffic:
         changes: Grows whenever a block leaves HBM.
         pacing: Measures the copies of passes that are measured.
         waste: Knows of fetches ahead of use, and of blocks that leave without it.
+        ahead: What has been read from files and waits in DRAM for room.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Traffic:
         self.changes = 0
         self.pacing = pacing
         self.waste = Waste()
+        self.ahead = ReadAhead(homes, self.wait)
         self._counters = counters
         self._timeline = timeline
         self._poison = poison
@@ -81,12 +86,13 @@ class Traffic:
         block = record.block
         asked = False
         try:
+            staged = self._staged(record) if self.ahead.staged else None
             move = self.table.begin_fill(block.id, extent)
             slot = self.slots.enter(block, extent)
             self.ready.pop(block.id, None)
-            if record.home is Tier.DRAM:
+            if staged is not None or record.home is Tier.DRAM:
                 started = time.perf_counter_ns()
-                source = self.homes.arena.bytes_of(move.source_extent)
+                source = self.homes.arena.bytes_of(staged or move.source_extent)
                 if self.pacing.sampling:
                     self.pacing.rising(extent, self.home_ready.get(block.id))
                 event = self.copy.up(slot.bytes, source, extent, self.home_ready.get(block.id))
@@ -94,6 +100,8 @@ class Traffic:
                     self.pacing.risen(block)
                 if event is not None:
                     self.ready[block.id] = event
+                if staged is not None:
+                    self.ahead.copied(block.id, event)
                 self._copied("dram->hbm", block, started)
                 self.table.end_fill(block.id, ok=True)
             else:
@@ -162,6 +170,9 @@ class Traffic:
         for block_id, flight in list(self.flights.items()):
             if flight.transfer.finished:
                 self._land(block_id, flight)
+        if self.ahead.reading:
+            for record, transfer in self.ahead.landed():
+                self._landed(_STAGED, record.block, transfer)
 
     def settle(self, block_id: int) -> StorageError | None:
         """Waits for the flight of a block, if there is one; returns its error."""
@@ -177,6 +188,8 @@ class Traffic:
         """Waits until nothing is under way."""
         for block_id in list(self.flights):
             self.settle(block_id)
+        self.ahead.settle()
+        self.poll()
 
     def wait(self, transfer: FileTransfer) -> None:
         """Waits for one transfer, and counts that as a stall."""
@@ -250,14 +263,29 @@ class Traffic:
             else:
                 self.failing.add(block_id)
         del self.flights[block_id]
-        if not ok:
+        self._landed(link, move.block, transfer)
+
+    def _landed(self, link: str, block: Block, transfer: FileTransfer) -> None:
+        """Enters one finished transfer into the statistics."""
+        if transfer.error is not None:
             self._counters.errors += 1
             return
         begun = transfer.started_ns or transfer.submitted_ns
-        self._counters.moved(link, move.block.nbytes, transfer.finished_ns - begun)
+        self._counters.moved(link, block.nbytes, transfer.finished_ns - begun)
         if self.pacing.sampling:
-            self.pacing.landed(link, move.block.nbytes, begun, transfer.finished_ns)
-        self._timeline.add(link, move.block.name, begun, transfer.finished_ns, move.block.nbytes)
+            disk = "nvme->hbm" if transfer.is_read else "hbm->nvme"
+            self.pacing.landed(disk, block.nbytes, begun, transfer.finished_ns)
+        self._timeline.add(link, block.name, begun, transfer.finished_ns, block.nbytes)
+
+    def _staged(self, record: Record) -> Extent | None:
+        """Returns where in DRAM a block's bytes have been read to, once they are all there."""
+        entry = self.ahead.look(record)
+        if entry is None or entry.transfer is None:
+            return None
+        self.wait(entry.transfer)
+        if self.ahead.look(record) is None:
+            return None  # the read has failed: made again, it says why
+        return Extent(entry.extent.offset, record.block.nbytes)
 
     def _unfill(self, block_id: int, *, lost: bool = False) -> None:
         """Undoes a fill that failed.

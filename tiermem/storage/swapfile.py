@@ -309,6 +309,11 @@ class SwapFile:
             return None
         return entry
 
+    def version(self, extent: Extent) -> int:
+        """Returns a number that is another one after every write of an extent; 0 before any."""
+        entry = self.sums.get(extent.offset)
+        return 0 if entry is None else entry.generation
+
     def forget(self, extent: Extent) -> None:
         """Drops the checksums of an extent: its bytes count as never written."""
         with self._lock:

@@ -23,6 +23,7 @@ class FileTransfer:
     Attributes:
         label: Name of the block, for messages.
         is_read: Whether bytes go from the file to memory.
+        in_place: Whether the disk may read straight into the target.
         nbytes: Bytes to move.
         extent: Where in the store.
         urgent: Whether it goes before others.
@@ -38,6 +39,7 @@ class FileTransfer:
         "extent",
         "finished",
         "finished_ns",
+        "in_place",
         "is_read",
         "label",
         "nbytes",
@@ -46,10 +48,19 @@ class FileTransfer:
         "urgent",
     )
 
-    def __init__(self, extent: Extent, *, is_read: bool, label: str, urgent: bool) -> None:
+    def __init__(
+        self,
+        extent: Extent,
+        *,
+        is_read: bool,
+        label: str,
+        urgent: bool,
+        in_place: bool = False,
+    ) -> None:
         self.extent = extent
         self.nbytes = extent.nbytes
         self.is_read = is_read
+        self.in_place = in_place
         self.label = label
         self.urgent = urgent
         self.error: StorageError | None = None

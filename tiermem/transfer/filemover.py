@@ -44,7 +44,7 @@ class MoverStats:
         engine_detail: How it runs (flags, registrations, threads).
         bytes_read: Bytes read from the files.
         bytes_written: Bytes written to the files.
-        bytes_direct: Those of them that went straight from their source, without staging.
+        bytes_direct: Those of them that went straight between file and host memory.
         failed: Transfers that ended with an error.
         checksum_seconds: Time of the helper threads in checksums, added up.
         copy_seconds: Time of the helper threads in copies, and of the pump in starting
@@ -116,7 +116,13 @@ class FileMover:
         self.close()
 
     def read(
-        self, extent: Extent, target: torch.Tensor, *, label: str, urgent: bool = False
+        self,
+        extent: Extent,
+        target: torch.Tensor,
+        *,
+        label: str,
+        urgent: bool = False,
+        in_place: bool = False,
     ) -> FileTransfer:
         """Starts reading an extent.
 
@@ -126,15 +132,19 @@ class FileMover:
                 the transfer has finished.
             label: Name of the block, for messages.
             urgent: Whether it goes before everything that is not.
+            in_place: Whether the disk may read straight into the target, which is host memory
+                then, and has wrong bytes in it when the transfer ends with an error.
 
         Returns:
             The transfer under way.
 
         Raises:
-            ValueError: If the target does not fit.
+            ValueError: If the target does not fit, or is no host memory to read into in place.
             ClosedError: If the mover is closed or belongs to another process.
         """
-        transfer = FileTransfer(extent, is_read=True, label=label, urgent=urgent)
+        if in_place and target.device.type != "cpu":
+            raise ValueError(f"a read in place needs host memory, not {target.device}")
+        transfer = FileTransfer(extent, is_read=True, label=label, urgent=urgent, in_place=in_place)
         return self._start(transfer, target)
 
     def write(self, extent: Extent, source: torch.Tensor, *, label: str) -> FileTransfer:

@@ -3,7 +3,8 @@
 A piece that is read: disk, then checksum and copy. Copies that run by themselves (to a GPU)
 begin at once and are checked while under way; host copies wait for the checksum. A piece
 that is written: copy into staging, then disk and checksum side by side. Host memory that
-the disk can take as it lies is written from there, without a copy.
+the disk can take as it lies is written from there, without a copy, and read into
+where that is asked for.
 """
 
 from __future__ import annotations
@@ -163,7 +164,13 @@ class Pieces:
             if job.over:
                 self._finish(job)
             return None
-        return self._request(IoOp.READ, self._take(job, piece))
+        chunk = self._take(job, piece)
+        if job.transfer.in_place:
+            target = job.tensor.data_ptr() + piece.extent_offset
+            if target % ALIGNMENT == 0 and piece.nbytes % ALIGNMENT == 0:
+                chunk.address = target
+                self.counters.bytes_direct += piece.nbytes
+        return self._request(IoOp.READ, chunk)
 
     def _begin_write(self, job: Job, piece: Piece) -> IoRequest | None:
         if not job.generation:
@@ -245,12 +252,14 @@ class Pieces:
         entry = self._store.written(chunk.job.transfer.extent, chunk.piece)
         chunk.expected = entry.checksum if entry is not None else None
         chunk.check = self.verify and chunk.expected is not None
-        if self._on_host:
+        in_place = chunk.address != chunk.memory.data_ptr()
+        if self._on_host and not in_place:
             self._give(chunk, Task.LAND)
             return
         if chunk.check:
             self._give(chunk, Task.CHECK)
-        self._copy(chunk)
+        if not in_place:
+            self._copy(chunk)
 
     def helped(self, chunks: Sequence[Chunk]) -> None:
         """Takes on what the helpers are done with."""

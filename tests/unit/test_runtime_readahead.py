@@ -1,0 +1,189 @@
+"""Reads from files into spare DRAM, ahead of room in HBM."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+from support_runtime import PAGE, Rig, rig
+
+from tiermem.errors import StorageError
+from tiermem.io.engine import IoOp, IoRequest
+from tiermem.testing.io import Fault
+
+BLOCKS = [(1, "nvme")] * 8
+
+
+def loop(made: Rig, order: list[int], rounds: int = 1, key: str = "f") -> None:
+    for _ in range(rounds):
+        made.manager.begin_pass(key)
+        for number in order:
+            made.use(made.blocks[number])
+
+
+def staged(made: Rig) -> set[int]:
+    """Returns the numbers of the blocks that are in DRAM or on their way there."""
+    ids = made.manager.traffic.ahead.staged
+    return {n for n, block in enumerate(made.blocks) if block.id in ids}
+
+
+def test_the_disk_goes_on_while_hbm_has_no_room(tmp_path: Path) -> None:
+    with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
+        loop(made, [*range(8)], 4)
+        made.manager.flush()
+        assert len(staged(made)) == 4, "as much as DRAM has to spare"
+        reads = made.manager.stats().links["nvme->dram"]
+        assert reads.nbytes == reads.moves * PAGE
+        made.manager.counters.reset()
+        loop(made, [*range(8)])
+        links = made.manager.stats().links
+        assert links["dram->hbm"].moves >= 4
+        assert links["nvme->dram"].moves + links.get("nvme->hbm", reads).moves >= 4
+        made.check()
+
+
+def test_what_is_read_ahead_is_read_once(tmp_path: Path) -> None:
+    """Every block that streams is read once a round, by whichever way."""
+    with rig(2, BLOCKS, nvme=tmp_path, dram=16) as made:
+        loop(made, [*range(8)], 4)
+        made.manager.flush()
+        assert made.engine is not None
+        made.engine.log.clear()
+        loop(made, [*range(8)], 10)
+        made.manager.flush()
+        reads = [r for r in made.engine.log if r.op is IoOp.READ]
+        assert len(reads) <= 10 * 8 + 2, "where a round ends, one more may have begun"
+
+
+def test_other_needs_of_dram_come_first(tmp_path: Path) -> None:
+    with rig(2, BLOCKS, nvme=tmp_path, dram=6) as made:
+        loop(made, [*range(8)], 3)
+        made.manager.flush()
+        assert staged(made)
+        for _ in range(6):
+            made.add(1, "dram")
+        made.add(1, "auto")  # DRAM is full by now
+        homes = [made.manager.record(block).home.value for block in made.blocks[8:]]
+        assert homes == ["dram"] * 6 + ["nvme"]
+        loop(made, [*range(8)], 2)
+        assert not staged(made)
+        made.check()
+
+
+def test_auto_prefers_dram_that_is_only_kept(tmp_path: Path) -> None:
+    with rig(2, BLOCKS, nvme=tmp_path, dram=2) as made:
+        loop(made, [*range(8)], 3)
+        made.manager.flush()
+        assert len(staged(made)) == 2
+        made.add(1, "auto")
+        assert made.manager.record(made.blocks[8]).home.value == "dram"
+
+
+def test_bytes_that_were_written_since_are_not_used(tmp_path: Path) -> None:
+    with rig(2, BLOCKS, nvme=tmp_path, dram=8) as made:
+        loop(made, [*range(8)], 3)
+        made.manager.flush()
+        number = max(staged(made))
+        block = made.blocks[number]
+        made.manager.discard(block)
+        made.write(block)
+        loop(made, [*range(8)], 2)
+        made.check()
+
+
+def test_a_write_below_hbm_makes_the_copy_stale(tmp_path: Path) -> None:
+    """Whoever writes a home says so to nobody: the file's version tells."""
+    with rig(2, BLOCKS, nvme=tmp_path, dram=8) as made:
+        manager = made.manager
+        loop(made, [*range(8)], 3)
+        manager.flush()
+        block = made.blocks[max(staged(made))]
+        record = manager.record(block)
+        assert record.home_extent is not None
+        new = made.noise(block)
+        manager.traffic.run(manager.traffic.need_mover().write(record.home_extent, new, label="w"))
+        assert manager.traffic.ahead.look(record) is None
+        made.use(block)
+        loop(made, [*range(8)], 2)
+        made.check()
+
+
+def test_places_of_an_old_loop_serve_the_new_one(tmp_path: Path) -> None:
+    with rig(2, BLOCKS * 2, nvme=tmp_path, dram=4) as made:
+        loop(made, [*range(8)], 4)
+        made.manager.flush()
+        assert staged(made) <= set(range(8))
+        loop(made, [*range(8, 16)], 6, key="g")
+        made.manager.flush()
+        assert staged(made) & set(range(8, 16))
+
+
+def test_removed_blocks_leave_nothing_behind(tmp_path: Path) -> None:
+    with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
+        loop(made, [*range(8)], 3)
+        made.manager.flush()
+        free = made.manager.homes.dram
+        made.manager.remove_blocks(made.blocks)
+        made.manager.traffic.ahead.drop_all()
+        assert free.used == made.manager.homes.chunk * 16
+        made.blocks.clear()
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_read_ahead_that_failed_says_nothing(tmp_path: Path, lasting: bool) -> None:
+    """It is made again when the block is needed; then its error counts."""
+    broken: set[int] = set()
+
+    def fault(request: IoRequest, tries: int) -> Fault | None:
+        if request.op is IoOp.READ and request.offset in broken:
+            if not lasting:
+                broken.discard(request.offset)
+            return Fault(errno=errno.EIO)
+        return None
+
+    with rig(2, BLOCKS, nvme=tmp_path, dram=8, fault=fault) as made:
+        loop(made, [*range(8)], 3)
+        made.manager.flush()
+        record = made.manager.record(made.blocks[5])
+        assert record.home_extent is not None
+        made.manager.traffic.ahead.drop_all()
+        broken.add(record.home_extent.offset)
+        if lasting:
+            with pytest.raises(StorageError, match="block5"):
+                loop(made, [*range(8)], 2)
+            broken.clear()
+        else:
+            loop(made, [*range(8)], 2)
+        loop(made, [*range(8)])
+        made.check()
+
+
+def test_torn_bytes_are_seen_in_dram_too(tmp_path: Path) -> None:
+    flipped: set[int] = set()
+
+    def fault(request: IoRequest, tries: int) -> Fault | None:
+        return Fault(flip_bit=7) if request.offset in flipped else None
+
+    with rig(2, BLOCKS, nvme=tmp_path, dram=8, fault=fault) as made:
+        loop(made, [*range(8)], 3)
+        made.manager.flush()
+        record = made.manager.record(made.blocks[5])
+        assert record.home_extent is not None
+        made.manager.traffic.ahead.drop_all()
+        flipped.add(record.home_extent.offset)
+        with pytest.raises(StorageError, match="checksum"):
+            loop(made, [*range(8)], 2)
+        flipped.clear()
+        loop(made, [*range(8)])
+        made.check()
+
+
+def test_a_read_in_place_needs_host_memory(tmp_path: Path) -> None:
+    with rig(2, [(1, "nvme")], nvme=tmp_path) as made:
+        extent = made.manager.record(made.blocks[0]).home_extent
+        assert extent is not None
+        target = torch.empty(PAGE, dtype=torch.uint8, device="meta")
+        with pytest.raises(ValueError, match="host memory"):
+            made.manager.traffic.need_mover().read(extent, target, label="r", in_place=True)
