@@ -209,7 +209,6 @@ class Bench:
 
     def memory(self, loop: Loop, count: int) -> Row:
         """Returns the memory of the device and of the host."""
-        loop.run(1)
         row: Row = {}
         if self.device.type == "cuda":
             peak = peak_of(partial(loop.run, 1), self.device)
@@ -310,6 +309,7 @@ class Bench:
         if tier is not None:
             stats = tier.stats()
             row |= moved_of(stats, options.repeats * (options.steps + 1)) | reasons(stats)
+            row["saved tensors kept"] = stats.activations.kept
         return row
 
     # -- activations -----------------------------------------------------
@@ -349,6 +349,7 @@ def arguments() -> argparse.Namespace:
     add("--warm", type=int, default=4, help="steps before those that count")
     add("--check-steps", type=int, default=2, help="deterministic ones to compare; 0 for none")
     add("--raw-repeats", type=int, default=3)
+    add("--raw-nbytes", default="16GB", help="copied one way, at most, in a raw run")
     add("--raw-share", type=float, default=1.0, help="of a step's bytes in a raw disk run")
     add("--adam-elements", type=int, default=1 << 24, help="of a piece of the bare AdamW")
     add("--profile", default=None, help="write a summary of one step under torch.profiler")

@@ -43,19 +43,19 @@ STEPS = (
         "--shape 1b --nvme {folder} --tokens 4096 16384 --warm 2 --check-steps 1 --raw-repeats 2 "
         f"--raw-share 0.5 {_FEW}",
         f"{_SMALL} --tokens 16 32",
-        150,
+        180,
     ),
     step(
         "residual",
-        "--what residual --layers 28 14 --tokens 16384 --raw-repeats 1 --repeats 4",
+        "--what residual --layers 28 14 --tokens 16384 --raw-repeats 1 --warm 3",
         f"{_ACTIVATIONS} --layers 4 2",
-        50,
+        80,
     ),
     step(
         "saved",
-        f"--what saved --layers 28 --tokens 16384 --dram 72GiB --raw-repeats 2 {_FEW}",
+        f"--what saved --layers 28 --tokens 16384 --dram 72GiB --raw-repeats 2 --warm 3 {_FEW}",
         f"{_ACTIVATIONS} --layers 4",
-        50,
+        70,
     ),
 )
 

@@ -12,6 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 _LINES = 30
 _GAPS = 15
+_NOTES = ("Optimizer.", "ProfilerStep", "Context Sync", "Event Sync", "Stream Sync", "Stream Wait")
+"""What the profiler adds to the device's spans that is no work of it."""
+
 Span = tuple[int, int, str]
 
 
@@ -53,7 +56,9 @@ def _streams(found: Any) -> dict[int, list[Span]]:
     """Returns the device's spans by stream, in nanoseconds."""
     streams: dict[int, list[Span]] = defaultdict(list)
     for event in found.profiler.kineto_results.events():
-        if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0:
+        if event.device_type() != torch.autograd.DeviceType.CUDA or event.duration_ns() <= 0:
+            continue
+        if not event.name().startswith(_NOTES):
             begin = event.start_ns()
             span = (begin, begin + event.duration_ns(), event.name())
             streams[event.device_resource_id()].append(span)

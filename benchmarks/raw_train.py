@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -90,34 +90,34 @@ class BothWays:
 
 
 class HostAdam:
-    """torch's fused AdamW on the host, fp32, over 2 GiB of parameters, gradients and states.
+    """torch's fused AdamW on the host, fp32, in pieces over and over.
 
     Args:
-        elements: Of one piece; there are eight.
+        parameters: That :meth:`step` steps.
+        elements: Of a piece, about; eight of them and their states, 2 GiB, are what is stepped.
     """
 
-    def __init__(self, elements: int = _ADAM) -> None:
-        self._elements = elements
+    def __init__(self, parameters: int, elements: int = _ADAM) -> None:
+        self._count = -(-parameters // elements)
+        size = -(-parameters // self._count)
         self._pieces = []
-        for _ in range(_ADAMS):
-            param = torch.nn.Parameter(torch.ones(elements))
-            param.grad = torch.ones(elements)
+        for _ in range(min(_ADAMS, self._count)):
+            param = torch.nn.Parameter(torch.ones(size))
+            param.grad = torch.ones(size)
             optimizer = torch.optim.AdamW([param], fused=True)
             optimizer.step()  # makes the states
             self._pieces.append(optimizer)
 
-    def step(self, parameters: int) -> float:
-        """Steps at least so many parameters; returns what share of it was asked for."""
-        count = -(-parameters // self._elements)
-        for number in range(count):
-            self._pieces[number % _ADAMS].step()
-        return parameters / (count * self._elements) if count else 1.0
+    def step(self) -> None:
+        """Steps as many parameters as were asked for."""
+        for number in range(self._count):
+            self._pieces[number % len(self._pieces)].step()
 
-    def beside(self, parameters: int, work: object) -> None:
-        """Steps so many parameters in a thread while ``work`` is called."""
-        thread = threading.Thread(target=self.step, args=(parameters,))
+    def beside(self, work: Callable[[], object]) -> None:
+        """Steps them in a thread while ``work`` is called."""
+        thread = threading.Thread(target=self.step)
         thread.start()
-        work()  # type: ignore[operator]
+        work()
         thread.join()
 
 
@@ -193,12 +193,12 @@ class _Side:
         self.free = list(slots)
         self._at = 0
 
-    def requests(self, address_of: object) -> list[IoRequest]:
+    def requests(self, address_of: Callable[[int], int]) -> list[IoRequest]:
         """Returns as many as there are slots for."""
         made = []
         while self.free and self.left > 0:
             piece, slot = self.pieces[self._at % len(self.pieces)], self.free.pop()
-            address = address_of(slot)  # type: ignore[operator]
+            address = address_of(slot)
             file = self.first + piece.file
             made.append(IoRequest(self.op, file, piece.file_offset, address, piece.nbytes, slot))
             self.left -= piece.nbytes

@@ -32,19 +32,23 @@ def link_bound(
     share = trainer.on_host()
     count = parameters_of(trainer.model)
     need_up, need_down = needed(options, count, share, loop.micro)
+    # a part of a step's bytes is enough to know the speed
+    part = min(1.0, parse_size(options.raw_nbytes) / max(up, down, 1))
+    some = int(up * part), int(down * part)
     with BothWays(trainer.tier) as raw:
         found = {}
-        for name, way in {"up": (up, 0), "down": (0, down), "both ways": (up, down)}.items():
-            took_raw = clock.time(partial(raw.copy, *way), repeats, warm=1)
-            found[f"raw {name} s"] = statistics.median(took_raw)
+        ways = {"up": (some[0], 0), "down": (0, some[1]), "both ways": some}
+        for name, way in ways.items():
+            seconds = clock.time(partial(raw.copy, *way), repeats, warm=1)
+            found[f"raw {name} s"] = statistics.median(seconds) / part
         together = found["raw both ways s"]
         if share:
-            adam = HostAdam(options.adam_elements)
-            times = clock.time(partial(adam.step, share), repeats, warm=1)
-            found["host AdamW s"] = statistics.median(times)
-            work = partial(raw.copy, up, down)
-            times = clock.time(partial(adam.beside, share, work), repeats, warm=0)
-            together = found["both at once s"] = statistics.median(times)
+            adam = HostAdam(max(1, int(share * part)), options.adam_elements)
+            seconds = clock.time(adam.step, repeats, warm=1)
+            found["host AdamW s"] = statistics.median(seconds) / part
+            work = partial(raw.copy, *some)
+            seconds = clock.time(partial(adam.beside, work), repeats, warm=0)
+            together = found["both at once s"] = statistics.median(seconds) / part
     bound = max(compute, together)
     per_byte = max(found["raw both ways s"], 1e-12) / max(up, down, 1)
     least = max(compute, max(need_up, need_down) * per_byte, found.get("host AdamW s", 0.0))

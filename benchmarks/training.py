@@ -26,6 +26,7 @@ KV_HEADS = {"3b": 8, "1b": 8}
 
 _LONGEST = 4096
 _LR = 1e-4
+_BITS = 1 << 24
 DTYPES = {"weights": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -175,6 +176,9 @@ class Resident:
             for master in masters:
                 master.grad = None
 
+    def rest(self) -> None:
+        """Has nothing under way between steps."""
+
 
 def adamw(params: Sequence[Tensor]) -> torch.optim.Optimizer:
     """Returns the optimizer that every run uses."""
@@ -218,6 +222,11 @@ class Tiered:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def rest(self) -> None:
+        """Waits until the host steps nothing any more; nothing is brought forward."""
+        if self.optimizer._pool is not None:
+            self.optimizer._pool.submit(int).result()  # its one thread works in order
+
     def on_host(self) -> int:
         """Returns how many parameters the host steps."""
         units = [unit for unit in self.optimizer._units if unit.host is not None]
@@ -237,6 +246,9 @@ class WithoutStep:
     def step(self) -> None:
         """Forgets the gradients."""
         self.model.zero_grad(set_to_none=True)
+
+    def rest(self) -> None:
+        """Has nothing under way between steps."""
 
 
 @dataclass
@@ -330,9 +342,11 @@ def bits_of(trainer: Any, device: torch.device) -> list[int]:
         if isinstance(trainer, Tiered):
             whole = trainer.tier.materialize(param, device)
         with whole, torch.no_grad():
-            words = param.detach().view(torch.int16).flatten().long()
-            places = torch.arange(1, words.numel() + 1, device=words.device)
-            found.append(int((words * places).sum()))  # wraps around, the same everywhere
+            number = 0
+            for part in param.detach().view(torch.int16).flatten().split(_BITS):
+                places = torch.arange(1, part.numel() + 1, device=part.device)
+                number = number * 31 + int((part * places).sum())
+            found.append(number % 2**63)
     return found
 
 
@@ -380,4 +394,5 @@ def taking_turns(loops: Sequence[Loop], repeats: int, steps: int) -> list[list[f
             loop.seconds(1)
             loop.split = loop.split if seconds else Split()
             seconds.append(loop.seconds(steps))
+            loop.trainer.rest()  # not in the other one's turn
     return found
