@@ -7,6 +7,8 @@
   process, in turn. The bound is the longest of the resident compute, the bytes that moved copied
   both ways at once, and the host's share stepped by a bare AdamW beside those copies; with files
   it is the bytes that moved read and written at once by the bare I/O engine.
+* ``peers``: the same step by FSDP2 and torchao, with fp32 masters and states; one that is not
+  installed or fails says so.
 * ``capped``: a process that may use no more than ``--cap`` of the device, and the resident step
   in one of its own.
 * ``residual``: forward and backward with recomputation, the residual stream in DRAM, beside the
@@ -36,6 +38,7 @@ from common import report
 from llama import SHAPES, Clock, deterministic, give_back, peak_of
 from offloaded import Offload
 from profile_step import profile_step
+from train_peers import PEERS
 from train_rows import Row, disk_bound, link_bound, moved_of, reasons, split_of, spread_of
 from training import (
     DTYPES,
@@ -53,7 +56,7 @@ from training import (
 
 from tiermem.config import format_size, parse_size
 
-WHATS = ("full", "capped", "residual", "saved")
+WHATS = ("full", "peers", "capped", "residual", "saved")
 _HBM = {"6.7b": "2.25GiB", "3b": "2GiB", "1b": "1.75GiB", "narrow": "64MiB", "tiny": "1MiB"}
 _ZERO_INFINITY_S = 11.4
 """Its best step of the 1.0 B shape from NVMe on the reference machine, in seconds."""
@@ -219,6 +222,45 @@ class Bench:
         row["of it before the model GB"] = self.before / 1e9  # python, torch, the context
         row["host bytes per parameter less 2 GiB"] = (rss - (2 << 30)) / count
         return row
+
+    # -- peers -----------------------------------------------------------
+
+    def peers(self) -> None:
+        """Measures tiermem's step and its peers', each with a fresh model."""
+        tokens, micro = self.tokens_and_micro()[0]
+        model = self.build()
+        with self.manager(model) as tier:
+            trainer = self.tiered(tier, model)
+            give_back(self.device)
+            self.keep("peers", self.one("tiermem", trainer, tokens, micro))
+            del model, trainer
+        mine = self.rows[0]["s"]
+        for name, peer in PEERS.items():
+            give_back(self.device)
+            try:
+                with peer(self.build(), self.device) as trainer:
+                    row = self.one(name, trainer, tokens, micro)
+                    row["tiermem is so many times as fast"] = row["s"] / mine
+                    del trainer
+            except ImportError as error:
+                row = {"what": name, "note": f"not installed: {error.name}"}
+            except Exception as error:  # a peer's failure is a result
+                row = {"what": name, "note": f"{type(error).__name__}: {str(error)[:120]}"}
+            self.keep("peers", row)
+
+    def one(self, name: str, trainer: Any, tokens: int, micro: int) -> Row:
+        """Times one of them."""
+        options = self.options
+        loop = self.loop(trainer, tokens, micro)
+        first = loop.run(options.warm)[0].item()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        seconds = taking_turns([loop], options.repeats, options.steps)[0]
+        row: Row = {"what": name, "tokens": tokens, "micro": micro}
+        row |= {"s": statistics.median(seconds), "first loss": first}
+        if self.device.type == "cuda":
+            row["peak HBM GB"] = torch.cuda.max_memory_allocated(self.device) / 1e9
+        return row | {"host RSS GB": host_memory()["rss"] / 1e9}
 
     # -- capped ----------------------------------------------------------
 

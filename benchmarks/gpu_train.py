@@ -25,6 +25,7 @@ def step(name: str, line: str, small: str, seconds: int) -> Step:
 STEPS = (
     step("4k-device", "--tokens 4096 --where device --steps 4", _SMALL, 45),
     step("4k-both", "--tokens 4096 --where both --steps 4", _SMALL, 50),
+    step("4k-peers", f"--what peers --tokens 4096 --where both {_FEW}", _SMALL, 70),
     step(
         "16k",
         "--tokens 16384 --micro 1 4 --repeats 2 --steps 2 --warm 3 --raw-repeats 1",
@@ -116,6 +117,14 @@ CHECKS = (
     check("the same, 4096 tokens, of the bound", fastest("of bound"), 0.9),
     check("the same, steps on the device", best("of bound", "train_4k_device"), 0.9),
     check("the same, steps on both", best("of bound", "train_4k_both"), 0.9),
+    *(
+        check(
+            f"the same, times as fast as {peer}",
+            cell("train_4k_peers", "tiermem is so many times as fast", what=peer),
+            1,
+        )
+        for peer in ("FSDP2 CPUOffloadPolicy", "torchao CPUOffloadOptimizer")
+    ),
     check("peak HBM at 4096 tokens, GB", fastest("peak HBM GB"), most=4),
     check(
         "host bytes per parameter less 2 GiB",

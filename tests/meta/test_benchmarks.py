@@ -200,6 +200,14 @@ def test_train_with_activations_below(tmp_path) -> None:
     assert saved[1] > 3 * saved[0], "without recomputation more is saved"
 
 
+@needs_transformers
+def test_train_peers(tmp_path) -> None:
+    found = run("bench_train.py", tmp_path, *f"{TRAIN} --what peers --out out.json".split())
+    rows = check_rows(found, "s", "first loss")
+    assert rows[0]["what"] == "tiermem" and len(rows) == 3
+    assert all("s" in row or row["note"] for row in rows)
+
+
 def test_losses(tmp_path) -> None:
     line = "--layers 2 --width 64 --context 32 --steps 3 --out out.json"
     found = run("bench_losses.py", tmp_path, *line.split())
