@@ -41,7 +41,7 @@ STEPS = (
     ),
     step(
         "nvme",
-        "--shape 1b --nvme {folder} --tokens 4096 16384 --warm 2 --check-steps 1 --raw-repeats 2 "
+        "--shape 1b --nvme {folder} --tokens 4096 16384 --warm 2 --check-steps 1 --raw-repeats 1 "
         f"--raw-share 0.5 {_FEW}",
         f"{_SMALL} --tokens 16 32",
         180,

@@ -78,7 +78,7 @@ def disk_bound(
         work = partial(raw.move, int(read * share), int(written * share))
         before = clock.once(work) / share
         for _ in range(options.raw_repeats):
-            step = loop.seconds(1)
+            step = loop.seconds(options.steps)
             after = clock.once(work) / share
             raws.append((before + after) / 2)
             ratios.append(max(raws[-1], compute) / step)
