@@ -48,10 +48,23 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def report(title: str, rows: Sequence[dict[str, Any]], out: str | None, **extra: Any) -> None:
-    """Prints a table; writes ``out`` (.json) and the same as Markdown beside it."""
+def report(
+    title: str, rows: Sequence[dict[str, Any]], out: str | None, *, tall: bool = False, **extra: Any
+) -> None:
+    """Prints a table; writes ``out`` (.json) and the same as Markdown beside it.
+
+    Args:
+        title: Line above.
+        rows: Values by column.
+        out: The JSON file, or None.
+        tall: Whether each row is a column of the table, for rows of many values.
+        **extra: What else the file says.
+    """
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[_cell(row.get(column, "")) for column in columns] for row in rows]
+    if tall:
+        cells = [[name, *(row[at] for row in cells)] for at, name in enumerate(columns)]
+        columns = ["", *(str(number + 1) for number in range(len(rows)))]
     widths = [max(len(c), *(len(r[i]) for r in cells)) for i, c in enumerate(columns)]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(columns, widths, strict=True)) + " |"]
     lines.append("|" + "|".join("-" * (w + 2) for w in widths) + "|")

@@ -1,4 +1,4 @@
-"""Every figure that streaming has to reach on one GPU, from one command.
+"""Every figure that has to be reached on one GPU, from one command.
 
 Each step is a process of its own with a time limit; one that fails or takes too long does not
 keep the others from running, and leaves what it had. The most important come first, and at
@@ -10,37 +10,19 @@ the end stands a table of what is required and what was reached.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gpu_train
 from common import report
+from required import Check, Results, Rows, Step, cell, most_of
 
 HERE = Path(__file__).parent
-Rows = list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Step:
-    """One process.
-
-    Attributes:
-        name: For ``--only`` and the table.
-        line: Script and arguments; ``{folder}`` and ``{out}`` are replaced.
-        small: Further arguments of ``--small``, which count over those before them.
-        seconds: Its time limit.
-    """
-
-    name: str
-    line: str
-    small: str
-    seconds: int
 
 
 _TINY = "--device cpu --shape tiny"
@@ -94,81 +76,8 @@ STEPS = (
         "--device cpu --size 1MiB --repeat 1",
         40,
     ),
+    *gpu_train.STEPS,
 )
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the table of what is required.
-
-    Attributes:
-        work: What it is about.
-        required: The figure, with at least or at most.
-        found: Reads the figure out of the results, given by file; None where it is not there.
-        least: What it must be at least, or None.
-        most: What it must be at most, or None.
-    """
-
-    work: str
-    found: Callable[[Results], float | None]
-    least: float | None = None
-    most: float | None = None
-
-    def row(self, results: Results) -> dict[str, Any]:
-        """Returns the line."""
-        required = (
-            f"at least {self.least:g}" if self.least is not None else f"at most {self.most:g}"
-        )
-        value = self.found(results)
-        if value is None:
-            return {"work": self.work, "required": required, "reached": "not measured", "": ""}
-        good = (self.least is None or value >= self.least) and (
-            self.most is None or value <= self.most
-        )
-        said = "yes" if good else "NO"
-        return {"work": self.work, "required": required, "reached": float(value), "": said}
-
-
-class Results:
-    """The JSON files that the steps left.
-
-    Args:
-        folder: Where they are.
-        name: What ends their names.
-        since: Files older than this (seconds since the epoch) are of another run.
-    """
-
-    def __init__(self, folder: Path, name: str, since: float = 0.0) -> None:
-        self.folder = folder
-        self.name = name
-        self.since = since
-
-    def rows(self, kind: str) -> Rows:
-        """Returns the rows of one table; none where it is missing."""
-        path = self.folder / f"{kind}_{self.name}.json"
-        if not path.exists() or path.stat().st_mtime < self.since:
-            return []
-        return list(json.loads(path.read_text(encoding="utf-8"))["rows"])
-
-    def pick(self, kind: str, column: str, **where: Any) -> list[Any]:
-        """Returns a column's values in the rows that agree with ``where``."""
-        return [
-            row[column]
-            for row in self.rows(kind)
-            if column in row and all(row.get(key) == value for key, value in where.items())
-        ]
-
-
-def cell(kind: str, column: str, **where: Any) -> Callable[[Results], float | None]:
-    """Returns what reads one cell."""
-    return lambda results: next(iter(results.pick(kind, column, **where)), None)
-
-
-def most_of(column: str, *kinds: str) -> Callable[[Results], float | None]:
-    """Returns what reads the largest value of a column."""
-    return lambda results: max(
-        (v for kind in kinds for v in results.pick(kind, column)), default=None
-    )
 
 
 def speed_of_hbm(kind: str) -> Callable[[Results], float | None]:
@@ -271,6 +180,7 @@ CHECKS = (
     Check(
         "NVMe: times faster than diffusers", beside("peers_nvme", "diffusers group offloading"), 1
     ),
+    *gpu_train.CHECKS,
 )
 
 
@@ -326,19 +236,25 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder")
     parser.add_argument("--name", default="gpu", help="ends the names of the results")
     parser.add_argument("--seconds", type=float, default=420.0, help="for everything together")
-    parser.add_argument("--only", nargs="*", default=[step.name for step in STEPS])
+    groups = list(dict.fromkeys(step.group for step in STEPS))
+    parser.add_argument("--group", nargs="*", default=["stream"], choices=groups)
+    parser.add_argument("--only", nargs="*", default=None, help="steps of the groups, by name")
     parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU, as a test")
     options = parser.parse_args()
     options.results.mkdir(parents=True, exist_ok=True)
     since = time.time() - 1
-    done = run(options, [step for step in STEPS if step.name in options.only])
+    chosen = [step for step in STEPS if step.group in options.group]
+    if options.only is not None:
+        chosen = [step for step in chosen if step.name in options.only]
+    done = run(options, chosen)
     results = Results(options.results, options.name, since)
-    rows = [check.row(results) for check in CHECKS]
+    rows = [check.row(results) for check in CHECKS if check.group in options.group]
+    required = "_".join(["required", *(g for g in options.group if g != "stream")])
     print()
     report(
         "Required and reached",
         rows,
-        str(options.results / f"required_{options.name}.json"),
+        str(options.results / f"{required}_{options.name}.json"),
         steps=done,
     )
     print(", ".join(f"{d['step']} {d['seconds']:.0f} s ({d['ended']})" for d in done))

@@ -149,6 +149,75 @@ def test_stream_says_what_failed_and_goes_on(tmp_path) -> None:
     assert json.loads((tmp_path / "half.json").read_text())["rows"][0]["equal"]
 
 
+TRAIN = f"{TINY} --tokens 32 --chunks 2 --repeats 1 --steps 1 --warm 1 --raw-repeats 1"
+
+
+@needs_transformers
+def test_train(tmp_path) -> None:
+    line = f"{TRAIN} --micro 1 2 --adam-elements 1024 --where both --profile p.txt --out out.json"
+    found = run("bench_train.py", tmp_path, *line.split())
+    columns = ("resident s", "tiermem s", "of resident", "of bound", "raw both ways s")
+    rows = check_rows(found, *columns, "host AdamW s", "host's share", "host RSS GB")
+    assert [row["micro"] for row in rows] == [1, 2]
+    for row in rows:  # all of it moves: weights, gradients, masters and states
+        assert row["GB dram->hbm"] * 1e9 > 2 * row["parameters"]
+        assert row["of resident"] == pytest.approx(row["resident s"] / row["tiermem s"])
+    assert "aten::" in (tmp_path / "p.txt").read_text()
+
+
+@needs_transformers
+def test_train_gives_the_bits_of_the_resident_run(tmp_path) -> None:
+    line = f"{TRAIN} --micro 2 --grad-dtype fp32 --check-steps 3 --raw-repeats 1 --out out.json"
+    row = run("bench_train.py", tmp_path, *line.split())["rows"][0]
+    assert row["equal"] is True and row["weights that differ"] == 0
+
+
+@needs_transformers
+def test_train_from_files(tmp_path) -> None:
+    line = f"{TRAIN} --nvme . --scratch 4MiB --out out.json"
+    row = check_rows(run("bench_train.py", tmp_path, *line.split()), "of bound", "raw mix s")[0]
+    assert row["equal"] is True and row["GB to disk"] > 0 and row["GB from disk"] > 0
+
+
+@needs_transformers
+def test_train_capped(tmp_path) -> None:
+    line = f"{TRAIN} --what capped --micro 2 --out out.json"
+    row = check_rows(run("bench_train.py", tmp_path, *line.split()), "of resident")[0]
+    assert row["equal"] is True and "bits" not in row
+
+
+@needs_transformers
+def test_train_with_activations_below(tmp_path) -> None:
+    line = f"{TRAIN} --what residual saved --activation-min 4KiB --dram 16MiB --layers 2 4"
+    output("bench_train.py", tmp_path, *line.split(), "--out", "{what}.json")
+    saved = []
+    for what in ("residual", "saved"):
+        found = json.loads((tmp_path / f"{what}.json").read_text())
+        rows = check_rows(found, "of resident", "of bound", "GB saved below")
+        assert [row["layers"] for row in rows] == [2, 4]
+        assert all(row["equal"] and row["kept"] == 0 for row in rows)
+        saved.append(rows[1]["GB saved below"])
+    assert saved[1] > 3 * saved[0], "without recomputation more is saved"
+
+
+@needs_transformers
+def test_train_peers(tmp_path) -> None:
+    found = run("bench_train.py", tmp_path, *f"{TRAIN} --what peers --out out.json".split())
+    rows = check_rows(found, "s", "first loss")
+    assert rows[0]["what"] == "tiermem" and len(rows) == 3
+    assert all("s" in row or row["note"] for row in rows)
+
+
+def test_losses(tmp_path) -> None:
+    line = "--layers 2 --width 64 --context 32 --steps 3 --out out.json"
+    found = run("bench_losses.py", tmp_path, *line.split())
+    rows = {row["run"]: row for row in check_rows(found, "last loss", "s per step")}
+    assert len(rows) == len(found["losses"]) == 5
+    exact = [row for name, row in rows.items() if "on the host" not in name]
+    assert all(row["largest difference"] == 0 and row["weights"] == "equal" for row in exact)
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
 @needs_transformers
 def test_peers(tmp_path) -> None:
     line = f"{TINY} {TIERS} --tokens 8 --train-tokens 8 --new-tokens 2"
@@ -196,6 +265,18 @@ def test_run_gpu(tmp_path) -> None:
     assert isinstance(reached["host time per block, streamed, us"], float)
     assert reached["forward, DRAM, 1 tokens"] == "not measured"
     assert str(ROOT) not in json.dumps(found) + (tmp_path / "found" / "host_x.md").read_text()
+
+
+@needs_transformers
+def test_run_gpu_of_training(tmp_path) -> None:
+    line = "--small --group train --only train-16k --folder . --results found --name x"
+    output("run_gpu.py", tmp_path, *line.split())
+    found = json.loads((tmp_path / "found" / "required_train_x.json").read_text())
+    assert [step["ended"] for step in found["steps"]] == ["exit 0"]
+    reached = {row["work"]: row["reached"] for row in found["rows"]}
+    assert isinstance(reached["the same, 4 micro-batches"], float)
+    assert reached["bits as resident, share of rows"] == 1
+    assert reached["every saved tensor to DRAM, of the bound"] == "not measured"
 
 
 def test_run_gpu_stops_what_takes_too_long(tmp_path) -> None:
