@@ -223,9 +223,23 @@ _ELSEWHERE = (
     Mutation(
         "a copy that runs by itself is not checked",
         _PIECES,
-        "            self._give(chunk, Task.CHECK)\n        self._copy(chunk)\n",
-        "            pass\n        self._copy(chunk)\n",
+        "            self._give(chunk, Task.CHECK)\n        if not in_place:\n",
+        "            pass\n        if not in_place:\n",
         FILES,
+    ),
+    Mutation(
+        "a copy read ahead is used though its home was written since",
+        "tiermem/runtime/readahead.py",
+        "swap.version(entry.home) == entry.version",
+        "swap.version(entry.home) >= entry.version",
+        ("tests/unit/test_runtime_readahead.py",),
+    ),
+    Mutation(
+        "a place in DRAM is used again while the disk reads into it",
+        "tiermem/runtime/readahead.py",
+        "there = self.transfer is not None and self.transfer.finished",
+        "there = self.transfer is not None",
+        ("tests/unit/test_runtime_readahead.py",),
     ),
     Mutation(
         "a chunk is reused while its checksum is computed",

@@ -57,6 +57,20 @@ def test_what_is_read_ahead_is_read_once(tmp_path: Path) -> None:
         assert len(reads) <= 10 * 8 + 2, "where a round ends, one more may have begun"
 
 
+def test_what_comes_back_soon_stays_in_dram(tmp_path: Path) -> None:
+    """To and fro, as forward and backward go; without it two more blocks would be read each way."""
+    with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
+        order = [*range(8), *range(7, -1, -1)]
+        loop(made, order, 4)
+        made.manager.flush()
+        assert made.engine is not None
+        made.engine.log.clear()
+        loop(made, order, 10)
+        made.manager.flush()
+        reads = [r for r in made.engine.log if r.op is IoOp.READ]
+        assert len(reads) <= 10 * 11
+
+
 def test_other_needs_of_dram_come_first(tmp_path: Path) -> None:
     with rig(2, BLOCKS, nvme=tmp_path, dram=6) as made:
         loop(made, [*range(8)], 3)
@@ -99,7 +113,8 @@ def test_a_write_below_hbm_makes_the_copy_stale(tmp_path: Path) -> None:
         manager = made.manager
         loop(made, [*range(8)], 3)
         manager.flush()
-        block = made.blocks[max(staged(made))]
+        away = [n for n in staged(made) if manager.record(made.blocks[n]).extent is None]
+        block = made.blocks[max(away)]
         record = manager.record(block)
         assert record.home_extent is not None
         new = made.noise(block)

@@ -87,9 +87,7 @@ class Prefetcher:
         self._next = 0
         self._ahead: deque[tuple[int, int]] = deque()
         self._nbytes = 0
-        # the same for reads into DRAM, and whether there was no place for the next
-        self._reads = self._freed = 0
-        self._full = False
+        self._reads = 0
 
     def end_pass(self) -> None:
         """Says that the pass under way has ended, before the next is entered in the planner."""
@@ -109,6 +107,8 @@ class Prefetcher:
             self._pacing.harvest(_HARVEST)
         if self._waste.pending:
             self._waste.used(planner.last)
+        if self._traffic.ahead.staged:
+            self._traffic.ahead.used(planner.last, planner.cursor)
         if self._pacing.sampling:
             self._look_back(planner.last)
         self.look_ahead()
@@ -120,7 +120,6 @@ class Prefetcher:
         if schedule is not self._planned or planner.last < 0:
             self._plan(schedule)
             self._restart(cursor)
-            self._full = False
         if not self._works:
             return
         if self._changes != self._traffic.changes or cursor < self._cursor:
@@ -176,33 +175,23 @@ class Prefetcher:
     def _read_on(self, schedule: Schedule, end: int) -> None:
         """Has the disk read into spare DRAM what HBM has no room for yet."""
         table, ahead, mover = self._manager.table, self._traffic.ahead, self._manager.mover
-        position = max(self._reads, self._next)
-        if mover is None or (self._freed == ahead.freed and self._full):
+        if mover is None:
             return
-        self._full = False
+        order = schedule.order
+        position = max(self._reads, self._next)
         while position < end:
-            record = table.get(schedule.order[position])
-            if record is None or record.home is not Tier.NVME or record.block.id in ahead.staged:
-                position += 1
-                continue
-            if self._is_due(record, schedule, position) and not (
-                ahead.begin(record, mover)
-                or (self._give_up_later(position) and ahead.begin(record, mover))
-            ):
-                self._full, self._freed = True, ahead.freed
-                break
+            block_id = order[position]
+            if block_id not in ahead.staged:
+                record = table.get(block_id)
+                if (
+                    record is not None
+                    and record.home is Tier.NVME
+                    and self._is_due(record, schedule, position)
+                    and not ahead.begin(record, mover, schedule, self._cursor, position)
+                ):
+                    break
             position += 1
         self._reads = position
-
-    def _give_up_later(self, position: int) -> bool:
-        """Forgets what waits in DRAM for the latest use, if that is after the one at a position."""
-        ahead, planner = self._traffic.ahead, self._planner
-        there = [b for b, e in ahead.staged.items() if e.transfer and e.transfer.finished]
-        last = max(there, key=planner.distance, default=None)
-        if last is None or planner.distance(last) <= position - self._cursor:
-            return False
-        ahead.drop(last)
-        return True
 
     def _is_due(self, record: Record, schedule: Schedule, position: int) -> bool:
         if not record.defined or record.in_hbm is not State.ABSENT:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiermem.core.block import Extent, align_up
 from tiermem.core.residency import Record
+from tiermem.core.schedule import Schedule
+from tiermem.core.victims import NextUseQueue
 from tiermem.runtime.homes import Homes
 from tiermem.transfer.copy import Event
 from tiermem.transfer.filemover import FileMover, FileTransfer
+
+_MOST_VICTIMS = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -23,12 +26,20 @@ class Staged:
         version: Of the bytes there when the read was asked for.
         transfer: The read; None where a Ctrl-C came while it was asked for, so that its bytes
             may still be written to and are not used again.
+        copied: Event of the last copy up.
     """
 
     extent: Extent
     home: Extent
     version: int
     transfer: FileTransfer | None = None
+    copied: Event | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing writes or reads these bytes any more."""
+        there = self.transfer is not None and self.transfer.finished
+        return there and (self.copied is None or self.copied.done())
 
 
 class ReadAhead:
@@ -36,13 +47,14 @@ class ReadAhead:
 
     A disk that works only while HBM has a free slot stands still while the device computes, and
     between two passes. So what comes next by the schedule is read into DRAM that nobody else
-    needs; it goes up as soon as there is room, and its place is used again. The residency table
-    knows nothing of it: these bytes are a copy of a home that is valid, to be lost at any time.
+    needs, and goes up as soon as there is room. It stays there until its place is wanted for
+    something that is used sooner: a block that comes back before that is not read again. The
+    residency table knows nothing of it: these bytes are a copy of a home that is valid, to be
+    lost at any time.
 
     Attributes:
         staged: By block.
         reading: Reads whose end nobody has taken up yet.
-        freed: Grows whenever a place comes free.
     """
 
     def __init__(self, homes: Homes, wait: Callable[[FileTransfer], None]) -> None:
@@ -56,21 +68,38 @@ class ReadAhead:
         self._wait = wait
         self.staged: dict[int, Staged] = {}
         self.reading: list[tuple[Record, FileTransfer]] = []
-        self.freed = 0
-        self._idle: dict[int, deque[tuple[Extent, Event | None]]] = {}
+        self._queue = NextUseQueue()
         self._dying: list[Staged] = []
         homes.reclaimers.append(self.drop_all)
 
-    def begin(self, record: Record, mover: FileMover) -> bool:
-        """Begins to read a block whose home is a file; returns whether there was a place."""
+    # -- in --------------------------------------------------------------
+
+    def begin(
+        self, record: Record, mover: FileMover, schedule: Schedule, cursor: int, position: int
+    ) -> bool:
+        """Begins to read a block whose home is a file, if there is a place for it.
+
+        Args:
+            record: A block whose data are at home only.
+            mover: Reads it.
+            schedule: What comes next.
+            cursor: Where in it the compute is.
+            position: Of the use that it is for; only what is used later makes way.
+
+        Returns:
+            Whether the read has begun.
+        """
         home, swap = record.home_extent, self._homes.swap
         if home is None or swap is None:
             return False
         block = record.block
-        extent = self._place(align_up(block.nbytes))
+        if self._queue.schedule is not schedule:
+            self._queue.rebuild(schedule, cursor, self.staged)
+        extent = self._place(align_up(block.nbytes), position)
         if extent is None:
             return False
         entry = self.staged[block.id] = Staged(extent, home, swap.version(home))
+        self._queue.put(block.id, position)
         target = self._homes.arena.bytes_of(Extent(extent.offset, home.nbytes))
         entry.transfer = mover.read(home, target, label=block.name, in_place=True)
         self.reading.append((record, entry.transfer))
@@ -91,50 +120,52 @@ class ReadAhead:
         entry = self.staged.get(record.block.id)
         if entry is None:
             return None
-        transfer, swap = entry.transfer, self._homes.swap
-        stale = record.home_extent != entry.home or swap is None
-        if stale or swap is None or swap.version(entry.home) != entry.version or transfer is None:
-            self.drop(record.block.id)
-            return None
-        if transfer.finished and transfer.error is not None:
-            self.drop(record.block.id)
-            return None
-        return entry
+        if self._is_good(entry, record):
+            return entry
+        self.drop(record.block.id)
+        return None
+
+    def _is_good(self, entry: Staged, record: Record) -> bool:
+        swap, transfer = self._homes.swap, entry.transfer
+        if swap is None or transfer is None or (transfer.finished and transfer.error is not None):
+            return False
+        return record.home_extent == entry.home and swap.version(entry.home) == entry.version
 
     def copied(self, block_id: int, event: Event | None) -> None:
-        """Says that a copy up has been submitted; its place is free when that is over."""
-        entry = self.staged.pop(block_id)
-        self._idle.setdefault(entry.extent.nbytes, deque()).append((entry.extent, event))
-        self.freed += 1
+        """Says that a copy up has been submitted, which is over when ``event`` has passed."""
+        self.staged[block_id].copied = event
+
+    def used(self, block_id: int, cursor: int) -> None:
+        """Says that a block was used, so that its next use is another."""
+        if block_id in self.staged:
+            self._queue.put(block_id, cursor)
+
+    # -- out -------------------------------------------------------------
 
     def drop(self, block_id: int) -> None:
-        """Forgets a block; its place is free when nothing reads into it any more."""
+        """Forgets a block; its place is free when nothing reads or writes it any more."""
         entry = self.staged.pop(block_id, None)
         if entry is not None:
+            self._queue.drop(block_id)
             self._dying.append(entry)
             self._bury()
 
     def drop_all(self) -> bool:
         """Gives up the DRAM that it has; returns whether that was any.
 
-        Reads under way are waited for only where there is nothing else to give up.
+        What is under way is waited for only where there is nothing else to give up.
         """
+        before = len(self.staged) + len(self._dying)
         for block_id in list(self.staged):
             self.drop(block_id)
-        if not any(self._idle.values()):
+        if before and len(self._dying) == before:
             for entry in self._dying:
                 if entry.transfer is not None:
                     self._wait(entry.transfer)
+                    if entry.copied is not None:
+                        entry.copied.synchronize()
             self._bury()
-        found = False
-        for places in self._idle.values():
-            for extent, event in places:
-                if event is not None:
-                    event.synchronize()
-                self._homes.dram.free(extent)
-                found = True
-        self._idle.clear()
-        return found
+        return len(self._dying) < before
 
     def settle(self) -> None:
         """Waits for every read under way."""
@@ -142,33 +173,25 @@ class ReadAhead:
             self._wait(transfer)
         self._bury()
 
-    def _place(self, nbytes: int) -> Extent | None:
-        """Returns a place whose last copy is over; never waits, and takes nobody else's."""
+    def _place(self, nbytes: int, position: int) -> Extent | None:
+        """Returns a place for a use at ``position``; never waits."""
         self._bury()
-        idle = self._idle.get(nbytes)
-        if idle:
-            extent, event = idle[0]
-            if event is None or event.done():
-                idle.popleft()
-                return extent
-        found = self._homes.dram.allocate(nbytes)
-        if found is None and self._give_up_other(nbytes):
-            found = self._homes.dram.allocate(nbytes)
+        dram = self._homes.dram
+        found = dram.allocate(nbytes)
+        if found is None:
+            for block_id in self._queue.last(_MOST_VICTIMS, position, self._may_go):
+                self.drop(block_id)
+                found = dram.allocate(nbytes)
+                if found is not None:
+                    break
         return found
 
-    def _give_up_other(self, nbytes: int) -> bool:
-        """Frees idle places of other sizes, which may lie side by side."""
-        found = False
-        for size, places in self._idle.items():
-            while size != nbytes and places and (places[0][1] is None or places[0][1].done()):
-                self._homes.dram.free(places.popleft()[0])
-                found = True
-        return found
+    def _may_go(self, block_id: int) -> bool:
+        entry = self.staged.get(block_id)
+        return entry is not None and entry.idle
 
     def _bury(self) -> None:
-        """Takes the places back of what was dropped and is over."""
-        for entry in list(self._dying):
-            if entry.transfer is not None and entry.transfer.finished:
-                self._dying.remove(entry)
-                self._idle.setdefault(entry.extent.nbytes, deque()).append((entry.extent, None))
-                self.freed += 1
+        """Gives the places back of what was dropped and is over."""
+        for entry in [entry for entry in self._dying if entry.idle]:
+            self._dying.remove(entry)
+            self._homes.dram.free(entry.extent)

@@ -135,6 +135,7 @@ class Traffic:
         """Begins to write a dirty block back to its home."""
         block = record.block
         slot = self.slots.current[block.id]
+        self.ahead.drop(block.id)
         try:
             move = self.table.begin_drain(block.id)
             if record.home is Tier.DRAM:
