@@ -43,7 +43,7 @@ STEPS = (
     ),
     Step(
         "nvme",
-        "bench_stream.py --what train forward --shape 1b --hbm 1.25GiB --dram 256MiB --repeats 5 "
+        "bench_stream.py --what train forward --shape 1b --hbm 1.25GiB --dram 512MiB --repeats 5 "
         "--nvme {folder} --tokens 16384 1 --out {out}nvme_%s_{name}.json",
         f"{_TINY} {_TIERS} {_FEW}",
         90,
@@ -65,7 +65,7 @@ STEPS = (
     ),
     Step(
         "peers-nvme",
-        "peers.py --shape 1b --hbm 1.25GiB --dram 256MiB --nvme {folder} --new-tokens 0 "
+        "peers.py --shape 1b --hbm 1.25GiB --dram 512MiB --nvme {folder} --new-tokens 0 "
         "--tokens 16384 --train-tokens --repeats 2 --out {out}peers_nvme_{name}.json",
         f"{_TINY} {_TIERS} --tokens 8",
         60,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,19 @@ from tiermem.io.engine import IoOp, IoRequest
 from tiermem.testing.io import Fault
 
 BLOCKS = [(1, "nvme")] * 8
+
+
+@pytest.fixture(params=["host", "device"])
+def opened(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Opens a rig; as on a GPU, where a read straight into HBM would wait for the compute."""
+
+    @contextmanager
+    def make(*args: Any, **settings: Any) -> Iterator[Rig]:
+        with rig(*args, **settings) as made:
+            made.manager.prefetcher._dram = request.param == "device"
+            yield made
+
+    return make
 
 
 def loop(made: Rig, order: list[int], rounds: int = 1, key: str = "f") -> None:
@@ -29,8 +45,8 @@ def staged(made: Rig) -> set[int]:
     return {n for n, block in enumerate(made.blocks) if block.id in ids}
 
 
-def test_the_disk_goes_on_while_hbm_has_no_room(tmp_path: Path) -> None:
-    with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
+def test_the_disk_goes_on_while_hbm_has_no_room(opened: Callable[..., Any], tmp_path: Path) -> None:
+    with opened(2, BLOCKS, nvme=tmp_path, dram=4) as made:
         loop(made, [*range(8)], 4)
         made.manager.flush()
         assert len(staged(made)) == 4, "as much as DRAM has to spare"
@@ -44,9 +60,9 @@ def test_the_disk_goes_on_while_hbm_has_no_room(tmp_path: Path) -> None:
         made.check()
 
 
-def test_what_is_read_ahead_is_read_once(tmp_path: Path) -> None:
+def test_what_is_read_ahead_is_read_once(opened: Callable[..., Any], tmp_path: Path) -> None:
     """Every block that streams is read once a round, by whichever way."""
-    with rig(2, BLOCKS, nvme=tmp_path, dram=16) as made:
+    with opened(2, BLOCKS, nvme=tmp_path, dram=16) as made:
         loop(made, [*range(8)], 4)
         made.manager.flush()
         assert made.engine is not None
@@ -57,9 +73,9 @@ def test_what_is_read_ahead_is_read_once(tmp_path: Path) -> None:
         assert len(reads) <= 10 * 8 + 2, "where a round ends, one more may have begun"
 
 
-def test_what_comes_back_soon_stays_in_dram(tmp_path: Path) -> None:
+def test_what_comes_back_soon_stays_in_dram(opened: Callable[..., Any], tmp_path: Path) -> None:
     """To and fro, as forward and backward go; without it two more blocks would be read each way."""
-    with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
+    with opened(2, BLOCKS, nvme=tmp_path, dram=4) as made:
         order = [*range(8), *range(7, -1, -1)]
         loop(made, order, 4)
         made.manager.flush()
@@ -71,8 +87,8 @@ def test_what_comes_back_soon_stays_in_dram(tmp_path: Path) -> None:
         assert len(reads) <= 10 * 11
 
 
-def test_other_needs_of_dram_come_first(tmp_path: Path) -> None:
-    with rig(2, BLOCKS, nvme=tmp_path, dram=6) as made:
+def test_other_needs_of_dram_come_first(opened: Callable[..., Any], tmp_path: Path) -> None:
+    with opened(2, BLOCKS, nvme=tmp_path, dram=6) as made:
         loop(made, [*range(8)], 3)
         made.manager.flush()
         assert staged(made)
@@ -86,8 +102,8 @@ def test_other_needs_of_dram_come_first(tmp_path: Path) -> None:
         made.check()
 
 
-def test_auto_prefers_dram_that_is_only_kept(tmp_path: Path) -> None:
-    with rig(2, BLOCKS, nvme=tmp_path, dram=2) as made:
+def test_auto_prefers_dram_that_is_only_kept(opened: Callable[..., Any], tmp_path: Path) -> None:
+    with opened(2, BLOCKS, nvme=tmp_path, dram=2) as made:
         loop(made, [*range(8)], 3)
         made.manager.flush()
         assert len(staged(made)) == 2
@@ -95,8 +111,10 @@ def test_auto_prefers_dram_that_is_only_kept(tmp_path: Path) -> None:
         assert made.manager.record(made.blocks[8]).home.value == "dram"
 
 
-def test_bytes_that_were_written_since_are_not_used(tmp_path: Path) -> None:
-    with rig(2, BLOCKS, nvme=tmp_path, dram=8) as made:
+def test_bytes_that_were_written_since_are_not_used(
+    opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    with opened(2, BLOCKS, nvme=tmp_path, dram=8) as made:
         loop(made, [*range(8)], 3)
         made.manager.flush()
         number = max(staged(made))
@@ -107,9 +125,9 @@ def test_bytes_that_were_written_since_are_not_used(tmp_path: Path) -> None:
         made.check()
 
 
-def test_a_write_below_hbm_makes_the_copy_stale(tmp_path: Path) -> None:
+def test_a_write_below_hbm_makes_the_copy_stale(opened: Callable[..., Any], tmp_path: Path) -> None:
     """Whoever writes a home says so to nobody: the file's version tells."""
-    with rig(2, BLOCKS, nvme=tmp_path, dram=8) as made:
+    with opened(2, BLOCKS, nvme=tmp_path, dram=8) as made:
         manager = made.manager
         loop(made, [*range(8)], 3)
         manager.flush()
@@ -125,8 +143,10 @@ def test_a_write_below_hbm_makes_the_copy_stale(tmp_path: Path) -> None:
         made.check()
 
 
-def test_places_of_an_old_loop_serve_the_new_one(tmp_path: Path) -> None:
-    with rig(2, BLOCKS * 2, nvme=tmp_path, dram=4) as made:
+def test_places_of_an_old_loop_serve_the_new_one(
+    opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    with opened(2, BLOCKS * 2, nvme=tmp_path, dram=4) as made:
         loop(made, [*range(8)], 4)
         made.manager.flush()
         assert staged(made) <= set(range(8))
@@ -135,8 +155,41 @@ def test_places_of_an_old_loop_serve_the_new_one(tmp_path: Path) -> None:
         assert staged(made) & set(range(8, 16))
 
 
-def test_removed_blocks_leave_nothing_behind(tmp_path: Path) -> None:
-    with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
+def test_a_place_is_not_used_again_while_the_disk_reads_into_it(
+    opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    with opened(2, BLOCKS * 2, nvme=tmp_path, dram=4) as made:
+        ahead = made.manager.traffic.ahead
+        loop(made, [*range(8)], 3)
+        loop(made, [*range(8, 16)], 3, key="g")
+        made.manager.flush()
+        made.engine.hold()
+        for block in made.blocks:
+            ahead.drop(block.id)
+        made.manager.begin_pass("f")
+        under_way = [e.extent for e in ahead.staged.values() if not e.transfer.finished]
+        assert len(under_way) == 4
+        for block in made.blocks:
+            ahead.drop(block.id)
+        made.manager.begin_pass("g")
+        assert not [e for e in ahead.staged.values() if e.extent in under_way]
+        made.engine.release()
+        loop(made, [*range(8, 16)], 2, key="g")
+        made.check()
+
+
+def test_on_a_gpu_the_host_waits_for_the_disk_only(tmp_path: Path) -> None:
+    """No block goes through chunks that wait for the compute, as long as DRAM has room."""
+    with rig(2, BLOCKS, nvme=tmp_path, dram=16) as made:
+        made.manager.prefetcher._dram = True
+        loop(made, [*range(8)], 4)
+        links = made.manager.stats().links
+        assert "nvme->hbm" not in links
+        made.check()
+
+
+def test_removed_blocks_leave_nothing_behind(opened: Callable[..., Any], tmp_path: Path) -> None:
+    with opened(2, BLOCKS, nvme=tmp_path, dram=4) as made:
         loop(made, [*range(8)], 3)
         made.manager.flush()
         free = made.manager.homes.dram
@@ -147,7 +200,9 @@ def test_removed_blocks_leave_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lasting", [False, True])
-def test_a_read_ahead_that_failed_says_nothing(tmp_path: Path, lasting: bool) -> None:
+def test_a_read_ahead_that_failed_says_nothing(
+    opened: Callable[..., Any], tmp_path: Path, lasting: bool
+) -> None:
     """It is made again when the block is needed; then its error counts."""
     broken: set[int] = set()
 
@@ -158,7 +213,7 @@ def test_a_read_ahead_that_failed_says_nothing(tmp_path: Path, lasting: bool) ->
             return Fault(errno=errno.EIO)
         return None
 
-    with rig(2, BLOCKS, nvme=tmp_path, dram=8, fault=fault) as made:
+    with opened(2, BLOCKS, nvme=tmp_path, dram=8, fault=fault) as made:
         loop(made, [*range(8)], 3)
         made.manager.flush()
         record = made.manager.record(made.blocks[5])
@@ -175,13 +230,13 @@ def test_a_read_ahead_that_failed_says_nothing(tmp_path: Path, lasting: bool) ->
         made.check()
 
 
-def test_torn_bytes_are_seen_in_dram_too(tmp_path: Path) -> None:
+def test_torn_bytes_are_seen_in_dram_too(opened: Callable[..., Any], tmp_path: Path) -> None:
     flipped: set[int] = set()
 
     def fault(request: IoRequest, tries: int) -> Fault | None:
         return Fault(flip_bit=7) if request.offset in flipped else None
 
-    with rig(2, BLOCKS, nvme=tmp_path, dram=8, fault=fault) as made:
+    with opened(2, BLOCKS, nvme=tmp_path, dram=8, fault=fault) as made:
         loop(made, [*range(8)], 3)
         made.manager.flush()
         record = made.manager.record(made.blocks[5])

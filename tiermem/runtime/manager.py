@@ -357,13 +357,12 @@ class BlockManager:
         Returns:
             Whether the fetch has begun.
         """
-        entry = self.traffic.ahead.look(record)
-        if entry is not None and entry.transfer is not None and not entry.transfer.finished:
+        if record.home is Tier.NVME and not self.prefetcher.staged(record, position):
             return False  # on its way into DRAM: it takes no room here until it is there
         extent = self.space.place(record.block, position)
         if extent is None:
             return False
-        self.traffic.fill(record, extent, urgent=False)
+        self.traffic.fill(record, extent)
         self.space.used(record.block.id)
         self.counters.prefetches += 1
         return True
@@ -480,8 +479,8 @@ class BlockManager:
                 extent = self.space.place(block, None)
                 if extent is None:
                     raise InvariantError(f"no place for block {block.name!r}")
-                self.traffic.fill(record, extent, urgent=True)
-                asked = True
+                asked = self.prefetcher.stage_now(record)
+                self.traffic.fill(record, extent, self.prefetcher.look_ahead)
             else:
                 self._place_blank(record)
 

@@ -172,6 +172,36 @@ class Prefetcher:
             return blocks == 0 or (due and self._nbytes < self._most)
         return blocks < _AUTO_BLOCKS or (self._nbytes < self._least and blocks < _MOST_BLOCKS)
 
+    def staged(self, record: Record, position: int) -> bool:
+        """Whether a block at home in a file can go up now.
+
+        A read straight into HBM passes through staging chunks that wait for the compute that
+        used the slot before, and the disk waits with them. So beside a GPU it goes through spare
+        DRAM where there is any.
+
+        Args:
+            record: The block.
+            position: Uses until it is needed.
+
+        Returns:
+            False while it is on its way into DRAM; True where it is there, or has to be read
+            straight into HBM.
+        """
+        ahead, mover = self._traffic.ahead, self._manager.mover
+        entry = ahead.look(record)
+        if entry is None and mover is not None and self._dram:
+            schedule, cursor = self._planner.schedule, self._planner.cursor
+            ahead.begin(record, mover, schedule, cursor, cursor + position)
+            entry = ahead.look(record)
+        return entry is None or entry.transfer is None or entry.transfer.finished
+
+    def stage_now(self, record: Record) -> bool:
+        """Has a block read that somebody waits for; returns whether its read begins only now."""
+        begins = self._traffic.ahead.look(record) is None
+        if begins and record.home is Tier.NVME:
+            self.staged(record, 0)
+        return begins
+
     def _read_on(self, schedule: Schedule, end: int) -> None:
         """Has the disk read into spare DRAM what HBM has no room for yet."""
         table, ahead, mover = self._manager.table, self._traffic.ahead, self._manager.mover

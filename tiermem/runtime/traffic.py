@@ -8,6 +8,7 @@ Completions come up only when something here polls; no transfer calls back.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -81,15 +82,25 @@ class Traffic:
 
     # -- beginning -------------------------------------------------------
 
-    def fill(self, record: Record, extent: Extent, *, urgent: bool) -> None:
-        """Begins to bring a block up into ``extent``, which is freed again if that fails."""
+    def fill(
+        self, record: Record, extent: Extent, meanwhile: Callable[[], None] | None = None
+    ) -> None:
+        """Begins to bring a block up into ``extent``, which is freed again if that fails.
+
+        Args:
+            record: The block.
+            extent: Room for it in HBM.
+            meanwhile: For a block that somebody waits for: what to do before the host waits for
+                a disk. Without it, a block whose read into DRAM is under way must not come here.
+        """
         block = record.block
+        urgent = meanwhile is not None
         asked = False
         try:
-            staged = self._staged(record) if self.ahead.staged else None
             move = self.table.begin_fill(block.id, extent)
             slot = self.slots.enter(block, extent)
             self.ready.pop(block.id, None)
+            staged = self._staged(record, meanwhile) if self.ahead.staged else None
             if staged is not None or record.home is Tier.DRAM:
                 started = time.perf_counter_ns()
                 source = self.homes.arena.bytes_of(staged or move.source_extent)
@@ -278,11 +289,13 @@ class Traffic:
             self.pacing.landed(disk, block.nbytes, begun, transfer.finished_ns)
         self._timeline.add(link, block.name, begun, transfer.finished_ns, block.nbytes)
 
-    def _staged(self, record: Record) -> Extent | None:
+    def _staged(self, record: Record, meanwhile: Callable[[], None] | None) -> Extent | None:
         """Returns where in DRAM a block's bytes have been read to, once they are all there."""
         entry = self.ahead.look(record)
         if entry is None or entry.transfer is None:
             return None
+        if meanwhile is not None and not entry.transfer.finished:
+            meanwhile()
         self.wait(entry.transfer)
         if self.ahead.look(record) is None:
             return None  # the read has failed: made again, it says why
