@@ -67,6 +67,34 @@ def test_refused_registrations_fall_back_to_plain_io(
     assert memory.view == data
 
 
+def test_where_not_all_can_be_registered_the_first_buffer_is(
+    monkeypatch: pytest.MonkeyPatch, file: int
+) -> None:
+    real = uring.load_library
+
+    def with_a_limit() -> object:
+        lib = real()
+        register = lib.register_buffers
+        lib.register_buffers = lambda ring, areas, count: (
+            -errno.ENOMEM if count > 1 else register(ring, areas, count)
+        )
+        return lib
+
+    monkeypatch.setattr(uring, "load_library", with_a_limit)
+    first, second = Memory(2 * PAGE), Memory(2 * PAGE)
+    engine = UringEngine()
+    engine.open([file], [(first.address, first.nbytes), (second.address, second.nbytes)])
+    assert engine._areas == [(first.address, first.nbytes)]
+    assert "only the first buffer registered: Cannot allocate memory" in engine.describe()
+    for number, memory in enumerate((first, second)):
+        memory.view[:] = data = os.urandom(2 * PAGE)
+        for op in (IoOp.WRITE, IoOp.READ):
+            engine.submit([IoRequest(op, 0, 0, memory.address, 2 * PAGE, number)])
+            assert [c.errno for c in engine.wait(60.0)] == [0]
+        assert memory.view == data
+    engine.close()
+
+
 def test_areas_longer_than_a_buffer_may_be_are_split(
     monkeypatch: pytest.MonkeyPatch, file: int
 ) -> None:

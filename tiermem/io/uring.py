@@ -219,22 +219,30 @@ class UringEngine(IoEngine):
             self._notes.append(f"files not registered: {os.strerror(-code)}")
 
     def _register_buffers(self, buffers: Sequence[tuple[int, int]]) -> None:
+        """Registers all of them or, where the kernel refuses, the first alone."""
+        code = self._try_buffers(buffers)
+        if code != 0 and len(buffers) > 1:
+            self._notes.append(f"only the first buffer registered: {os.strerror(-code)}")
+            code = self._try_buffers(buffers[:1])
+        if code != 0:
+            self._notes.append(f"buffers not registered: {os.strerror(-code)}")
+
+    def _try_buffers(self, buffers: Sequence[tuple[int, int]]) -> int:
         areas = []
         for address, nbytes in buffers:
             for start in range(address, address + nbytes, MAX_AREA):
                 areas.append((start, min(MAX_AREA, address + nbytes - start)))
         if not areas:
-            return
+            return 0
         for address, nbytes in areas:
             prefault(address, nbytes)
         areas.sort()
         array = (_Iovec * len(areas))(*(_Iovec(*area) for area in areas))
         code = self._lib.register_buffers(self._ring, ctypes.addressof(array), len(areas))
-        if code != 0:
-            self._notes.append(f"buffers not registered: {os.strerror(-code)}")
-            return
-        self._areas = areas
-        self._area_starts = [start for start, _ in areas]
+        if code == 0:
+            self._areas = areas
+            self._area_starts = [start for start, _ in areas]
+        return int(code)
 
     def describe(self) -> str:
         """Returns the flags and registrations in use."""

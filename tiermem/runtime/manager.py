@@ -449,8 +449,14 @@ class BlockManager:
         else:
             factory, self.io_engine, self.io_reason = engine, "given", "it was asked for"
         copier = CudaChunkCopier(self.copy) if isinstance(self.copy, CudaCopyEngine) else None
+        arena = self.homes.arena  # touched in any case where it is page-locked; registering would
         self.mover = self.traffic.mover = FileMover(
-            self.homes.swap, factory, self.homes.staging, self.homes.chunk, copier
+            self.homes.swap,
+            factory,
+            self.homes.staging,
+            self.homes.chunk,
+            copier,
+            memory=(arena.address, arena.capacity) if copier is not None else None,
         )
 
     def _fix(self, blocks: Sequence[Block]) -> None:
