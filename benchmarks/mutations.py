@@ -166,8 +166,8 @@ _ELSEWHERE = (
     Mutation(
         "a fetch ahead evicts what is needed sooner",
         _RUNTIME + "space.py",
-        "resident or distance <= position or slot.pointed",
-        "resident or slot.pointed",
+        "resident or distance <= position or slot.wanted",
+        "resident or slot.wanted",
         MANAGER,
     ),
     Mutation(

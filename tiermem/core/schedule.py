@@ -123,6 +123,10 @@ class Planner:
         """The blocks that the pass under way has used so far."""
         return self._trace.blocks if self._trace is not None else ()
 
+    def knows(self, key: Hashable) -> bool:
+        """Whether a pass of that name has been seen or guessed before."""
+        return key in self._known
+
     def begin(self, key: Hashable, guess: Sequence[int] = ()) -> None:
         """Ends the pass under way and begins the next.
 

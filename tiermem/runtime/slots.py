@@ -59,6 +59,8 @@ class Slot:
         address: First byte in memory; identifies the storage of an alias.
         baseline: References that are ours.
         pointed: References of parameters and buffers that point here.
+        idle: Whether they only have not been pointed elsewhere yet: nobody can use them, and
+            nobody minds if the block leaves.
     """
 
     block: Block
@@ -69,6 +71,12 @@ class Slot:
     address: int
     baseline: int = 0
     pointed: int = 0
+    idle: bool = False
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody wants to find the block here without holding it."""
+        return self.pointed > 0 and not self.idle
 
     @property
     def aliased(self) -> bool:

@@ -303,11 +303,11 @@ class Space:
         distance = self._planner.distance(block.id)
         resident = block.id in self.residents
         if position is not None and (
-            resident or distance <= position or slot.pointed or block.id in self.traffic.failing
+            resident or distance <= position or slot.wanted or block.id in self.traffic.failing
         ):
             return None
         price = eviction_cost(block.nbytes, distance, dirty=record.in_hbm is State.DIRTY)
-        return price + resident * _RESIDENT + (_SOFT if slot.pointed else 0.0)
+        return price + resident * _RESIDENT + (_SOFT if slot.wanted else 0.0)
 
     def movable(self, record: Record) -> bool:
         """Whether nobody but parameters that can be pointed anew sees a block's address."""
