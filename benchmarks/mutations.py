@@ -344,13 +344,13 @@ _WAITS = (
     ),
     (
         "compute writes where another compute stream still reads",
-        "                self.calls.wait(stream, self.calls.record(other))\n",
-        "                self.calls.record(other)\n",
+        "                self.calls.follow(stream, other)\n",
+        "                pass\n",
     ),
     (
         "copies wait for one compute stream and not for all",
-        "        for stream in self._compute:\n            self.calls.wait(copies",
-        "        for stream in [self.calls.current()]:\n            self.calls.wait(copies",
+        "        for stream in self._compute:\n            self.calls.follow(copies",
+        "        for stream in [self.calls.current()]:\n            self.calls.follow(copies",
     ),
 )
 """Event waits of the copy engine. Simulated streams show each; five show on a GPU's as well."""

@@ -108,8 +108,9 @@ class Group(Holder):
 
     While *held* the block is leased and the tensors point at it. While *soft*
     they point at it without a lease: it may leave, and then they let go. Once
-    let go they point at it still, which nobody can see, since every operation
-    on them holds it first; so a block that stays need not be pointed at anew.
+    let go they point at it still, and where it leaves, at where it was. Nobody can
+    see that, since every operation on them holds the block first; and a block that
+    stays, or comes back to the same place, need not be pointed at anew.
 
     Attributes:
         manager: Where the block is.
@@ -312,6 +313,8 @@ class Group(Holder):
         with _Plain():
             for member in self._managed:
                 member.tensor.data = views[member.index]
+        if self._slot is not None:
+            self._slot.pointed = 0
         slot.pointed = len(self._managed)
         self._slot = slot
 

@@ -205,9 +205,7 @@ class WrappedModel:
             begins = root == name and (name in needed or not name)
             if begins or name in own or not name:
                 groups = list(needed.get(root, {}).values())
-                self.scopes[name] = Scope(
-                    name, self.number, groups, self, inside, begins=begins
-                )
+                self.scopes[name] = Scope(name, self.number, groups, self, inside, begins=begins)
         for name, module in self._modules.items():
             if may_write_uncounted(module):
                 for group in needed.get(self._territory[name], {}).values():
