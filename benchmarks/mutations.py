@@ -94,8 +94,8 @@ _ELSEWHERE = (
     Mutation(
         "letting go of weights forgets that they were written",
         "tiermem/nn/group.py",
-        "self.manager.release(self.block, dirty=written)",
-        "self.manager.release(self.block, dirty=False)",
+        "self.manager.table.release(self.block.id, dirty=written)",
+        "self.manager.table.release(self.block.id)",
         NN,
     ),
     Mutation(

@@ -232,7 +232,7 @@ class Group(Holder):
         if slot is not None:
             self.soft = soft
             slot.idle = not soft
-        self.manager.release(self.block, dirty=written)
+        self.manager.table.release(self.block.id, dirty=written)
 
     def point_softly(self, *, dirty: bool) -> None:
         """Points the tensors at the block without holding it there.

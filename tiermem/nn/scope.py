@@ -105,6 +105,8 @@ class Interceptor:
     A deep copy of the module gets its plain method back.
     """
 
+    __slots__ = ("inner", "module", "runtime", "scope")
+
     method: ClassVar[str]
 
     def __init__(self, module: nn.Module, scope: Scope) -> None:
@@ -131,6 +133,8 @@ class Interceptor:
 
 class CallInterceptor(Interceptor):
     """Holds a module's groups while it runs."""
+
+    __slots__ = ("_inside", "compiled")
 
     method = "_call_impl"
 
@@ -167,7 +171,7 @@ class CallInterceptor(Interceptor):
         stack.append(held)
         pushed = entered = inside = False
         try:
-            if scope.begins:
+            if scope.begins and runtime.activations.store is not None:
                 entered = runtime.activations.enter(scope)
             with runtime.manager.lock:
                 for group in scope.groups:
@@ -210,6 +214,8 @@ def _announce(runtime: ModuleRuntime, scope: Scope, _gradient: torch.Tensor) -> 
 class CompileInterceptor(Interceptor):
     """Has ``module.compile()`` compile what runs while the blocks are held, and nothing of us."""
 
+    __slots__ = ()
+
     method = "compile"
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -222,6 +228,8 @@ class CompileInterceptor(Interceptor):
 
 class ApplyInterceptor(Interceptor):
     """Refuses ``to()``, ``half()`` and their like where they would change anything."""
+
+    __slots__ = ()
 
     method = "_apply"
 
@@ -243,6 +251,8 @@ class ApplyInterceptor(Interceptor):
 class SaveInterceptor(Interceptor):
     """Puts real tensors into ``state_dict()``."""
 
+    __slots__ = ()
+
     method = "_save_to_state_dict"
 
     def __call__(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -254,6 +264,8 @@ class SaveInterceptor(Interceptor):
 class LoadInterceptor(Interceptor):
     """Has a module's blocks at hand while its state is loaded."""
 
+    __slots__ = ()
+
     method = "_load_from_state_dict"
 
     def __call__(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
@@ -264,6 +276,8 @@ class LoadInterceptor(Interceptor):
 
 class LoadAllInterceptor(Interceptor):
     """Refuses a checkpoint of another shape before anything of it is loaded."""
+
+    __slots__ = ()
 
     method = "load_state_dict"
 

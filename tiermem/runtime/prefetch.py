@@ -161,7 +161,8 @@ class Prefetcher:
         ahead = self._ahead
         while self._next < end and self._wants_more():
             record = table.get(order[self._next])
-            if record is not None and self._is_due(record, schedule, self._next):
+            away = record is not None and record.in_hbm is State.ABSENT
+            if record is not None and away and self._is_due(record, schedule, self._next):
                 if not self._fetch(record, schedule):
                     return
                 self._changes = self._traffic.changes

@@ -33,6 +33,7 @@ class Space:
 
     Attributes:
         holders: Who points parameters at which block.
+        residents: Blocks that shall stay while the present loop goes on.
         unseen: Leases under way of whom nobody has seen an address yet, by block.
     """
 
@@ -50,7 +51,7 @@ class Space:
         self.slots = slots
         self.traffic = traffic
         self.holders = holders
-        self._residents: frozenset[int] = frozenset()
+        self.residents: frozenset[int] = frozenset()
         self._border = table.hbm.capacity
         self._base = self._slot = 0
         self._parts = [(0, self._border)]
@@ -65,11 +66,6 @@ class Space:
 
     # -- who stays -------------------------------------------------------
 
-    @property
-    def residents(self) -> frozenset[int]:
-        """Blocks that shall stay while the present loop goes on."""
-        return self._residents
-
     def keep(self, residents: frozenset[int], slot: int) -> None:
         """Divides HBM between what stays and what streams.
 
@@ -81,9 +77,9 @@ class Space:
             residents: Blocks that shall stay from now on.
             slot: Bytes of the largest of the others.
         """
-        if (residents, slot) == (self._residents, self._slot):
+        if (residents, slot) == (self.residents, self._slot):
             return
-        self._residents = residents
+        self.residents = residents
         self._slot = slot
         self._attempts = 0
         records = map(self.table.get, residents)
@@ -96,7 +92,7 @@ class Space:
     def _slots(self) -> list[tuple[int, int]]:
         """Returns the bounds of the runs of HBM that what streams may lie in."""
         size = align_up(self._slot)
-        if not self._residents or size == 0 or self._border - self._base < 2 * size:
+        if not self.residents or size == 0 or self._border - self._base < 2 * size:
             return [(0, self._border)]
         begins = range(self._base, self._border - size + 1, size)
         slots = [(begin, begin + size) for begin in begins]
@@ -116,7 +112,7 @@ class Space:
             self._settled = loop
             self._attempts = 0
             return
-        if not self._residents or self._attempts >= _ATTEMPTS:
+        if not self.residents or self._attempts >= _ATTEMPTS:
             return
         self._attempts += 1
         misplaced, placed = [], []
@@ -124,7 +120,7 @@ class Space:
             record = self.table.at(extent.offset)
             if record is None or record.fixed or record.in_hbm is not State.VALID:
                 continue
-            stays = record.block.id in self._residents
+            stays = record.block.id in self.residents
             if (extent.offset < self._border) if stays else (extent.end > self._border):
                 misplaced.append(record)
             elif stays:
@@ -140,7 +136,7 @@ class Space:
     def _rest_fits(self, placed: Sequence[Record]) -> bool:
         """Whether what shall stay and is not in its part finds room between what is."""
         there = {record.block.id for record in placed}
-        records = map(self.table.get, self._residents - there)
+        records = map(self.table.get, self.residents - there)
         rest = [align_up(record.block.nbytes) for record in records if record is not None]
         runs, start = [], self._border
         for record in placed:
@@ -158,7 +154,7 @@ class Space:
 
     def _parts_for(self, block: Block) -> list[tuple[int, int]]:
         """Returns the bounds of the runs of HBM that a block belongs in."""
-        if block.id in self._residents:
+        if block.id in self.residents:
             return [(self._border, self.table.hbm.capacity)]
         return self._parts
 
@@ -191,7 +187,7 @@ class Space:
             if self.reap():
                 continue
             window = self._window(block.nbytes, position, parts)
-            anywhere = position is None or block.id in self._residents
+            anywhere = position is None or block.id in self.residents
             if window is None and anywhere and parts != [(0, hbm.capacity)]:
                 parts = [(0, hbm.capacity)]  # better there than not at all
                 continue
@@ -232,14 +228,14 @@ class Space:
         low, high = self._part_of(extent.offset, parts)
         if extent.nbytes != size or extent.offset < low or extent.end > high:
             return None
-        if not self._let_loose(record):
-            return None
+        if self.slots.current[record.block.id].wanted:
+            return None  # its parameters have to be pointed elsewhere, and looked at again
         self.evict(record, free=False)
         return extent
 
     def used(self, block_id: int) -> None:
         """Says that a block in HBM was used, or has come, so that its next use is another."""
-        if block_id not in self._residents:
+        if block_id not in self.residents:
             self._queue.put(block_id, self._planner.cursor)
 
     def _window(
@@ -281,7 +277,7 @@ class Space:
             inside = (self.table.at(extent.offset) for extent in self.table.hbm.extents())
             loose = (r.block.id for r in inside if r is not None and not r.fixed)
             queue.rebuild(
-                planner.schedule, planner.cursor, [b for b in loose if b not in self._residents]
+                planner.schedule, planner.cursor, [b for b in loose if b not in self.residents]
             )
 
     def _beyond(self, position: int | None) -> int:
@@ -349,7 +345,7 @@ class Space:
         if slot.aliased:
             return None
         distance = self._planner.distance(block.id)
-        resident = block.id in self._residents
+        resident = block.id in self.residents
         if position is not None and (
             resident or distance <= position or slot.wanted or block.id in self.traffic.failing
         ):
