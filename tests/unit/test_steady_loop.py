@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support_copies import SECONDS
 from torch import nn
@@ -182,13 +182,15 @@ def test_another_thread_inside_a_held_block_holds_it_itself() -> None:
         assert holds[0] == 2 and group.holds == 0
 
 
+@settings(max_examples=200)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 3), st.integers(1, 4), st.booleans()), min_size=1, max_size=40
+        st.tuples(st.integers(0, 3), st.integers(1, 4), st.booleans()), min_size=1, max_size=30
     ),
     st.integers(0, 6),
     st.integers(1, 2),
 )
+@example(copies=[(0, 4, False), (0, 1, False)], begin=2, pages=1)
 def test_fences_cover_every_copy_that_is_not_over(
     copies: list[tuple[int, int, bool]], begin: int, pages: int
 ) -> None:
