@@ -94,8 +94,8 @@ _ELSEWHERE = (
     Mutation(
         "letting go of weights forgets that they were written",
         "tiermem/nn/group.py",
-        "self.manager.release(self.block, dirty=written)",
-        "self.manager.release(self.block, dirty=False)",
+        "self.manager.table.release(self.block.id, dirty=written)",
+        "self.manager.table.release(self.block.id)",
         NN,
     ),
     Mutation(
@@ -166,8 +166,8 @@ _ELSEWHERE = (
     Mutation(
         "a fetch ahead evicts what is needed sooner",
         _RUNTIME + "space.py",
-        "resident or distance <= position or slot.pointed",
-        "resident or slot.pointed",
+        "resident or distance <= position or slot.wanted",
+        "resident or slot.wanted",
         MANAGER,
     ),
     Mutation(
@@ -344,13 +344,13 @@ _WAITS = (
     ),
     (
         "compute writes where another compute stream still reads",
-        "                self.calls.wait(stream, self.calls.record(other))\n",
-        "                self.calls.record(other)\n",
+        "                self.calls.follow(stream, other)\n",
+        "                pass\n",
     ),
     (
         "copies wait for one compute stream and not for all",
-        "        for stream in self._compute:\n            self.calls.wait(copies",
-        "        for stream in [self.calls.current()]:\n            self.calls.wait(copies",
+        "        for stream in self._compute:\n            self.calls.follow(copies",
+        "        for stream in [self.calls.current()]:\n            self.calls.follow(copies",
     ),
 )
 """Event waits of the copy engine. Simulated streams show each; five show on a GPU's as well."""

@@ -80,10 +80,10 @@ def test_a_fetch_ahead_evicts_nothing_needed_sooner(tmp_path: Path) -> None:
         evicted: list[tuple[int, int]] = []
         evict, fill = manager.space.evict, manager.try_fill
 
-        def evicting(record: Record) -> None:
+        def evicting(record: Record, *, free: bool = True) -> None:
             if position:
                 evicted.append((manager.planner.distance(record.block.id), position[-1]))
-            evict(record)
+            evict(record, free=free)
 
         def filling(record: Record, at: int) -> bool:
             position.append(at)

@@ -59,6 +59,10 @@ class Allocator:
         """How many extents are handed out."""
         return len(self._taken)
 
+    def has_gap(self, nbytes: int) -> bool:
+        """Whether that many bytes are free in one run; they may not be aligned."""
+        return any(size >= nbytes for _, size in self._gaps)
+
     def holds(self, extent: Extent) -> bool:
         """Whether ``extent`` is one that was handed out."""
         return self._taken.get(extent.offset) == extent.nbytes

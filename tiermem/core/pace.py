@@ -276,7 +276,7 @@ class Waste:
     def used(self, block: int) -> None:
         """Says that a block is used."""
         entry = self.pending.pop(block, None)
-        if entry is not None:
+        if entry is not None and self._outcomes:
             self._judge(entry[1], block, wasted=False)
 
     def left(self, block: int) -> bool:

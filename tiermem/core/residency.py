@@ -9,8 +9,9 @@ transfer restores the state before it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tiermem.core.allocator import Allocator
 from tiermem.core.block import Block, Extent, Tier
@@ -27,8 +28,7 @@ class State(enum.Enum):
     DRAINING = "draining"
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """A copy asked for: the whole of one block, from one tier to another.
 
     Attributes:
@@ -80,7 +80,13 @@ class Record:
 
 
 class ResidencyTable:
-    """Every block's residency, and the allocator of HBM. Single writer, no I/O."""
+    """Every block's residency, and the allocator of HBM. Single writer, no I/O.
+
+    Attributes:
+        hbm: The allocator.
+        get: Returns a block's record by id, or None where there is no such block (any more).
+        at: Returns the record of the block in HBM at an offset; None for an orphan.
+    """
 
     def __init__(self, hbm_nbytes: int) -> None:
         """Starts empty.
@@ -92,6 +98,8 @@ class ResidencyTable:
         self._records: dict[int, Record] = {}
         self._at: dict[int, Record] = {}
         self._orphans: dict[int, Extent] = {}
+        self.get: Callable[[int], Record | None] = self._records.get
+        self.at: Callable[[int], Record | None] = self._at.get
 
     def __getitem__(self, block_id: int) -> Record:
         return self._records[block_id]
@@ -101,14 +109,6 @@ class ResidencyTable:
 
     def __len__(self) -> int:
         return len(self._records)
-
-    def get(self, block_id: int) -> Record | None:
-        """Returns a block's record, or None where there is no such block (any more)."""
-        return self._records.get(block_id)
-
-    def at(self, offset: int) -> Record | None:
-        """Returns the record of the block in HBM at ``offset``; None for an orphan."""
-        return self._at.get(offset)
 
     def add(
         self, block: Block, home: Tier, home_extent: Extent | None, *, defined: bool = False
@@ -226,8 +226,14 @@ class ResidencyTable:
         record.in_hbm = State.VALID if ok else State.DIRTY
         record.at_home = State.VALID if ok else State.ABSENT
 
-    def drop(self, block_id: int) -> Extent:
-        """Takes a clean copy out of HBM and returns the extent it had."""
+    def drop(self, block_id: int, *, free: bool = True) -> Extent:
+        """Takes a clean copy out of HBM and returns the extent it had.
+
+        Args:
+            block_id: The block.
+            free: Whether to free the extent; otherwise it is the caller's, to put another block
+                there.
+        """
         record = self._records[block_id]
         clean = record.in_hbm is State.VALID and (
             record.at_home is State.VALID or not record.defined
@@ -235,7 +241,12 @@ class ResidencyTable:
         if not clean or record.leases or record.extent is None or record.fixed:
             raise self._wrong(record, "dropped")
         extent = record.extent
-        self._leave(record)
+        if free:
+            self._leave(record)
+        else:
+            del self._at[extent.offset]
+            record.extent = None
+            record.in_hbm = State.ABSENT
         return extent
 
     def relocate(self, block_id: int, offset: int) -> Extent:

@@ -123,6 +123,10 @@ class Planner:
         """The blocks that the pass under way has used so far."""
         return self._trace.blocks if self._trace is not None else ()
 
+    def knows(self, key: Hashable) -> bool:
+        """Whether a pass of that name has been seen or guessed before."""
+        return key in self._known
+
     def begin(self, key: Hashable, guess: Sequence[int] = ()) -> None:
         """Ends the pass under way and begins the next.
 
@@ -154,8 +158,12 @@ class Planner:
         self.last = block
         if self._trace is not None:
             self._trace.add(block)
-        position = self.schedule.next_use(block, self.cursor)
-        if position < self.cursor + _LOOK_AHEAD:
+        schedule, cursor = self.schedule, self.cursor
+        if cursor < len(schedule.order) and schedule.order[cursor] == block:
+            self.cursor = cursor + 1  # just as foreseen
+            return True
+        position = schedule.next_use(block, cursor)
+        if position < cursor + _LOOK_AHEAD:
             self.cursor = position + 1
         return True
 

@@ -60,16 +60,20 @@ class NextUseQueue:
         """
         found: list[int] = []
         again: list[tuple[int, int]] = []
-        while self._heap and len(found) < most and len(again) - len(found) < _MOST_REFUSED:
-            use, block = self._heap[0]
+        heap, uses = self._heap, self._use
+        while heap and len(again) - len(found) < _MOST_REFUSED:
+            entry = heap[0]
+            use, block = entry
             if -use <= beyond:
                 break
-            entry = heappop(self._heap)
-            if self._use.get(block) != -use or entry in again:
+            if uses.get(block) != -use or entry in again:
+                heappop(heap)
                 continue
-            again.append(entry)
             if accept(block):
                 found.append(block)
+                if len(found) == most:
+                    break
+            again.append(heappop(heap))
         for entry in again:
-            heappush(self._heap, entry)
+            heappush(heap, entry)
         return found

@@ -10,6 +10,7 @@ from torch import nn
 
 from tiermem.core.block import Block
 from tiermem.nn.away import away_class, group_of
+from tiermem.nn.names import HeldDict, TieredDict
 from tiermem.nn.placeholder import placeholder
 from tiermem.runtime.audit import differs_from_home
 from tiermem.runtime.manager import BlockManager
@@ -17,6 +18,9 @@ from tiermem.runtime.slots import Holder, Slot
 
 if TYPE_CHECKING:
     from tiermem.nn.grads import GradUnit
+
+_Plain = torch._C.DisableTorchFunctionSubclass
+"""Within it ``data`` of a tensor that is away can be set."""
 
 
 class Member:
@@ -103,7 +107,10 @@ class Group(Holder):
     """The parameters (or large buffers) of one block, held and let go together.
 
     While *held* the block is leased and the tensors point at it. While *soft*
-    they point at it without a lease: it may leave, and then they let go.
+    they point at it without a lease: it may leave, and then they let go. Once
+    let go they point at it still, and where it leaves, at where it was. Nobody can
+    see that, since every operation on them holds the block first; and a block that
+    stays, or comes back to the same place, need not be pointed at anew.
 
     Attributes:
         manager: Where the block is.
@@ -138,10 +145,15 @@ class Group(Holder):
         self.buffers: list[Member] = []
         self.holds = 0
         self.soft = False
+        self.suspect = False
+        self._names: list[HeldDict] = []
         self._members: Sequence[Member] = ()
+        self._managed: Sequence[Member] = ()
+        self._shown: Sequence[tuple[torch.Tensor, type]] = ()
+        self._hidden: Sequence[tuple[torch.Tensor, type]] = ()
+        self._counted: Sequence[torch.Tensor] = ()
         self._versions = 0
         self._slot: Slot | None = None
-        self.suspect = False
         manager.holders[block.id] = self
 
     def ready(self, lender: Lender) -> None:
@@ -150,18 +162,28 @@ class Group(Holder):
         self._members = (*self.entries, *self.buffers)
         for member in self._members:
             group_of[id(member.tensor)] = self
+        self._sort_members()
         self._away()
+        self._hide()
+
+    def add_names(self, names: HeldDict) -> None:
+        """Enters a module's dictionary, all of whose managed names are tensors of this group."""
+        self._names.append(names)
+        if self.holds:
+            names.__class__ = HeldDict
 
     def free(self, member: Member, data: torch.Tensor) -> None:
         """Makes a tensor an ordinary one over ``data``."""
         if self._slot is not None and not member.materialized:
             self._slot.pointed -= 1
         member.materialized = True
+        self._sort_members()
         member.point(data, member.kind)
 
     def recapture(self, member: Member) -> None:
         """Takes a tensor back that was freed."""
         member.materialized = False
+        self._sort_members()
         if self._slot is None:
             member.point(member.placeholder, member.away)
         else:
@@ -173,9 +195,10 @@ class Group(Holder):
         with self.manager.lock:  # threads may evaluate one model together
             if self.holds == 0:
                 slot = self.manager.acquire(self.block)
-                self._point(slot, soft=False)
-                self.soft = False
-                self._versions = self._count()
+                if slot is not self._slot:
+                    self._point(slot)
+                slot.idle = self.soft = False
+                self._show()
             self.holds += 1
 
     def let_go(self, *, dirty: bool = False, soft: bool = False) -> None:
@@ -195,19 +218,21 @@ class Group(Holder):
                 self.manager.mark_dirty(self.block)
             return
         slot = self._slot
-        written = dirty or self.writes_hidden or self._count() != self._versions
+        # what was written while nobody held the block counts as well, which does no harm
+        before, self._versions = self._versions, self._count()
+        written = dirty or self.writes_hidden or self._versions != before
         if slot is not None and slot.others():
             written = True  # whoever looks at the bytes may write them, or has replaced them
             self._bring_home(slot)
+            self._point(slot)
         if self.suspect and not written:
             written = differs_from_home(self.manager, self.block)
         self.holds = 0
-        if soft and slot is not None:
-            self._point(slot, soft=True)
-            self.soft = True
-        else:
-            self._away()
-        self.manager.release(self.block, dirty=written)
+        self._hide()
+        if slot is not None:
+            self.soft = soft
+            slot.idle = not soft
+        self.manager.table.release(self.block.id, dirty=written)
 
     def point_softly(self, *, dirty: bool) -> None:
         """Points the tensors at the block without holding it there.
@@ -219,21 +244,22 @@ class Group(Holder):
             if self.holds:
                 return
             slot = self.manager.acquire(self.block)
-            if not self.soft:
-                self._point(slot, soft=True)
-                self.soft = True
+            if slot is not self._slot:
+                self._point(slot)
+            slot.idle, self.soft = False, True
             self.manager.release(self.block, dirty=dirty or self.writes_hidden)
 
     def unpoint(self) -> None:
-        """Ends a soft pointing (the manager calls this before the block leaves)."""
+        """Points elsewhere what nobody holds (the manager calls this before the block leaves)."""
         with self.manager.lock:
-            if self.soft:
+            if not self.holds and self._slot is not None:
                 self.soft = False
                 self._away()
 
     def repoint(self, slot: Slot) -> None:
         """Points the tensors at the block's new place."""
-        self._point(slot, soft=self.soft)
+        self._point(slot)
+        slot.idle = not (self.holds or self.soft)
 
     def leases(self) -> int:
         """Returns how many leases of the block are this group's own."""
@@ -257,28 +283,52 @@ class Group(Holder):
         for buffer in self.buffers:
             memo[id(buffer.tensor)] = tensors[buffer.index].clone()
 
-    def _point(self, slot: Slot, *, soft: bool) -> None:
+    def _sort_members(self) -> None:
+        """Lays out what is done to the tensors at every use, so that it takes a loop each."""
+        self._managed = [member for member in self._members if not member.materialized]
+        self._shown = [(member.tensor, member.kind) for member in self._managed]
+        self._hidden = [(member.tensor, member.away) for member in self._managed]
+        self._counted = [entry.param for entry in self.entries]
+
+    def _show(self) -> None:
+        """Makes the tensors ordinary ones, since their block is held."""
+        for tensor, kind in self._shown:
+            tensor.__class__ = kind
+        for names in self._names:
+            names.__class__ = HeldDict
+
+    def _hide(self) -> None:
+        """Has every operation on the tensors bring the block first."""
+        for tensor, away in self._hidden:
+            tensor.__class__ = away
+        for names in self._names:
+            names.__class__ = TieredDict
+
+    def _point(self, slot: Slot) -> None:
+        """Points the tensors at the block, held or not."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return self._point(slot, soft=soft)
+                return self._point(slot)
         views = slot.views
-        count = 0
-        for member in self._members:
-            if not member.materialized:
-                member.point(views[member.index], member.away if soft else member.kind)
-                count += 1
-        slot.pointed = count
+        with _Plain():
+            for member in self._managed:
+                member.tensor.data = views[member.index]
+        if self._slot is not None:
+            self._slot.pointed = 0
+        slot.pointed = len(self._managed)
         self._slot = slot
 
     def _away(self) -> None:
+        """Points the tensors at their placeholders."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self._away()
-        for member in self._members:
-            if not member.materialized:
-                member.point(member.placeholder, member.away)
+        with _Plain():
+            for member in self._managed:
+                member.tensor.data = member.placeholder
         if self._slot is not None:
             self._slot.pointed = 0
+            self._slot.idle = False
             self._slot = None
 
     def _bring_home(self, slot: Slot) -> None:
@@ -295,6 +345,6 @@ class Group(Holder):
 
     def _count(self) -> int:
         total = 0
-        for entry in self.entries:
-            total += entry.param._version
+        for param in self._counted:
+            total += param._version
         return total

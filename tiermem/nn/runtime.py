@@ -6,7 +6,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -145,7 +145,9 @@ class ModuleRuntime:
             stepping = bool(self.manager.debts)
             key = ("forward", scope.name, scope.number, training, stepping)
             self._last_forward = key
-            guess = self.manager.debts.order(g.block.id for g in scope.order())
+            guess: Sequence[int] = ()
+            if not self.manager.planner.knows(key):
+                guess = self.manager.debts.order(scope.order())
             self.manager.begin_pass(key, guess)
             if self.activations.store is not None and training:
                 self._home_gradients()

@@ -8,18 +8,16 @@ exception passes through a plain ``finally``.
 
 from __future__ import annotations
 
-import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Sequence
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
+from torch import is_grad_enabled, nn
 
-from tiermem.core.block import Role
 from tiermem.errors import ParameterError, WrapError
 from tiermem.nn.group import Group
 from tiermem.nn.runtime import ModuleRuntime, outputs_with_grad
@@ -29,8 +27,35 @@ if TYPE_CHECKING:
     from tiermem.nn.wrapped import WrappedModel
 
 
-_SWAPS = "torch.nn.utils._named_member_accessor"
-"""Where ``torch.func.functional_call`` puts other tensors in a module's, for one call."""
+class Inside:
+    """Who is inside the modules of one block, all of which need the same groups.
+
+    Attributes:
+        thread: The thread that is, if it is one alone; else 0, which no thread is called.
+    """
+
+    __slots__ = ("_depth", "thread")
+
+    def __init__(self) -> None:
+        self.thread = 0
+        self._depth = 0
+
+    def enter(self) -> None:
+        """This thread holds the groups from now on; called under the manager's lock."""
+        self._depth += 1
+        if self._depth == 1:
+            self.thread = get_ident()
+        elif self.thread != get_ident():
+            self.thread = 0  # until all are out again
+
+    def leave(self) -> None:
+        """It does so no more."""
+        self._depth -= 1
+        if not self._depth:
+            self.thread = 0
+
+
+_NOBODY = Inside()
 
 
 class Scope:
@@ -40,10 +65,11 @@ class Scope:
         name: The module's qualified name.
         number: Which wrapped model of the manager it belongs to.
         groups: Held during the call.
+        inside: Who is inside the modules that need the same groups.
         begins: Whether a block begins at this module.
     """
 
-    __slots__ = ("begins", "groups", "name", "number", "wrapped")
+    __slots__ = ("_order", "begins", "groups", "inside", "name", "number", "wrapped")
 
     def __init__(
         self,
@@ -51,6 +77,7 @@ class Scope:
         number: int,
         groups: Sequence[Group],
         wrapped: WrappedModel,
+        inside: Inside,
         *,
         begins: bool,
     ) -> None:
@@ -58,18 +85,18 @@ class Scope:
         self.number = number
         self.groups = tuple(groups)
         self.wrapped = wrapped
+        self.inside = inside
         self.begins = begins
+        self._order: tuple[int, ...] | None = None
 
-    def order(self) -> Iterator[Group]:
-        """Yields the groups at and below this module, in the order of the modules."""
-        prefix = f"{self.name}." if self.name else ""
-        seen: set[int] = set()
-        for name, scope in self.wrapped.scopes.items():
-            if name == self.name or name.startswith(prefix):
-                for group in scope.groups:
-                    if id(group) not in seen:
-                        seen.add(id(group))
-                        yield group
+    def order(self) -> tuple[int, ...]:
+        """Returns the blocks at and below this module, in the order of the modules."""
+        if self._order is None:
+            prefix = f"{self.name}." if self.name else ""
+            scopes = self.wrapped.scopes.items()
+            below = [s for name, s in scopes if name == self.name or name.startswith(prefix)]
+            self._order = tuple(dict.fromkeys(g.block.id for s in below for g in s.groups))
+        return self._order
 
 
 class Interceptor:
@@ -77,6 +104,8 @@ class Interceptor:
 
     A deep copy of the module gets its plain method back.
     """
+
+    __slots__ = ("inner", "module", "runtime", "scope")
 
     method: ClassVar[str]
 
@@ -105,6 +134,8 @@ class Interceptor:
 class CallInterceptor(Interceptor):
     """Holds a module's groups while it runs."""
 
+    __slots__ = ("_inside", "compiled")
+
     method = "_call_impl"
 
     def __init__(self, module: nn.Module, scope: Scope) -> None:
@@ -113,6 +144,8 @@ class CallInterceptor(Interceptor):
         self.compiled: Any = module.__dict__.pop("_compiled_call_impl", None)
         if self.compiled is not None:
             self.inner = self.compiled
+        # only where a block begins there is something to do although its groups are held
+        self._inside = _NOBODY if scope.begins else scope.inside
 
     def give_back(self) -> None:
         """Leaves the module as it was found, compiled or not."""
@@ -121,14 +154,11 @@ class CallInterceptor(Interceptor):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module, hooks and all."""
-        scope = self.scope
-        runtime = self.runtime
-        if scope.begins or not runtime.stack or not runtime.saved.on_top():
-            return self._within(scope, runtime, args, kwargs)
-        for group in scope.groups:
-            if not group.holds:
-                return self._within(scope, runtime, args, kwargs)
-        return self.inner(*args, **kwargs)
+        if self._inside.thread == get_ident() and (
+            not is_grad_enabled() or self.runtime.saved.on_top()
+        ):
+            return self.inner(*args, **kwargs)
+        return self._within(self.scope, self.runtime, args, kwargs)
 
     def _within(self, scope: Scope, runtime: ModuleRuntime, args: Any, kwargs: Any) -> Any:
         began = 0
@@ -139,16 +169,19 @@ class CallInterceptor(Interceptor):
             began = time.perf_counter_ns()
         held: list[Group] = []
         stack.append(held)
-        pushed = entered = False
+        pushed = entered = inside = False
         try:
-            if scope.begins:
+            if scope.begins and runtime.activations.store is not None:
                 entered = runtime.activations.enter(scope)
-            for group in scope.groups:
-                group.hold()
-                held.append(group)
-            pushed = runtime.saved.push()
+            with runtime.manager.lock:
+                for group in scope.groups:
+                    group.hold()
+                    held.append(group)
+                scope.inside.enter()
+                inside = True
+            pushed = is_grad_enabled() and runtime.saved.push()
             result = self.inner(*args, **kwargs)
-            if pushed or (scope.begins and torch.is_grad_enabled()):
+            if pushed or (scope.begins and is_grad_enabled()):
                 self._watch(scope, runtime, result)
             return result
         finally:
@@ -157,8 +190,11 @@ class CallInterceptor(Interceptor):
             if entered:
                 runtime.activations.leave()
             stack.pop()
-            for group in reversed(held):
-                group.let_go()
+            with runtime.manager.lock:
+                if inside:
+                    scope.inside.leave()
+                for group in reversed(held):
+                    group.let_go()
             if began:
                 runtime.busy(scope.name or "forward", began)
 
@@ -178,6 +214,8 @@ def _announce(runtime: ModuleRuntime, scope: Scope, _gradient: torch.Tensor) -> 
 class CompileInterceptor(Interceptor):
     """Has ``module.compile()`` compile what runs while the blocks are held, and nothing of us."""
 
+    __slots__ = ()
+
     method = "compile"
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -190,6 +228,8 @@ class CompileInterceptor(Interceptor):
 
 class ApplyInterceptor(Interceptor):
     """Refuses ``to()``, ``half()`` and their like where they would change anything."""
+
+    __slots__ = ()
 
     method = "_apply"
 
@@ -211,6 +251,8 @@ class ApplyInterceptor(Interceptor):
 class SaveInterceptor(Interceptor):
     """Puts real tensors into ``state_dict()``."""
 
+    __slots__ = ()
+
     method = "_save_to_state_dict"
 
     def __call__(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -221,6 +263,8 @@ class SaveInterceptor(Interceptor):
 
 class LoadInterceptor(Interceptor):
     """Has a module's blocks at hand while its state is loaded."""
+
+    __slots__ = ()
 
     method = "_load_from_state_dict"
 
@@ -233,6 +277,8 @@ class LoadInterceptor(Interceptor):
 class LoadAllInterceptor(Interceptor):
     """Refuses a checkpoint of another shape before anything of it is loaded."""
 
+    __slots__ = ()
+
     method = "load_state_dict"
 
     def __call__(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -240,77 +286,3 @@ class LoadAllInterceptor(Interceptor):
         self.runtime.manager.guard()
         check_state(self.module, state_dict, *args, **kwargs)
         return self.inner(state_dict, *args, **kwargs)
-
-
-_item = dict.__getitem__  # every use of a weight comes by: a name is found sooner than super()
-
-
-class TieredDict(dict[str, Any]):
-    """A module's ``_parameters`` or ``_buffers``: fetches what is reached for by name.
-
-    So a parameter that is used outside its own module's call (``F.linear(x,
-    self.embedding.weight)``) is there as well.
-    """
-
-    def __init__(
-        self, plain: dict[str, Any], groups: dict[str, Group], runtime: ModuleRuntime
-    ) -> None:
-        """Copies ``plain``.
-
-        Args:
-            plain: The dictionary it takes the place of.
-            groups: The group of each managed name.
-            runtime: Where to ask for blocks.
-        """
-        super().__init__(plain)
-        self.groups = groups
-        self.runtime = runtime
-
-    def __getitem__(self, name: str) -> Any:
-        group = self.groups.get(name)
-        if group is not None and not group.holds:
-            self.runtime.demand(group)
-        return _item(self, name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name in self.groups and value is not self.get(name):
-            self._let_go(name, value)
-        super().__setitem__(name, value)
-
-    def __delitem__(self, name: str) -> None:
-        if name in self.groups:
-            self._let_go(name)
-        super().__delitem__(name)
-
-    def pop(self, name: str, *default: Any) -> Any:
-        """Removes a name that is not managed, or is a buffer's."""
-        if name in self.groups:
-            self._let_go(name)
-        return super().pop(name, *default)
-
-    def _let_go(self, name: str, value: Any = None) -> None:
-        """A name gets another tensor: a buffer's may, as in ``self.mean = 0.9 * self.mean + x``."""
-        if self.groups[name].block.role is not Role.PARAM:
-            del self.groups[name]
-        elif sys._getframe(2).f_globals.get("__name__") != _SWAPS:
-            raise self._replaced(name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        # a copied module is an ordinary one: a plain dictionary of ordinary tensors
-        copied: dict[str, Any] = {}
-        for name, value in self.items():
-            group = self.groups.get(name)
-            if group is not None and id(value) not in memo:
-                group.copy_into(memo)
-            copied[name] = deepcopy(value, memo)
-        return copied
-
-    def __reduce__(self) -> Any:
-        raise WrapError("the parameters of a wrapped module cannot be pickled; use state_dict()")
-
-    def _replaced(self, name: str) -> ParameterError:
-        return ParameterError(
-            f"{name!r} of block {self.groups[name].block.name!r} lives in the tiers and cannot be "
-            "replaced or removed behind the manager's back; change its values inside "
-            "`with tier.materialize(...)`, or call tier.unwrap(module) first"
-        )

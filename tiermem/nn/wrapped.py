@@ -16,18 +16,19 @@ from tiermem.errors import CapacityError
 from tiermem.nn.compiler import hide_from_compiler
 from tiermem.nn.group import Entry, Group, Member
 from tiermem.nn.inspect import Found, find, is_uninitialized, link_shared, owners
+from tiermem.nn.names import HeldDict, TieredDict
 from tiermem.nn.partition import Predicate, largest_block, parameter_bytes, territories
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.scope import (
     ApplyInterceptor,
     CallInterceptor,
     CompileInterceptor,
+    Inside,
     Interceptor,
     LoadAllInterceptor,
     LoadInterceptor,
     SaveInterceptor,
     Scope,
-    TieredDict,
 )
 from tiermem.nn.shapes import shape_of
 from tiermem.nn.writes import may_write_uncounted
@@ -197,12 +198,14 @@ class WrappedModel:
             for module_name, _ in found.places:
                 needed.setdefault(self._territory[module_name], {})[id(group)] = group
                 own.add(module_name)
+        insides: dict[str, Inside] = {}
         for name in self._modules:
             root = self._territory[name]
+            inside = insides.setdefault(root, Inside())
             begins = root == name and (name in needed or not name)
             if begins or name in own or not name:
                 groups = list(needed.get(root, {}).values())
-                self.scopes[name] = Scope(name, self.number, groups, self, begins=begins)
+                self.scopes[name] = Scope(name, self.number, groups, self, inside, begins=begins)
         for name, module in self._modules.items():
             if may_write_uncounted(module):
                 for group in needed.get(self._territory[name], {}).values():
@@ -321,7 +324,7 @@ class WrappedModel:
     @staticmethod
     def _plain_names(module: nn.Module) -> None:
         for which in ("_parameters", "_buffers"):
-            if isinstance(module.__dict__[which], TieredDict):
+            if isinstance(module.__dict__[which], HeldDict):
                 module.__dict__[which] = dict(module.__dict__[which].items())
 
     def _intercept_names(self, module: nn.Module) -> None:
@@ -333,7 +336,10 @@ class WrappedModel:
                 if tensor is not None and id(tensor) in self._group_of
             }
             if managed:
-                module.__dict__[which] = TieredDict(plain, managed, self.runtime)
+                names = module.__dict__[which] = TieredDict(plain, managed, self.runtime)
+                first, *others = {id(group): group for group in managed.values()}.values()
+                if not others:
+                    first.add_names(names)
 
     def give_back(self, device: torch.device | None) -> None:
         """Makes the model an ordinary one again.

@@ -80,6 +80,7 @@ class Homes:
             extent = self.dram.allocate(staging)
             if extent is not None:
                 self.staging = self.arena.bytes_of(extent)
+        self._bytes: dict[int, torch.Tensor] = {}
         self.nvme_used = 0
         self.nvme_peak = 0
         self.reclaimers: list[Callable[[], bool]] = []
@@ -128,9 +129,17 @@ class Homes:
             raise
         return given
 
+    def bytes_of(self, extent: Extent) -> torch.Tensor:
+        """Returns the bytes of a home in DRAM, 1-D uint8; kept, since every copy asks for them."""
+        found = self._bytes.get(extent.offset)
+        if found is None:
+            found = self._bytes[extent.offset] = self.arena.bytes_of(extent)
+        return found
+
     def release(self, tier: Tier, extent: Extent) -> None:
         """Gives a home extent back."""
         if tier is Tier.DRAM:
+            self._bytes.pop(extent.offset, None)
             self.dram.free(extent)
         elif tier is Tier.NVME and self.swap is not None:
             self.swap.free(extent)
@@ -142,6 +151,7 @@ class Homes:
             self.swap.close()
         if hasattr(self, "arena"):
             self.staging = None
+            self._bytes.clear()
             self.arena.close()
 
     def _choose(

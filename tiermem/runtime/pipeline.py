@@ -55,5 +55,5 @@ class Pipeline:
                 if record.leases or record.fixed or block.id in manager.traffic.failing:
                     continue
                 slot = manager.slots.current.get(block.id)
-                if slot is not None and not slot.aliased and not slot.pointed:
+                if slot is not None and not slot.aliased and not slot.wanted:
                     manager.traffic.drain(record)

@@ -88,6 +88,9 @@ class Prefetcher:
         self._ahead: deque[tuple[int, int]] = deque()
         self._nbytes = 0
         self._reads = 0
+        self._lacking = True
+        self._complete: tuple[Schedule | None, int] = (None, -1)
+        self._pass: tuple[int, int, tuple[int, Hashable]] = (0, 0, (0, None))
 
     def end_pass(self) -> None:
         """Says that the pass under way has ended, before the next is entered in the planner."""
@@ -125,12 +128,14 @@ class Prefetcher:
         if self._changes != self._traffic.changes or cursor < self._cursor:
             self._restart(cursor)
         self._cursor = cursor
-        self._next = max(self._next, cursor)
         ahead = self._ahead
         while ahead and ahead[0][0] < cursor:
             self._nbytes -= ahead.popleft()[1]
-        end = min(len(schedule), cursor + _MOST_STEPS)
-        self._walk(schedule, end)
+        if self._next < cursor:
+            self._next = cursor
+        end = min(len(schedule.order), cursor + _MOST_STEPS)
+        if self._next < end:
+            self._walk(schedule, end)
         if self._manager.mover is not None:
             self._read_on(schedule, end)
 
@@ -146,6 +151,9 @@ class Prefetcher:
         self._next = self._reads = cursor
         self._ahead.clear()
         self._nbytes = 0
+        self._lacking = cursor > 0
+        if self._complete == (self._planned, self._changes):
+            self._next = len(self._planned.order) if self._planned is not None else cursor
 
     def _walk(self, schedule: Schedule, end: int) -> None:
         table, residents = self._manager.table, self._manager.space.residents
@@ -153,7 +161,8 @@ class Prefetcher:
         ahead = self._ahead
         while self._next < end and self._wants_more():
             record = table.get(order[self._next])
-            if record is not None and self._is_due(record, schedule, self._next):
+            away = record is not None and record.in_hbm is State.ABSENT
+            if record is not None and away and self._is_due(record, schedule, self._next):
                 if not self._fetch(record, schedule):
                     return
                 self._changes = self._traffic.changes
@@ -161,7 +170,11 @@ class Prefetcher:
             if record is not None and not (record.usable and record.block.id in residents):
                 ahead.append((self._next, record.block.nbytes))
                 self._nbytes += record.block.nbytes
+                self._lacking = True
             self._next += 1
+        if not self._lacking and self._next == len(order):
+            # every block is here and stays: no need to look again until one leaves
+            self._complete = (schedule, self._changes)
 
     def _wants_more(self) -> bool:
         blocks = len(self._ahead)
@@ -241,16 +254,23 @@ class Prefetcher:
 
     def _pass_at(self, schedule: Schedule, position: int) -> tuple[int, Hashable]:
         """Returns which of the passes foreseen a position is in, and that pass's name."""
-        if not schedule.passes:
+        passes = schedule.passes
+        if not passes:
             return 1, self._planner.key
-        number = bisect_right(schedule.passes, position, key=lambda begin: begin[0]) - 1
-        return number, schedule.passes[number][1]
+        begin, end, found = self._pass
+        if not begin <= position < end:  # as a rule it is the one asked about before
+            number = bisect_right(passes, position, key=lambda entry: entry[0]) - 1
+            end = passes[number + 1][0] if number + 1 < len(passes) else len(schedule)
+            found = (number, passes[number][1])
+            self._pass = (passes[number][0], end, found)
+        return found
 
     # -- plans -----------------------------------------------------------
 
     def _plan(self, schedule: Schedule) -> None:
         """Decides what stays and when fetches are due, unless that is decided already."""
         self._planned = schedule
+        self._pass = (0, 0, (0, None))
         made_of = (
             self._pacing.estimates.version,
             len(self._manager.table),

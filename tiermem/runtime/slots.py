@@ -59,6 +59,8 @@ class Slot:
         address: First byte in memory; identifies the storage of an alias.
         baseline: References that are ours.
         pointed: References of parameters and buffers that point here.
+        idle: Whether they only have not been pointed elsewhere: nobody can use them before the
+            block is held again, and nobody minds if it leaves.
     """
 
     block: Block
@@ -69,6 +71,12 @@ class Slot:
     address: int
     baseline: int = 0
     pointed: int = 0
+    idle: bool = False
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody wants to find the block here without holding it."""
+        return self.pointed > 0 and not self.idle
 
     @property
     def aliased(self) -> bool:
@@ -117,7 +125,8 @@ class SlotCache:
     def enter(self, block: Block, extent: Extent) -> Slot:
         """Returns the slot of a block at the address where it is from now on."""
         slot = self.slot(block, extent)
-        self.leave(block.id)
+        if block.id in self.current:
+            self.leave(block.id)
         self.current[block.id] = slot
         self.by_address[slot.address] = slot
         return slot

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tiermem.config import format_size
 from tiermem.core.allocator import Window
@@ -33,6 +33,7 @@ class Space:
 
     Attributes:
         holders: Who points parameters at which block.
+        residents: Blocks that shall stay while the present loop goes on.
         unseen: Leases under way of whom nobody has seen an address yet, by block.
     """
 
@@ -50,7 +51,7 @@ class Space:
         self.slots = slots
         self.traffic = traffic
         self.holders = holders
-        self._residents: frozenset[int] = frozenset()
+        self.residents: frozenset[int] = frozenset()
         self._border = table.hbm.capacity
         self._base = self._slot = 0
         self._parts = [(0, self._border)]
@@ -65,11 +66,6 @@ class Space:
 
     # -- who stays -------------------------------------------------------
 
-    @property
-    def residents(self) -> frozenset[int]:
-        """Blocks that shall stay while the present loop goes on."""
-        return self._residents
-
     def keep(self, residents: frozenset[int], slot: int) -> None:
         """Divides HBM between what stays and what streams.
 
@@ -81,9 +77,9 @@ class Space:
             residents: Blocks that shall stay from now on.
             slot: Bytes of the largest of the others.
         """
-        if (residents, slot) == (self._residents, self._slot):
+        if (residents, slot) == (self.residents, self._slot):
             return
-        self._residents = residents
+        self.residents = residents
         self._slot = slot
         self._attempts = 0
         records = map(self.table.get, residents)
@@ -96,7 +92,7 @@ class Space:
     def _slots(self) -> list[tuple[int, int]]:
         """Returns the bounds of the runs of HBM that what streams may lie in."""
         size = align_up(self._slot)
-        if not self._residents or size == 0 or self._border - self._base < 2 * size:
+        if not self.residents or size == 0 or self._border - self._base < 2 * size:
             return [(0, self._border)]
         begins = range(self._base, self._border - size + 1, size)
         slots = [(begin, begin + size) for begin in begins]
@@ -116,7 +112,7 @@ class Space:
             self._settled = loop
             self._attempts = 0
             return
-        if not self._residents or self._attempts >= _ATTEMPTS:
+        if not self.residents or self._attempts >= _ATTEMPTS:
             return
         self._attempts += 1
         misplaced, placed = [], []
@@ -124,7 +120,7 @@ class Space:
             record = self.table.at(extent.offset)
             if record is None or record.fixed or record.in_hbm is not State.VALID:
                 continue
-            stays = record.block.id in self._residents
+            stays = record.block.id in self.residents
             if (extent.offset < self._border) if stays else (extent.end > self._border):
                 misplaced.append(record)
             elif stays:
@@ -140,7 +136,7 @@ class Space:
     def _rest_fits(self, placed: Sequence[Record]) -> bool:
         """Whether what shall stay and is not in its part finds room between what is."""
         there = {record.block.id for record in placed}
-        records = map(self.table.get, self._residents - there)
+        records = map(self.table.get, self.residents - there)
         rest = [align_up(record.block.nbytes) for record in records if record is not None]
         runs, start = [], self._border
         for record in placed:
@@ -158,7 +154,7 @@ class Space:
 
     def _parts_for(self, block: Block) -> list[tuple[int, int]]:
         """Returns the bounds of the runs of HBM that a block belongs in."""
-        if block.id in self._residents:
+        if block.id in self.residents:
             return [(self._border, self.table.hbm.capacity)]
         return self._parts
 
@@ -181,6 +177,9 @@ class Space:
         hbm = self.table.hbm
         resorts = 0
         parts = self._parts_for(block)
+        extent = self._exchange(block, position, parts)
+        if extent is not None:
+            return extent
         while True:
             extent = hbm.allocate_in(block.nbytes, parts)
             if extent is not None:
@@ -188,7 +187,7 @@ class Space:
             if self.reap():
                 continue
             window = self._window(block.nbytes, position, parts)
-            anywhere = position is None or block.id in self._residents
+            anywhere = position is None or block.id in self.residents
             if window is None and anywhere and parts != [(0, hbm.capacity)]:
                 parts = [(0, hbm.capacity)]  # better there than not at all
                 continue
@@ -208,6 +207,32 @@ class Space:
                 self._last_resort(resorts, block.nbytes)
                 resorts += 1
 
+    def _exchange(
+        self, block: Block, position: int | None, parts: Sequence[tuple[int, int]]
+    ) -> Extent | None:
+        """Has the block needed last leave if that makes just the place wanted.
+
+        So it is in a loop that streams through slots of one size. What the search for a window
+        would come to is found without it, and the place changes hands without being freed.
+        """
+        size = align_up(block.nbytes)
+        if self._orphans or self.table.hbm.has_gap(size):
+            return None
+        self._follow_schedule()
+        record = None
+        for block_id in self._queue.last(1, self._beyond(position), self._may_leave(position)):
+            record = self.table[block_id]
+        if record is None or record.in_hbm is not State.VALID or record.extent is None:
+            return None
+        extent = record.extent
+        low, high = self._part_of(extent.offset, parts)
+        if extent.nbytes != size or extent.offset < low or extent.end > high:
+            return None
+        if self.slots.current[record.block.id].wanted:
+            return None  # its parameters have to be pointed elsewhere, and looked at again
+        self.evict(record, free=False)
+        return extent
+
     def used(self, block_id: int) -> None:
         """Says that a block in HBM was used, or has come, so that its next use is another."""
         if block_id not in self.residents:
@@ -217,25 +242,14 @@ class Space:
         self, nbytes: int, position: int | None, parts: Sequence[tuple[int, int]]
     ) -> Window | None:
         """Finds what to evict: around the blocks needed last, or, failing that, anywhere."""
-        planner, hbm, queue = self._planner, self.table.hbm, self._queue
-        if queue.schedule is not planner.schedule:
-            inside = (self.table.at(extent.offset) for extent in hbm.extents())
-            loose = (r.block.id for r in inside if r is not None and not r.fixed)
-            queue.rebuild(
-                planner.schedule, planner.cursor, [b for b in loose if b not in self.residents]
-            )
+        hbm, queue = self.table.hbm, self._queue
+        self._follow_schedule()
 
         def price(offset: int) -> float | None:
             return self.price(offset, position)
 
-        def free(block_id: int) -> bool:
-            record = self.table.get(block_id)
-            if record is None or record.extent is None:
-                queue.drop(block_id)
-                return False
-            return price(record.extent.offset) is not None
-
-        beyond = -1 if position is None else planner.cursor + position
+        free = self._may_leave(position)
+        beyond = self._beyond(position)
         best: Window | None = None
         last: list[int] = []
         for most in (1, _CANDIDATES):  # as a rule the first one will do
@@ -244,7 +258,7 @@ class Space:
                 extent = self.table[block_id].extent
                 window = None
                 if extent is not None:
-                    part = parts[max(0, bisect_right(parts, (extent.offset, hbm.capacity)) - 1)]
+                    part = self._part_of(extent.offset, parts)
                     window = hbm.window_around(extent.offset, nbytes, price, *part)
                 if window is not None and (best is None or window.cost < best.cost):
                     best = window
@@ -255,6 +269,36 @@ class Space:
             windows = [window for window in found if window is not None]
             best = min(windows, key=lambda window: window.cost, default=None)
         return best
+
+    def _follow_schedule(self) -> None:
+        """Orders what may leave by its next use in the schedule of now."""
+        queue, planner = self._queue, self._planner
+        if queue.schedule is not planner.schedule:
+            inside = (self.table.at(extent.offset) for extent in self.table.hbm.extents())
+            loose = (r.block.id for r in inside if r is not None and not r.fixed)
+            queue.rebuild(
+                planner.schedule, planner.cursor, [b for b in loose if b not in self.residents]
+            )
+
+    def _beyond(self, position: int | None) -> int:
+        """Returns up to which position of the schedule no block may leave that is used there."""
+        return -1 if position is None else self._planner.cursor + position
+
+    def _may_leave(self, position: int | None) -> Callable[[int], bool]:
+        """Returns what tells whether a block may leave for one needed at ``position``."""
+
+        def free(block_id: int) -> bool:
+            record = self.table.get(block_id)
+            if record is None or record.extent is None:
+                self._queue.drop(block_id)
+                return False
+            return self.price(record.extent.offset, position) is not None
+
+        return free
+
+    def _part_of(self, offset: int, parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """Returns the bounds of the run of HBM that an offset is in, or behind."""
+        return parts[max(0, bisect_right(parts, (offset, self.table.hbm.capacity)) - 1)]
 
     def _dirty(self, offset: int) -> bool:
         record = self.table.at(offset)
@@ -303,11 +347,11 @@ class Space:
         distance = self._planner.distance(block.id)
         resident = block.id in self.residents
         if position is not None and (
-            resident or distance <= position or slot.pointed or block.id in self.traffic.failing
+            resident or distance <= position or slot.wanted or block.id in self.traffic.failing
         ):
             return None
         price = eviction_cost(block.nbytes, distance, dirty=record.in_hbm is State.DIRTY)
-        return price + resident * _RESIDENT + (_SOFT if slot.pointed else 0.0)
+        return price + resident * _RESIDENT + (_SOFT if slot.wanted else 0.0)
 
     def movable(self, record: Record) -> bool:
         """Whether nobody but parameters that can be pointed anew sees a block's address."""
@@ -347,19 +391,30 @@ class Space:
                 self.evict(record)
         return True
 
-    def evict(self, record: Record) -> None:
-        """Takes a clean block out of HBM."""
+    def evict(self, record: Record, *, free: bool = True) -> None:
+        """Takes a clean block out of HBM.
+
+        Args:
+            record: The block.
+            free: Whether to free its place; otherwise that is the caller's to give away.
+        """
+        block_id = record.block.id
         self.unpoint(record)
-        self.table.drop(record.block.id)
-        self.traffic.leave(record.block.id)
+        self.table.drop(block_id, free=free)
+        self._queue.drop(block_id)
+        self.traffic.leave(block_id)
         self._counters.evictions += 1
 
     def unpoint(self, record: Record) -> None:
-        """Has a block's parameters point elsewhere, where nothing holds them to it."""
+        """Has a block's parameters point elsewhere, where nothing holds them to it.
+
+        Those that nobody can use before they are pointed anew stay as they are.
+        """
         slot = self.slots.current.get(record.block.id)
-        holder = self.holders.get(record.block.id)
-        if holder is not None and slot is not None and slot.pointed:
-            holder.unpoint()
+        if slot is not None and slot.wanted:
+            holder = self.holders.get(record.block.id)
+            if holder is not None:
+                holder.unpoint()
 
     def forget(self, record: Record, *, gone: bool) -> None:
         """Has a block's data go, while what still looks at the bytes keeps its view of them.

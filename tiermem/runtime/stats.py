@@ -231,7 +231,9 @@ class Counters:
 
     def moved(self, link: str, nbytes: int, elapsed_ns: int) -> None:
         """Counts one block that moved."""
-        entry = self._links.setdefault(link, [0, 0, 0])
+        entry = self._links.get(link)
+        if entry is None:
+            entry = self._links[link] = [0, 0, 0]
         entry[0] += nbytes
         entry[1] += 1
         entry[2] += elapsed_ns

@@ -103,7 +103,10 @@ class Traffic:
             staged = self._staged(record, meanwhile) if self.ahead.staged else None
             if staged is not None or record.home is Tier.DRAM:
                 started = time.perf_counter_ns()
-                source = self.homes.arena.bytes_of(staged or move.source_extent)
+                if staged is None:
+                    source = self.homes.bytes_of(move.source_extent)
+                else:
+                    source = self.homes.arena.bytes_of(staged)
                 if self.pacing.sampling:
                     self.pacing.rising(extent, self.home_ready.get(block.id))
                 event = self.copy.up(slot.bytes, source, extent, self.home_ready.get(block.id))
@@ -151,7 +154,7 @@ class Traffic:
             move = self.table.begin_drain(block.id)
             if record.home is Tier.DRAM:
                 started = time.perf_counter_ns()
-                target = self.homes.arena.bytes_of(move.target_extent)
+                target = self.homes.bytes_of(move.target_extent)
                 event = self.copy.down(
                     target, slot.bytes, move.source_extent, self.ready.get(block.id)
                 )

@@ -90,6 +90,10 @@ class SimulatedDevice:
             event.waiter = stream
             self.submit(stream, lambda: None, after=event)
 
+    def follow(self, stream: int, other: int) -> None:
+        """Has what is submitted to ``stream`` from now on wait for what ``other`` has so far."""
+        self.wait(stream, self.record(other))
+
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
         """Submits a copy; it is made in two halves, and others may run in between."""
         half = nbytes // 2

@@ -8,7 +8,6 @@ CPU there is nothing to wait for.
 from __future__ import annotations
 
 import ctypes
-from collections import deque
 from typing import Protocol
 
 import torch
@@ -18,6 +17,8 @@ from tiermem.transfer.driver import DriverCalls, Signal, StreamCalls
 
 POISON = 0xFF
 """Fills what must not be read: NaN in every float format, -1 in the integers."""
+
+_FENCES = 16
 
 Event = Signal
 """What a copy leaves behind; None where it is over already."""
@@ -155,25 +156,36 @@ class HostCopyEngine:
 
 
 class Fences:
-    """Copies from or to HBM on one stream that may not be over yet, in the order of submission."""
+    """Copies from or to HBM on one stream that may not be over yet, by where they begin."""
 
     def __init__(self) -> None:
         """Starts empty."""
-        self._fences: deque[tuple[int, int, Event]] = deque()
+        self._fences: dict[int, tuple[int, Event]] = {}
+        self._most = _FENCES
 
     def add(self, extent: Extent, event: Event) -> None:
-        """Remembers a copy until it is over."""
+        """Remembers a copy until a later one takes its place, or there are many."""
         fences = self._fences
-        while fences and fences[0][2].done():
-            fences.popleft()
-        fences.append((extent.offset, extent.end, event))
+        before = fences.pop(extent.offset, None)
+        end = extent.end if before is None else max(before[0], extent.end)
+        fences[extent.offset] = (end, event)  # the last in order: copies of a stream end in order
+        if len(fences) > self._most:
+            self._tidy()
 
     def last(self, extent: Extent) -> Event | None:
         """Returns the last copy that touches ``extent``; the earlier ones are over when it is."""
-        for start, end, event in reversed(self._fences):
+        for start, (end, event) in reversed(self._fences.items()):
             if start < extent.end and extent.offset < end:
                 return event
         return None
+
+    def _tidy(self) -> None:
+        """Forgets the copies that are over."""
+        for start, (_, event) in list(self._fences.items()):
+            if not event.done():
+                break
+            del self._fences[start]
+        self._most = max(_FENCES, 2 * len(self._fences))
 
 
 class StreamCopyEngine:
@@ -227,7 +239,7 @@ class StreamCopyEngine:
         stream = self.calls.current()
         for other in self._compute:
             if other != stream:
-                self.calls.wait(stream, self.calls.record(other))
+                self.calls.follow(stream, other)
         for fences in (self._rising, self._falling):
             event = fences.last(extent)
             if event is not None:
@@ -288,7 +300,7 @@ class StreamCopyEngine:
         """Makes a copy stream wait for the compute submitted so far."""
         self._compute[self.calls.current()] = None
         for stream in self._compute:
-            self.calls.wait(copies, self.calls.record(stream))
+            self.calls.follow(copies, stream)
 
 
 class CudaCopyEngine(StreamCopyEngine):

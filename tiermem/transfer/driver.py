@@ -84,6 +84,10 @@ class StreamCalls(Protocol):
         """Has what is submitted to ``stream`` from now on wait for ``event``."""
         ...
 
+    def follow(self, stream: int, other: int) -> None:
+        """Has what is submitted to ``stream`` from now on wait for what ``other`` has so far."""
+        ...
+
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
         """Submits a copy between addresses of the device and of page-locked memory."""
         ...
@@ -118,6 +122,7 @@ class DriverCalls:
             ConfigError: If there is no CUDA driver to be loaded.
         """
         self.spare: list[int] = []
+        self._marks: dict[int, int] = {}
         self._local = threading.local()
         try:
             # short calls keep the interpreter's lock: letting go and taking it again costs more,
@@ -151,7 +156,7 @@ class DriverCalls:
             handle = self._new_event()
         event = Event(self, handle)
         foreign = self._enter(stream)
-        code = self._lib.cuEventRecord(handle, stream)
+        code = self._record(handle, stream)
         if foreign:
             self._leave()
         if code:
@@ -163,18 +168,34 @@ class DriverCalls:
         if event.waiter == stream:
             return
         foreign = self._enter(stream)
-        code = self._lib.cuStreamWaitEvent(stream, event.handle, 0)
+        code = self._wait(stream, event.handle, 0)
         if foreign:
             self._leave()
         if code:
             self._check("cuStreamWaitEvent", code)
         event.waiter = stream
 
+    def follow(self, stream: int, other: int) -> None:
+        """Has what is submitted to ``stream`` from now on wait for what ``other`` has so far.
+
+        Nobody sees the event in between, so it can be recorded anew at once: waits submitted
+        before keep what they saw.
+        """
+        mark = self._marks.get(other)
+        if mark is None:
+            mark = self._marks[other] = self._new_event()
+        foreign = self._enter(stream and other)
+        code = self._record(mark, other) or self._wait(stream, mark, 0)
+        if foreign:
+            self._leave()
+        if code:
+            self._check("cuEventRecord or cuStreamWaitEvent", code)
+
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
         """Submits a copy between addresses of the device and of page-locked memory."""
         if not getattr(self._local, "bound", False):
             self._bind()
-        code = self._lib.cuMemcpyAsync(target, source, nbytes, stream)
+        code = self._copy(target, source, nbytes, stream)
         if code:
             self._check(f"cuMemcpyAsync of {nbytes} bytes", code)
 
@@ -268,6 +289,9 @@ class DriverCalls:
         }.items():
             getattr(self._lib, name).argtypes = arguments
         self._waiting.cuEventSynchronize.argtypes = [pointer]
+        self._record = self._lib.cuEventRecord
+        self._wait = self._lib.cuStreamWaitEvent
+        self._copy = self._lib.cuMemcpyAsync
 
     def _check(self, what: str, code: int) -> None:
         if code:
