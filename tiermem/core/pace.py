@@ -11,6 +11,8 @@ _SAMPLES_AT_FIRST = 3
 _EVERY = 16
 _EXTRA = 4
 _CHANGED = 0.25
+_NOISE = 20e-6
+"""Seconds per use in which a host's time differs from pass to pass, and no plan would."""
 _NEW_PLAN = 0.2
 _MOST_PASSES = 64
 _MOST_FILLS = 1 << 16
@@ -119,7 +121,8 @@ class Estimates:
             return
         usual = known.whole.value
         known.whole.add(seconds)
-        if usual and abs(seconds - usual) > _CHANGED * usual and not known.extra:
+        noise = _NOISE * len(known.blocks)
+        if usual and abs(seconds - usual) > _CHANGED * usual + noise and not known.extra:
             known.extra = _EXTRA
 
     def ask_again(self) -> None:
@@ -235,7 +238,7 @@ def _surprise(known: _Pass, compute: Mapping[int, float]) -> bool:
         if recent is not None:
             foreseen += recent.value
             actual += seconds
-    return abs(actual - foreseen) > _CHANGED * foreseen
+    return abs(actual - foreseen) > _CHANGED * foreseen + _NOISE * len(compute)
 
 
 def _stale(estimates: Collection[Recent]) -> bool:

@@ -228,8 +228,8 @@ class Space:
         low, high = self._part_of(extent.offset, parts)
         if extent.nbytes != size or extent.offset < low or extent.end > high:
             return None
-        if self.slots.current[record.block.id].wanted:
-            return None  # its parameters have to be pointed elsewhere, and looked at again
+        if self.slots.current[record.block.id].wanted or not self._let_loose(record):
+            return None
         self.evict(record, free=False)
         return extent
 
@@ -406,12 +406,9 @@ class Space:
         self._counters.evictions += 1
 
     def unpoint(self, record: Record) -> None:
-        """Has a block's parameters point elsewhere, where nothing holds them to it.
-
-        Those that nobody can use before they are pointed anew stay as they are.
-        """
+        """Has a block's parameters point elsewhere, where nothing holds them to it."""
         slot = self.slots.current.get(record.block.id)
-        if slot is not None and slot.wanted:
+        if slot is not None and slot.pointed:
             holder = self.holders.get(record.block.id)
             if holder is not None:
                 holder.unpoint()
