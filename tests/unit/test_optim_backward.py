@@ -372,6 +372,22 @@ def test_a_backward_inside_backward_leaves_its_blocks_to_the_step() -> None:
             pair.check()
 
 
+def test_a_layer_used_in_a_backward_inside_backward_and_outside() -> None:
+    class Both(Net):
+        def forward(self, ids: torch.Tensor, use_extra: bool = True) -> torch.Tensor:
+            x = self.embed(ids)
+            x = checkpoint(self.layers[1], x, use_reentrant=True)
+            x = self.layers[2](self.layers[1](self.layers[0](x)))
+            return nn.functional.linear(self.extra(x), self.embed.weight)
+
+    with tried(Both) as pair:
+        for number in range(1, 4):
+            pair.backward(number)
+            assert 0 < made(pair) < units(pair)
+            pair.step()
+            pair.check()
+
+
 def test_checkpoints_that_become_reentrant() -> None:
     """What was learned of a loop does not hold any more: refused, and nothing is wrong."""
     with tried(with_attributes()) as pair:
