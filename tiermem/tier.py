@@ -20,7 +20,7 @@ from tiermem.nn.materialize import Target, materialize
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.wrapped import Blocks, WrappedModel
 from tiermem.optim.groups import Params
-from tiermem.optim.tiered import TieredOptimizer, Where
+from tiermem.optim.tiered import Overlap, TieredOptimizer, Where
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.stats import PaceRow, ResidencyRow, Stats
 from tiermem.runtime.timeline import Timeline
@@ -149,7 +149,7 @@ class TierManager:
         *,
         master_dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
-        overlap: bool = False,
+        overlap: Overlap = False,
         where: Where = "device",
         **settings: Any,
     ) -> TieredOptimizer:
@@ -165,9 +165,15 @@ class TierManager:
                 ``Policy(master=...)`` says.
             grad_dtype: Gradients are summed up and kept in this dtype, say ``torch.float32``,
                 rather than in the parameters'. ``param.grad`` shows them in the parameters'.
-            overlap: Whether ``step()`` leaves each block to be stepped just before its next use,
-                in the next forward, where its weights come up anyway. Nobody sees a weight
-                before its step is made, and the step uses the settings of when it was asked for.
+            overlap: ``"forward"`` (or True): ``step()`` leaves each block to be stepped just
+                before its next use, in the next forward, where its weights come up anyway. Nobody
+                sees a weight before its step is made, and the step uses the settings of when it
+                was asked for. ``"backward"``: each block is stepped as soon as its gradient is
+                final, in backward, and its gradient never leaves HBM; ``step()`` makes what is
+                left. For loops that look at no gradient: clipping, loss scaling and settings
+                changed between backward and ``step()`` are refused, at the first step, which is
+                made after backward. With several backwards per step, say
+                ``optimizer.accumulate(n)``.
             where: ``"device"``: state and masters come up for the step, which rounds as the
                 resident one does. ``"host"``: blocks whose weights, gradients, state and masters
                 are all at home in DRAM are stepped there by torch's CPU kernels, which round

@@ -9,6 +9,7 @@ import torch
 from support_nn import assert_same
 from support_optim import ByHand, one_group
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tiermem
 
@@ -35,7 +36,13 @@ def loss_of(model: nn.Module, number: int) -> torch.Tensor:
 
 
 def run(
-    tmp_path: Path, homes: str, steps: int, clip: bool, settings: dict, **options: object
+    tmp_path: Path,
+    homes: str,
+    steps: int,
+    clip: bool,
+    settings: dict,
+    micro_batches: int = 2,
+    **options: object,
 ) -> tuple[dict, dict, list[float], list[float]]:
     plain = build().cuda()
     by_hand = ByHand(one_group(plain), torch.optim.AdamW, settings, torch.float32, torch.float32)
@@ -52,11 +59,13 @@ def run(
             **settings,
             **options,
         )
+        optimizer.accumulate(micro_batches)
+        rates = [torch.optim.lr_scheduler.StepLR(o, 3, 0.5) for o in (by_hand.optimizer, optimizer)]
         losses: tuple[list[float], list[float]] = ([], [])
         for step in range(steps):
-            for part in range(2):
+            for part in range(micro_batches):
                 for which, found in zip((plain, model), losses, strict=True):
-                    loss = loss_of(which, 2 * step + part)
+                    loss = loss_of(which, micro_batches * step + part)
                     loss.backward()
                     found.append(loss.item())
                 by_hand.after_backward()
@@ -70,10 +79,15 @@ def run(
                     torch.testing.assert_close(norm, total, rtol=1e-2, atol=0.0)
                 else:
                     assert_same(total, norm, "norm")
+                    assert (optimizer._norms.swept == 0) == (step > 0)
             by_hand.step()
             optimizer.step()
+            for rate in rates:
+                rate.step()
             by_hand.zero_grad()
             optimizer.zero_grad()
+        if options.get("overlap") == "backward":  # the first two steps are watched
+            assert optimizer.stepped_in_backward == (steps - 2) * len(optimizer._units)
         state = optimizer.state_dict()
         weights = {name: value.cpu() for name, value in model.state_dict().items()}
         theirs = {name: value.cpu() for name, value in plain.state_dict().items()}
@@ -97,6 +111,56 @@ def test_the_same_bits(tmp_path: Path, homes: str, overlap: bool, fused: bool, c
     settings = {"lr": 1e-3, "fused": fused}
     _, _, plain, tiered = run(tmp_path, homes, 12, clip, settings, overlap=overlap)
     assert plain == tiered
+
+
+@pytest.mark.parametrize("homes", sorted(HOMES))
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_the_same_bits_inside_backward(
+    tmp_path: Path, homes: str, fused: bool, micro_batches: int
+) -> None:
+    settings = {"lr": 1e-3, "fused": fused}
+    _, _, plain, tiered = run(
+        tmp_path, homes, 12, False, settings, micro_batches, overlap="backward"
+    )
+    assert plain == tiered
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_inside_backward(reentrant: bool) -> None:
+    """Engine threads run a device's backward: a reentrant checkpoint's is told from the outer."""
+    plain, other = build().cuda(), build()
+    with tiermem.TierManager(
+        device="cuda", hbm="128MiB", dram="1GiB", policy=HOMES["dram"]
+    ) as tier:
+        model = tier.wrap(other, blocks=[str(i) for i in range(8)])
+        cls, settings = torch.optim.AdamW, {"lr": 1e-3}
+        loops = [
+            (plain, cls(plain.parameters(), **settings)),
+            (model, tier.optimizer(model, cls, overlap="backward", **settings)),
+        ]
+        for step in range(8):
+            losses = []
+            for which, optimizer in loops:
+                generator = torch.Generator().manual_seed(step)
+                start = torch.randn(64, 512, generator=generator).to("cuda", torch.bfloat16)
+                x = start.requires_grad_()
+                for index, layer in enumerate(which):
+                    if index in (0, 7):
+                        x = layer(x)
+                    else:
+                        x = checkpoint(layer, x, use_reentrant=reentrant)
+                loss = x.float().square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            assert losses[0] == losses[1], step
+        units = len(loops[1][1]._units)
+        made = loops[1][1].stepped_in_backward
+        assert made == 6 * units if not reentrant else 0 < made < 6 * units
+        for name, value in plain.state_dict().items():
+            assert_same(value.cpu(), model.state_dict()[name].cpu(), name)
 
 
 @pytest.mark.parametrize("where", ["host", "both"])

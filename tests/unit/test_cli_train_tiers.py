@@ -49,6 +49,7 @@ def test_three_tiers_and_the_same_bits(tmp_path) -> None:
         "--prefetch-depth 0",
         "--dtype bf16 --master fp32",
         "--dtype bf16 --master fp32 --overlap --accumulate 2",
+        "--dtype bf16 --master fp32 --overlap backward --accumulate 2 --clip 0 --checkpointing",
     ],
 )
 def test_options_change_no_bit(tmp_path, more) -> None:
@@ -66,6 +67,8 @@ def test_without_a_disk(tmp_path) -> None:
     ("more", "said"),
     [
         ("--hbm 8KiB", "hbm"),
+        ("--overlap backward", "--clip 0"),
+        ("--clip -1", "--clip"),
         ("--dram 1MiB --nvme none", "dram"),
         ("--nvme /nowhere/at/all", "/nowhere/at/all"),
         ("--nvme-bytes 64KiB", "nvme"),

@@ -309,6 +309,28 @@ def test_a_second_optimizer_and_more_parameters() -> None:
         assert_same(dict(plain.state_dict()), dict(model.state_dict()), "weights")
 
 
+def test_two_optimizers_over_the_same_parameters() -> None:
+    """Both use the same gradients, which one of them clears once its step is made."""
+    build = lambda: Net(torch.float32)  # noqa: E731
+    seed(3)
+    plain = build()
+    seed(3)
+    with tiermem.TierManager(device="cpu", hbm="2MiB", dram="16MiB") as tier:
+        model = tier.wrap(build())
+        cls = torch.optim.AdamW
+        optimizers = (
+            [cls(plain.parameters(), lr=rate) for rate in (0.01, 0.02)],
+            [tier.optimizer(model, cls, lr=rate, overlap=True) for rate in (0.01, 0.02)],
+        )
+        for number in range(3):
+            for which, steppers in zip((plain, model), optimizers, strict=True):
+                loss_of(which, number).backward()
+                for stepper in steppers:
+                    stepper.step()
+                which.zero_grad()
+        assert_same(dict(plain.state_dict()), dict(model.state_dict()), "weights")
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # dynamo looks at .grad of what is no leaf
 @pytest.mark.parametrize("whole", [True, False])
 def test_steps_inside_compiled_modules_are_not_compiled(whole: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tiermem
 
@@ -65,3 +66,28 @@ def test_hooks_around_a_model_get_every_activation(tiered: bool) -> None:
     if tiered:
         weights = {(8, 16), (16, 8), (16, 4), (4, 16)}
         assert not weights & {tuple(shape) for shape in packed}
+
+
+@pytest.mark.parametrize("home", ["hbm", "dram"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_frozen_weights_in_a_checkpoint(home: str, reentrant: bool) -> None:
+    """A checkpoint keeps a frozen parameter itself, which points elsewhere after the call."""
+
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Linear(8, 8)
+            self.frozen = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.frozen, self.before(x), use_reentrant=reentrant).square().sum()
+
+    torch.manual_seed(0)
+    plain = Frozen()
+    x = torch.rand(3, 8)
+    plain(x).backward()
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="4MiB", policy={"params": home}) as tier:
+        model = Frozen()
+        model.load_state_dict(plain.state_dict())
+        tier.wrap(model)(x).backward()
+        assert torch.equal(model.before.weight.grad.clone(), plain.before.weight.grad)

@@ -69,6 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--accumulate", type=int, default=1, metavar="N", help="forwards in a step")
     model.add_argument("--steps", type=int, default=80, metavar="N")
     model.add_argument("--lr", type=float, default=1e-3)
+    model.add_argument(
+        "--clip",
+        type=float,
+        default=1.0,
+        metavar="NORM",
+        help="most that the norm of all gradients may be; 0 for any (default: 1.0)",
+    )
     model.add_argument("--seed", type=int, default=0)
     model.add_argument("--dtype", choices=_DTYPES, default="float32")
     model.add_argument("--master", choices=_DTYPES, help="dtype of master weights (default: none)")
@@ -104,7 +111,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where steps are made; on the host they round differently",
     )
     tiers.add_argument(
-        "--overlap", action="store_true", help="make each block's step in the next forward"
+        "--overlap",
+        nargs="?",
+        const="forward",
+        choices=("forward", "backward"),
+        help="make each block's step in the next forward (default, where this is given), or in "
+        "backward as soon as its gradient is final, which leaves no room for clipping",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--no-compare", action="store_true", help="skip the resident run")
@@ -168,6 +180,13 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
         raise ConfigError(f"--loss-chunks must not be negative, not {arguments.loss_chunks}")
     if not arguments.lr >= 0:
         raise ConfigError(f"--lr must not be negative, not {arguments.lr}")
+    if not arguments.clip >= 0:
+        raise ConfigError(f"--clip must not be negative, not {arguments.clip}")
+    if arguments.overlap == "backward" and arguments.clip:
+        raise ConfigError(
+            "--overlap backward steps blocks before the norm of all gradients is known: add "
+            "--clip 0, or use --overlap forward"
+        )
     return Settings(
         shape=Shape(arguments.layers, arguments.width, arguments.heads, arguments.context),
         batch=arguments.batch,
@@ -181,7 +200,8 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
         loss_chunks=arguments.loss_chunks,
         master=None if arguments.master is None else _dtype(arguments.master),
         optimizer_on=arguments.optimizer_on,
-        overlap=arguments.overlap,
+        overlap=arguments.overlap or False,
+        clip=arguments.clip,
     )
 
 
@@ -239,6 +259,8 @@ def _run_tiered(
             overlap=settings.overlap,
             where=settings.optimizer_on,
         )
+        if settings.overlap == "backward":
+            optimizer.accumulate(settings.accumulate)
         display = new_display("tiered", settings.steps, settings.tokens_per_step, console, quiet)
         with display:
             losses, seconds = run_steps(

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from tiermem.cli.data import Corpus
 from tiermem.cli.model import ByteGPT, Shape, loss_of
 
-CLIP = 1.0
 _WARMUP_SHARE = 0.1
 _LEAST_RATE = 0.1
 
@@ -38,7 +37,8 @@ class Settings:
         loss_chunks: In how many parts the logits and the loss are made; 0 for all at once.
         master: Of the masters of the weights, or None for none.
         optimizer_on: ``"device"``, ``"host"`` or ``"both"``; the resident run is all on the device.
-        overlap: Whether the tiered run makes its steps in the next forward.
+        overlap: ``"forward"`` or ``"backward"`` if the tiered run makes its steps there.
+        clip: Most that the norm of all gradients may be, or 0 for any.
     """
 
     shape: Shape
@@ -53,7 +53,8 @@ class Settings:
     loss_chunks: int = 0
     master: torch.dtype | None = None
     optimizer_on: Literal["device", "host", "both"] = "device"
-    overlap: bool = False
+    overlap: Literal[False, "forward", "backward"] = False
+    clip: float = 1.0
 
     @property
     def tokens_per_step(self) -> int:
@@ -153,7 +154,8 @@ def run_steps(
             loss = loss / settings.accumulate
             loss.backward()
             parts.append(loss.detach())
-        clip(CLIP)
+        if settings.clip:
+            clip(settings.clip)
         optimizer.step()
         scheduler.step()
         losses.append(sum(part.item() for part in parts))

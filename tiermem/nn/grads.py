@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -13,6 +13,7 @@ from tiermem.core.layout import TensorShape, split
 from tiermem.errors import StepError
 from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import LazyTensor, flush, is_held, lazy, orphan, refresh
+from tiermem.nn.quiet import quiet
 from tiermem.nn.shapes import follow, shape_of
 from tiermem.runtime.slots import Slot
 
@@ -21,6 +22,23 @@ if TYPE_CHECKING:
 
 
 Change = Callable[[list[torch.Tensor]], None]
+Measure = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Watcher(Protocol):
+    """Follows gradients as they arrive."""
+
+    def arriving(self, entry: Entry) -> bool:
+        """One is about to be accumulated; returns whether to leave ``param.grad`` as it is."""
+        ...
+
+    def arrived(self, entry: Entry) -> None:
+        """It is in the tiers."""
+        ...
+
+    def edited(self, entry: Entry) -> None:
+        """It was written by somebody else than autograd."""
+        ...
 
 
 class GradUnit:
@@ -51,7 +69,11 @@ def divide(group: Group, limit: int) -> list[list[Entry]]:
 
 
 class GradStore:
-    """Takes gradients into the tiers and gives them back."""
+    """Takes gradients into the tiers and gives them back.
+
+    Attributes:
+        watchers: Told of every gradient that arrives.
+    """
 
     def __init__(self, runtime: ModuleRuntime) -> None:
         """Serves ``runtime``."""
@@ -59,6 +81,9 @@ class GradStore:
         self._manager = runtime.manager
         self._displaced: list[Entry] = []
         self._dtypes: dict[int, torch.dtype] = {}
+        self.watchers: list[Watcher] = []
+        self._measures: dict[int, Measure] = {}
+        self._measured: dict[int, tuple[Measure, torch.Tensor]] = {}
 
     def track(self, entry: Entry) -> None:
         """Watches the gradients of a parameter from now on."""
@@ -122,9 +147,33 @@ class GradStore:
                 entry.unit = unit
                 entry.unit_index = index
 
+    def measure(self, entries: Iterable[Entry], measure: Measure) -> None:
+        """Has something measured of every gradient that arrives from now on, while it is in HBM.
+
+        Args:
+            entries: Whose gradients.
+            measure: Returns a small tensor of its own.
+        """
+        self._measures.update((id(entry), measure) for entry in entries)
+
+    def unmeasure(self, entries: Iterable[Entry]) -> None:
+        """Forgets what was measured of gradients that may be written now."""
+        if self._measured:
+            for entry in entries:
+                self._measured.pop(id(entry), None)
+
+    def measured(self, entry: Entry, measure: Measure) -> torch.Tensor | None:
+        """Returns what was measured of a gradient as it is now, or None."""
+        found = self._measured.get(id(entry))
+        unit = entry.unit
+        if found is None or found[0] is not measure or unit is None or unit.pending:
+            return None
+        return found[1] if entry.has_grad else None
+
     def clear(self, entry: Entry) -> None:
         """Forgets the gradient of one parameter; whoever still has it keeps its value."""
         self.pay(entry.unit)
+        self._measured.pop(id(entry), None)
         stand_in, entry.lazy = entry.lazy, None
         if isinstance(stand_in, LazyTensor):
             if entry.param.grad is stand_in:
@@ -198,6 +247,7 @@ class GradStore:
                 for change in unit.pending:
                     change(views)
             unit.pending.clear()
+            self.unmeasure(unit.entries)
             for entry in unit.entries:
                 refresh(entry.lazy, slot.views[entry.unit_index])
             if views:
@@ -223,10 +273,18 @@ class GradStore:
                 else:
                     view.copy_(gradient)
                 refresh(entry.lazy, view)
+                self._measured.pop(id(entry), None)
+                if add and id(entry) in self._measures:
+                    with quiet(view.device):
+                        measure = self._measures[id(entry)]
+                        self._measured[id(entry)] = measure, measure(view)
             entry.has_grad = True
         finally:
             self._manager.release(unit.block, dirty=written)
         self.expose(entry)
+        if not add:
+            for watcher in self.watchers:
+                watcher.edited(entry)
 
     def expose(self, entry: Entry) -> None:
         """Makes ``param.grad`` the lazy stand-in of the stored gradient."""
@@ -253,6 +311,9 @@ class GradStore:
             return
         self._runtime.enter_backward()
         self.pay(entry.unit)  # while param.grad is what it was
+        for watcher in self.watchers:
+            if watcher.arriving(entry):
+                return
         with torch._C.DisableTorchFunctionSubclass():
             self._make_way(entry)
 
@@ -275,13 +336,17 @@ class GradStore:
     def _after(self, entry: Entry, _param: torch.Tensor) -> None:
         """Runs after autograd has put a new gradient into ``param.grad``."""
         with torch._C.DisableTorchFunctionSubclass():
-            self._take_in(entry)
+            stored = self._take_in(entry)
+        if stored:
+            for watcher in self.watchers:
+                watcher.arrived(entry)
 
-    def _take_in(self, entry: Entry) -> None:
+    def _take_in(self, entry: Entry) -> bool:
+        """Returns whether the gradient is in the tiers."""
         entry.displaced = False
         gradient = entry.param.grad
         if gradient is None or entry.materialized:
-            return
+            return False
         if (
             gradient.layout is not torch.strided
             or gradient.requires_grad
@@ -291,5 +356,6 @@ class GradStore:
                 joined = self.load(entry) + gradient
                 self.clear(entry)
                 entry.param.grad = joined
-            return
+            return False
         self.store(entry, gradient, add=True)
+        return True

@@ -27,6 +27,7 @@ class LazyTensor(StandIn, torch.Tensor):
     _load: Callable[[], torch.Tensor]
     _store: Callable[[torch.Tensor], Any]
     _kept: torch.Tensor | None
+    _gone = False
 
     def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
         return (True, self) if func in _NOTHING else (False, None)
@@ -95,6 +96,17 @@ def is_viewed(tensor: Any) -> bool:
     return isinstance(tensor, LazyTensor) and tensor._kept is not None
 
 
+def is_gone(tensor: Any) -> bool:
+    """Whether a lazy tensor stands for what is kept nowhere any more; it says so when used."""
+    return isinstance(tensor, LazyTensor) and tensor._gone
+
+
+def ensure_there(tensor: Any) -> None:
+    """Has a lazy tensor say so if what it stands for is kept nowhere any more."""
+    if is_gone(tensor):
+        tensor._load()
+
+
 def orphan(tensor: LazyTensor) -> None:
     """Gives a lazy tensor its value for good: what it stood for is about to be forgotten."""
     kept = tensor._kept if tensor._kept is not None else tensor._load()
@@ -136,7 +148,7 @@ def lazy(
     dtype: torch.dtype,
     device: torch.device,
     load: Callable[[], torch.Tensor],
-    store: Callable[[torch.Tensor], None],
+    store: Callable[[torch.Tensor], Any],
 ) -> LazyTensor:
     """Makes a lazy tensor.
 
@@ -151,4 +163,20 @@ def lazy(
     tensor._load = load
     tensor._store = store
     tensor._kept = None
+    return tensor
+
+
+def gone(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, refuse: Callable[..., Any]
+) -> LazyTensor:
+    """Makes a stand-in for a tensor that is kept nowhere.
+
+    Args:
+        shape: Of the tensor that was.
+        dtype: Of it.
+        device: Of it.
+        refuse: Raises, with the reason, when its values are asked for or written.
+    """
+    tensor = lazy(shape, dtype, device, refuse, refuse)
+    tensor._gone = True
     return tensor

@@ -10,7 +10,7 @@ from torch import nn
 
 from tiermem.errors import ParameterError, StorageError
 from tiermem.nn.group import Entry
-from tiermem.nn.lazy import LazyTensor
+from tiermem.nn.lazy import LazyTensor, is_gone
 from tiermem.nn.runtime import ModuleRuntime
 
 Target = nn.Module | nn.Parameter | Iterable[nn.Parameter]
@@ -87,7 +87,7 @@ def _open(
             group.free(entry, shared[entry.index])
             opened.append(entry)
             if own is not None:
-                entry.param.grad = own.to(place)
+                entry.param.grad = own if is_gone(own) else own.to(place)
 
 
 def _close(runtime: ModuleRuntime, opened: list[Entry]) -> None:
@@ -145,6 +145,8 @@ def _take_gradient(runtime: ModuleRuntime, entry: Entry, gradient: torch.Tensor 
     if gradient is None:
         if entry.has_grad:
             runtime.grads.clear(entry)
+    elif is_gone(gradient):
+        entry.param.grad = gradient
     elif (
         gradient.layout is torch.strided
         and gradient.shape == entry.param.shape

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -27,6 +27,18 @@ _SOFT_IN_BACKWARD = 2
 _LEAST_UNIT = 16 << 20
 
 
+class BackwardWatcher(Protocol):
+    """Is told of every backward."""
+
+    def begins(self) -> bool:
+        """One begins; returns whether it uses more blocks than weights and gradients."""
+        ...
+
+    def ends(self) -> None:
+        """It is over."""
+        ...
+
+
 class ModuleRuntime:
     """State shared by every wrapped module of one manager.
 
@@ -37,6 +49,7 @@ class ModuleRuntime:
         saved: The saved-tensor hooks.
         activations: Saved tensors that leave HBM.
         on_begin: Called before each top-level pass (the optimizers check in here).
+        backwards: Told of every backward (optimizers that step in it).
         worst_chain: Most bytes of blocks that nested calls of one model hold at once.
         stranded: Parameters that a failed disk kept from being taken back after materialize.
     """
@@ -57,6 +70,7 @@ class ModuleRuntime:
             settings.activation_ahead,
         )
         self.on_begin: list[Callable[[bool], None]] = []
+        self.backwards: list[BackwardWatcher] = []
         self.stranded: list[Entry] = []
         self.worst_chain = 0
         self._by_block: dict[int, Group] = {}
@@ -207,7 +221,8 @@ class ModuleRuntime:
         trained = {e.unit.block.id for g in self.groups for e in g.entries if e.unit is not None}
         order = [b for b in self.manager.planner.schedule.order if b not in trained]
         del order[self.manager.planner.cursor :]
-        self.manager.begin_pass(("backward", self._last_forward), order[::-1])
+        stepping = [watcher.begins() for watcher in self.backwards]
+        self.manager.begin_pass(("backward", self._last_forward, *stepping), order[::-1])
         self.activations.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
@@ -231,6 +246,8 @@ class ModuleRuntime:
         if not self._in_backward:
             return
         self._in_backward = False
+        for watcher in self.backwards:
+            watcher.ends()
         self.grads.restore()
         self._drop(self._backward)
         self._backward.clear()

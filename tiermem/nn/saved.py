@@ -126,6 +126,13 @@ class SavedHooks:
         owner = self._runtime.owner_of(slot.block, tensor)
         return SavedView(slot.block, tensor, owner)
 
+    def is_fixed(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor looks into a block that never leaves HBM."""
+        if tensor.layout is not torch.strided or type(tensor) not in _PLAIN_TYPES:
+            return False
+        slot = self._manager.by_address.get(tensor.untyped_storage().data_ptr())
+        return slot is not None and self._manager.table[slot.block.id].fixed
+
     def _pack_plain(self, tensor: torch.Tensor) -> Any:
         found = self.reference(tensor)
         if found is not None:
@@ -189,6 +196,8 @@ class _Covering:
             if self.recomputes:
                 found.owner = None
             return found
+        if not tensor.requires_grad and self.hooks.is_fixed(tensor):
+            tensor = tensor.detach()  # the parameter itself is pointed away after the call
         pack, unpack = self.outer
         return _Handed(pack(tensor), unpack)
 

@@ -16,6 +16,7 @@ from tiermem.errors import CapacityError
 from tiermem.nn.compiler import hide_from_compiler
 from tiermem.nn.group import Entry, Group, Member
 from tiermem.nn.inspect import Found, find, is_uninitialized, link_shared, owners
+from tiermem.nn.lazy import is_gone
 from tiermem.nn.names import HeldDict, TieredDict
 from tiermem.nn.partition import Predicate, largest_block, parameter_bytes, territories
 from tiermem.nn.runtime import ModuleRuntime
@@ -370,7 +371,9 @@ class WrappedModel:
 
     def _free_entry(self, entry: Entry, value: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Makes a parameter an ordinary one; the hooks on it stay, and do nothing."""
-        own = None if entry.has_grad else entry.param.grad
+        own = entry.param.grad
+        if entry.has_grad or is_gone(own):
+            own = None
         if entry.has_grad:
             self.runtime.grads.clear(entry)
             own = gradient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch.utils._foreach_utils import (
@@ -10,6 +11,14 @@ from torch.utils._foreach_utils import (
     _group_tensors_by_device_and_dtype,
     _has_foreach_support,
 )
+
+from tiermem.nn.grads import Measure
+from tiermem.nn.placeholder import placeholder
+from tiermem.nn.runtime import ModuleRuntime
+from tiermem.optim.unit import StepUnit
+
+Kind = tuple[float, bool | None]
+"""Which norm, and whether torch's ``foreach`` kernels are asked for."""
 
 
 def norms_of(
@@ -60,3 +69,102 @@ def scale(tensors: Sequence[torch.Tensor], factor: torch.Tensor, foreach: bool |
             torch._foreach_mul_([tensor], moved)
         else:
             tensor.mul_(moved)
+
+
+def clamp(tensors: Sequence[torch.Tensor], limit: float) -> None:
+    """Clamps gradients in place to ``[-limit, limit]``."""
+    for tensor in tensors:
+        tensor.clamp_(-limit, limit)
+
+
+class Norms:
+    """The norms of one optimizer's gradients, and clipping by them.
+
+    Once a kind of norm has been asked for it is taken of every gradient as it arrives in the
+    tiers, on the device, while it is in HBM. A gradient that grows by another micro-batch has it
+    taken again; one that is written otherwise loses it. So clipping need not bring all
+    gradients up.
+    """
+
+    def __init__(self, runtime: ModuleRuntime, number: int) -> None:
+        """Serves the optimizer of this number."""
+        self._runtime = runtime
+        self._number = number
+        self._kind: Kind | None = None
+        self._measure: Measure | None = None
+        self.taken = self.swept = 0
+
+    def forget(self, units: Sequence[StepUnit]) -> None:
+        """Forgets what was measured."""
+        self._runtime.grads.unmeasure(e for unit in units for e in unit.entries)
+
+    def clip(
+        self,
+        units: Sequence[StepUnit],
+        params: Sequence[torch.Tensor],
+        max_norm: float,
+        kind: Kind,
+        *,
+        error_if_nonfinite: bool,
+    ) -> torch.Tensor:
+        """Clips the norm of all gradients together; the factor is applied when next in HBM.
+
+        Args:
+            units: Whose gradients.
+            params: Their parameters, in torch's order.
+            max_norm: What the norm shall be at most.
+            kind: Of norm.
+            error_if_nonfinite: Whether to raise where it is not finite.
+
+        Returns:
+            The norm before clipping, 0-d.
+
+        Raises:
+            RuntimeError: If it is not finite and ``error_if_nonfinite``; nothing is changed.
+        """
+        grads = self._runtime.grads
+        measure = self._measure_for(units, kind)
+        norms: dict[int, torch.Tensor] = {}
+        dtypes: dict[int, torch.dtype] = {}
+
+        def sweep(param: torch.Tensor, gradient: torch.Tensor) -> None:
+            norms[id(param)] = measure(gradient)
+            dtypes[id(param)] = gradient.dtype
+
+        for unit in units:
+            unit.sync(self._runtime)
+        known = {id(e) for u in units for e in u.entries if grads.measured(e, measure) is not None}
+        if any(e.has_grad and id(e) not in known for u in units for e in u.entries):
+            self._runtime.manager.begin_pass(("clip", self._number), [])
+        for unit in units:
+            for entry in unit.entries:
+                norm = grads.measured(entry, measure)
+                if norm is not None and entry.unit is not None:
+                    norms[id(entry.param)] = norm
+                    spec = entry.unit.block.tensors[entry.unit_index]
+                    dtypes[id(entry.param)] = spec.dtype  # type: ignore[assignment]
+            unit.each_gradient(self._runtime, sweep, but=known)
+        self.taken, self.swept = len(known), len(norms) - len(known)
+        found = [p for p in params if id(p) in norms]
+        like = [placeholder(p.shape, dtypes[id(p)], p.device) for p in found]
+        total = total_norm([norms[id(p)] for p in found], like, kind[0])
+        if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
+            raise RuntimeError(
+                f"The total norm of order {kind[0]} for gradients is non-finite, so it "
+                "cannot be clipped; call it with error_if_nonfinite=False to go on"
+            )
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for unit in units:
+            unit.change(self._runtime, partial(scale, factor=factor, foreach=kind[1]))
+        return total
+
+    def _measure_for(self, units: Sequence[StepUnit], kind: Kind) -> Measure:
+        """Returns what takes a norm, and has it taken of all gradients to come."""
+        if self._measure is None or kind != self._kind:
+            self._kind, self._measure = kind, partial(_norm_of, kind=kind)
+        self._runtime.grads.measure((e for u in units for e in u.entries), self._measure)
+        return self._measure
+
+
+def _norm_of(gradient: torch.Tensor, kind: Kind) -> torch.Tensor:
+    return norms_of([gradient], *kind)[0]

@@ -112,6 +112,37 @@ def _cast(
     return {id(p): dict(scratch.state[unit.own(p)]) for p in order}
 
 
+def export_all(
+    runtime: ModuleRuntime,
+    units: Sequence[StepUnit],
+    groups: Sequence[dict[str, Any]],
+    state: State,
+) -> dict[str, Any]:
+    """Returns a state dict as torch makes it, and masters beside it; tensors in host memory."""
+    numbers: dict[int, int] = {}
+    packed = []
+    for group in groups:
+        for param in group["params"]:
+            numbers.setdefault(id(param), len(numbers))
+        members = [numbers[id(p)] for p in group["params"]]
+        packed.append({**{k: v for k, v in group.items() if k != "params"}, "params": members})
+    values = {
+        numbers[id(param)]: value
+        for unit in units
+        for param, value in export_state(unit, runtime, state)
+    }
+    masters = {
+        numbers[id(param)]: value
+        for unit in units
+        for param, value in export_masters(unit, runtime)
+    }
+    return {
+        "state": dict(sorted(values.items())),
+        "param_groups": packed,
+        MASTER: dict(sorted(masters.items())),
+    }
+
+
 def export_state(
     unit: StepUnit, runtime: ModuleRuntime, state: State
 ) -> Iterator[tuple[torch.Tensor, State]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +9,12 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tiermem.errors import StepError, StorageError
-from tiermem.nn.placeholder import placeholder
+from tiermem.nn.quiet import quiet, uncompiled
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim import clip
+from tiermem.optim.backward import InBackward
 from tiermem.optim.groups import Params, floating, frozen, groups_of, with_defaults
 from tiermem.optim.host import HostSide, Job
 from tiermem.optim.master import master_dtype_of
@@ -24,12 +23,13 @@ from tiermem.optim.probe import StateProbe, check_separable, settings_of
 from tiermem.optim.scaling import Scaling
 from tiermem.optim.share import Speeds
 from tiermem.optim.sides import choose_sides
-from tiermem.optim.state import MASTER, export_masters, export_state, load_state
+from tiermem.optim.state import MASTER, export_all, load_state
 from tiermem.optim.unit import StepUnit
 from tiermem.runtime.debts import Debt
 from tiermem.runtime.pipeline import Pipeline
 
 Where = Literal["device", "host", "both"]
+Overlap = bool | Literal["forward", "backward"]
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -49,7 +49,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         *,
         master_dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
-        overlap: bool = False,
+        overlap: Overlap = False,
         where: Where = "device",
         **settings: Any,
     ) -> None:
@@ -62,7 +62,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             number: Tells the optimizers of one manager apart.
             master_dtype: Of the masters, or None to step the weights themselves.
             grad_dtype: In which gradients are summed up and kept, or None for the weights' own.
-            overlap: Whether a step is made block by block in the next forward, each before its use.
+            overlap: When a step is made; see :meth:`tiermem.TierManager.optimizer`.
             where: Where blocks are stepped.
             **settings: The class's own.
 
@@ -75,7 +75,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._manager.guard()
         self._cls = cls
         self._settings = settings
+        if overlap not in (False, True, "forward", "backward"):
+            raise StepError(f"overlap={overlap!r}: it is False, True, 'forward' or 'backward'")
         self._overlap = bool(overlap)
+        self._inside = InBackward(runtime) if overlap == "backward" else None
         self._owed: set[int] = set()
         if where not in ("device", "host", "both"):
             raise StepError(f"where={where!r}: a step is made on 'device', 'host' or 'both'")
@@ -85,6 +88,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._master_dtype = floating("master_dtype", master_dtype)
         self._grad_dtype = floating("grad_dtype", grad_dtype)
         self._number = number
+        self._norms = clip.Norms(runtime, number)
         self._pending: list[StepUnit] = []
         self._scaling: Scaling | None = None
         self._failed = ""
@@ -118,18 +122,35 @@ class TieredOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._runtime.end_backward()
         scaling = self._scaling if self._pending else Scaling.of(self)
+        if self._inside is not None and not self._pending:
+            self._inside.before_step(scaling)
         if scaling is not None and not (self._fused and self._pool is None) and scaling.skips:
             return loss
         self.finish()
-        units = self._pending or [unit for unit in self._units if unit.wanted(self._runtime)]
+        self._norms.forget(self._units)  # a class may write gradients
+        units = self._pending or [unit for unit in self._units if self._is_left(unit)]
         if not self._pending:
+            self._tell_others(units)
             units = self._begin_on_host(units, scaling)
         if self._overlap and not self._pending:
             units = self._owe(units, scaling)
         self._step(units, scaling)
+        if self._inside is not None:
+            self._inside.after_step()
         if not self._overlap:
             self.finish()
         return loss
+
+    def _tell_others(self, units: Sequence[StepUnit]) -> None:
+        """Has no other optimizer use gradients inside backward that this one uses, too."""
+        for other in self._runtime.backwards:
+            if isinstance(other, InBackward) and other is not self._inside:
+                other.leave(units)
+
+    def _is_left(self, unit: StepUnit) -> bool:
+        """Whether a unit has a gradient that no step inside backward has used."""
+        made = self._inside is not None and id(unit) in self._inside.made
+        return not made and unit.wanted(self._runtime)
 
     def _begin_on_host(self, units: Sequence[StepUnit], scaling: Scaling | None) -> list[StepUnit]:
         """Begins the steps that the host makes; returns the other units."""
@@ -189,17 +210,15 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._runtime.busy("optimizer", began)
 
     def _owe(self, units: Sequence[StepUnit], scaling: Scaling | None) -> list[StepUnit]:
-        """Puts off the step of every unit that can wait; returns the others.
-
-        The settings are those of now: a scheduler may change the learning rate before the step
-        is made.
-        """
+        """Puts off the step of every unit that can wait, settings as now; returns the others."""
         settings = [frozen(settings_of(group)) for group in self.param_groups]
         scaling = None if scaling is None else scaling.frozen()
         now = []
         pipeline = Pipeline(self._manager)
         with self._manager.lock:
             for unit in units:
+                for gradients in unit.grad_units():  # another optimizer's: one may clear them
+                    self._runtime.grads.pay(gradients)
                 if unit.group is None or not unit.can_wait(self._runtime):
                     now.append(unit)
                     continue
@@ -219,17 +238,8 @@ class TieredOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Makes a step that was put off, wherever we are by now."""
         began = time.perf_counter_ns()
-        kind = self._manager.device.type
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            torch.autocast(kind, enabled=False),
-            torch.autocast("cpu", enabled=False),
-            _disable_current_modes(),
-        ):
-            step = unit.step
-            if "torch._dynamo" in sys.modules:  # the call around it may be a compiled one
-                step = torch.compiler.disable(step)
+        with quiet(self._manager.device):
+            step = uncompiled(unit.step)  # the call around it may be a compiled one
             try:
                 step(self._runtime, settings, self._state, scaling, owed=True)
             except BaseException as error:
@@ -240,10 +250,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._manager.timeline.add("optimizer", unit.name, began, time.perf_counter_ns())
 
     def finish(self) -> None:
-        """Makes what is still to be made of the last step; only with ``overlap=True`` there is any.
+        """Makes what is left of the last step (``overlap``).
 
-        There is no need to call it: whatever looks at a weight, a gradient or a piece of state
-        has its step made first.
+        There is no need to call it: whatever looks has just its step made first.
         """
         if not self._owed:
             return
@@ -252,9 +261,31 @@ class TieredOptimizer(torch.optim.Optimizer):
                 if id(unit) in self._owed and unit.group is not None:
                     self._manager.debts.pay(unit.group.block.id)
 
+    def accumulate(self, micro_batches: int) -> None:
+        """Says how many backwards there are for each step, from the next step on.
+
+        Only ``overlap="backward"`` has to know: it steps blocks in the last of them. A step may
+        be asked for sooner (then it is made like any other); one backward more is refused.
+
+        Args:
+            micro_batches: At least 1, which it is without this call.
+
+        Raises:
+            StepError: If it is no such number, or blocks are stepped and ``step()`` is to come.
+        """
+        if self._inside is not None:
+            self._inside.accumulate(micro_batches)
+
+    @property
+    def stepped_in_backward(self) -> int:
+        """How many units were stepped inside backward so far (``overlap="backward"``)."""
+        return 0 if self._inside is None else self._inside.total
+
     @property
     def state(self) -> Any:
         """The state by parameter, as in any optimizer; every step asked for is made in it."""
+        if self._inside is not None:
+            self._inside.refuse("optimizer.state")
         self.finish()
         return self._state
 
@@ -264,9 +295,13 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients, or sets them to zero."""
+        if self._inside is not None:
+            self._inside.refuse("zero_grad()")
         self._refuse_if_pending("zero_grad()")
         for unit in self._units:
             unit.zero_grad(self._runtime, set_to_none=set_to_none)
+        if self._inside is not None:
+            self._inside.forgotten(set_to_none=set_to_none)
 
     def clip_grad_norm_(
         self,
@@ -277,8 +312,9 @@ class TieredOptimizer(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Clips the norm of all gradients together, exactly as ``torch.nn.utils`` does.
 
-        Gradients are read once for their norms; the factor is applied when they are next in
-        HBM, at the latest in ``step()``.
+        Norms are taken in backward, as gradients arrive, from the second call with the same
+        settings on; those that are not known are taken here, in a sweep. The factor is applied
+        when gradients are next in HBM, at the latest in ``step()``.
 
         Returns:
             The norm before clipping, 0-d.
@@ -286,50 +322,30 @@ class TieredOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: If it is not finite and ``error_if_nonfinite``.
         """
-        self._settle("clip_grad_norm_()")
+        self._settle_to_clip("clip_grad_norm_()")
         self._runtime.end_backward()
-        norms: dict[int, torch.Tensor] = {}
-        dtypes: dict[int, torch.dtype] = {}
-
-        def measure(param: torch.Tensor, gradient: torch.Tensor) -> None:
-            norms[id(param)] = clip.norms_of([gradient], float(norm_type), foreach)[0]
-            dtypes[id(param)] = gradient.dtype
-
+        params = [p for group in self.param_groups for p in group["params"]]
         with torch.no_grad():
-            self._manager.begin_pass(("clip", self._number), [])
-            for unit in self._units:
-                unit.each_gradient(self._runtime, measure)
-            params = [p for g in self.param_groups for p in g["params"] if id(p) in norms]
-            like = [placeholder(p.shape, dtypes[id(p)], p.device) for p in params]
-            total = clip.total_norm([norms[id(p)] for p in params], like, float(norm_type))
-            if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
-                raise RuntimeError(
-                    f"The total norm of order {norm_type} for gradients is non-finite, so it "
-                    "cannot be clipped; call it with error_if_nonfinite=False to go on"
-                )
-            factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
-            for unit in self._units:
-                unit.change(self._runtime, partial(clip.scale, factor=factor, foreach=foreach))
-        return total
+            return self._norms.clip(
+                self._units,
+                params,
+                float(max_norm),
+                (float(norm_type), foreach),
+                error_if_nonfinite=error_if_nonfinite,
+            )
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamps every gradient to ``[-clip_value, clip_value]``."""
-        self._settle("clip_grad_value_()")
-        limit = float(clip_value)
-
-        def clamp(tensors: Sequence[torch.Tensor]) -> None:
-            for tensor in tensors:
-                tensor.clamp_(-limit, limit)
-
+        self._settle_to_clip("clip_grad_value_()")
         for unit in self._units:
-            unit.change(self._runtime, clamp)
+            unit.change(self._runtime, partial(clip.clamp, limit=float(clip_value)))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, and reserves homes for their state."""
         if not hasattr(self, "_units") or not getattr(self, "_ready", False):
             super().add_param_group(param_group)
             return
-        self.finish()
+        self._settle("add_param_group()")
         group = self._template([param_group])[0]
         super().add_param_group(group)
         try:
@@ -347,25 +363,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._settle("state_dict()")
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        numbers: dict[int, int] = {}
-        groups = []
-        for group in self.param_groups:
-            for param in group["params"]:
-                numbers.setdefault(id(param), len(numbers))
-            packed = {k: v for k, v in group.items() if k != "params"}
-            groups.append({**packed, "params": [numbers[id(p)] for p in group["params"]]})
-        state: dict[int, Any] = {}
-        for unit in self._units:
-            for param, values in export_state(unit, self._runtime, self._state):
-                state[numbers[id(param)]] = values
-        result: dict[str, Any] = {"state": dict(sorted(state.items())), "param_groups": groups}
-        masters = {
-            numbers[id(param)]: value
-            for unit in self._units
-            for param, value in export_masters(unit, self._runtime)
-        }
-        if self._master_dtype is not None:
-            result[MASTER] = dict(sorted(masters.items()))
+        result = export_all(self._runtime, self._units, self.param_groups, self._state)
+        if self._master_dtype is None:
+            del result[MASTER]
         for post in self._optimizer_state_dict_post_hooks.values():
             changed = post(self, result)
             result = result if changed is None else changed
@@ -445,6 +445,9 @@ class TieredOptimizer(torch.optim.Optimizer):
             for unit in planned:
                 unit.begin(self._runtime, self.param_groups, self._state)
         self._units.extend(planned)
+        self._tell_others(planned)
+        if self._inside is not None:
+            self._inside.extend(planned, self.param_groups, self._state)
 
     def _choose_sides(self, units: Sequence[StepUnit]) -> None:
         """Decides which units the host steps."""
@@ -475,8 +478,15 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _settle(self, what: str) -> None:
         """Makes sure that no step is unfinished."""
+        if self._inside is not None:
+            self._inside.refuse(what)
         self.finish()
         self._refuse_if_pending(what)
+
+    def _settle_to_clip(self, what: str) -> None:
+        if self._inside is not None:
+            self._inside.refuse_clipping(what)
+        self._settle(what)
 
     def _refuse_if_pending(self, what: str) -> None:
         if self._pending:

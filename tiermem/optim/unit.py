@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from tiermem.core.block import Block
 from tiermem.errors import StepError
 from tiermem.nn.grads import Change, GradUnit
 from tiermem.nn.group import Entry, Group
-from tiermem.nn.lazy import LazyTensor, flush, forget, is_viewed, lazy, refresh
+from tiermem.nn.lazy import LazyTensor, ensure_there, flush, forget, is_viewed, lazy, refresh
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.master import Masters
 from tiermem.optim.probe import Make, settings_of
@@ -93,10 +93,20 @@ class StepUnit:
         return list({id(unit): unit for unit in units}.values())
 
     def wanted(self, runtime: ModuleRuntime) -> bool:
-        """Whether any parameter of it has a gradient."""
+        """Whether any parameter of it has a gradient.
+
+        Raises:
+            StepError: If one was used up by another optimizer's step.
+        """
+        self.sync(runtime)
+        for param, _ in self.members:
+            ensure_there(param.grad)
+        return any(param.grad is not None for param, _ in self.members)
+
+    def sync(self, runtime: ModuleRuntime) -> None:
+        """Takes up what a user did to the gradients."""
         for entry in self.entries:
             runtime.grads.sync(entry)
-        return any(param.grad is not None for param, _ in self.members)
 
     # -- the step --------------------------------------------------------
 
@@ -409,8 +419,7 @@ class StepUnit:
 
     def zero_grad(self, runtime: ModuleRuntime, *, set_to_none: bool) -> None:
         """Forgets the gradients, or sets them to zero."""
-        for entry in self.entries:
-            runtime.grads.sync(entry)
+        self.sync(runtime)
         if not set_to_none:
             self.change(runtime, _zero)
             return
@@ -423,13 +432,21 @@ class StepUnit:
             param.grad = None
 
     def each_gradient(
-        self, runtime: ModuleRuntime, use: Callable[[torch.Tensor, torch.Tensor], None]
+        self,
+        runtime: ModuleRuntime,
+        use: Callable[[torch.Tensor, torch.Tensor], None],
+        but: Container[int] = (),
     ) -> None:
-        """Calls ``use`` with every parameter that has a gradient, and the gradient."""
-        for entry in self.entries:
-            runtime.grads.sync(entry)
+        """Calls ``use`` with every parameter that has a gradient, and the gradient.
+
+        Args:
+            runtime: The modules' runtime.
+            use: What to call.
+            but: Ids of entries to pass over.
+        """
+        self.sync(runtime)
         for unit in self.grad_units():
-            stored = [e for e in self.entries if e.has_grad and e.unit is unit]
+            stored = [e for e in self.entries if e.has_grad and e.unit is unit and id(e) not in but]
             if not stored:
                 continue
             slot = runtime.grads.open(unit)
@@ -444,8 +461,7 @@ class StepUnit:
 
     def change(self, runtime: ModuleRuntime, change: Change) -> None:
         """Has every gradient changed: ordinary ones now, stored ones when next in HBM."""
-        for entry in self.entries:
-            runtime.grads.sync(entry)
+        self.sync(runtime)
         for unit in self.grad_units():
             if any(e.has_grad for e in unit.entries):
                 runtime.grads.pay(unit)

@@ -63,6 +63,10 @@ class Debts:
         if debt.elsewhere is not None:
             self._elsewhere.append(debt)
 
+    def cancel(self, debt: Debt) -> None:
+        """Forgets a piece of work that need not be done any more."""
+        self._strike(debt)
+
     def pay(self, block_id: int) -> None:
         """Does what is owed to a block, in the order in which it was owed.
 

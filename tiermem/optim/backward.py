@@ -1,0 +1,457 @@
+"""Steps inside backward: each block as soon as its gradient is final.
+
+A gradient is final once autograd has run the node that accumulates it, in a backward after which
+no other follows before ``step()``. Then its block of weights is in HBM, so is the gradient, and
+nothing of it has to leave: state and masters come up, the step is made, and the gradient is gone.
+
+Nobody may see a difference to a step made by ``optimizer.step()``. So from the step inside
+backward until ``optimizer.step()`` is called, whoever reaches for the block's weights, state or
+masters is refused (by a debt that raises), and so is every call that would have used the gradient.
+The first two steps are made after backward and only watched, as a loop has come round once then:
+one that clips, scales, changes rates in between, throws gradients away or uses weights once more
+after their gradients is refused, or served otherwise, before anything is stepped wrongly.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.autograd import graph
+
+from tiermem.errors import CapacityError, StepError, StorageError
+from tiermem.nn.group import Entry, Group
+from tiermem.nn.lazy import LazyTensor, gone
+from tiermem.nn.quiet import quiet, uncompiled
+from tiermem.nn.runtime import ModuleRuntime
+from tiermem.optim.groups import frozen
+from tiermem.optim.probe import settings_of
+from tiermem.optim.scaling import Scaling
+from tiermem.optim.unit import State, StepUnit
+from tiermem.runtime.debts import Debt
+from tiermem.runtime.pipeline import Pipeline
+
+_ELSE = "or make the optimizer with overlap='forward'"
+_TRIALS = 2
+_ENGINE = graph._engine_run_backward.__code__
+
+
+class InBackward:
+    """Makes the steps of one optimizer inside backward.
+
+    Attributes:
+        made: Units stepped since the last ``step()``, by id.
+        total: How many units were stepped inside backward so far.
+    """
+
+    def __init__(self, runtime: ModuleRuntime) -> None:
+        """Watches the backwards of ``runtime``."""
+        self.made: dict[int, StepUnit] = {}
+        self.total = 0
+        self._runtime = runtime
+        self._manager = runtime.manager
+        self._micro_batches = 1
+        self._count = 0  # backwards since the last step
+        self._entries: dict[int, Entry] = {}
+        self._units: dict[int, list[StepUnit]] = {}
+        self._groups: Sequence[dict[str, Any]] = ()
+        self._state: State = {}
+        self._spent: dict[int, LazyTensor] = {}
+        self._consumed: set[int] = set()
+        self._settings: list[dict[str, Any]] = []
+        self._marks: object = None
+        self._debts: list[Debt] = []
+        self._late: set[int] = set()
+        # the steps that are only watched
+        self._trials = 0
+        self._watched = self._thrown = False
+        self._final: list[Entry] = []
+        self._edited: set[int] = set()
+        # the backward under way
+        self._task = -1
+        self._counted = self._steps = self._watches = False
+        self._left: dict[int, set[int]] = {}
+        self._pipeline = Pipeline(self._manager)
+        runtime.backwards.append(self)
+        runtime.grads.watchers.append(self)
+
+    def extend(
+        self, units: Iterable[StepUnit], groups: Sequence[dict[str, Any]], state: State
+    ) -> None:
+        """Takes units on; the next steps are watched, and made after backward.
+
+        Args:
+            units: New ones.
+            groups: All parameter groups, with the settings that a step uses.
+            state: The tiered optimizer's, to be kept up to date.
+        """
+        self._groups, self._state = groups, state
+        self._trials = 0
+        self._watched = False
+        for unit in units:
+            if unit.group is not None:
+                self._units.setdefault(id(unit.group), []).append(unit)
+                self._entries.update((id(entry.param), entry) for entry in unit.entries)
+
+    def leave(self, units: Iterable[StepUnit]) -> None:
+        """Leaves blocks to ``step()`` for good: another optimizer steps them as well."""
+        self._late.update(id(unit.group) for unit in units)
+
+    # -- what the user calls ---------------------------------------------
+
+    def accumulate(self, micro_batches: int) -> None:
+        """Sets after how many backwards gradients are final.
+
+        Raises:
+            StepError: If it is no such number, or blocks are stepped already.
+        """
+        if isinstance(micro_batches, bool) or not isinstance(micro_batches, int):
+            raise StepError(f"accumulate() takes a number of backwards, not {micro_batches!r}")
+        if micro_batches < 1:
+            raise StepError(f"accumulate() takes at least 1 backward, not {micro_batches}")
+        self.refuse("accumulate()")
+        self._micro_batches = micro_batches
+
+    def refuse(self, what: str) -> None:
+        """Refuses a call between a backward that stepped and ``step()``.
+
+        Raises:
+            StepError: Then.
+        """
+        if self.made:
+            raise StepError(
+                f"{what} between backward and optimizer.step(): {len(self.made)} units are "
+                "stepped already (overlap='backward'), and their gradients are gone; call "
+                f"optimizer.step() first, {_ELSE}"
+            )
+
+    def refuse_clipping(self, what: str) -> None:
+        """Refuses what has to see all gradients before the first is used.
+
+        Raises:
+            StepError: Always.
+        """
+        raise StepError(
+            f"{what}: with overlap='backward' blocks are stepped before all gradients are known; "
+            f"make the optimizer with overlap='forward' to clip{self._damage()}"
+        )
+
+    def before_step(self, scaling: Scaling | None) -> None:
+        """Makes sure that what was stepped inside backward is what ``step()`` would step now.
+
+        Raises:
+            StepError: If it is not, or would not be the next time.
+        """
+        if scaling is not None:
+            raise StepError(
+                "a GradScaler says only after backward whether a step is made, and by what its "
+                "gradients are to be divided; make the optimizer with overlap='forward'"
+                + self._damage()
+            )
+        if (self.made or self._watched) and self._marks != _marks_of(self._groups):
+            raise StepError(
+                "the settings of the parameter groups (lr, ...) were changed between backward and "
+                "optimizer.step(); with overlap='backward' steps use those of backward: change "
+                f"them after optimizer.step(), {_ELSE}{self._damage()}"
+            )
+        self._check_gradients()
+        self.settle()
+
+    def after_step(self) -> None:
+        """Begins to count backwards anew; the step is made, or asked for."""
+        if self._thrown and not self._tried:
+            self._trials = 0
+        elif self._watched:
+            self._trials += 1
+        self._watched = self._thrown = False
+        self._count = 0
+        self.made.clear()
+        self._consumed.clear()
+        self._final.clear()
+        self._edited.clear()
+
+    def forgotten(self, *, set_to_none: bool) -> None:
+        """The gradients are forgotten, or set to zero; so are those that are gone already.
+
+        Args:
+            set_to_none: Whether they are forgotten.
+        """
+        self._count = 0
+        # gradients that are thrown away must not be used: another loop has to be seen
+        self._thrown = self._thrown or bool(self._final)
+        self._watched = False
+        if not set_to_none:
+            for param, stand_in in self._spent.items():
+                entry = self._entries[param]
+                if _grad_of(entry) is stand_in:
+                    shape, dtype = entry.param.shape, entry.param.dtype
+                    zeros = torch.zeros(shape, dtype=dtype, device=self._manager.device)
+                    self._runtime.grads.store(entry, zeros)
+        self._final.clear()
+        self._edited.clear()
+
+    @property
+    def _tried(self) -> bool:
+        return self._trials >= _TRIALS
+
+    def settle(self) -> None:
+        """Lets everybody look at all blocks again."""
+        with self._manager.lock:
+            for debt in self._debts:
+                self._manager.debts.cancel(debt)
+            self._debts.clear()
+
+    # -- what backward calls ---------------------------------------------
+
+    def begins(self) -> bool:
+        """A backward begins; returns whether steps are likely to be made in it."""
+        self._task = torch._C._current_graph_task_id()
+        self._counted = self._steps = self._watches = False
+        self._left.clear()
+        return self._tried and self._count + 1 == self._micro_batches
+
+    def ends(self) -> None:
+        """It is over."""
+        self._task = -1
+        self._left.clear()
+        if self._watches:
+            self._watched = True
+            self.settle()
+        self._steps = self._watches = False
+
+    def arriving(self, entry: Entry) -> bool:
+        """A gradient is about to be accumulated, or to be caught by ``autograd.grad``.
+
+        Returns:
+            Whether ``param.grad`` is to be left as it is.
+
+        Raises:
+            StepError: If the gradient that it adds to is gone.
+        """
+        if id(entry.param) not in self._entries:
+            return False
+        used = self._is_gone(entry)
+        task = torch._C._current_graph_task_id()
+        known = self._counted and task == self._task
+        if known and not used and id(entry.param) not in self._consumed:
+            return False
+        if not _accumulates(entry):
+            return used
+        if task == self._task and not self._counted and not _is_nested():
+            self._first()
+        elif task != self._task or not self._counted:
+            self._late.add(id(entry.group))  # a backward inside another: more may follow
+        if used or id(entry.param) in self._consumed:
+            raise self._another(entry)
+        return False
+
+    def arrived(self, entry: Entry) -> None:
+        """A gradient is in the tiers; if it is the last of its block, that is stepped."""
+        if not (self._steps or self._watches) or id(entry.param) not in self._entries:
+            return
+        if torch._C._current_graph_task_id() != self._task:
+            return
+        group = entry.group
+        left = self._left.get(id(group))
+        if left is None:
+            members = (e for unit in self._units[id(group)] for e in unit.entries)
+            left = self._left[id(group)] = {id(e.param) for e in members if _accumulates(e)}
+        left.discard(id(entry.param))
+        if left or id(group) in self._late:
+            return
+        if self._steps:
+            self._step(group)
+            return
+        self._final += [e for u in self._units[id(group)] for e in u.entries if e.has_grad]
+        late = partial(self._late.add, id(group))  # called where the weights are used once more
+        self._owe(group.block.name, [group.block.id], late)
+
+    def edited(self, entry: Entry) -> None:
+        """Somebody else has written a gradient."""
+        self._edited.add(id(entry.param))
+
+    # -- inside ----------------------------------------------------------
+
+    def _first(self) -> None:
+        """The first gradient of a backward arrives: decides whether steps are made in it."""
+        for param in (*self._spent, *self._consumed):
+            entry = self._entries[param]
+            if (param in self._consumed or self._is_gone(entry)) and _accumulates(entry):
+                raise self._another(entry)
+        if self._count >= self._micro_batches:
+            if any(_grad_of(entry) is not None for entry in self._entries.values()):
+                raise StepError(
+                    f"this is backward {self._count + 1} before optimizer.step(), and with "
+                    "overlap='backward' blocks are stepped in backward "
+                    f"{self._micro_batches}: say optimizer.accumulate(n) for n backwards per "
+                    f"step, {_ELSE}; nothing of this backward was taken"
+                )
+            self._count = 0  # they were set to None by hand
+        self._counted = True
+        self._count += 1
+        if self._count == self._micro_batches:
+            self._steps, self._watches = self._tried, not self._tried
+            self._settings = [frozen(settings_of(group)) for group in self._groups]
+            self._marks = _marks_of(self._groups)
+            self._pipeline = Pipeline(self._manager)
+            self._edited.clear()
+
+    def _step(self, group: Group) -> None:
+        """Steps the units of a block whose gradients are final.
+
+        What cannot be done here (a disk that fails, no room) is left to ``step()``, which tries
+        again and says what is wrong.
+        """
+        units = [u for u in self._units[id(group)] if any(e.has_grad for e in u.entries)]
+        if not all(u.host is None and u.can_wait(self._runtime) for u in units):
+            return
+        made: list[StepUnit] = []
+        with self._manager.lock, quiet(self._manager.device):
+            try:
+                for unit in units:
+                    began = time.perf_counter_ns()
+                    step = uncompiled(unit.step)
+                    step(self._runtime, self._settings, self._state)
+                    self.made[id(unit)] = unit
+                    made.append(unit)
+                    self._spend(unit)
+                    ended = time.perf_counter_ns()
+                    self._manager.timeline.add("optimizer", unit.name, began, ended)
+            except (StorageError, CapacityError):
+                pass
+            if not made:
+                return
+            self.total += len(made)
+            blocks = [group.block, *(block for unit in made for block in unit.kept_blocks())]
+            ids = [block.id for block in blocks]
+            self._owe(group.block.name, ids, partial(self._refuse_look, group))
+            self._pipeline.write(blocks)
+
+    def _spend(self, unit: StepUnit) -> None:
+        """Forgets the gradients that a step has used, and leaves stand-ins that say so."""
+        for entry in unit.entries:
+            if not entry.has_grad:
+                continue
+            self._runtime.grads.clear(entry)
+            param = id(entry.param)
+            if param not in self._spent:
+                like, where = entry.param, self._manager.device
+                self._spent[param] = gone(like.shape, like.dtype, where, partial(_gone, entry))
+            self._consumed.add(param)
+            with torch._C.DisableTorchFunctionSubclass():
+                entry.param.grad = self._spent[param]
+
+    def _owe(self, name: str, blocks: Sequence[int], work: Callable[[], None]) -> None:
+        debt = Debt(name, blocks, work)
+        with self._manager.lock:
+            self._manager.debts.add(debt)
+        self._debts.append(debt)
+
+    def _refuse_look(self, group: Group) -> None:
+        raise StepError(
+            f"block {group.block.name!r} was stepped inside backward (overlap='backward') and its "
+            "weights or state are used again before optimizer.step(): call optimizer.step() "
+            f"first, {_ELSE}"
+        )
+
+    def _another(self, entry: Entry) -> StepError:
+        return StepError(
+            f"another gradient of parameter {entry.name!r} arrives, and the one that it adds to "
+            "was used up by a step inside backward (overlap='backward'): call "
+            "optimizer.step() and zero_grad() before the next backward, say "
+            f"optimizer.accumulate(n) for n backwards per step, {_ELSE}"
+        )
+
+    def _check_gradients(self) -> None:
+        """Refuses a step whose gradients are others than those of backward."""
+        wrong = [e for e in self._final if id(e.param) in self._edited or not _is_own(e)]
+        wrong = [e for e in wrong if id(e.group) not in self._late]
+        for unit in self.made.values():
+            for entry in unit.entries:
+                used = id(entry.param) in self._consumed
+                if not (self._is_gone(entry) if used else _grad_of(entry) is None):
+                    wrong.append(entry)
+        if wrong:
+            raise StepError(
+                f"the gradient of parameter {wrong[0].name!r} was changed or replaced after it "
+                "was final (by GradScaler.unscale_, clipping, a hook, ...); with "
+                "overlap='backward' the step uses it before that: make the optimizer with "
+                f"overlap='forward'{self._damage()}"
+            )
+        for param in self._spent:
+            entry = self._entries[param]
+            if param not in self._consumed and self._is_gone(entry):
+                _gone(entry)
+
+    def _damage(self) -> str:
+        if not self.made:
+            return "; nothing has been stepped yet"
+        return f"; {len(self.made)} units are stepped already, load a checkpoint"
+
+    def _is_gone(self, entry: Entry) -> bool:
+        stand_in = self._spent.get(id(entry.param))
+        return stand_in is not None and _grad_of(entry) is stand_in
+
+
+def _gone(entry: Entry, *_: object) -> Any:
+    """Answers whoever looks at a gradient that a step inside backward has used up."""
+    raise StepError(
+        f"the gradient of parameter {entry.name!r} was used up by a step inside backward "
+        "(overlap='backward') and is kept nowhere; look at it with overlap='forward', or read it "
+        "in a hook of the parameter (register_hook)"
+    )
+
+
+def _grad_of(entry: Entry) -> torch.Tensor | None:
+    with torch._C.DisableTorchFunctionSubclass():
+        return entry.param.grad
+
+
+def _is_own(entry: Entry) -> bool:
+    """Whether ``param.grad`` is what backward has left there."""
+    return entry.has_grad and _grad_of(entry) is entry.lazy
+
+
+def _accumulates(entry: Entry) -> bool:
+    """Whether the backward under way adds to the gradient of a parameter."""
+    param = entry.param
+    if entry.materialized or not param.requires_grad:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        node = graph.get_gradient_edge(param).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # it is autograd.grad that asks for this one
+        return False
+
+
+def _is_nested() -> bool:
+    """Whether the backward under way was begun inside another, as reentrant checkpoints do.
+
+    The innermost is then only a part of a backward. The thread that asked for the outermost has
+    one call of the engine on its stack, threads of the engine itself have none.
+    """
+    calls = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        calls += frame.f_code is _ENGINE
+        frame = frame.f_back
+    engines = isinstance(threading.current_thread(), threading._DummyThread)
+    return calls > 1 or (calls == 1 and engines)
+
+
+def _marks_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns what tells settings from changed ones, without a wait for the device."""
+    return [{key: _mark_of(value) for key, value in settings_of(g).items()} for g in groups]
+
+
+def _mark_of(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return id(value), value._version, value.tolist() if value.device.type == "cpu" else None
