@@ -69,6 +69,11 @@ def plan_units(
     if master_dtype is not None:
         for unit in units:
             _give_masters(unit, master_dtype)
+    for unit in units:
+        unit.spoils = any(
+            probe.spoils(unit.own(param), number, settings_of(groups[number - first]))
+            for param, number in unit.members
+        )
     _reserve(runtime, units, groups, first, probe, overlap=overlap)
     return units
 

@@ -167,7 +167,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         remaining = list(units)
         pipeline = Pipeline(self._manager)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), pipeline.sweeping():
                 while remaining:
                     unit, following = remaining[0], remaining[1:2]
                     ahead = [block for other in following for block in other.blocks()]
@@ -226,6 +226,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             torch.autocast(kind, enabled=False),
             torch.autocast("cpu", enabled=False),
             _disable_current_modes(),
+            pipeline.sweeping(),
         ):
             step = unit.step
             if "torch._dynamo" in sys.modules:  # the call around it may be a compiled one
