@@ -287,7 +287,7 @@ class StepUnit:
                     written = stepped
                     if stepped and index < len(units):
                         changed = versions[index] != _versions(slots[index])
-                        written = self._sees(units[index]) and (
+                        written = self.sees(units[index]) and (
                             changed or self.spoils or self._scaled
                         )
                     manager.release(block, dirty=written)
@@ -295,7 +295,7 @@ class StepUnit:
             if self.group is not None:
                 self.group.let_go(dirty=stepped)
 
-    def _sees(self, unit: GradUnit) -> bool:
+    def sees(self, unit: GradUnit) -> bool:
         """Whether the optimizer is given gradients of a block themselves, not casts of them."""
         for entry, spec in zip(unit.entries, unit.block.tensors, strict=True):
             if self.own(entry.param).dtype is spec.dtype:
