@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,47 @@ class TimedAdamW(torch.optim.AdamW):
         result = super().step(closure)
         self.time.spend(self.seconds * sum(len(g["params"]) for g in self.param_groups))
         return result
+
+
+class Later:
+    """An executor whose work is all done, in order, once somebody asks for a result."""
+
+    def __init__(self, *_: Any) -> None:
+        self.todo: deque[Promise] = deque()
+
+    def submit(self, work: Any, *args: Any) -> Promise:
+        self.todo.append(Promise(self, partial(work, *args)))
+        return self.todo[-1]
+
+
+class Promise:
+    """What a :class:`Later` gives out."""
+
+    def __init__(self, executor: Later, work: Any) -> None:
+        self.executor, self.work = executor, work
+        self.over = False
+        self.error: BaseException | None = None
+
+    def done(self) -> bool:
+        return self.over
+
+    def cancel(self) -> bool:
+        return not self.over
+
+    def exception(self) -> BaseException | None:
+        while self.executor.todo:  # a thread goes on meanwhile, too
+            first = self.executor.todo.popleft()
+            try:
+                first.work()
+            except BaseException as error:
+                first.error = error
+            first.over = True
+        return self.error
+
+    def result(self) -> None:
+        error = self.exception()
+        if error is not None:
+            raise error
 
 
 class Sweep:
@@ -58,6 +100,7 @@ class Sweep:
         cls = type("Timed", (TimedAdamW,), {"time": time, "seconds": seconds})
         mover = type("Mover", (SimulatedMover,), {"time": time})
         patch.setattr("tiermem.runtime.manager.FileMover", mover)
+        patch.setattr("tiermem.optim.hoststeps.ThreadPoolExecutor", Later)
         patch.setattr(
             "tiermem.runtime.manager.choose_engine",
             lambda *_: (lambda: self.disk, "simulated", "a test"),

@@ -34,6 +34,18 @@ def test_updates_that_take_longer_than_the_disk_hide_it(
         assert shares[1] > 0.9, shares
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.8, 3.2])
+@pytest.mark.parametrize("params", ["dram", "nvme"])
+def test_on_the_host_they_overlap_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, params: str
+) -> None:
+    sizes = {**NARROW, "seconds": seconds, "slots": 2.2, "params": params, "dram": 32 << 20}
+    with Sweep(tmp_path, monkeypatch, **sizes, where="host") as sweep:
+        assert all(unit.host is not None for unit in sweep.optimizer._units)
+        shares = [sweep.step(number) for number in range(2)]
+        assert shares[1] > 0.9, shares
+
+
 @pytest.mark.parametrize(
     "speeds", [Speeds(6e6, 3e6, 7e6), Speeds(3e6, 1.5e6, 3e6), Speeds(3e6, 3e6, 6e6)]
 )

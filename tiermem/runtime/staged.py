@@ -1,7 +1,7 @@
 """Blocks of files in host memory, for a while: the next are read and the last are written.
 
 Host code works on one load of blocks after another, in one thread. Its staging is a part of the
-DRAM budget that holds three consecutive loads: one is read, one is worked on, one is written.
+DRAM budget that holds four consecutive loads: two are read, one is worked on, one is written.
 Reads and writes go through the manager's file mover, as all others do.
 """
 
@@ -25,7 +25,8 @@ from tiermem.transfer.filemover import FileTransfer
 if TYPE_CHECKING:
     from tiermem.runtime.manager import BlockManager
 
-_MOST_LOADS = 3
+_MOST_LOADS = 4
+"""Two that are read, one that is worked on, one that is written."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,9 +234,13 @@ class HostStage:
                 transfer = self._make_room(wanted)
             if transfer is not None:
                 self._mover.wait(transfer, hurry=False)
-        for each in cargo.values():
-            while (transfer := each.moving) is not None:
-                self._mover.wait(transfer, hurry=False)
+        while under_way := [t for each in cargo.values() if (t := each.moving) is not None]:
+            with self._lock:  # what is written meanwhile makes room for what comes next
+                others = [t for each in self._cargo.values() if (t := each.moving) is not None]
+            self._mover.wait_any([*under_way, *others])
+            with self._lock:
+                self._reap()
+                self._read_ahead()
         for each in cargo.values():
             if each.read is not None and each.read.error is not None:
                 raise each.read.error
@@ -287,12 +292,13 @@ class HostStage:
     # -- inside, with the lock -------------------------------------------
 
     def _open(self, loads: Sequence[Load]) -> tuple[Pool, Pool]:
-        """Reserves room for three loads in a row, or for as many as the budget holds."""
+        """Reserves room for four loads in a row, or for as many as the budget holds."""
         own = [sum(align_up(block.nbytes) for block in load.own) for load in loads]
         unit = max((align_up(b.nbytes) for load in loads for b in load.shared), default=0)
         for count in range(_MOST_LOADS, 0, -1):
-            most = max((sum(own[i : i + count]) for i in range(len(own))), default=0)
-            slots = unit * min(2, count)
+            most = max(sum(own[i : i + count]) for i in range(len(own)))
+            windows = [loads[i : i + count] for i in range(len(loads))]
+            slots = unit * max(len({b.id for w in window for b in w.shared}) for window in windows)
             sizes = [nbytes for nbytes in (most, slots) if nbytes]
             requests = [HomeRequest("staging of steps on the host", n, "dram") for n in sizes]
             try:
@@ -337,9 +343,7 @@ class HostStage:
                 each = taken[-1]
                 if order.homes[each.block.id][1]:
                     label = each.block.name
-                    each.read = self._mover.read(
-                        each.home, each.bytes, label=label, in_place=True
-                    )
+                    each.read = self._mover.read(each.home, each.bytes, label=label, in_place=True)
                 self._cargo[each.block.id] = each
                 taken.pop()
         finally:

@@ -46,7 +46,7 @@ class SimulatedTime:
         self.now = 0.0
         self.changed = threading.Condition()
         self._until: float | None = None
-        self._transfer: FileTransfer | None = None
+        self._transfers: Sequence[FileTransfer] = ()
 
     def spend(self, seconds: float) -> None:
         """Computes for a while; the disk works meanwhile."""
@@ -56,22 +56,22 @@ class SimulatedTime:
             self.changed.wait_for(lambda: self.now >= until)
 
     @contextmanager
-    def waiting(self, transfer: FileTransfer) -> Iterator[None]:
-        """Says that the thread does nothing until a transfer has finished."""
+    def waiting(self, transfers: Sequence[FileTransfer]) -> Iterator[None]:
+        """Says that the thread does nothing until one of some transfers has finished."""
         with self.changed:
-            self._transfer = transfer
+            self._transfers = transfers
             self.changed.notify_all()
         try:
             yield
         finally:
             with self.changed:
-                self._transfer = None
+                self._transfers = ()
 
     def limit(self) -> float | None:
         """Returns how far the clock may move before the thread goes on; None for not at all."""
         if self._until is not None:
             return self._until
-        if self._transfer is not None and not self._transfer.finished:
+        if self._transfers and not any(transfer.finished for transfer in self._transfers):
             return float("inf")
         return None
 
@@ -246,5 +246,10 @@ class SimulatedMover(FileMover):
 
     def wait(self, transfer: FileTransfer, *, hurry: bool = True) -> None:
         """See :meth:`FileMover.wait`."""
-        with self.time.waiting(transfer):
+        with self.time.waiting([transfer]):
             super().wait(transfer, hurry=hurry)
+
+    def wait_any(self, transfers: Sequence[FileTransfer]) -> None:
+        """See :meth:`FileMover.wait_any`."""
+        with self.time.waiting(transfers):
+            super().wait_any(transfers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -192,6 +192,17 @@ class FileMover:
                 self._pump.hurry(transfer)
         with self._pump.lock:  # taken in any case: by then poll() knows of it as well
             while not transfer.finished:
+                self._pump.changed.wait()
+
+    def wait_any(self, transfers: Sequence[FileTransfer]) -> None:
+        """Blocks, without the GIL, until one of several has finished; hurries none.
+
+        Raises:
+            ClosedError: If the mover belongs to another process.
+        """
+        self._check_process()
+        with self._pump.lock:
+            while not any(transfer.finished for transfer in transfers):
                 self._pump.changed.wait()
 
     def cancel(self, transfer: FileTransfer) -> None:
