@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_nn import Tiers
-from support_optim import Net, Twins
+from support_optim import Net, Twins, loss_of
 
 from tiermem.core.block import Role
 from tiermem.testing.io import ScriptedEngine
@@ -154,3 +154,33 @@ class _Undo:
 
     def __exit__(self, *_: object) -> None:
         self._patch.undo()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_on_the_host_reads_and_writes_each_block_once(tmp_path: Any, overlap: bool) -> None:
+    """Gradients are read and not written, clipped or not; weights of many units move once."""
+    policy = {"params": "nvme", "grads": "nvme", "master": "nvme", "optimizer": "nvme"}
+    tiers = Tiers("nvme", nvme=str(tmp_path), policy=policy)
+    with Twins(lambda: Net(layers=3), tiers, where="host", overlap=overlap) as twins:
+        manager, units = twins.tier._manager, twins.optimizer._units
+        for step in range(3):
+            _backward(twins, step)
+            twins.optimizer.step()
+            twins.optimizer.finish()
+            twins.optimizer.zero_grad()
+        _backward(twins, 3)
+        twins.optimizer.clip_grad_norm_(0.01)
+        manager.flush()
+        before = manager.counters.bytes_by_link()
+        twins.optimizer.step()
+        twins.optimizer.finish()
+        after = manager.counters.bytes_by_link()
+        kept = sum(block.nbytes for unit in units for block in unit.kept_blocks())
+        weights = sum({u.group.block.id: u.group.block.nbytes for u in units}.values())
+        gradients = sum(u.block.nbytes for unit in units for u in unit.grad_units())
+        moved = {name: after[name] - before.get(name, 0) for name in ("nvme->dram", "dram->nvme")}
+        assert moved == {"nvme->dram": kept + weights + gradients, "dram->nvme": kept + weights}
+
+
+def _backward(twins: Twins, number: int) -> None:
+    loss_of(twins.model, number).backward()
