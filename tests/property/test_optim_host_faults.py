@@ -20,6 +20,7 @@ from support_optim import Net, Twins, two_groups
 import tiermem
 from tiermem.core.block import Tier
 from tiermem.io.engine import IoOp, IoRequest
+from tiermem.optim.host import HostSide
 from tiermem.testing.io import Fault, ScriptedEngine
 
 FAULTS = {
@@ -221,6 +222,42 @@ def test_a_class_that_fails_half_way_leaves_no_mix(
         for unit in alone:
             same = homes_of(manager, unit) == before[unit.name]
             assert same == (unit.name in left), unit.name
+        twins.optimizer.step()
+        twins.by_hand.zero_grad()
+        twins.optimizer.zero_grad()
+        twins.check()
+
+
+@pytest.mark.parametrize("home", ["dram", "nvme"])
+@pytest.mark.parametrize("number", [0, 3, 7])
+@pytest.mark.parametrize("where", ["submit", "begin", "take_up"])
+def test_ctrl_c_in_the_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str, number: int, where: str
+) -> None:
+    """Whatever was begun by then is finished, and what was not is made by the next call."""
+    tiers = Tiers("one", nvme=str(tmp_path), policy=home)
+    with Twins(
+        Net, tiers, torch.optim.AdamW, {"lr": 0.01, "foreach": False}, where="host"
+    ) as twins:
+        for step in range(2):
+            twins.backward(step)
+            twins.step()
+        twins.backward(2)
+        twins.by_hand.step()
+        real, calls = getattr(HostSide, where), []
+
+        def interrupted(*args: Any) -> Any:
+            calls.append(1)
+            if len(calls) == number + 1:
+                raise KeyboardInterrupt
+            return real(*args)
+
+        monkeypatch.setattr(HostSide, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            twins.optimizer.step()
+        if where != "take_up" and (number or where == "begin"):
+            with pytest.raises(tiermem.StepError, match=r"step\(\) again"):
+                twins.optimizer.zero_grad()
         twins.optimizer.step()
         twins.by_hand.zero_grad()
         twins.optimizer.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from support_nn import Tiers, assert_same, check_table
 from support_optim import Net, Twins, one_group, two_groups
 
 import tiermem
+from tiermem.core.block import Tier
 from tiermem.optim.share import Speeds, choose_host
 
 DRAM = Tiers("dram")
@@ -235,3 +237,24 @@ def test_what_is_at_home_in_hbm_is_stepped_on_the_device() -> None:
         twins.check()
         check_table(twins.tier)
         assert_same(dict(twins.plain.state_dict()), dict(twins.model.state_dict()), "weights")
+
+
+@pytest.mark.parametrize("policy", ["nvme", "auto"])
+@pytest.mark.parametrize("dram", [512 << 10, 640 << 10])
+def test_staging_within_the_dram_budget(tmp_path: Path, policy: str, dram: int) -> None:
+    """However little DRAM there is beside the mover's own: the least that is asked for will do."""
+    tiers = Tiers("tight", nvme=str(tmp_path), policy=policy, dram=dram)
+    chosen = (torch.optim.AdamW, {"lr": 0.01, "foreach": False})
+    with Twins(Net, tiers, *chosen, where="host") as twins:
+        units = twins.optimizer._units
+        assert all(unit.host is not None for unit in units)
+        homes = {r.home for r in twins.tier._manager.table}
+        assert Tier.NVME in homes or policy == "auto"
+        for step in range(3):
+            twins.backward(step)
+            twins.step()
+            twins.check()
+        stage = units[0].host._stage
+        loads = [sum(b.nbytes for b in u.blocks()) for u in units]
+        assert stage is None or stage.nbytes <= 4 * max(loads)
+        assert not stage or stage.at_home(r.block for r in twins.tier._manager.table)

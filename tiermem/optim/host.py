@@ -91,7 +91,8 @@ class Job:
         order: The load, asked for.
         written: Ids of the blocks that were changed.
         computed: Whether the step is made; it may still have to go home.
-        broken: Whether its failure was reported.
+        broken: Whether it is to be begun, or begun anew: its failure was reported.
+        future: Its end in the thread.
     """
 
     stored: list[Entry]
@@ -108,23 +109,23 @@ class Job:
     order: Order | None = None
     written: set[int] = field(default_factory=set)
     computed: bool = False
-    broken: bool = False
-    future: Future[None] = field(init=False)
+    broken: bool = True
+    future: Future[None] | None = None
 
     def succeeded(self) -> bool:
         """Whether it is over, and well."""
-        if not self.future.done() or not self.computed:
+        if self.future is None or not self.future.done() or not self.computed:
             return False
         return self.stage is None or self.stage.at_home(self.load.blocks)
 
     def wait(self) -> None:
         """Waits until it is over, well or not; nobody will look at it any more."""
-        if not self.future.cancel():
+        if self.future is not None and not self.future.cancel():
             self.future.exception()
 
     def report(self) -> None:
         """Waits until the thread is through with it; a failure counts as reported from now on."""
-        self.broken = self.future.exception() is not None
+        self.broken = self.future is None or self.future.exception() is not None
 
 
 class HostSide:
@@ -204,11 +205,13 @@ class HostSide:
         runtime: ModuleRuntime,
         groups: Sequence[dict[str, Any]],
         scaling: Scaling | None,
-        pool: ThreadPoolExecutor,
     ) -> Job:
-        """Begins a step that :meth:`check` allows; :meth:`take_up` ends it."""
+        """Takes the blocks for a step that :meth:`check` allows; :meth:`take_up` ends it.
+
+        From now on it is owed to them; :meth:`begin` need not have been called.
+        """
         unit, manager = self.unit, runtime.manager
-        optimizer = unit.optimizer_for(groups)
+        unit.optimizer_for(groups)
         stored = [e for e in unit.entries if e.has_grad and not e.materialized]
         held, blocks = self._held(), self._blocks()
         loose = {
@@ -236,7 +239,6 @@ class HostSide:
                 load,
                 self._stage if files else None,
             )
-            self._begin(runtime, optimizer, job, pool)
         except BaseException:
             manager.lender.give_back(blocks, written=False)
             raise
@@ -244,16 +246,12 @@ class HostSide:
             u.pending.clear()
         return job
 
-    def _begin(
-        self,
-        runtime: ModuleRuntime,
-        optimizer: torch.optim.Optimizer,
-        job: Job,
-        pool: ThreadPoolExecutor,
-    ) -> None:
-        if job.stage is not None:
+    def begin(self, runtime: ModuleRuntime, job: Job, pool: ThreadPoolExecutor) -> None:
+        """Has the thread make a step."""
+        if job.stage is not None and job.order is None:
             job.order = job.stage.announce(job.load)
-        job.future = pool.submit(self._work, runtime, optimizer, job)
+        job.future = pool.submit(self._work, runtime, self.unit.optimizer_for(None), job)
+        job.broken = False
 
     def take_up(
         self, runtime: ModuleRuntime, job: Job, state: State, pool: ThreadPoolExecutor
@@ -268,15 +266,17 @@ class HostSide:
         unit, lender = self.unit, runtime.manager.lender
         optimizer = unit.optimizer_for(None)
         if job.broken and not job.computed:
-            self._begin(runtime, optimizer, job, pool)
-        job.broken = False
+            self.begin(runtime, job, pool)
+        future = job.future
+        if future is None:
+            raise RuntimeError(f"{unit.name}: its step was never begun")
         try:
-            job.future.result()
+            future.result()
             if job.stage is not None:
                 last = [b for b in job.load.shared if lender.borrowers(b) == 1]
                 job.stage.settle([*job.load.own, *last])
         except BaseException as error:
-            job.broken = job.future.done()  # else it was the wait that was cut short
+            job.broken = future.done()  # else it was the wait that was cut short
             if not isinstance(error, Exception) or isinstance(error, TierError):
                 raise
             raise StepError(
@@ -328,6 +328,7 @@ class HostSide:
         except BaseException:
             if stage is not None and job.order is not None:
                 stage.failed(job.order)
+                job.order = None
             raise
         job.computed = True
         if stage is not None and job.order is not None:

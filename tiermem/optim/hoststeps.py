@@ -64,14 +64,16 @@ class HostSteps:
             if changed and self._manager.device.type == "cuda":  # the host reads their factors
                 torch.cuda.current_stream(self._manager.device).synchronize()
             for host in hosts:
-                job = host.submit(self._runtime, groups, scaling, self._pool)
+                job = host.submit(self._runtime, groups, scaling)
                 work = partial(self._take_up, host, job, state, explain)
                 self._owed.add(id(host.unit))
                 self._jobs[id(host.unit)] = (host.unit, job)
                 blocks = [block.id for block in job.blocks]
                 self._manager.debts.add(Debt(host.unit.name, blocks, work, job))
+                host.begin(self._runtime, job, self._pool)
 
     def _take_up(self, host: HostSide, job: Job, state: State, explain: Explain) -> None:
+        self._manager.guard()
         try:
             with torch.inference_mode(False), torch.no_grad():
                 host.take_up(self._runtime, job, state, self._pool)

@@ -436,6 +436,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             self.make,
             self._master_dtype,
             overlap=self._overlap,
+            on_host=self._where != "device",
         )
         try:
             self._choose_sides(planned)

@@ -25,7 +25,7 @@ from tiermem.transfer.filemover import FileTransfer
 if TYPE_CHECKING:
     from tiermem.runtime.manager import BlockManager
 
-_MOST_LOADS = 4
+MOST_LOADS = 4
 """Two that are read, one that is worked on, one that is written."""
 
 
@@ -295,7 +295,7 @@ class HostStage:
         """Reserves room for four loads in a row, or for as many as the budget holds."""
         own = [sum(align_up(block.nbytes) for block in load.own) for load in loads]
         unit = max((align_up(b.nbytes) for load in loads for b in load.shared), default=0)
-        for count in range(_MOST_LOADS, 0, -1):
+        for count in range(MOST_LOADS, 0, -1):
             most = max(sum(own[i : i + count]) for i in range(len(own)))
             windows = [loads[i : i + count] for i in range(len(loads))]
             slots = unit * max(len({b.id for w in window for b in w.shared}) for window in windows)
