@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_nn import Tiers, assert_same, check_table
-from support_optim import Net, Twins, one_group, two_groups
+from support_optim import Net, Twins, loss_of, one_group, two_groups
 
 import tiermem
 from tiermem.core.block import Tier
@@ -101,8 +101,6 @@ def test_the_fused_kernel_is_the_default_and_rounds_close_by() -> None:
 
 
 def _backward_loosely(twins: Twins, number: int) -> None:
-    from support_optim import loss_of
-
     for model in (twins.plain, twins.model):
         loss_of(model, number).backward()
 
@@ -254,7 +252,58 @@ def test_staging_within_the_dram_budget(tmp_path: Path, policy: str, dram: int) 
             twins.backward(step)
             twins.step()
             twins.check()
-        stage = units[0].host._stage
+        stage = units[0].host.stage
         loads = [sum(b.nbytes for b in u.blocks()) for u in units]
         assert stage is None or stage.nbytes <= 4 * max(loads)
         assert not stage or stage.at_home(r.block for r in twins.tier._manager.table)
+
+
+@pytest.mark.parametrize("parts", ["groups", "optimizers"])
+def test_weights_in_files_that_two_have_in_common(tmp_path: Path, parts: str) -> None:
+    """Parameters of one block, in a group that was added, or in another optimizer."""
+    settings: dict[str, Any] = {"lr": 0.05, "foreach": False, "fused": True}
+    torch.manual_seed(0)
+    plain = Net(torch.float32)
+    budgets: dict[str, Any] = {"hbm": "1MiB", "dram": "4MiB", "nvme": tmp_path, "policy": "nvme"}
+    with tiermem.TierManager(device="cpu", **budgets) as tier:
+        model = Net(torch.float32)
+        model.load_state_dict(plain.state_dict())
+        model = tier.wrap(model)
+        optimizers: list[list[Any]] = []
+        for net, make in ((plain, torch.optim.SGD), (model, None)):
+            params = list(net.parameters())
+
+            def build(mine: Any, make: Any = make) -> Any:
+                if make is not None:
+                    return make(mine, **settings)
+                return tier.optimizer(mine, torch.optim.SGD, where="host", overlap=True, **settings)
+
+            made = [build(params[::2])]
+            if parts == "groups":
+                made[0].add_param_group({"params": params[1::2]})
+            else:
+                made.append(build(params[1::2]))
+            optimizers.append(made)
+        for number in range(3):
+            for net, made in zip((plain, model), optimizers, strict=True):
+                loss_of(net, number).backward()
+                for optimizer in made:
+                    optimizer.step()
+                for optimizer in made:
+                    optimizer.zero_grad()
+        assert_same(dict(plain.state_dict()), dict(model.state_dict()), "weights")
+
+
+@pytest.mark.parametrize("home", ["dram", "nvme"])
+def test_a_tensor_rate_that_is_written_at_once(tmp_path: Path, home: str) -> None:
+    tiers = Tiers("one", nvme=str(tmp_path), policy=home)
+    rates = [torch.tensor(0.01), torch.tensor(0.01)]
+    chosen = (torch.optim.AdamW, {"lr": rates[0], "fused": True})
+    with Twins(Net, tiers, *chosen, where="host", overlap=True) as twins:
+        twins.optimizer.param_groups[0]["lr"] = rates[1]
+        for step in range(3):
+            twins.backward(step)
+            twins.step()
+            for rate in rates:
+                rate.mul_(0.5)
+        twins.check()

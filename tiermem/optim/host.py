@@ -129,21 +129,18 @@ class Job:
 
 
 class HostSide:
-    """Steps one unit on the host."""
+    """Steps one unit on the host.
 
-    def __init__(
-        self, unit: StepUnit, stage: HostStage | None = None, scratch: torch.Tensor | None = None
-    ) -> None:
-        """Gives a unit, whose blocks are all at home below HBM, what its optimizer works on.
+    Attributes:
+        unit: The unit.
+        stage: Brings what is at home in files.
+    """
 
-        Args:
-            unit: The unit.
-            stage: Brings what is at home in files.
-            scratch: Where what may have to be taken back is kept, while it is stepped.
-        """
+    def __init__(self, unit: StepUnit) -> None:
+        """Gives a unit, whose blocks are all at home below HBM, what its optimizer works on."""
         self.unit = unit
-        self._stage = stage
-        self._scratch = scratch
+        self.stage: HostStage | None = None
+        self._scratch: torch.Tensor | None = None
         self._own: dict[int, nn.Parameter] = {}
         for param, _ in unit.members:
             dtype = unit.masters.dtype if unit.has_master(param) and unit.masters else param.dtype
@@ -151,9 +148,13 @@ class HostSide:
             self._own[id(param)] = nn.Parameter(away, param.requires_grad)
         self._writes = -1
 
+    def equip(self, stage: HostStage | None, scratch: torch.Tensor | None) -> None:
+        """Gives it staging, and memory for what may have to be taken back; no step is under way."""
+        self.stage, self._scratch = stage, scratch
+
     def own(self, param: torch.Tensor) -> torch.Tensor:
-        """Returns the host's parameter for a model's."""
-        return self._own[id(param)]
+        """Returns the host's parameter for a model's, and any that is not of the unit as it is."""
+        return self._own.get(id(param), param)
 
     # -- begun under the manager's lock ----------------------------------
 
@@ -182,6 +183,11 @@ class HostSide:
                 "it go and leave tier.materialize before step(), or make the optimizer with "
                 "where='device'"
             )
+
+    def in_files(self, runtime: ModuleRuntime) -> list[Block]:
+        """Returns the blocks of a step that are at home in files."""
+        table = runtime.manager.table
+        return [block for block in self._blocks() if table[block.id].home is Tier.NVME]
 
     def settle(self, runtime: ModuleRuntime) -> None:
         """Waits until files have what :meth:`check` found in HBM alone.
@@ -221,7 +227,7 @@ class HostSide:
         }
         record = manager.table[blocks[-1].id]
         follows = record.writes != self._writes
-        files = [block for block in blocks if manager.table[block.id].home is Tier.NVME]
+        files = self.in_files(runtime)
         own = [block for block in files if block is not blocks[-1]]
         load = Load(own, [block for block in files if block is blocks[-1]])
         views, events = manager.lender.lend(blocks)
@@ -237,7 +243,7 @@ class HostSide:
                 follows,
                 scaling,
                 load,
-                self._stage if files else None,
+                self.stage if files else None,
             )
         except BaseException:
             manager.lender.give_back(blocks, written=False)

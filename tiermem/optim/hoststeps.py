@@ -11,7 +11,9 @@ import torch
 
 from tiermem.errors import StorageError, TierError
 from tiermem.nn.runtime import ModuleRuntime
+from tiermem.optim.groups import frozen
 from tiermem.optim.host import HostSide, Job
+from tiermem.optim.probe import settings_of
 from tiermem.optim.scaling import Scaling
 from tiermem.optim.unit import State, StepUnit
 from tiermem.runtime.debts import Debt
@@ -55,7 +57,11 @@ class HostSteps:
         hosts = [unit.host for unit in units if unit.host is not None]
         if scaling is not None and scaling.grad_scale is not None:
             scaling = Scaling(scaling.grad_scale.cpu(), None)
+        groups = [frozen(settings_of(group)) for group in groups]  # a scheduler may write them
         with self._manager.lock, torch.no_grad(), torch.inference_mode(False):
+            for host in hosts:  # weights in files may be in the staging of another optimizer
+                for block in host.in_files(self._runtime):
+                    self._manager.debts.pay(block.id)
             for host in hosts:
                 host.check(self._runtime)
             for host in hosts:

@@ -27,6 +27,7 @@ def choose_sides(
     settings: Sequence[dict[str, Any]],
     *,
     share: bool,
+    earlier: Sequence[StepUnit] = (),
 ) -> tuple[bool, Speeds | None]:
     """Has the host step what it can: whole blocks of weights, all of it at home below HBM.
 
@@ -39,6 +40,7 @@ def choose_sides(
         stepped: Dtype of what is stepped.
         settings: The parameter groups, by number.
         share: Whether the device has a part of it, so that both finish together.
+        earlier: Units of the same optimizer that the host has already; none is under way.
 
     Returns:
         Whether the host has anything to do, and the speeds, where they were measured.
@@ -66,7 +68,7 @@ def choose_sides(
         chosen = choose_host(sizes, speeds)
     mine = [u for on, units in zip(chosen, groups.values(), strict=True) if on for u in units]
     if mine:
-        _have_host_step(runtime, mine, on_host, settings)
+        _have_host_step(runtime, mine, on_host, settings, earlier)
     return bool(mine), speeds
 
 
@@ -75,9 +77,14 @@ def _have_host_step(
     units: Sequence[StepUnit],
     make: Make,
     settings: Sequence[dict[str, Any]],
+    earlier: Sequence[StepUnit],
 ) -> None:
-    """Reserves what the host needs for these units, and has it step them."""
+    """Reserves what the host needs for these units, and has it step them.
+
+    All units of an optimizer have one staging: they may have weights in common.
+    """
     manager = runtime.manager
+    new, units = units, [*earlier, *units]
     in_files = {r.block.id for r in manager.table if r.home is Tier.NVME}
     loads = [_load(unit, in_files) for unit in units]
     undone = max(_bytes_to_keep(unit, in_files, make, settings) for unit in units)
@@ -94,8 +101,15 @@ def _have_host_step(
                 manager.homes.release(tier, extent)
         raise
     scratch = [manager.homes.arena.bytes_of(extent) for _, extent in places if extent is not None]
+    for unit in new:
+        unit.step_on(HostSide(unit), make)
+    before = {id(u.host.stage): u.host.stage for u in earlier if u.host is not None}
     for unit in units:
-        unit.step_on(HostSide(unit, stage, scratch[0] if scratch else None), make)
+        if unit.host is not None:
+            unit.host.equip(stage, scratch[0] if scratch else None)
+    for old in before.values():
+        if old is not None:
+            old.close()
 
 
 def _load(unit: StepUnit, in_files: set[int]) -> Load:

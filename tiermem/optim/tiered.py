@@ -460,6 +460,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             dtype,
             self.param_groups,
             share=self._where == "both",
+            earlier=[unit for unit in self._units if unit.host is not None],
         )
         if some and self._host is None:
             self._host = HostSteps(self._runtime, self._number, self._owed)
