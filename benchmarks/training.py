@@ -224,8 +224,8 @@ class Tiered:
 
     def rest(self) -> None:
         """Waits until the host steps nothing any more; nothing is brought forward."""
-        if self.optimizer._pool is not None:
-            self.optimizer._pool.submit(int).result()  # its one thread works in order
+        if self.optimizer._host is not None:
+            self.optimizer._host._pool.submit(int).result()  # its one thread works in order
 
     def on_host(self) -> int:
         """Returns how many parameters the host steps."""

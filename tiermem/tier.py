@@ -176,8 +176,9 @@ class TierManager:
                 ``optimizer.accumulate(n)``.
             where: ``"device"``: state and masters come up for the step, which rounds as the
                 resident one does. ``"host"``: blocks whose weights, gradients, state and masters
-                are all at home in DRAM are stepped there by torch's CPU kernels, which round
-                differently; the others on the device. ``"both"``: a share of them, by measured
+                are all at home in DRAM or in files, which pass through staging in the DRAM budget,
+                are stepped there by torch's CPU kernels, which round differently; the others on
+                the device. ``"both"``: a share of them, by measured
                 speed, so that both sides finish together.
             **settings: The class's own settings.
 

@@ -72,7 +72,7 @@ def only_while_waited_for(made: Rig) -> None:
     made.manager.flush()
     wait = made.manager.mover.wait
 
-    def waiting(transfer: FileTransfer) -> None:
+    def waiting(transfer: FileTransfer, *, hurry: bool = True) -> None:
         made.engine.release()
         wait(transfer)
         for flight in made.manager.traffic.flights.values():

@@ -1,8 +1,9 @@
-"""Steps on the host: torch's own CPU optimizers over the homes in DRAM.
+"""Steps on the host: torch's own CPU optimizers over the homes in DRAM and staged files.
 
-Gradient, state and masters stay where they are at home, and only the new weights go up, when
-they are next used. A unit's step runs in a thread of its own, inside torch's kernels and so
-without the GIL; whoever needs one of its blocks waits for it first.
+Gradient, state and masters stay where they are at home, or come from their files into staging in
+DRAM and go back, and only the new weights go up, when they are next used. A unit's step runs in a
+thread of its own, inside torch's kernels and so without the GIL; whoever needs one of its blocks
+waits for it first. It happens whole or not at all; one that failed is made again when asked for.
 
 The arithmetic is torch's on the CPU. It rounds differently from the same class on a device (fused
 kernels, the order of operations); it is the same, bit for bit, as the class stepped on the CPU
@@ -21,16 +22,18 @@ import torch
 from torch import nn
 
 from tiermem.core.block import Block, Tier
-from tiermem.errors import StepError
-from tiermem.nn.grads import Change
+from tiermem.errors import StepError, TierError
+from tiermem.nn.grads import Change, GradUnit
 from tiermem.nn.group import Entry
-from tiermem.nn.lazy import LazyTensor, forget, refresh
+from tiermem.nn.lazy import LazyTensor, forget, is_viewed, refresh
 from tiermem.nn.placeholder import placeholder
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.shapes import follow
 from tiermem.optim.probe import Make
 from tiermem.optim.scaling import Scaling
+from tiermem.optim.undo import Undo, cannot_fail_midway
 from tiermem.optim.unit import State, StepUnit
+from tiermem.runtime.staged import HostStage, Load, Order
 from tiermem.transfer.copy import Event
 
 _CPU = torch.device("cpu")
@@ -62,43 +65,82 @@ def with_fused(make: Make) -> Make:
     return fused
 
 
-def lives_in_dram(runtime: ModuleRuntime, unit: StepUnit) -> bool:
-    """Whether everything that a unit's step uses has its home in DRAM."""
+def can_be_on_host(runtime: ModuleRuntime, unit: StepUnit) -> bool:
+    """Whether everything that a unit's step uses has its home below HBM."""
     table = runtime.manager.table
     return unit.group is not None and all(
-        table[block.id].home is Tier.DRAM for block in unit.blocks()
+        table[block.id].home is not Tier.HBM for block in unit.blocks()
     )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Job:
-    """One step of one unit on the host."""
+    """One step of one unit on the host.
+
+    Attributes:
+        stored: Entries whose gradients are in the tiers.
+        gradients: The other gradients, by the id of the parameter.
+        changes: What gradients of each block await.
+        settled: Ids of those blocks that have had it, in DRAM.
+        blocks: What was lent, the weights last.
+        views: Their tensors, by id; those of files once they are staged.
+        events: To be waited for before anything is touched.
+        follows: Whether the weights may have been written since the last step.
+        scaling: What a GradScaler left to the step.
+        load: The blocks among them whose home is a file.
+        order: The load, asked for.
+        written: Ids of the blocks that were changed.
+        computed: Whether the step is made; it may still have to go home.
+        broken: Whether it is to be begun, or begun anew: its failure was reported.
+        future: Its end in the thread.
+    """
 
     stored: list[Entry]
     gradients: dict[int, torch.Tensor]
-    changes: list[Change]
+    changes: list[tuple[GradUnit, list[Change]]]
     blocks: list[Block]
     views: dict[int, list[torch.Tensor]]
     events: list[Event]
     follows: bool
     scaling: Scaling | None
-    future: Future[None] = field(init=False)
+    load: Load
+    stage: HostStage | None
+    settled: set[int] = field(default_factory=set)
+    order: Order | None = None
+    written: set[int] = field(default_factory=set)
+    computed: bool = False
+    broken: bool = True
+    future: Future[None] | None = None
 
     def succeeded(self) -> bool:
         """Whether it is over, and well."""
-        return self.future.done() and self.future.exception() is None
+        if self.future is None or not self.future.done() or not self.computed:
+            return False
+        return self.stage is None or self.stage.at_home(self.load.blocks)
 
     def wait(self) -> None:
-        """Waits until it is over, well or not."""
-        self.future.exception()
+        """Waits until it is over, well or not; nobody will look at it any more."""
+        if self.future is not None and not self.future.cancel():
+            self.future.exception()
+
+    def report(self) -> None:
+        """Waits until the thread is through with it; a failure counts as reported from now on."""
+        self.broken = self.future is None or self.future.exception() is not None
 
 
 class HostSide:
-    """Steps one unit on the host."""
+    """Steps one unit on the host.
+
+    Attributes:
+        unit: The unit.
+        stage: Brings what is at home in files.
+    """
 
     def __init__(self, unit: StepUnit) -> None:
-        """Gives a unit, whose blocks are all at home in DRAM, what its optimizer works on."""
+        """Gives a unit, whose blocks are all at home below HBM, what its optimizer works on."""
         self.unit = unit
+        self.stage: HostStage | None = None
+        self._scratch: torch.Tensor | None = None
         self._own: dict[int, nn.Parameter] = {}
         for param, _ in unit.members:
             dtype = unit.masters.dtype if unit.has_master(param) and unit.masters else param.dtype
@@ -106,9 +148,13 @@ class HostSide:
             self._own[id(param)] = nn.Parameter(away, param.requires_grad)
         self._writes = -1
 
+    def equip(self, stage: HostStage | None, scratch: torch.Tensor | None) -> None:
+        """Gives it staging, and memory for what may have to be taken back; no step is under way."""
+        self.stage, self._scratch = stage, scratch
+
     def own(self, param: torch.Tensor) -> torch.Tensor:
-        """Returns the host's parameter for a model's."""
-        return self._own[id(param)]
+        """Returns the host's parameter for a model's, and any that is not of the unit as it is."""
+        return self._own.get(id(param), param)
 
     # -- begun under the manager's lock ----------------------------------
 
@@ -124,6 +170,11 @@ class HostSide:
         for entry in unit.entries:
             runtime.grads.sync(entry)
         unit.flush()
+        for u in unit.grad_units():
+            of_file = runtime.manager.table[u.block.id].home is Tier.NVME
+            if u.pending and of_file and any(is_viewed(e.lazy) for e in u.entries):
+                runtime.grads.open(u)  # its change is to be seen
+                runtime.manager.release(u.block)
         taken = [e.name for e in unit.entries if e.materialized]
         taken = taken or [runtime.manager.lender.can_lend(self._blocks())]
         if taken[0]:
@@ -133,76 +184,124 @@ class HostSide:
                 "where='device'"
             )
 
+    def in_files(self, runtime: ModuleRuntime) -> list[Block]:
+        """Returns the blocks of a step that are at home in files."""
+        table = runtime.manager.table
+        return [block for block in self._blocks() if table[block.id].home is Tier.NVME]
+
+    def settle(self, runtime: ModuleRuntime) -> None:
+        """Waits until files have what :meth:`check` found in HBM alone.
+
+        Raises:
+            StorageError: If one cannot be written; nothing is stepped.
+        """
+        runtime.manager.lender.settle(self._blocks())
+
     def _blocks(self) -> list[Block]:
         """Returns what a step works on, the weights last."""
         unit = self.unit
-        held = [u for u in unit.grad_units() if any(e.has_grad for e in u.entries)]
         weights = [unit.group.block] if unit.group is not None else []
-        return [u.block for u in held] + unit.kept_blocks() + weights
+        return [u.block for u in self._held()] + unit.kept_blocks() + weights
+
+    def _held(self) -> list[GradUnit]:
+        return [u for u in self.unit.grad_units() if any(e.has_grad for e in u.entries)]
 
     def submit(
         self,
         runtime: ModuleRuntime,
         groups: Sequence[dict[str, Any]],
         scaling: Scaling | None,
-        pool: ThreadPoolExecutor,
     ) -> Job:
-        """Begins a step that :meth:`check` allows; :meth:`take_up` ends it."""
+        """Takes the blocks for a step that :meth:`check` allows; :meth:`take_up` ends it.
+
+        From now on it is owed to them; :meth:`begin` need not have been called.
+        """
         unit, manager = self.unit, runtime.manager
-        optimizer = unit.optimizer_for(groups)
+        unit.optimizer_for(groups)
         stored = [e for e in unit.entries if e.has_grad and not e.materialized]
-        held = [u for u in unit.grad_units() if any(e.has_grad for e in u.entries)]
-        blocks = self._blocks()
+        held, blocks = self._held(), self._blocks()
         loose = {
             id(p): p.grad.detach().to(_CPU)
             for p, _ in unit.members
             if p.grad is not None and not isinstance(p.grad, LazyTensor)
         }
-        weights = manager.table[blocks[-1].id]
-        follows = weights.writes != self._writes
+        record = manager.table[blocks[-1].id]
+        follows = record.writes != self._writes
+        files = self.in_files(runtime)
+        own = [block for block in files if block is not blocks[-1]]
+        load = Load(own, [block for block in files if block is blocks[-1]])
         views, events = manager.lender.lend(blocks)
-        self._writes = weights.writes
-        changes = [change for u in held for change in u.pending]
+        try:
+            self._writes = record.writes
+            job = Job(
+                stored,
+                loose,
+                [(u, list(u.pending)) for u in held if u.pending],
+                blocks,
+                {block.id: tensors for block, tensors in zip(blocks, views, strict=True)},
+                events,
+                follows,
+                scaling,
+                load,
+                self.stage if files else None,
+            )
+        except BaseException:
+            manager.lender.give_back(blocks, written=False)
+            raise
         for u in held:
             u.pending.clear()
-        job = Job(
-            stored,
-            loose,
-            changes,
-            blocks,
-            {block.id: tensors for block, tensors in zip(blocks, views, strict=True)},
-            events,
-            follows,
-            scaling,
-        )
-        job.future = pool.submit(self._work, runtime, optimizer, job)
         return job
 
-    def take_up(self, runtime: ModuleRuntime, job: Job, state: State) -> None:
-        """Waits for a step and has its blocks back.
+    def begin(self, runtime: ModuleRuntime, job: Job, pool: ThreadPoolExecutor) -> None:
+        """Has the thread make a step."""
+        if job.stage is not None and job.order is None:
+            job.order = job.stage.announce(job.load)
+        job.future = pool.submit(self._work, runtime, self.unit.optimizer_for(None), job)
+        job.broken = False
+
+    def take_up(
+        self, runtime: ModuleRuntime, job: Job, state: State, pool: ThreadPoolExecutor
+    ) -> None:
+        """Waits for a step and has its blocks back; one whose failure was reported is made again.
 
         Raises:
-            StepError: If it failed; its blocks are not used again.
+            StepError: If it failed; its blocks are as they were, and cannot be used before
+                another try has gone well.
+            StorageError: The same, where the disk was the reason.
         """
-        unit = self.unit
-        try:
-            job.future.result()
-        except Exception as error:
-            raise StepError(
-                f"the step of {unit.name!r} on the host failed with {type(error).__name__}: "
-                f"{error}; its weights and state may be half made, load a checkpoint"
-            ) from error
+        unit, lender = self.unit, runtime.manager.lender
         optimizer = unit.optimizer_for(None)
+        if job.broken and not job.computed:
+            self.begin(runtime, job, pool)
+        future = job.future
+        if future is None:
+            raise RuntimeError(f"{unit.name}: its step was never begun")
+        try:
+            future.result()
+            if job.stage is not None:
+                last = [b for b in job.load.shared if lender.borrowers(b) == 1]
+                job.stage.settle([*job.load.own, *last])
+        except BaseException as error:
+            job.broken = future.done()  # else it was the wait that was cut short
+            if not isinstance(error, Exception) or isinstance(error, TierError):
+                raise
+            raise StepError(
+                f"the step of {unit.name!r} on the host failed with {type(error).__name__}: {error}"
+            ) from error
         slot = job.views.get(unit.block.id) if unit.block is not None else None
         for index, (param, key) in enumerate(unit.keys):
             own = optimizer.state.get(self.own(param))
             if own is not None and slot is not None and own.get(key) is slot[index]:
                 own[key] = unit.stand_in(runtime, index)
         unit.publish(optimizer, state)
-        for entry in job.stored:
-            if entry.unit is not None and job.changes:
-                refresh(entry.lazy, job.views[entry.unit.block.id][entry.unit_index])
-        runtime.manager.lender.give_back(job.blocks)
+        for u, changes in job.changes:
+            if u.block.id in job.settled:
+                for entry in job.stored:
+                    if entry.unit is u:
+                        refresh(entry.lazy, job.views[u.block.id][entry.unit_index])
+            elif u.block.id not in job.written:  # the file has them without
+                u.pending[:0] = changes
+        lender.give_back(job.blocks)
         for entry in job.stored:
             if entry.param.grad is not entry.lazy:
                 runtime.grads.clear(entry)
@@ -210,41 +309,104 @@ class HostSide:
     # -- in the thread ---------------------------------------------------
 
     def _work(self, runtime: ModuleRuntime, optimizer: torch.optim.Optimizer, job: Job) -> None:
-        manager, unit = runtime.manager, self.unit
-        began = time.perf_counter_ns()
+        manager, unit, stage = runtime.manager, self.unit, job.stage
         if manager.device.type == "cuda":
             torch.cuda.set_device(manager.device)  # for the events
-        for event in job.events:
-            manager.copy.wait(event)
-        with torch.no_grad():
-            gradients = dict(job.gradients)
-            for entry in job.stored:
-                if entry.unit is not None:
-                    view = job.views[entry.unit.block.id][entry.unit_index]
-                    gradients[id(entry.param)] = view
-            stored = [gradients[id(entry.param)] for entry in job.stored]
-            for change in job.changes:
-                change(stored)
-            weights = self._open(job)
-            try:
-                for param, _ in unit.members:
-                    own, gradient = self._own[id(param)], gradients.get(id(param))
-                    own.grad = None if gradient is None else gradient.to(own.dtype)
-                if job.scaling is not None:
-                    job.scaling.unscale(list(self._own.values()))
-                self._attach(optimizer, job)
-                optimizer.step()
-                self._keep(optimizer, job)
-                for param, _ in unit.members:
-                    own = self._own[id(param)]
-                    if own.grad is not None and unit.has_master(param):
-                        weights[id(param)].copy_(own.data)
-            finally:
-                for param, _ in unit.members:
-                    own = self._own[id(param)]
-                    own.grad = None
-                    own.data = placeholder(param.shape, own.dtype, _CPU)
+        try:
+            if stage is not None and job.order is not None:
+                for block_id, cargo in stage.bring(job.order).items():
+                    job.views[block_id] = cargo.views
+            began = time.perf_counter_ns()
+            for event in job.events:
+                manager.copy.wait(event)
+            undo = Undo(self._scratch)
+            with torch.no_grad():
+                try:
+                    job.written = self._update(optimizer, job, undo)
+                except BaseException:
+                    undo.take_back()
+                    raise
+                finally:
+                    for param, _ in unit.members:
+                        own = self._own[id(param)]
+                        own.grad = None
+                        own.data = placeholder(param.shape, own.dtype, _CPU)
+        except BaseException:
+            if stage is not None and job.order is not None:
+                stage.failed(job.order)
+                job.order = None
+            raise
+        job.computed = True
+        if stage is not None and job.order is not None:
+            stage.done(job.order, job.written)
         manager.timeline.add("optimizer", unit.name, began, time.perf_counter_ns())
+
+    def _update(self, optimizer: torch.optim.Optimizer, job: Job, undo: Undo) -> set[int]:
+        """Steps what is at hand; returns the ids of the blocks that were changed."""
+        unit = self.unit
+        gradients = self._settle_gradients(job)
+        weights = self._open(job)
+        for param, _ in unit.members:
+            own, gradient = self._own[id(param)], gradients.get(id(param))
+            own.grad = None if gradient is None else gradient.to(own.dtype)
+        seen = [u for u in self._blocks_of_gradients(job) if unit.sees(u)]
+        versions = [_versions(job.views[u.block.id]) for u in seen]
+        for own in self._own.values():
+            undo.keep_entry(optimizer.state, own)
+        if not cannot_fail_midway(optimizer):
+            self._keep_for_undo(job, undo, seen)
+        if job.scaling is not None:
+            job.scaling.unscale(list(self._own.values()))
+        self._attach(optimizer, job)
+        optimizer.step()
+        self._keep(optimizer, job)
+        for param, _ in unit.members:
+            own = self._own[id(param)]
+            if own.grad is not None and unit.has_master(param):
+                weights[id(param)].copy_(own.data)
+        if unit.masters is not None:
+            unit.masters.made = True
+        written = {block.id for block in [*unit.kept_blocks(), job.blocks[-1]]}
+        for u, before in zip(seen, versions, strict=True):
+            if unit.spoils or _versions(job.views[u.block.id]) != before:
+                written.add(u.block.id)
+        return written
+
+    def _blocks_of_gradients(self, job: Job) -> list[GradUnit]:
+        units = [entry.unit for entry in job.stored if entry.unit is not None]
+        return list({id(u): u for u in units}.values())
+
+    def _settle_gradients(self, job: Job) -> dict[int, torch.Tensor]:
+        """Makes the changes that gradients await; returns gradients by the id of the parameter."""
+        found = dict(job.gradients)
+        files = {block.id for block in job.load.own}
+        for entry in job.stored:
+            if entry.unit is not None:
+                found[id(entry.param)] = job.views[entry.unit.block.id][entry.unit_index]
+        for u, changes in job.changes:
+            if u.block.id in job.settled:
+                continue
+            mine = [found[id(entry.param)] for entry in job.stored if entry.unit is u]
+            for change in changes:
+                change(mine)
+            if u.block.id not in files:
+                job.settled.add(u.block.id)
+        return found
+
+    def _keep_for_undo(self, job: Job, undo: Undo, seen: Sequence[GradUnit]) -> None:
+        """Copies what is about to be changed; what the files have is not needed here."""
+        unit, masters = self.unit, self.unit.masters
+        files = {block.id for block in job.load.own}
+        for block in unit.kept_blocks():
+            if block.id not in files:
+                undo.keep(job.views[block.id])
+        alone = [e for e in unit.entries if masters is None or not unit.has_master(e.param)]
+        undo.keep([job.views[e.group.block.id][e.index] for e in alone])
+        for u in seen if unit.spoils else ():
+            if u.block.id not in files:
+                undo.keep(job.views[u.block.id])
+        for loose in masters.loose() if masters is not None else ():
+            undo.keep([loose])
 
     def _open(self, job: Job) -> dict[int, torch.Tensor]:
         """Points the host's parameters at their homes; returns the weights."""
@@ -263,8 +425,6 @@ class HostSide:
                 own.data.copy_(weight)
             elif job.follows:
                 follow(own.data, weight)
-        if masters is not None:
-            masters.made = True
         return weights
 
     def _attach(self, optimizer: torch.optim.Optimizer, job: Job) -> None:
@@ -291,3 +451,7 @@ class HostSide:
             if value.shape == view.shape and value.dtype is view.dtype:
                 view.copy_(value)
                 own[key] = view
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor._version for tensor in tensors)

@@ -121,6 +121,10 @@ class Masters:
             self._loose[id(param)] = torch.empty_like(weight, dtype=self.dtype)
         return self._loose[id(param)], fresh
 
+    def loose(self) -> list[torch.Tensor]:
+        """Returns the masters that are in ordinary memory."""
+        return list(self._loose.values())
+
     def derive(self) -> None:
         """Writes every work weight whose master has a gradient: it may have been stepped."""
         with torch.no_grad():

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from tiermem.config import format_size
-from tiermem.core.block import Role
-from tiermem.core.layout import TensorShape
+from tiermem.core.block import Extent, Role, Tier
+from tiermem.core.layout import TensorShape, pack
 from tiermem.errors import CapacityError
 from tiermem.nn.group import Entry
 from tiermem.nn.runtime import ModuleRuntime
@@ -17,6 +17,7 @@ from tiermem.nn.shapes import shape_of
 from tiermem.optim.master import Masters, master_dtype_of
 from tiermem.optim.probe import Make, StateProbe, settings_of
 from tiermem.optim.unit import StepUnit
+from tiermem.runtime.staged import MOST_LOADS
 
 Wanted = tuple[str, Role, Sequence[TensorShape]]
 
@@ -30,6 +31,7 @@ def plan_units(
     master_dtype: torch.dtype | None = None,
     *,
     overlap: bool = False,
+    on_host: bool = False,
 ) -> list[StepUnit]:
     """Plans the units of parameter groups and reserves homes for gradients and state.
 
@@ -41,6 +43,8 @@ def plan_units(
         make: Makes a plain optimizer.
         master_dtype: Of the masters of parameters that have another dtype; None for no masters.
         overlap: Whether a unit may be stepped while a forward holds other blocks.
+        on_host: Whether units may be stepped on the host: what ``"auto"`` puts in DRAM then
+            leaves room for the staging of the rest.
 
     Raises:
         CapacityError: If a step or the state does not fit; nothing is reserved then.
@@ -69,7 +73,12 @@ def plan_units(
     if master_dtype is not None:
         for unit in units:
             _give_masters(unit, master_dtype)
-    _reserve(runtime, units, groups, first, probe, overlap=overlap)
+    for unit in units:
+        unit.spoils = any(
+            probe.spoils(unit.own(param), number, settings_of(groups[number - first]))
+            for param, number in unit.members
+        )
+    _reserve(runtime, units, groups, first, probe, overlap=overlap, on_host=on_host)
     return units
 
 
@@ -87,16 +96,19 @@ def _reserve(
     probe: StateProbe,
     *,
     overlap: bool,
+    on_host: bool,
 ) -> None:
     """Reserves homes for state and masters of all units, or of none."""
     wanted: list[Wanted] = []
     states: list[tuple[StepUnit, list[tuple[torch.Tensor, str]]]] = []
     masters: list[tuple[Masters, list[torch.Tensor]]] = []
+    sizes = {id(unit): sum(b.nbytes for b in unit.blocks()) for unit in units}
     for unit in units:
         shapes, keys = _state_of(unit, groups, first, probe)
         if shapes:
             wanted.append((f"{unit.name}.state", Role.OPTIMIZER, shapes))
             states.append((unit, keys))
+            sizes[id(unit)] += pack(shapes)[1]
     for unit in units:
         if unit.masters is None:
             continue
@@ -106,7 +118,17 @@ def _reserve(
         if kept:
             wanted.append((f"{unit.name}.master", Role.MASTER, _master_shapes(unit, kept)))
             masters.append((unit.masters, [e.param for e in kept]))
-    blocks = runtime.manager.add_blocks(wanted)
+            sizes[id(unit)] += pack(wanted[-1][2])[1]
+    held = _hold_staging(runtime, list(sizes.values())) if on_host else []
+    try:
+        blocks = runtime.manager.add_blocks(wanted)
+    except CapacityError:
+        if not held:
+            raise
+        _let_go(runtime, held)
+        blocks = runtime.manager.add_blocks(wanted)
+    finally:
+        _let_go(runtime, held)
     for (unit, own), block in zip(states, blocks[: len(states)], strict=True):
         unit.block, unit.keys = block, own
     for (kept_by, params), block in zip(masters, blocks[len(states) :], strict=True):
@@ -116,6 +138,24 @@ def _reserve(
     except CapacityError:
         runtime.manager.remove_blocks(blocks)
         raise
+
+
+def _hold_staging(runtime: ModuleRuntime, sizes: Sequence[int]) -> list[Extent]:
+    """Takes DRAM that the staging of steps on the host may want, were all in files."""
+    homes = runtime.manager.homes
+    if homes.swap is None:
+        return []
+    for count in range(MOST_LOADS, 0, -1):
+        most = max((sum(sizes[i : i + count]) for i in range(len(sizes))), default=0)
+        extent = homes.dram.allocate(most) if most else None
+        if extent is not None:
+            return [extent]
+    return []
+
+
+def _let_go(runtime: ModuleRuntime, held: list[Extent]) -> None:
+    while held:
+        runtime.manager.homes.release(Tier.DRAM, held.pop())
 
 
 def _state_of(

@@ -169,6 +169,7 @@ class StateProbe:
         self._devices = (torch.device("meta"), torch.device("cpu"), device)
         self._sparse = sparse
         self._known: dict[Any, dict[str, torch.Tensor]] = {}
+        self._spoils: dict[Any, bool] = {}
         self.eager = False
 
     def state_of(
@@ -186,6 +187,43 @@ class StateProbe:
         if key not in self._known:
             self._known[key] = self._learn(param, stride, settings)
         return self._known[key]
+
+    def spoils(self, param: torch.Tensor, group: int, settings: dict[str, Any]) -> bool:
+        """Returns whether a step writes gradients; where it cannot be tried it is taken to.
+
+        What it does not write need not be written back.
+
+        Args:
+            param: Its dtype and number of dimensions count.
+            group: Number of its parameter group.
+            settings: Of that group.
+        """
+        key = (param.dim(), param.dtype, group)
+        if key not in self._spoils:
+            self._spoils[key] = any(
+                self._try_spoil(param, settings, large) for large in (False, True)
+            )
+        return self._spoils[key]
+
+    def _try_spoil(self, param: torch.Tensor, settings: dict[str, Any], large: bool) -> bool:
+        """Tries a few steps with gradients below or above what anybody would clip."""
+        for device in self._devices[1:]:
+            try:
+                with _own_randomness(), torch.inference_mode(False):
+                    (tiny,) = _tiny([(4,) * param.dim()], param.dtype, device)
+                    optimizer = self._make([{**settings, "params": [tiny]}])
+                    for _ in range(_STEPS):
+                        tiny.grad = _gradient(tiny, sparse=self._sparse)
+                        with torch.no_grad():
+                            tiny.grad *= 100.0 if large else 0.01
+                        kept, before = tiny.grad, tiny.grad.to_dense().clone()
+                        optimizer.step()
+                        if not torch.equal(_bits(kept.to_dense()), _bits(before)):
+                            return True
+                    return False
+            except Exception:  # a class may not run there
+                continue
+        return True
 
     def _learn(
         self, param: torch.Tensor, stride: tuple[int, ...], settings: dict[str, Any]

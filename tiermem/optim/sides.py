@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
+from tiermem.core.block import Extent, Tier, align_up
 from tiermem.nn.runtime import ModuleRuntime
-from tiermem.optim.host import HostSide, lives_in_dram, with_fused
-from tiermem.optim.probe import Make
+from tiermem.optim.host import HostSide, can_be_on_host, with_fused
+from tiermem.optim.probe import Make, settings_of
 from tiermem.optim.share import Speeds, choose_host, measure
+from tiermem.optim.undo import cannot_fail_midway
 from tiermem.optim.unit import StepUnit
+from tiermem.runtime.homes import HomeRequest
+from tiermem.runtime.staged import HostStage, Load
 
 
 def choose_sides(
@@ -18,24 +24,33 @@ def choose_sides(
     units: Sequence[StepUnit],
     make: Make,
     stepped: torch.dtype,
+    settings: Sequence[dict[str, Any]],
     *,
     share: bool,
+    earlier: Sequence[StepUnit] = (),
 ) -> tuple[bool, Speeds | None]:
-    """Has the host step what it can: whole blocks of weights, all of it at home in DRAM.
+    """Has the host step what it can: whole blocks of weights, all of it at home below HBM.
+
+    What is at home in files passes through staging in DRAM, which is reserved here.
 
     Args:
         runtime: The modules' runtime.
         units: In the order of the modules.
         make: Makes a plain optimizer.
         stepped: Dtype of what is stepped.
+        settings: The parameter groups, by number.
         share: Whether the device has a part of it, so that both finish together.
+        earlier: Units of the same optimizer that the host has already; none is under way.
 
     Returns:
         Whether the host has anything to do, and the speeds, where they were measured.
+
+    Raises:
+        CapacityError: If the DRAM budget does not hold the staging; nothing is changed.
     """
     groups: dict[int, list[StepUnit]] = {}
     for unit in units:
-        if lives_in_dram(runtime, unit):
+        if can_be_on_host(runtime, unit):
             groups.setdefault(id(unit.group), []).append(unit)
     if not groups:
         return False, None
@@ -51,7 +66,79 @@ def choose_sides(
             on_host, make, runtime.manager.device, weight, stepped, kept // max(1, sum(sizes))
         )
         chosen = choose_host(sizes, speeds)
-    for mine, sharers in zip(chosen, groups.values(), strict=True):
-        for unit in sharers if mine else ():
-            unit.step_on(HostSide(unit), on_host)
-    return any(chosen), speeds
+    mine = [u for on, units in zip(chosen, groups.values(), strict=True) if on for u in units]
+    if mine:
+        _have_host_step(runtime, mine, on_host, settings, earlier)
+    return bool(mine), speeds
+
+
+def _have_host_step(
+    runtime: ModuleRuntime,
+    units: Sequence[StepUnit],
+    make: Make,
+    settings: Sequence[dict[str, Any]],
+    earlier: Sequence[StepUnit],
+) -> None:
+    """Reserves what the host needs for these units, and has it step them.
+
+    All units of an optimizer have one staging: they may have weights in common.
+    """
+    manager = runtime.manager
+    new, units = units, [*earlier, *units]
+    in_files = {r.block.id for r in manager.table if r.home is Tier.NVME}
+    loads = [_load(unit, in_files) for unit in units]
+    undone = max(_bytes_to_keep(unit, in_files, make, settings) for unit in units)
+    places: list[tuple[Tier, Extent | None]] = []
+    if undone:
+        places = manager.homes.reserve([HomeRequest("undo of steps on the host", undone, "dram")])
+    stage = None
+    try:
+        if any(load.blocks for load in loads):
+            stage = HostStage(manager, loads)
+    except BaseException:
+        for tier, extent in places:
+            if extent is not None:
+                manager.homes.release(tier, extent)
+        raise
+    scratch = [manager.homes.arena.bytes_of(extent) for _, extent in places if extent is not None]
+    for unit in new:
+        unit.step_on(HostSide(unit), make)
+    before = {id(u.host.stage): u.host.stage for u in earlier if u.host is not None}
+    for unit in units:
+        if unit.host is not None:
+            unit.host.equip(stage, scratch[0] if scratch else None)
+    for old in before.values():
+        if old is not None:
+            old.close()
+
+
+def _load(unit: StepUnit, in_files: set[int]) -> Load:
+    blocks = [block for block in unit.blocks() if block.id in in_files]
+    shared = [b for b in blocks if unit.group is not None and b is unit.group.block]
+    return Load([b for b in blocks if b not in shared], shared)
+
+
+def _bytes_to_keep(
+    unit: StepUnit, in_files: set[int], make: Make, settings: Sequence[dict[str, Any]]
+) -> int:
+    """Returns the bytes to copy before a step of a unit that may fail half way."""
+    numbers = list(dict.fromkeys(number for _, number in unit.members))
+    dtypes = {unit.own(param).dtype for param, _ in unit.members}
+    try:
+        tiny = [
+            {**settings_of(settings[n]), "params": [nn.Parameter(torch.zeros(1, dtype=d))]}
+            for n in numbers
+            for d in dtypes
+        ]
+        if cannot_fail_midway(make(tiny)):
+            return 0
+    except Exception:  # a class that wants other parameters: nothing is known of it
+        pass
+    kept = [b.nbytes for b in unit.kept_blocks() if b.id not in in_files]
+    if unit.spoils:
+        kept += [u.block.nbytes for u in unit.grad_units() if u.block.id not in in_files]
+    if not all(unit.has_master(param) for param, _ in unit.members) and unit.group is not None:
+        ids = {id(param) for param, _ in unit.members}
+        specs = [unit.group.block.tensors[e.index] for e in unit.entries if id(e.param) in ids]
+        kept.append(max(s.offset + s.nbytes for s in specs) - min(s.offset for s in specs))
+    return sum(map(align_up, kept))

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from tiermem.errors import StepError, StorageError
+from tiermem.errors import CapacityError, StepError, StorageError
 from tiermem.nn.quiet import quiet, uncompiled
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim import clip
 from tiermem.optim.backward import InBackward
 from tiermem.optim.groups import Params, floating, frozen, groups_of, with_defaults
-from tiermem.optim.host import HostSide, Job
+from tiermem.optim.hoststeps import HostSteps, say_how_far
 from tiermem.optim.master import master_dtype_of
 from tiermem.optim.plan import plan_units
 from tiermem.optim.probe import StateProbe, check_separable, settings_of
@@ -83,7 +82,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         if where not in ("device", "host", "both"):
             raise StepError(f"where={where!r}: a step is made on 'device', 'host' or 'both'")
         self._where = where
-        self._pool: ThreadPoolExecutor | None = None
+        self._host: HostSteps | None = None
+        self._begun = False  # and not ended: by a step on the host that failed
         self.speeds: Speeds | None = None
         self._master_dtype = floating("master_dtype", master_dtype)
         self._grad_dtype = floating("grad_dtype", grad_dtype)
@@ -117,28 +117,32 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         loss = None
         self._manager.guard()
-        if closure is not None and not self._pending:
+        again = bool(self._pending) or (self._begun and bool(self._owed))
+        if closure is not None and not again:
             with torch.enable_grad():
                 loss = closure()
         self._runtime.end_backward()
-        scaling = self._scaling if self._pending else Scaling.of(self)
-        if self._inside is not None and not self._pending:
+        scaling = self._scaling if again else Scaling.of(self)
+        if self._inside is not None and not again:
             self._inside.before_step(scaling)
-        if scaling is not None and not (self._fused and self._pool is None) and scaling.skips:
+        if scaling is not None and not (self._fused and self._host is None) and scaling.skips:
             return loss
         self.finish()
         self._norms.forget(self._units)  # a class may write gradients
-        units = self._pending or [unit for unit in self._units if self._is_left(unit)]
-        if not self._pending:
+        units = self._pending
+        if not again:
+            units = [unit for unit in self._units if self._is_left(unit)]
             self._tell_others(units)
-            units = self._begin_on_host(units, scaling)
-        if self._overlap and not self._pending:
+        units = self._begin_on_host(units, scaling)
+        if self._overlap and not again:
             units = self._owe(units, scaling)
+        self._begun = not self._overlap
         self._step(units, scaling)
         if self._inside is not None:
             self._inside.after_step()
         if not self._overlap:
             self.finish()
+        self._begun = False
         return loss
 
     def _tell_others(self, units: Sequence[StepUnit]) -> None:
@@ -154,30 +158,23 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _begin_on_host(self, units: Sequence[StepUnit], scaling: Scaling | None) -> list[StepUnit]:
         """Begins the steps that the host makes; returns the other units."""
-        pool = self._pool
-        hosts = [unit.host for unit in units if unit.host is not None]
-        if pool is None or not hosts:
-            return list(units)
-        if scaling is not None and scaling.grad_scale is not None:
-            scaling = Scaling(scaling.grad_scale.cpu(), None)
-        with self._manager.lock, torch.no_grad(), torch.inference_mode(False):
-            for host in hosts:
-                host.check(self._runtime)
-            changed = any(u.pending for host in hosts for u in host.unit.grad_units())
-            if changed and self._manager.device.type == "cuda":  # the host reads their factors
-                torch.cuda.current_stream(self._manager.device).synchronize()
-            for host in hosts:
-                job = host.submit(self._runtime, self.param_groups, scaling, pool)
-                work = partial(self._take_up, host, job)
-                self._owed.add(id(host.unit))
-                blocks = [block.id for block in job.blocks]
-                self._manager.debts.add(Debt(host.unit.name, blocks, work, job))
+        if self._host is not None and any(unit.host is not None for unit in units):
+            try:
+                self._host.begin(units, self.param_groups, scaling, self._state, self._explain)
+            except BaseException as error:
+                if self._begun_some(units):  # the rest of them waits for the next call
+                    self._cut_short(error, [u for u in units if id(u) not in self._owed], scaling)
+                raise
         return [unit for unit in units if unit.host is None]
 
-    def _take_up(self, host: HostSide, job: Job) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            host.take_up(self._runtime, job, self._state)
-        self._owed.discard(id(host.unit))
+    def _begun_some(self, units: Sequence[StepUnit]) -> bool:
+        return bool(self._pending) or any(id(unit) in self._owed for unit in units)
+
+    def _cut_short(
+        self, error: BaseException, left: list[StepUnit], scaling: Scaling | None
+    ) -> None:
+        self._pending, self._scaling, self._begun = left, scaling, True
+        self._failed = f"{type(error).__name__} at {left[0].name!r}" if left else ""
 
     def _step(self, units: Sequence[StepUnit], scaling: Scaling | None) -> None:
         """Steps units now."""
@@ -188,7 +185,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         remaining = list(units)
         pipeline = Pipeline(self._manager)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), pipeline.sweeping():
                 while remaining:
                     unit, following = remaining[0], remaining[1:2]
                     ahead = [block for other in following for block in other.blocks()]
@@ -202,8 +199,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                     del remaining[0]
                     pipeline.write([block for block in unit.blocks() if block not in ahead])
         except BaseException as error:
-            self._pending, self._scaling = remaining, scaling
-            self._failed = f"{type(error).__name__} at {remaining[0].name!r}"
+            self._cut_short(error, remaining, scaling)
             self._explain(error, [unit.name for unit in remaining])
             raise
         self._pending = []
@@ -238,7 +234,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Makes a step that was put off, wherever we are by now."""
         began = time.perf_counter_ns()
-        with quiet(self._manager.device):
+        with quiet(self._manager.device), pipeline.sweeping():
             step = uncompiled(unit.step)  # the call around it may be a compiled one
             try:
                 step(self._runtime, settings, self._state, scaling, owed=True)
@@ -439,8 +435,13 @@ class TieredOptimizer(torch.optim.Optimizer):
             self.make,
             self._master_dtype,
             overlap=self._overlap,
+            on_host=self._where != "device",
         )
-        self._choose_sides(planned)
+        try:
+            self._choose_sides(planned)
+        except CapacityError:
+            self._manager.remove_blocks([b for unit in planned for b in unit.kept_blocks()])
+            raise
         if self._probe.eager:
             for unit in planned:
                 unit.begin(self._runtime, self.param_groups, self._state)
@@ -455,26 +456,28 @@ class TieredOptimizer(torch.optim.Optimizer):
             return
         dtype = next((self._stepped_dtype(p) for u in units for p, _ in u.members), torch.float32)
         some, self.speeds = choose_sides(
-            self._runtime, units, self.make, dtype, share=self._where == "both"
+            self._runtime,
+            units,
+            self.make,
+            dtype,
+            self.param_groups,
+            share=self._where == "both",
+            earlier=[unit for unit in self._units if unit.host is not None],
         )
-        if some and self._pool is None:
-            # one thread: the kernels it runs spread over all cores by themselves
-            self._pool = ThreadPoolExecutor(1, f"tiermem-optimizer-{self._number}")
+        if some and self._host is None:
+            self._host = HostSteps(self._runtime, self._number, self._owed)
 
     def _before_forward(self, training: bool) -> None:
         if training:
             self._refuse_if_pending("a training forward")
 
     def _explain(self, error: BaseException, left: Sequence[str]) -> None:
-        """Has an error of the disk say how far the step got."""
-        if not isinstance(error, StorageError):
-            return
-        names = ", ".join(repr(name) for name in left[:8]) + (", ..." if len(left) > 8 else "")
-        again = "the next use of them makes it" if self._owed else "optimizer.step() goes on there"
-        error.message += (
-            f"; {len(self._units) - len(left)} of {len(self._units)} units of the optimizer step "
-            f"are made, each whole, and {len(left)} are as they were: {names}; {again}"
-        )
+        """Has an error of the disk, or of the host, say how far the step got."""
+        if isinstance(error, StorageError | StepError):
+            again = "optimizer.step() goes on there"
+            if self._owed:
+                again = "the next use of them makes it, or optimizer.step()"
+            say_how_far(error, len(self._units), left, again)
 
     def _settle(self, what: str) -> None:
         """Makes sure that no step is unfinished."""

@@ -38,6 +38,7 @@ class StepUnit:
         masters: Their masters, or None where the parameters themselves are stepped.
         host: Steps it on the host, or None.
         keys: For each tensor of that block, its parameter and the state's key.
+        spoils: Whether a step of the class may write the gradients that it is given.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class StepUnit:
         self.masters: Masters | None = None
         self.host: HostSide | None = None
         self.keys: list[tuple[torch.Tensor, str]] = []
+        self.spoils = True
         self._make = make
         self._optimizer: torch.optim.Optimizer | None = None
+        self._scaled = False
         self._numbers = list(dict.fromkeys(number for _, number in members))
 
     def own(self, param: torch.Tensor) -> torch.Tensor:
@@ -249,6 +252,7 @@ class StepUnit:
             scaling.unscale([self.own(param) for param, _ in self.members])
             optimizer.step()
             return
+        self._scaled = True  # it undoes the scale in the gradients themselves
         optimizer.grad_scale = scaling.grad_scale  # type: ignore[attr-defined]
         optimizer.found_inf = scaling.found_inf  # type: ignore[attr-defined]
         try:
@@ -275,6 +279,7 @@ class StepUnit:
         units = [u for u in self.grad_units() if any(e.has_grad for e in u.entries)]
         blocks = [u.block for u in units] + self.kept_blocks()
         stepped = False
+        versions: list[int] = []
         if self.group is not None:
             self.group.hold()
         try:
@@ -282,18 +287,25 @@ class StepUnit:
             try:
                 for unit, slot in zip(units, slots, strict=False):
                     runtime.grads.settle(unit, slot)
+                versions = [_versions(slot) for slot in slots]
+                self._scaled = False
                 stepped = True
                 yield {id(block): slot for block, slot in zip(blocks, slots, strict=True)}
             finally:
-                # a class may write gradients too, and weights through `param.data`: nobody counts
+                # a class may write weights through `param.data`: nobody counts
                 for index, block in enumerate(blocks):
-                    written = stepped and (index >= len(units) or self._sees(units[index]))
+                    written = stepped
+                    if stepped and index < len(units):
+                        changed = versions[index] != _versions(slots[index])
+                        written = self.sees(units[index]) and (
+                            changed or self.spoils or self._scaled
+                        )
                     manager.release(block, dirty=written)
         finally:
             if self.group is not None:
                 self.group.let_go(dirty=stepped)
 
-    def _sees(self, unit: GradUnit) -> bool:
+    def sees(self, unit: GradUnit) -> bool:
         """Whether the optimizer is given gradients of a block themselves, not casts of them."""
         for entry, spec in zip(unit.entries, unit.block.tensors, strict=True):
             if self.own(entry.param).dtype is spec.dtype:
@@ -473,6 +485,11 @@ class StepUnit:
         ]
         if loose:
             change(loose)
+
+
+def _versions(slot: Slot) -> int:
+    """Returns how often the tensors of a block were written, as far as torch counts it."""
+    return sum(view._version for view in slot.views)
 
 
 def _zero(tensors: Sequence[torch.Tensor]) -> None:

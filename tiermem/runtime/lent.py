@@ -1,4 +1,4 @@
-"""Homes in DRAM, lent to host code that works on their bytes in place."""
+"""Blocks lent to host code: homes in DRAM as they lie, homes in files to be staged."""
 
 from __future__ import annotations
 
@@ -30,9 +30,13 @@ class HomeLender:
         self._manager = manager
         self._out: dict[int, int] = {}
         self._before: dict[int, list[Event]] = {}
+        self._defined: dict[int, bool] = {}
 
     def can_lend(self, blocks: Sequence[Block]) -> str:
-        """Returns the name of the first block that cannot be lent now, or nothing."""
+        """Returns the name of the first block that cannot be lent now, or nothing.
+
+        What has to be written to a file first is on its way from now on.
+        """
         manager = self._manager
         for block in blocks:
             record = manager.table[block.id]
@@ -43,28 +47,44 @@ class HomeLender:
             slot = manager.slots.current.get(block.id)
             if record.leases or (slot is not None and slot.aliased):
                 return block.name
+        for block in blocks:
+            record = manager.table[block.id]
+            if record.home is Tier.NVME and record.in_hbm is State.DIRTY:
+                manager.traffic.drain(record)
         return ""
+
+    def settle(self, blocks: Sequence[Block]) -> None:
+        """Waits until the files have what :meth:`can_lend` has begun to write.
+
+        Raises:
+            StorageError: If one of them cannot be written; it is in HBM still.
+        """
+        for block in blocks:
+            error = self._manager.traffic.settle(block.id)
+            if error is not None:
+                raise error
 
     def lend(self, blocks: Sequence[Block]) -> tuple[list[list[torch.Tensor]], list[Event]]:
         """Takes blocks out of HBM and hands their homes out.
 
         Args:
-            blocks: At home in DRAM; :meth:`can_lend` found nothing against it. One that is out
-                already is lent once more.
+            blocks: Their homes are below HBM; :meth:`can_lend` found nothing against it, and
+                :meth:`settle` was called. One that is out already is lent once more.
 
         Returns:
-            The tensors of each block, and what to wait for before they are touched.
+            The tensors of each block, none where its home is a file, and what to wait for before
+            they are touched.
 
         Raises:
-            InvariantError: If one of them has its home elsewhere.
+            InvariantError: If one of them has its home in HBM, or is under way.
         """
         manager = self._manager
         table, traffic = manager.table, manager.traffic
         for block in blocks:
             record = table[block.id]
-            if record.home is not Tier.DRAM or record.home_extent is None:
+            if record.home_extent is None:
                 raise InvariantError(f"block {block.name!r} has its home in {record.home.value}")
-            if record.in_hbm is State.DIRTY:
+            if record.in_hbm is State.DIRTY and record.home is Tier.DRAM:
                 traffic.drain(record)
             if record.in_hbm is not State.ABSENT:
                 manager.space.evict(record)
@@ -74,23 +94,39 @@ class HomeLender:
             if block.id not in self._out:
                 before = [risen, traffic.home_ready.get(block.id)]
                 self._before[block.id] = [event for event in before if event is not None]
+                self._defined[block.id] = table[block.id].defined
                 table.discard(block.id)
             self._out[block.id] = self._out.get(block.id, 0) + 1
             events.extend(self._before[block.id])
         return [self._views(block) for block in blocks], events
 
-    def give_back(self, blocks: Sequence[Block]) -> None:
-        """Takes blocks back, written; the last borrower's return makes them usable again."""
+    def defined(self, block: Block) -> bool:
+        """Whether a block that is out held data before."""
+        return self._defined[block.id]
+
+    def borrowers(self, block: Block) -> int:
+        """Returns how often a block is out."""
+        return self._out.get(block.id, 0)
+
+    def give_back(self, blocks: Sequence[Block], *, written: bool = True) -> None:
+        """Takes blocks back; the last borrower's return makes them usable again.
+
+        Args:
+            blocks: What was lent.
+            written: Whether they hold data now; if not, they do if they did before.
+        """
         for block in blocks:
+            self._defined[block.id] = self._defined[block.id] or written
             self._out[block.id] -= 1
             if not self._out[block.id]:
                 del self._out[block.id], self._before[block.id]
-                self._manager.table.home_written(block.id)
+                if self._defined.pop(block.id):
+                    self._manager.table.home_written(block.id)
 
     def _views(self, block: Block) -> list[torch.Tensor]:
-        extent = self._manager.table[block.id].home_extent
-        if extent is None:
-            raise InvariantError(f"block {block.name!r} has no home below HBM")
+        record = self._manager.table[block.id]
+        if record.home is not Tier.DRAM or record.home_extent is None:
+            return []
         with torch.inference_mode(False):
-            whole = self._manager.homes.arena.bytes_of(extent)
+            whole = self._manager.homes.arena.bytes_of(record.home_extent)
             return [view_of(whole, spec) for spec in block.tensors]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tiermem.core.block import Block, Role, Tier
@@ -27,6 +28,16 @@ class Pipeline:
         self._dram = manager.device.type == "cuda"
         needed = sum(record.block.nbytes for record in manager.table)
         self.leaves = needed > manager.table.hbm.capacity
+
+    @contextmanager
+    def sweeping(self) -> Iterator[None]:
+        """Has reads and writes share the disk evenly, also where one of them is waited for."""
+        traffic = self._manager.traffic
+        before, traffic.patient = traffic.patient, True
+        try:
+            yield
+        finally:
+            traffic.patient = before
 
     def fetch(self, blocks: Sequence[Block]) -> None:
         """Begins to fetch blocks that are used next; evicts nothing that is used sooner."""

@@ -45,6 +45,8 @@ class Traffic:
         home_ready: The same of the last copy down.
         failing: Blocks whose last write-back failed; they are not written ahead of need.
         changes: Grows whenever a block leaves HBM.
+        patient: Whether what is waited for goes no sooner than the rest: in a sweep that reads
+            and writes every block, whatever goes first holds up what has to be made as well.
         pacing: Measures the copies of passes that are measured.
         waste: Knows of fetches ahead of use, and of blocks that leave without it.
         ahead: What has been read from files and waits in DRAM for room.
@@ -73,6 +75,7 @@ class Traffic:
         self.home_ready: dict[int, Event] = {}
         self.failing: set[int] = set()
         self.changes = 0
+        self.patient = False
         self.pacing = pacing
         self.waste = Waste()
         self.ahead = ReadAhead(homes, self.wait)
@@ -120,6 +123,7 @@ class Traffic:
                 self.table.end_fill(block.id, ok=True)
             else:
                 self.copy.prepare_up(extent)
+                urgent = urgent and not self.patient
                 start = partial(self.need_mover().read, label=block.name, urgent=urgent)
                 asked = True
                 transfer = start(move.source_extent, slot.bytes)
@@ -212,7 +216,7 @@ class Traffic:
             return
         started = time.perf_counter_ns()
         try:
-            self.need_mover().wait(transfer)
+            self.need_mover().wait(transfer, hurry=not self.patient)
         finally:
             ended = time.perf_counter_ns()
             self._counters.stalls += 1

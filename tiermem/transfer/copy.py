@@ -323,7 +323,13 @@ class CudaCopyEngine(StreamCopyEngine):
 
 
 class CudaChunkCopier:
-    """Copies staging chunks to and from HBM on the copy engine's streams."""
+    """Copies staging chunks to and from HBM on the copy engine's streams.
+
+    Attributes:
+        device_only: Whether a file mover leaves host memory to its helper threads.
+    """
+
+    device_only = True
 
     def __init__(self, engine: StreamCopyEngine) -> None:
         """Uses the streams of ``engine``, whose owner orders them before a transfer begins."""

@@ -11,10 +11,13 @@ from tiermem.core.block import Extent
 from tiermem.errors import StorageError
 from tiermem.storage.swapfile import Piece
 
-READS_PER_WRITE = 4
-"""Read pieces that may start while a write waits, before one write piece goes first."""
+READS_PER_WRITE = 1
+"""Read pieces that may start while a write waits, before one write piece goes first.
+
+One: neither of them is waited for, both have to be made, and a disk moves most while it does both.
+"""
 URGENT_PER_WRITE = 16
-"""The same for urgent pieces."""
+"""The same for urgent pieces, which somebody waits for."""
 
 
 class FileTransfer:

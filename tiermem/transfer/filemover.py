@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -179,20 +179,35 @@ class FileMover:
         finished = self._pump.finished
         return [finished.popleft() for _ in range(len(finished))]
 
-    def wait(self, transfer: FileTransfer) -> None:
+    def wait(self, transfer: FileTransfer, *, hurry: bool = True) -> None:
         """Blocks, without the GIL, until a transfer has finished; Ctrl-C gets through.
 
-        From now on it goes before others. Its error is not raised: see ``transfer.error``.
+        Its error is not raised: see ``transfer.error``.
+
+        Args:
+            transfer: What to wait for.
+            hurry: Whether it goes before others from now on.
 
         Raises:
             ClosedError: If the mover belongs to another process.
         """
         self._check_process()
-        if not (transfer.finished or transfer.urgent or self._closed):
+        if hurry and not (transfer.finished or transfer.urgent or self._closed):
             with contextlib.suppress(ClosedError):  # closing finishes it as well
                 self._pump.hurry(transfer)
         with self._pump.lock:  # taken in any case: by then poll() knows of it as well
             while not transfer.finished:
+                self._pump.changed.wait()
+
+    def wait_any(self, transfers: Sequence[FileTransfer]) -> None:
+        """Blocks, without the GIL, until one of several has finished; hurries none.
+
+        Raises:
+            ClosedError: If the mover belongs to another process.
+        """
+        self._check_process()
+        with self._pump.lock:
+            while not any(transfer.finished for transfer in transfers):
                 self._pump.changed.wait()
 
     def cancel(self, transfer: FileTransfer) -> None:

@@ -76,6 +76,7 @@ class Pieces:
         self._staging = staging
         self._copier = copier
         self._on_host = isinstance(copier, HostCopier)
+        self._device_only = getattr(copier, "device_only", False)
         self._ended = ended
         self._writing = 0
         # What a disk ends all at once is followed by the other half straight away.
@@ -178,7 +179,7 @@ class Pieces:
         chunk = self._take(job, piece)
         chunk.check = self.verify
         self._writing += 1
-        if not self._on_host:
+        if not self._in_host(job):
             self._copy(chunk)
             return None if chunk.fence is not None else self._send(chunk)
         source = job.tensor.data_ptr() + piece.extent_offset
@@ -190,6 +191,10 @@ class Pieces:
         chunk.address = source
         self.counters.bytes_direct += piece.nbytes
         return self._send(chunk)
+
+    def _in_host(self, job: Job) -> bool:
+        """Whether the bytes of a job lie where a helper thread copies them."""
+        return self._on_host or (self._device_only and job.tensor.device.type == "cpu")
 
     def _take(self, job: Job, piece: Piece) -> Chunk:
         chunk = self._staging.take(job, piece)
@@ -253,7 +258,7 @@ class Pieces:
         chunk.expected = entry.checksum if entry is not None else None
         chunk.check = self.verify and chunk.expected is not None
         in_place = chunk.address != chunk.memory.data_ptr()
-        if self._on_host and not in_place:
+        if self._in_host(chunk.job) and not in_place:
             self._give(chunk, Task.LAND)
             return
         if chunk.check:

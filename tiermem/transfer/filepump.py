@@ -17,7 +17,7 @@ import torch
 from tiermem.errors import ClosedError, StorageError
 from tiermem.io.engine import IoCompletion, IoEngine
 from tiermem.storage.swapfile import SwapFile
-from tiermem.transfer.filechunks import Chunk, ChunkCopier, Staging
+from tiermem.transfer.filechunks import Chunk, ChunkCopier, HostCopier, Staging
 from tiermem.transfer.filehelpers import HelperFactory, carry_out, threads
 from tiermem.transfer.filejobs import FileTransfer, Job
 from tiermem.transfer.filepieces import Pieces
@@ -63,7 +63,7 @@ class Pump:
         self.counters = self.pieces.counters
         self._store = store
         self._staging = staging
-        self._copier = copier
+        self._copier = copier if isinstance(copier, HostCopier) else HostCopier()
         self._make_helpers = threads() if helpers is None else helpers
         self._pid = os.getpid()
         self._inbox: list[tuple[Message, FileTransfer, Job | None]] = []

@@ -1,0 +1,113 @@
+"""The steps of one optimizer that are under way on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+
+from tiermem.errors import StorageError, TierError
+from tiermem.nn.runtime import ModuleRuntime
+from tiermem.optim.groups import frozen
+from tiermem.optim.host import HostSide, Job
+from tiermem.optim.probe import settings_of
+from tiermem.optim.scaling import Scaling
+from tiermem.optim.unit import State, StepUnit
+from tiermem.runtime.debts import Debt
+
+Explain = Callable[[BaseException, Sequence[str]], None]
+"""Has an error name the units that it left unmade."""
+
+
+class HostSteps:
+    """Begins steps on the host, owes their ends to the blocks, and takes them up."""
+
+    def __init__(self, runtime: ModuleRuntime, number: int, owed: set[int]) -> None:
+        """Works in a thread of its own.
+
+        Args:
+            runtime: The modules' runtime.
+            number: Of the optimizer.
+            owed: Ids of the units whose step is still to be made; kept up to date.
+        """
+        self._runtime = runtime
+        self._manager = runtime.manager
+        self._owed = owed
+        self._jobs: dict[int, tuple[StepUnit, Job]] = {}
+        # one thread: the kernels it runs spread over all cores by themselves
+        self._pool = ThreadPoolExecutor(1, f"tiermem-optimizer-{number}")
+
+    def begin(
+        self,
+        units: Sequence[StepUnit],
+        groups: Sequence[dict[str, Any]],
+        scaling: Scaling | None,
+        state: State,
+        explain: Explain,
+    ) -> None:
+        """Begins the step of every unit that is the host's.
+
+        Raises:
+            StepError: If one cannot be stepped there now; none is begun then.
+            StorageError: If what is in HBM alone cannot be written; none is begun then.
+        """
+        hosts = [unit.host for unit in units if unit.host is not None]
+        if scaling is not None and scaling.grad_scale is not None:
+            scaling = Scaling(scaling.grad_scale.cpu(), None)
+        groups = [frozen(settings_of(group)) for group in groups]  # a scheduler may write them
+        with self._manager.lock, torch.no_grad(), torch.inference_mode(False):
+            for host in hosts:  # weights in files may be in the staging of another optimizer
+                for block in host.in_files(self._runtime):
+                    self._manager.debts.pay(block.id)
+            for host in hosts:
+                host.check(self._runtime)
+            for host in hosts:
+                host.settle(self._runtime)
+            changed = any(u.pending for host in hosts for u in host.unit.grad_units())
+            if changed and self._manager.device.type == "cuda":  # the host reads their factors
+                torch.cuda.current_stream(self._manager.device).synchronize()
+            for host in hosts:
+                job = host.submit(self._runtime, groups, scaling)
+                work = partial(self._take_up, host, job, state, explain)
+                self._owed.add(id(host.unit))
+                self._jobs[id(host.unit)] = (host.unit, job)
+                blocks = [block.id for block in job.blocks]
+                self._manager.debts.add(Debt(host.unit.name, blocks, work, job))
+                host.begin(self._runtime, job, self._pool)
+
+    def _take_up(self, host: HostSide, job: Job, state: State, explain: Explain) -> None:
+        self._manager.guard()
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                host.take_up(self._runtime, job, state, self._pool)
+        except Exception as error:
+            for _, other in self._jobs.values():
+                other.report()
+            left = [u.name for u, j in self._jobs.values() if j is job or not j.computed]
+            explain(error, left)
+            raise
+        self._owed.discard(id(host.unit))
+        self._jobs.pop(id(host.unit), None)
+
+
+def say_how_far(error: TierError, units: int, left: Sequence[str], again: str) -> None:
+    """Has an error say which units of a step are made.
+
+    Args:
+        error: Its message grows.
+        units: How many there are.
+        left: Names of those that are not made.
+        again: What makes them.
+    """
+    names = ", ".join(repr(name) for name in left[:8]) + (", ..." if len(left) > 8 else "")
+    text = (
+        f"; {units - len(left)} of {units} units of the optimizer step are made, each whole, and "
+        f"{len(left)} are as they were: {names}; {again}"
+    )
+    if isinstance(error, StorageError):
+        error.message += text
+    else:
+        error.args = (f"{error}{text}",)

@@ -1,0 +1,398 @@
+"""Blocks of files in host memory, for a while: the next are read and the last are written.
+
+Host code works on one load of blocks after another, in one thread. Its staging is a part of the
+DRAM budget that holds four consecutive loads: two are read, one is worked on, one is written.
+Reads and writes go through the manager's file mover, as all others do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tiermem.core.allocator import Allocator
+from tiermem.core.block import Block, Extent, Tier, align_up
+from tiermem.errors import CapacityError, InvariantError
+from tiermem.runtime.contents import view_of
+from tiermem.runtime.homes import HomeRequest
+from tiermem.transfer.filemover import FileTransfer
+
+if TYPE_CHECKING:
+    from tiermem.runtime.manager import BlockManager
+
+MOST_LOADS = 4
+"""Two that are read, one that is worked on, one that is written."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load:
+    """Blocks of files that are worked on together.
+
+    Attributes:
+        own: Those of this load alone.
+        shared: Those that other loads have as well; they stay from one to the next.
+    """
+
+    own: Sequence[Block]
+    shared: Sequence[Block]
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All of them."""
+        return [*self.own, *self.shared]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """A load that was asked for.
+
+    Attributes:
+        load: What.
+        homes: Where each block is in the files, and whether it holds data, by its id.
+    """
+
+    load: Load
+    homes: dict[int, tuple[Extent, bool]]
+
+
+@dataclass(slots=True, eq=False)
+class Cargo:
+    """One block in staging.
+
+    Attributes:
+        block: The block.
+        home: Where it is in the files.
+        place: Where it is in its pool.
+        pool: The pool.
+        bytes: All of it, 1-D uint8.
+        views: One tensor per spec.
+        read: The transfer that brings it; None where it held no data.
+        write: The transfer that takes it home.
+        dirty: Whether the files have other bytes.
+    """
+
+    block: Block
+    home: Extent
+    place: Extent
+    pool: Pool
+    bytes: torch.Tensor
+    views: list[torch.Tensor]
+    read: FileTransfer | None = None
+    write: FileTransfer | None = None
+    dirty: bool = False
+
+    @property
+    def moving(self) -> FileTransfer | None:
+        """The transfer under way, if there is one."""
+        for transfer in (self.read, self.write):
+            if transfer is not None and not transfer.finished:
+                return transfer
+        return None
+
+
+class Pool:
+    """A run of DRAM, handed out in pieces.
+
+    Args:
+        whole: The memory.
+        unit: Bytes that every piece takes at least, so that pieces of many sizes that stay for
+            long leave no holes.
+    """
+
+    def __init__(self, whole: torch.Tensor, unit: int = 0) -> None:
+        self._whole = whole
+        self._unit = unit
+        self._space = Allocator(whole.numel())
+
+    def take(self, nbytes: int) -> Extent | None:
+        """Returns room for a block, or None."""
+        return self._space.allocate(max(nbytes, self._unit))
+
+    def bytes_of(self, place: Extent, nbytes: int) -> torch.Tensor:
+        """Returns the memory of a piece."""
+        return self._whole.narrow(0, place.offset, nbytes)
+
+    def free(self, place: Extent) -> None:
+        """Takes a piece back."""
+        self._space.free(place)
+
+
+class HostStage:
+    """Brings loads and takes them home again.
+
+    :meth:`announce` and :meth:`settle` are called under the manager's lock, the others by the
+    thread that works.
+    """
+
+    def __init__(self, manager: BlockManager, loads: Sequence[Load]) -> None:
+        """Reserves the staging.
+
+        Args:
+            manager: Whose blocks they are.
+            loads: In the order in which they will be worked on.
+
+        Raises:
+            CapacityError: If the DRAM budget does not hold the largest load.
+        """
+        self._manager = manager
+        self._mover = manager.traffic.need_mover()
+        self._lock = threading.Lock()
+        self._cargo: dict[int, Cargo] = {}
+        self._users: Counter[int] = Counter()
+        self._ahead: deque[Order] = deque()
+        self._moves: list[FileTransfer] = []
+        self._reserved: list[Extent] = []
+        self._own, self._shared = self._open(loads)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of DRAM that it takes."""
+        return sum(extent.nbytes for extent in self._reserved)
+
+    def close(self) -> None:
+        """Gives the memory back; nothing is in it."""
+        while self._reserved:
+            self._manager.homes.release(Tier.DRAM, self._reserved.pop())
+
+    # -- under the manager's lock ----------------------------------------
+
+    def announce(self, load: Load) -> Order:
+        """Says that a load will be worked on after those before; its blocks are lent."""
+        lender, table = self._manager.lender, self._manager.table
+        homes: dict[int, tuple[Extent, bool]] = {}
+        for block in load.blocks:
+            extent = table[block.id].home_extent
+            if extent is None:
+                raise InvariantError(f"block {block.name!r} has its home in no file")
+            homes[block.id] = (extent, lender.defined(block))
+        order = Order(load, homes)
+        with self._lock:
+            self._users.update(list(homes))
+            self._ahead.append(order)
+            self._read_ahead()
+        return order
+
+    def settle(self, blocks: Iterable[Block]) -> None:
+        """Waits until the files have what was done to blocks.
+
+        Raises:
+            StorageError: If one cannot be written. It is kept here, and settling tries again.
+        """
+        ids = [block.id for block in blocks]
+        with self._lock:
+            self._reap()
+            cargo = [self._cargo[i] for i in ids if i in self._cargo]
+            for each in cargo:
+                if each.dirty and each.moving is None:
+                    self._write(each)
+        try:
+            for each in cargo:
+                write = each.write  # the other thread may see that it has ended
+                if write is not None:
+                    self._mover.wait(write, hurry=False)
+        finally:
+            with self._lock:
+                self._reap()
+                moves, self._moves = self._moves, []
+            for move in moves:
+                link = "nvme->dram" if move.is_read else "dram->nvme"
+                elapsed = move.finished_ns - (move.started_ns or move.submitted_ns)
+                self._manager.counters.moved(link, move.nbytes, elapsed)
+        for each in cargo:
+            if each.write is not None and each.write.error is not None:
+                raise each.write.error
+
+    def at_home(self, blocks: Iterable[Block]) -> bool:
+        """Whether the files have everything that was done to blocks."""
+        with self._lock:
+            self._reap()
+            return not any(b.id in self._cargo and self._cargo[b.id].dirty for b in blocks)
+
+    # -- in the thread that works ----------------------------------------
+
+    def bring(self, order: Order) -> dict[int, Cargo]:
+        """Returns a load, once it is there; meanwhile others are read ahead.
+
+        Raises:
+            StorageError: If it cannot be read, or what is in its way cannot be written.
+        """
+        wanted = set(order.homes)
+        while True:
+            with self._lock:
+                if order in self._ahead:
+                    self._ahead.remove(order)
+                self._reap()
+                if self._begin(order):
+                    self._read_ahead()
+                    cargo = {block_id: self._cargo[block_id] for block_id in order.homes}
+                    break
+                transfer = self._make_room(wanted)
+            if transfer is not None:
+                self._mover.wait(transfer, hurry=False)
+        while under_way := [t for each in cargo.values() if (t := each.moving) is not None]:
+            with self._lock:  # what is written meanwhile makes room for what comes next
+                others = [t for each in self._cargo.values() if (t := each.moving) is not None]
+            self._mover.wait_any([*under_way, *others])
+            with self._lock:
+                self._reap()
+                self._read_ahead()
+        for each in cargo.values():
+            if each.read is not None and each.read.error is not None:
+                raise each.read.error
+        return cargo
+
+    def done(self, order: Order, written: Collection[int]) -> None:
+        """Begins to take a load home that has been worked on.
+
+        Args:
+            order: The load.
+            written: Ids of the blocks that were changed.
+        """
+        with self._lock:
+            self._users.subtract(list(order.homes))
+            for block_id in order.homes:
+                each = self._cargo[block_id]
+                each.dirty = each.dirty or block_id in written
+                if not self._users[block_id] and each.dirty:
+                    self._write(each)
+            self._reap()
+            self._read_ahead()
+
+    def failed(self, order: Order) -> None:
+        """Lets a load go that was not worked on, or whose work failed; the files have it still.
+
+        Of what it shares with others the thread has undone its own work.
+        """
+        for block_id in order.homes:  # nobody may be reading into memory that is given to others
+            each = self._cargo.get(block_id)
+            while each is not None and (transfer := each.moving) is not None:
+                self._mover.wait(transfer, hurry=False)
+        own = {block.id for block in order.load.own}
+        with self._lock:
+            if order in self._ahead:
+                self._ahead.remove(order)
+            self._users.subtract(list(order.homes))
+            for block_id in order.homes:
+                each = self._cargo.get(block_id)
+                if each is None:
+                    continue
+                unread = each.read is not None and each.read.error is not None
+                if unread or block_id in own:
+                    self._drop(each)
+                elif each.dirty and not self._users[block_id]:
+                    self._write(each)
+            self._reap()
+            self._read_ahead()
+
+    # -- inside, with the lock -------------------------------------------
+
+    def _open(self, loads: Sequence[Load]) -> tuple[Pool, Pool]:
+        """Reserves room for four loads in a row, or for as many as the budget holds."""
+        own = [sum(align_up(block.nbytes) for block in load.own) for load in loads]
+        unit = max((align_up(b.nbytes) for load in loads for b in load.shared), default=0)
+        for count in range(MOST_LOADS, 0, -1):
+            most = max(sum(own[i : i + count]) for i in range(len(own)))
+            windows = [loads[i : i + count] for i in range(len(loads))]
+            slots = unit * max(len({b.id for w in window for b in w.shared}) for window in windows)
+            sizes = [nbytes for nbytes in (most, slots) if nbytes]
+            requests = [HomeRequest("staging of steps on the host", n, "dram") for n in sizes]
+            try:
+                places = self._manager.homes.reserve(requests)
+            except CapacityError:
+                if count == 1:
+                    raise
+                continue
+            self._reserved = [extent for _, extent in places if extent is not None]
+            break
+        arena = self._manager.homes.arena
+        memory = [arena.bytes_of(extent) for extent in self._reserved]
+        empty = torch.empty(0, dtype=torch.uint8)
+        return (
+            Pool(memory[0] if most else empty),
+            Pool(memory[-1] if slots else empty, unit),
+        )
+
+    def _read_ahead(self) -> None:
+        """Begins to read what comes next, as far as there is room."""
+        while self._ahead and self._begin(self._ahead[0]):
+            self._ahead.popleft()
+
+    def _begin(self, order: Order) -> bool:
+        """Begins to read what is missing of a load, all of it or nothing."""
+        shared = {block.id for block in order.load.shared}
+        taken: list[Cargo] = []
+        try:
+            for block in order.load.blocks:
+                if block.id in self._cargo:
+                    continue
+                pool = self._shared if block.id in shared else self._own
+                place = pool.take(block.nbytes)
+                if place is None:
+                    return False
+                memory = pool.bytes_of(place, block.nbytes)
+                with torch.inference_mode(False):
+                    views = [view_of(memory, spec) for spec in block.tensors]
+                home = order.homes[block.id][0]
+                taken.append(Cargo(block, home, place, pool, memory, views))
+            while taken:
+                each = taken[-1]
+                if order.homes[each.block.id][1]:
+                    label = each.block.name
+                    each.read = self._mover.read(each.home, each.bytes, label=label, in_place=True)
+                self._cargo[each.block.id] = each
+                taken.pop()
+        finally:
+            for each in taken:
+                each.pool.free(each.place)
+        return True
+
+    def _make_room(self, wanted: set[int]) -> FileTransfer | None:
+        """Finds what is in the way of a load.
+
+        Returns:
+            What to wait for, or None if something has left.
+
+        Raises:
+            StorageError: If what is in the way cannot be written.
+        """
+        others = [each for block_id, each in self._cargo.items() if block_id not in wanted]
+        for each in others:  # those that are written leave by themselves
+            if each.write is not None and not each.write.finished:
+                return each.write
+        for each in others:
+            if each.moving is not None:
+                return each.moving
+            if each.write is not None and each.write.error is not None:
+                raise each.write.error
+            if each.dirty:
+                self._write(each)
+                return each.write
+            self._drop(each)
+            return None
+        raise InvariantError("the staging of steps on the host does not hold one of them")
+
+    def _write(self, cargo: Cargo) -> None:
+        cargo.write = self._mover.write(cargo.home, cargo.bytes, label=cargo.block.name)
+
+    def _reap(self) -> None:
+        """Lets go of what has come home."""
+        for block_id, each in list(self._cargo.items()):
+            write = each.write
+            if write is not None and write.finished and write.error is None:
+                self._moves.append(write)
+                each.write, each.dirty = None, False
+            read = each.read
+            if read is not None and read.finished and read.error is None:
+                self._moves.append(read)
+                each.read = None
+            if not self._users[block_id] and not each.dirty and each.moving is None:
+                self._drop(each)
+
+    def _drop(self, cargo: Cargo) -> None:
+        del self._cargo[cargo.block.id]
+        cargo.pool.free(cargo.place)
