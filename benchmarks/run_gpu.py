@@ -45,7 +45,7 @@ STEPS = (
         "nvme",
         "bench_stream.py --what train forward --shape 1b --hbm 1.25GiB --dram 512MiB --repeats 5 "
         "--nvme {folder} --tokens 16384 1 --out {out}nvme_%s_{name}.json",
-        f"{_TINY} {_TIERS} {_FEW}",
+        f"{_TINY} {_TIERS} {_FEW} --dram 600KiB",
         90,
     ),
     Step("host", "bench_host.py --out {out}host_{name}.json", f"{_TINY} --repeats 3", 45),

@@ -134,7 +134,7 @@ def test_stream(tmp_path) -> None:
 
 @needs_transformers
 def test_stream_from_files(tmp_path) -> None:
-    rows = stream(tmp_path, "train", "--nvme", ".")
+    rows = stream(tmp_path, "train", "--nvme", ".", "--dram", "600KiB")
     assert 0 < rows[0]["of bound"] < math.inf and rows[0]["raw read of the moved s"] > 0
     assert {"O_DIRECT", "engine"} <= set(rows[0])
 

@@ -238,10 +238,17 @@ class SimulatedMover(FileMover):
         staging: torch.Tensor,
         chunk_nbytes: int,
         copier: ChunkCopier | None = None,
+        memory: tuple[int, int] | None = None,
     ) -> None:
         """See :class:`FileMover`."""
         super().__init__(
-            store, engine_factory, staging, chunk_nbytes, copier, helpers=ScriptedHelpers
+            store,
+            engine_factory,
+            staging,
+            chunk_nbytes,
+            copier,
+            helpers=ScriptedHelpers,
+            memory=memory,
         )
 
     def wait(self, transfer: FileTransfer, *, hurry: bool = True) -> None:
