@@ -152,7 +152,7 @@ class Group(Holder):
         self._shown: Sequence[tuple[torch.Tensor, type]] = ()
         self._hidden: Sequence[tuple[torch.Tensor, type]] = ()
         self._counted: Sequence[torch.Tensor] = ()
-        self._versions = 0
+        self._versions = -1  # what was written before the first use is at home already
         self._slot: Slot | None = None
         manager.holders[block.id] = self
 
@@ -199,6 +199,8 @@ class Group(Holder):
                     self._point(slot)
                 slot.idle = self.soft = False
                 self._show()
+                if self._versions < 0:
+                    self._versions = self._count()
             self.holds += 1
 
     def let_go(self, *, dirty: bool = False, soft: bool = False) -> None:
