@@ -99,10 +99,10 @@ class Sweep:
         self.speeds, self.layers, self.seconds = speeds, layers, seconds
         cls = type("Timed", (TimedAdamW,), {"time": time, "seconds": seconds})
         mover = type("Mover", (SimulatedMover,), {"time": time})
-        patch.setattr("tiermem.runtime.manager.FileMover", mover)
+        patch.setattr("tiermem.runtime.opening.FileMover", mover)
         patch.setattr("tiermem.optim.hoststeps.ThreadPoolExecutor", Later)
         patch.setattr(
-            "tiermem.runtime.manager.choose_engine",
+            "tiermem.runtime.opening.choose_engine",
             lambda *_: (lambda: self.disk, "simulated", "a test"),
         )
         self.unit = width * width * (2 + 2 + 4 + 8)

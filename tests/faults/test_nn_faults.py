@@ -69,7 +69,7 @@ def data(number: int) -> torch.Tensor:
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     found = Disk()
     monkeypatch.setattr(
-        "tiermem.runtime.manager.choose_engine",
+        "tiermem.runtime.opening.choose_engine",
         lambda *_: (lambda: ScriptedEngine(fault=found), "scripted", "a test"),
     )
     return found

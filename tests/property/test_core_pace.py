@@ -213,6 +213,16 @@ def test_uneven_compute_is_worth_more_slots() -> None:
     assert uneven.reserve > 20 and len(uneven.residents) < 6
 
 
+def test_a_disk_that_reads_ahead_needs_no_slots() -> None:
+    """Where it is what one waits for, the most bytes stay, whatever the bus could do with room."""
+    order = list(range(16)) * 3
+    sizes, transfer = dict.fromkeys(range(16), 10), dict.fromkeys(range(16), 4.0)
+    compute = [14.0, 0.0, 0.0, 0.0] * 12
+    disk = dict.fromkeys(range(16), 40.0)
+    assert share_hbm(order, sizes, 80, compute, transfer, 0.0).reserve > 20
+    assert share_hbm(order, sizes, 80, compute, transfer, 0.0, disk).reserve == 20
+
+
 def test_what_fits_stays() -> None:
     plan = share_hbm([0, 1, 0, 1], {0: 5, 1: 5}, 10, [1.0] * 4, {0: 1.0, 1: 1.0}, 0.0)
     assert plan.residents == {0, 1} and plan.reserve == 0

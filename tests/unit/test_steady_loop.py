@@ -225,7 +225,7 @@ def test_fences_cover_every_copy_that_is_not_over(
 
 @pytest.mark.parametrize("share", [0.5, 2.0])
 def test_weights_that_are_only_read_are_clean_from_the_first_use(share: float) -> None:
-    """A resident that counts as written lies where it is for good, and is written when it leaves."""
+    """One that counts as written lies where it is for good, and is written when it leaves."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).requires_grad_(False)
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     with tiermem.TierManager("cpu", hbm=int(nbytes * share) + 4096, dram=2 * nbytes) as tier:

@@ -179,6 +179,7 @@ def share_hbm(
     compute: Sequence[float],
     transfer: Mapping[int, float],
     latency: float,
+    behind: Mapping[int, float] | None = None,
 ) -> Plan:
     """Chooses how much HBM to stream through, and keeps blocks in the rest.
 
@@ -195,6 +196,8 @@ def share_hbm(
         compute: Seconds of each use.
         transfer: Seconds a block takes to arrive, by id.
         latency: Seconds between a slot coming free and the next copy into it.
+        behind: Seconds that a disk takes for a block, by id, where it reads ahead into memory of
+            its own and so is not held up by slots.
     """
     if sum(sizes.values()) <= room:
         return Plan(frozenset(sizes), 0)
@@ -216,6 +219,9 @@ def share_hbm(
             arrive = [transfer[b] if f else 0.0 for b, f in zip(order, fetched, strict=True)]
             streamed = [taken[b] if f else 0 for b, f in zip(order, fetched, strict=True)]
             seconds = streaming_time(compute, arrive, streamed, reserve, latency)
+            if behind is not None:
+                missing = (b for b, f in zip(order, fetched, strict=True) if f)
+                seconds = max(seconds, sum(behind.get(b, 0.0) for b in missing))
             found.append((seconds, reserve, kept))
     best = min(seconds for seconds, _, _ in found)
     good = [entry for entry in found if entry[0] <= best * _AS_GOOD]

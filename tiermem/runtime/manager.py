@@ -22,11 +22,11 @@ from tiermem.core.residency import Record, ResidencyTable, State
 from tiermem.core.schedule import Planner
 from tiermem.errors import ClosedError, ConfigError, InvariantError
 from tiermem.io.engine import IoEngine
-from tiermem.io.probe import choose_engine
 from tiermem.runtime.contents import Contents
 from tiermem.runtime.debts import Debts
 from tiermem.runtime.homes import HomeRequest, Homes
 from tiermem.runtime.lent import HomeLender
+from tiermem.runtime.opening import open_hbm, open_mover
 from tiermem.runtime.pacing import open_pacing
 from tiermem.runtime.prefetch import Prefetcher
 from tiermem.runtime.process import generation, renew_lock
@@ -35,8 +35,7 @@ from tiermem.runtime.space import Space
 from tiermem.runtime.stats import Counters, ResidencyRow, Stats, row_of, stats_of
 from tiermem.runtime.timeline import Timeline
 from tiermem.runtime.traffic import Traffic
-from tiermem.storage.arena import Arena, DeviceArena, HostArena
-from tiermem.transfer.copy import CopyEngine, CudaChunkCopier, CudaCopyEngine, HostCopyEngine
+from tiermem.transfer.copy import CopyEngine, CudaCopyEngine, HostCopyEngine
 from tiermem.transfer.filemover import FileMover
 
 _IN_BACKWARD = (Role.GRAD, Role.ACTIVATION)
@@ -71,10 +70,9 @@ class BlockManager:
         self._next_id = 0
         self._largest_later = 0
         self.mover: FileMover | None = None
-        self.io_engine, self.io_reason = "none", "there is no NVMe tier"
         self.homes = Homes(settings.dram, settings.nvme, settings.nvme_bytes, page_lock=cuda)
         try:
-            self.arena = self._open_hbm(settings.hbm)
+            self.arena = open_hbm(settings.hbm, self.device)
             self.copy: CopyEngine = CudaCopyEngine(self.device) if cuda else HostCopyEngine()
             self.table = ResidencyTable(self.arena.capacity)
             self.slots = SlotCache(self.arena)
@@ -98,7 +96,8 @@ class BlockManager:
             )
             self.contents = Contents(self.traffic)
             self.lender = HomeLender(self)
-            self._open_mover(engine)
+            self.mover, self.io_engine, self.io_reason = open_mover(self.homes, self.copy, engine)
+            self.traffic.mover = self.mover
             self.prefetcher = Prefetcher(self)
         except BaseException:
             self._give_back()
@@ -435,29 +434,6 @@ class BlockManager:
             raise ClosedError("this TierManager is closed; open a new one and wrap again")
 
     # -- inside ----------------------------------------------------------
-
-    def _open_hbm(self, nbytes: int) -> Arena:
-        if self.device.type == "cuda":
-            return DeviceArena(nbytes // 4096 * 4096, self.device)
-        return HostArena(Tier.HBM, nbytes // 4096 * 4096)
-
-    def _open_mover(self, engine: Callable[[], IoEngine] | None) -> None:
-        if self.homes.swap is None or self.homes.staging is None:
-            return
-        if engine is None:
-            factory, self.io_engine, self.io_reason = choose_engine()
-        else:
-            factory, self.io_engine, self.io_reason = engine, "given", "it was asked for"
-        copier = CudaChunkCopier(self.copy) if isinstance(self.copy, CudaCopyEngine) else None
-        arena = self.homes.arena  # touched in any case where it is page-locked; registering would
-        self.mover = self.traffic.mover = FileMover(
-            self.homes.swap,
-            factory,
-            self.homes.staging,
-            self.homes.chunk,
-            copier,
-            memory=(arena.address, arena.capacity) if copier is not None else None,
-        )
 
     def _fix(self, blocks: Sequence[Block]) -> None:
         """Gives blocks whose home is HBM their place for good."""

@@ -363,9 +363,14 @@ class Prefetcher:
         if learned:
             of_loose = [s for s, b in zip(known, schedule.order, strict=True) if b in sizes]
             transfer = {block: seconds[1] for block, seconds in fetch.items() if seconds}
-            files = any(seconds and seconds[0] == LINK_UP[Tier.NVME] for seconds in fetch.values())
-            latency = _FILE_LATENCY if files else _SLOT_LATENCY
-            plan = share_hbm(order, sizes, room, of_loose, transfer, latency)
+            disk = {b: s[1] for b, s in fetch.items() if s and s[0] == LINK_UP[Tier.NVME]}
+            latency = _FILE_LATENCY if disk else _SLOT_LATENCY
+            behind = None
+            if disk and self._reads_ahead(largest_beside(sizes, ())):
+                rate = self._pacing.estimates.rate(LINK_UP[Tier.DRAM])
+                transfer |= {block: sizes.get(block, 0) / rate for block in disk}
+                latency, behind = _SLOT_LATENCY, disk
+            plan = share_hbm(order, sizes, room, of_loose, transfer, latency, behind)
         else:
             streaming = sum(sorted(sizes.values())[-(self._depth + 1) :])
             if self._auto:
@@ -375,6 +380,12 @@ class Prefetcher:
             plan = Plan(kept, streaming, largest_beside(sizes, kept))
         self._settled = (alike, plan)
         return plan
+
+    def _reads_ahead(self, largest: int) -> bool:
+        """Whether blocks come from files by way of DRAM, which has room for a few of them."""
+        homes, ahead = self._manager.homes, self._traffic.ahead
+        kept = sum(entry.extent.nbytes for entry in ahead.staged.values())
+        return self._dram and homes.dram.capacity - homes.dram.used + kept >= 3 * largest
 
     def _compute(self, schedule: Schedule, order: Sequence[int]) -> list[float | None]:
         """Returns the seconds of each use; None where the pass is not known."""
