@@ -71,7 +71,8 @@ def disk_bound(
 ) -> Row:
     """Measures the bytes that moved, read and written at once, with steps in turn."""
     trainer = loop.trainer
-    read, written = bytes_of(stats, "nvme->hbm", made), bytes_of(stats, "hbm->nvme", made)
+    read = bytes_of(stats, "nvme->hbm", made) + bytes_of(stats, "nvme->dram", made)
+    written = bytes_of(stats, "hbm->nvme", made) + bytes_of(stats, "dram->nvme", made)
     share = options.raw_share
     ratios, raws = [], []
     with RawMix(trainer.tier, options.nvme, parse_size(options.scratch)) as raw:

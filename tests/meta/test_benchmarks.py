@@ -174,7 +174,7 @@ def test_train_gives_the_bits_of_the_resident_run(tmp_path) -> None:
 
 @needs_transformers
 def test_train_from_files(tmp_path) -> None:
-    line = f"{TRAIN} --nvme . --scratch 4MiB --out out.json"
+    line = f"{TRAIN} --nvme . --staging 700KiB --scratch 4MiB --out out.json"
     row = check_rows(run("bench_train.py", tmp_path, *line.split()), "of bound", "raw mix s")[0]
     assert row["equal"] is True and row["GB to disk"] > 0 and row["GB from disk"] > 0
 

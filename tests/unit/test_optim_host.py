@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,18 @@ def test_the_fused_kernel_is_the_default_and_rounds_close_by() -> None:
             twins.model.state_dict().values(), twins.plain.state_dict().values(), strict=True
         ):
             torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=1e-3)
+
+
+def test_closing_the_tiers_ends_the_thread() -> None:
+    def workers() -> set[str]:
+        return {t.name for t in threading.enumerate() if t.name.startswith("tiermem-optimizer")}
+
+    before = workers()
+    with Twins(Net, DRAM, where="host", overlap=True) as twins:
+        twins.backward(0)
+        twins.step()
+        assert workers() - before
+    assert workers() <= before
 
 
 def _backward_loosely(twins: Twins, number: int) -> None:

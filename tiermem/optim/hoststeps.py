@@ -39,6 +39,7 @@ class HostSteps:
         self._jobs: dict[int, tuple[StepUnit, Job]] = {}
         # one thread: the kernels it runs spread over all cores by themselves
         self._pool = ThreadPoolExecutor(1, f"tiermem-optimizer-{number}")
+        self._manager.closers.append(self._pool.shutdown)
 
     def begin(
         self,

@@ -64,6 +64,7 @@ class BlockManager:
         self.planner = Planner()
         self.holders: dict[int, Holder] = {}
         self.debts = Debts()
+        self.closers: list[Callable[[], object]] = []  # what others have open, by the time of close
         self._generation = generation()
         self._closed = False
         self._given_back = False
@@ -416,6 +417,8 @@ class BlockManager:
                 steps.callback(self.mover.close)
             for holder in list(self.holders.values()):
                 steps.callback(holder.unpoint)
+            for close in self.closers:
+                steps.callback(close)
             steps.callback(self.debts.wait)
 
     @property
