@@ -40,6 +40,9 @@ class Later:
         self.todo.append(Promise(self, partial(work, *args)))
         return self.todo[-1]
 
+    def shutdown(self) -> None:
+        self.todo.clear()
+
 
 class Promise:
     """What a :class:`Later` gives out."""

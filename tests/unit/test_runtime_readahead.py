@@ -27,6 +27,7 @@ def opened(request: pytest.FixtureRequest) -> Callable[..., Any]:
     def make(*args: Any, **settings: Any) -> Iterator[Rig]:
         with rig(*args, **settings) as made:
             made.manager.prefetcher._dram = request.param == "device"
+            made.manager.prefetcher._by_way_of_dram = lambda *_: True  # whatever it measures
             yield made
 
     return make
@@ -186,6 +187,32 @@ def test_on_a_gpu_the_host_waits_for_the_disk_only(tmp_path: Path) -> None:
         links = made.manager.stats().links
         assert "nvme->hbm" not in links
         made.check()
+
+
+def test_what_the_disk_alone_holds_up_goes_straight_into_hbm(tmp_path: Path) -> None:
+    with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
+        prefetcher = made.manager.prefetcher
+        prefetcher._dram = True
+        prefetcher._by_way_of_dram = lambda *_: False  # type: ignore[method-assign]
+        loop(made, [*range(8)], 6)
+        made.manager.counters.reset()
+        loop(made, [*range(8)], 4)
+        assert "nvme->dram" not in made.manager.stats().links
+        made.check()
+
+
+def test_which_way_depends_on_what_is_waited_for(tmp_path: Path) -> None:
+    sizes = dict.fromkeys(range(8), PAGE)
+    with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
+        prefetcher = made.manager.prefetcher
+        assert not prefetcher._by_way_of_dram(1.0, 2.0, sizes, 2 * PAGE), (
+            "a CPU computes and copies"
+        )
+        prefetcher._dram = True
+        assert prefetcher._by_way_of_dram(1.0, 2.0, sizes, 2 * PAGE)
+        assert not prefetcher._by_way_of_dram(2.0, 1.0, sizes, 2 * PAGE)
+        assert prefetcher._by_way_of_dram(2.0, 1.0, sizes, 4 * PAGE), "DRAM holds the rest"
+        assert not prefetcher._by_way_of_dram(1.0, 2.0, {0: 2 * PAGE}, PAGE), "no room for three"
 
 
 def test_removed_blocks_leave_nothing_behind(opened: Callable[..., Any], tmp_path: Path) -> None:

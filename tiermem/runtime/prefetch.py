@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,12 +42,14 @@ class _Outlook:
         plan: What stays in HBM, and what is left to stream through.
         ahead: Bytes that may be fetched ahead, the last block of them not counted.
         timetable: When fetches are due.
+        through_dram: Whether blocks come from files by way of DRAM.
     """
 
     made_of: tuple[int, ...]
     plan: Plan
     ahead: int
     timetable: Timetable
+    through_dram: bool
 
 
 class Prefetcher:
@@ -81,6 +83,7 @@ class Prefetcher:
         self._previous: Record | None = None
         self._timetable = Timetable((), ())
         self._most = self._capacity // 2
+        self._through_dram = True
         # the walk so far: for which state of affairs, up to where, and what it met
         self._changes = -1
         self._cursor = 0
@@ -136,7 +139,7 @@ class Prefetcher:
         end = min(len(schedule.order), cursor + _MOST_STEPS)
         if self._next < end:
             self._walk(schedule, end)
-        if self._manager.mover is not None:
+        if self._manager.mover is not None and self._through_dram:
             self._read_on(schedule, end)
 
     def _look_back(self, block_id: int) -> None:
@@ -202,7 +205,7 @@ class Prefetcher:
         """
         ahead, mover = self._traffic.ahead, self._manager.mover
         entry = ahead.look(record)
-        if entry is None and mover is not None and self._dram:
+        if entry is None and mover is not None and self._dram and self._through_dram:
             schedule, cursor = self._planner.schedule, self._planner.cursor
             ahead.begin(record, mover, schedule, cursor, cursor + position)
             entry = ahead.look(record)
@@ -287,6 +290,7 @@ class Prefetcher:
         plan = outlook.plan
         self._manager.space.keep(plan.residents, plan.slot)
         self._most = outlook.ahead
+        self._through_dram = outlook.through_dram or not self._dram
 
     def _look_out(self, schedule: Schedule, made_of: tuple[int, ...]) -> _Outlook:
         table = self._manager.table
@@ -311,7 +315,10 @@ class Prefetcher:
         largest = largest_beside(sizes, plan.residents)
         if plan.residents and largest:  # beside the block in use, and one more
             ahead = plan.reserve - 2 * largest + 1
-        return _Outlook(made_of, plan, ahead, timetable)
+        known = [seconds for seconds in compute if seconds is not None]
+        disk = sum(f[1] for f in fetches if f is not None and f[0] == LINK_UP[Tier.NVME])
+        through = len(known) < len(compute) or self._by_way_of_dram(disk, sum(known), sizes, room)
+        return _Outlook(made_of, plan, ahead, timetable, through)
 
     def _keep_steady(
         self,
@@ -366,7 +373,9 @@ class Prefetcher:
             disk = {b: s[1] for b, s in fetch.items() if s and s[0] == LINK_UP[Tier.NVME]}
             latency = _FILE_LATENCY if disk else _SLOT_LATENCY
             behind = None
-            if disk and self._reads_ahead(largest_beside(sizes, ())):
+            missing = max(0.0, 1.0 - room / sum(sizes.values()))
+            seconds = missing * sum(disk.get(block, 0.0) for block in order)
+            if disk and self._by_way_of_dram(seconds, sum(of_loose), sizes, room):
                 rate = self._pacing.estimates.rate(LINK_UP[Tier.DRAM])
                 transfer |= {block: sizes.get(block, 0) / rate for block in disk}
                 latency, behind = _SLOT_LATENCY, disk
@@ -381,11 +390,28 @@ class Prefetcher:
         self._settled = (alike, plan)
         return plan
 
-    def _reads_ahead(self, largest: int) -> bool:
-        """Whether blocks come from files by way of DRAM, which has room for a few of them."""
+    def _by_way_of_dram(
+        self, disk: float, compute: float, sizes: Mapping[int, int], room: int
+    ) -> bool:
+        """Whether a loop's blocks shall come from files by way of DRAM, or straight into HBM.
+
+        By way of DRAM the disk goes on whatever the compute does. Where the disk is what one
+        waits for all the same, it reads faster into a few staging chunks, which stay in the
+        processor's cache, than into ever other memory (5.1 beside 4.4 GB/s on the reference
+        machine) - unless DRAM can hold all that streams, so that it is not read again.
+
+        Args:
+            disk: Seconds of reading.
+            compute: Seconds of computing in the same time.
+            sizes: Bytes by block.
+            room: Bytes of HBM for them.
+        """
         homes, ahead = self._manager.homes, self._traffic.ahead
         kept = sum(entry.extent.nbytes for entry in ahead.staged.values())
-        return self._dram and homes.dram.capacity - homes.dram.used + kept >= 3 * largest
+        spare = homes.dram.capacity - homes.dram.used + kept
+        if not self._dram or spare < 3 * largest_beside(sizes, ()):
+            return False
+        return disk <= compute or spare >= sum(sizes.values()) - room
 
     def _compute(self, schedule: Schedule, order: Sequence[int]) -> list[float | None]:
         """Returns the seconds of each use; None where the pass is not known."""
