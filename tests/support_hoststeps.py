@@ -78,10 +78,17 @@ def gated() -> Iterator[Gate]:
         gate.needed(job)
         take_up(side, runtime, job, state, pool)
 
+    report = Job.report
+
+    def report_held(job: Job) -> None:
+        gate.needed(job)
+        report(job)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostSide, "begin", begin_held)
         patch.setattr(HostSide, "_update", update_held)
         patch.setattr(HostSide, "take_up", take_up_held)
+        patch.setattr(Job, "report", report_held)
         try:
             yield gate
         finally:

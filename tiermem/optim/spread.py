@@ -15,8 +15,9 @@ from tiermem.optim.probe import Make
 from tiermem.optim.share import Speeds
 from tiermem.storage.arena import HostArena
 
-_BUFFER = 128 << 20
-_COPIES = 24
+_CHUNK = 32 << 20
+_CHUNKS = 4  # of host memory each way, more than caches hold
+_COPIES = 96
 _ROUNDS = 3
 
 
@@ -135,10 +136,11 @@ def measure_both(
     """
     cuda = device.type == "cuda"
     count = 1 << (24 if cuda else 18)  # beyond the caches where it counts
+    few = count >> 2 if cuda else count
     own = _Work(host, torch.device("cpu"), weight, stepped, count)
     alone = min(_timed(own.step, None) for _ in range(_ROUNDS)) / count
-    theirs = _Work(make, device, weight, stepped, count)
-    compute = min(_timed(theirs.step, device) for _ in range(_ROUNDS)) / count
+    theirs = _Work(make, device, weight, stepped, few)
+    compute = min(_timed(theirs.step, device) for _ in range(_ROUNDS)) / few
     if not cuda:
         return Rates(alone, compute)
     del theirs
@@ -210,25 +212,23 @@ class _BothWays:
 
     def __init__(self, device: torch.device, arena: HostArena) -> None:
         self.streams = [torch.cuda.Stream(device) for _ in range(2)]
-        halves = [arena.bytes_of(Extent(start, _BUFFER)) for start in (0, _BUFFER)]
-        self._pairs = []
-        for half in halves:
-            self._pairs.append((half, torch.zeros(_BUFFER, dtype=torch.uint8, device=device)))
+        parts = [arena.bytes_of(Extent(n * _CHUNK, _CHUNK)) for n in range(2 * _CHUNKS)]
+        self._sources, self._targets = parts[:_CHUNKS], parts[_CHUNKS:]
+        self._above = [torch.zeros(_CHUNK, dtype=torch.uint8, device=device) for _ in range(2)]
 
     def __call__(self, copies: int) -> int:
         """Submits so many copies each way; returns their bytes, both ways together."""
-        (up, to), (down, source) = self._pairs
-        for _ in range(copies):
+        for number in range(copies):
             with torch.cuda.stream(self.streams[0]):
-                to.copy_(up, non_blocking=True)
+                self._above[0].copy_(self._sources[number % _CHUNKS], non_blocking=True)
             with torch.cuda.stream(self.streams[1]):
-                down.copy_(source, non_blocking=True)
-        return 2 * copies * _BUFFER
+                self._targets[number % _CHUNKS].copy_(self._above[1], non_blocking=True)
+        return 2 * copies * _CHUNK
 
 
 @contextmanager
 def _both_ways(device: torch.device) -> Iterator[_BothWays]:
-    arena = HostArena(Tier.DRAM, 2 * _BUFFER, page_lock=True)
+    arena = HostArena(Tier.DRAM, 2 * _CHUNKS * _CHUNK, page_lock=True)
     try:
         yield _BothWays(device, arena)
     finally:
