@@ -26,6 +26,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 import traceback
 from functools import partial
 from typing import Any
@@ -56,6 +57,7 @@ from training import (
 
 from tiermem.config import format_size, parse_size
 
+OVERLAPS = ("forward", "backward")
 WHATS = ("full", "peers", "capped", "residual", "saved")
 _HBM = {"6.7b": "2.25GiB", "3b": "2GiB", "1b": "1.75GiB", "narrow": "64MiB", "tiny": "1MiB"}
 _ZERO_INFINITY_S = 11.4
@@ -71,6 +73,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
+        self.began = time.perf_counter()
         self.device = torch.device(options.device)
         self.clock = Clock(self.device)
         square = torch.ones(256, 256, device=self.device, dtype=torch.bfloat16)
@@ -91,6 +94,8 @@ class Bench:
     def loop(self, trainer: Any, tokens: int, micro: int) -> Loop:
         """Returns a trainer's steps."""
         data = Data(tokens, trainer.model.head.out_features, self.device)
+        if isinstance(trainer, Tiered):
+            trainer.optimizer.accumulate(micro)
         return Loop(trainer, data, micro, self.clock)
 
     def keep(self, what: str, row: Row) -> None:
@@ -102,6 +107,10 @@ class Bench:
         title = f"Full training, Llama {options.shape}, {what}, out of HBM in {home}"
         report(title, self.rows, out, tall=True, what=what, shape=options.shape)
         sys.stdout.flush()
+
+    def reached(self, what: str) -> None:
+        """Prints the seconds since the beginning, so that one sees where they go."""
+        print(f"{time.perf_counter() - self.began:7.1f} s: {what}", file=sys.stderr, flush=True)
 
     def tokens_and_micro(self) -> list[tuple[int, int]]:
         """Returns what is run: tokens of a micro-batch, and how many are a step."""
@@ -144,10 +153,13 @@ class Bench:
         resident = Resident(self.build(), DTYPES[self.options.grad_dtype])
         model = self.build()
         count = parameters_of(model)
+        self.reached("models built")
         with self.manager(model) as tier:
             trainer = self.tiered(tier, model)
             give_back(self.device)
             same = self.compare(trainer, resident) if self.options.check_steps else {}
+            self.reached("compared")
+            self.reached("wrapped")
             rows = []
             for tokens, micro in self.tokens_and_micro():
                 row: Row = {"tokens": tokens, "micro": micro, "where": self.options.where}
@@ -155,11 +167,13 @@ class Bench:
                 row |= self.beside(trainer, resident, tokens, micro)
                 rows.append(row)
                 self.keep("full", row)
+                self.reached(f"{tokens} tokens, {micro} micro-batches")
             del resident  # what is measured now is of the tiered run alone
             give_back(self.device)
             for row, (tokens, micro) in zip(rows, self.tokens_and_micro(), strict=True):
                 loop = self.loop(trainer, tokens, micro)
                 row |= self.memory(loop, count)
+            self.reached("memory")
             self.rows.clear()
             for row in rows:
                 self.keep("full", row)
@@ -193,7 +207,9 @@ class Bench:
         tier = trainer.tier
         self.clock.wait()
         tier.reset_stats()
+        self.reached("warm")
         times = taking_turns(loops, options.repeats, options.steps)
+        self.reached("timed")
         stats = tier.stats()
         made = options.repeats * (options.steps + 1)
         row = spread_of(times, loops)
@@ -377,7 +393,8 @@ def arguments() -> argparse.Namespace:
     add("--layers", type=int, nargs="*", default=[], help="instead of the shape's own")
     add("--chunks", type=int, default=16, help="in which logits and loss are made")
     add("--where", default="device", choices=("device", "host", "both"))
-    add("--overlap", action=argparse.BooleanOptionalAction, default=True)
+    add("--overlap", nargs="?", default="forward", const="forward", choices=OVERLAPS)
+    add("--no-overlap", dest="overlap", action="store_false", help="step() makes the steps")
     add("--grad-dtype", default="weights", choices=("weights", "fp32"))
     add("--hbm", default=None, help="default: by shape")
     add("--dram", default=None, help="default: what is needed")

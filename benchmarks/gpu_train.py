@@ -14,6 +14,10 @@ _SMALL = (
 )
 _ACTIVATIONS = f"{_SMALL} --activation-min 4KiB --dram 16MiB"
 _FEW = "--repeats 1 --steps 2"
+_4K_STEPS = (
+    "--tokens 4096 --overlap backward --repeats 1 --steps 3 --warm 4 --check-steps 1 "
+    "--raw-repeats 1"
+)
 
 
 def step(name: str, line: str, small: str, seconds: int) -> Step:
@@ -23,14 +27,15 @@ def step(name: str, line: str, small: str, seconds: int) -> Step:
 
 
 STEPS = (
-    step("4k-device", "--tokens 4096 --where device --steps 4", _SMALL, 45),
-    step("4k-both", "--tokens 4096 --where both --steps 4", _SMALL, 50),
+    step("4k-device", f"{_4K_STEPS} --where device", _SMALL, 35),
+    step("4k-both", f"{_4K_STEPS} --where both", _SMALL, 35),
     step("4k-peers", f"--what peers --tokens 4096 --where both {_FEW}", _SMALL, 70),
     step(
         "16k",
-        "--tokens 16384 --micro 1 4 --repeats 2 --steps 2 --warm 3 --raw-repeats 1",
+        "--tokens 16384 --micro 1 4 --where both --overlap backward --warm 4 --check-steps 1 "
+        f"--raw-repeats 1 {_FEW}",
         f"{_SMALL} --micro 1 4",
-        100,
+        70,
     ),
     step(
         "capped",
@@ -93,8 +98,8 @@ def beyond(column: str, kind: str) -> Read:
 
 def equal(results: Results) -> float | None:
     """Returns the share of rows with steps on the device whose bits are the resident run's."""
-    kinds = [kind for kind in _KINDS if kind != "train_4k_both"]
-    found = [v for kind in kinds for v in results.pick(kind, "equal")]
+    rows = [row for kind in _KINDS for row in results.rows(kind)]
+    found = [r["equal"] for r in rows if "equal" in r and r.get("where", "device") == "device"]
     return sum(map(bool, found)) / len(found) if found else None
 
 

@@ -193,7 +193,8 @@ class Tiered:
         model: Is wrapped.
         grad_dtype: In which gradients are summed up, or None for the weights' own.
         where: Where steps are made.
-        overlap: Whether they are made in the next forward.
+        overlap: ``"forward"``: in the next forward; ``"backward"``: inside backward, and the
+            loop says ``optimizer.accumulate(n)``; False: in ``step()``.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class Tiered:
         model: Lm,
         grad_dtype: torch.dtype | None = None,
         where: Any = "device",
-        overlap: bool = True,
+        overlap: Any = "forward",
     ) -> None:
         self.tier = tier
         self.model = tier.wrap(model)

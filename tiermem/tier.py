@@ -169,11 +169,11 @@ class TierManager:
                 before its next use, in the next forward, where its weights come up anyway. Nobody
                 sees a weight before its step is made, and the step uses the settings of when it
                 was asked for. ``"backward"``: each block is stepped as soon as its gradient is
-                final, in backward, and its gradient never leaves HBM; ``step()`` makes what is
-                left. For loops that look at no gradient: clipping, loss scaling and settings
-                changed between backward and ``step()`` are refused, at the first step, which is
-                made after backward. With several backwards per step, say
-                ``optimizer.accumulate(n)``.
+                final, in backward, and its gradient never leaves HBM (what the host steps is
+                begun there); ``step()`` makes what is left. For loops that look at no gradient:
+                clipping, loss scaling and settings changed between backward and ``step()`` are
+                refused, at the first step, which is made after backward. With several backwards
+                per step, say ``optimizer.accumulate(n)``.
             where: ``"device"``: state and masters come up for the step, which rounds as the
                 resident one does. ``"host"``: blocks whose weights, gradients, state and masters
                 are all at home in DRAM or in files, which pass through staging in the DRAM budget,

@@ -126,6 +126,23 @@ def test_the_same_bits_inside_backward(
     assert plain == tiered
 
 
+@pytest.mark.parametrize("homes", sorted(HOMES))
+@pytest.mark.parametrize("where", ["host", "both"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_the_host_steps_inside_backward(
+    tmp_path: Path, homes: str, where: str, micro_batches: int
+) -> None:
+    """Every unit is begun inside backward, on whichever side (counted in ``run``)."""
+    settings = {"lr": 1e-3}
+    theirs, weights, plain, tiered = run(
+        tmp_path, homes, 12, False, settings, micro_batches, overlap="backward", where=where
+    )
+    for one, other in zip(plain, tiered, strict=True):
+        assert abs(one - other) < 0.02 * abs(one)
+    for name, value in theirs.items():
+        torch.testing.assert_close(weights[name], value, rtol=5e-2, atol=5e-3)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_inside_backward(reentrant: bool) -> None:
     """Engine threads run a device's backward: a reentrant checkpoint's is told from the outer."""

@@ -250,9 +250,11 @@ LATER: dict[str, Callable[[Twins], Any]] = {
 
 
 @pytest.mark.parametrize("what", sorted(LATER))
-def test_what_cannot_be_seen_between_backward_and_step_is_refused(what: str) -> None:
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_what_cannot_be_seen_between_backward_and_step_is_refused(what: str, where: str) -> None:
     """No byte is shown that the plain loop would not show; then the step can be finished."""
-    with tried() as pair:
+    chosen = (torch.optim.AdamW, {"lr": 0.01, "foreach": False})
+    with tried(Net, DRAM, *chosen, where=where) as pair:
         pair.backward(1)
         assert made(pair) == units(pair)
         with pytest.raises(tiermem.StepError, match="overlap='forward'"):

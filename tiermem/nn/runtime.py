@@ -156,7 +156,7 @@ class ModuleRuntime:
             self._drop(self._ambient)
             self._ambient = []
             # with optimizer steps in it the pass uses other blocks: it is learned as another
-            stepping = bool(self.manager.debts)
+            stepping = self.manager.debts.here
             key = ("forward", scope.name, scope.number, training, stepping)
             self._last_forward = key
             guess: Sequence[int] = ()

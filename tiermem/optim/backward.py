@@ -3,6 +3,7 @@
 A gradient is final once autograd has run the node that accumulates it, in a backward after which
 no other follows before ``step()``. Then its block of weights is in HBM, so is the gradient, and
 nothing of it has to leave: state and masters come up, the step is made, and the gradient is gone.
+Where the host steps the block, the gradient goes home, and the host's thread begins.
 
 Nobody may see a difference to a step made by ``optimizer.step()``. So from the step inside
 backward until ``optimizer.step()`` is called, whoever reaches for the block's weights, state or
@@ -14,23 +15,21 @@ after their gradients is refused, or served otherwise, before anything is steppe
 
 from __future__ import annotations
 
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
-from torch.autograd import graph
 
 from tiermem.errors import CapacityError, StepError, StorageError
 from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import LazyTensor, gone
 from tiermem.nn.quiet import quiet, uncompiled
 from tiermem.nn.runtime import ModuleRuntime
+from tiermem.optim.finality import accumulates, grad_of, is_nested, is_own, marks_of
 from tiermem.optim.groups import frozen
+from tiermem.optim.hoststeps import HostSteps
 from tiermem.optim.probe import settings_of
 from tiermem.optim.scaling import Scaling
 from tiermem.optim.unit import State, StepUnit
@@ -39,15 +38,14 @@ from tiermem.runtime.pipeline import Pipeline
 
 _ELSE = "or make the optimizer with overlap='forward'"
 _TRIALS = 2
-_ENGINE = graph._engine_run_backward.__code__
 
 
 class InBackward:
     """Makes the steps of one optimizer inside backward.
 
     Attributes:
-        made: Units stepped since the last ``step()``, by id.
-        total: How many units were stepped inside backward so far.
+        made: Units stepped since the last ``step()``, or begun on the host, by id.
+        total: How many units were so far.
     """
 
     def __init__(self, runtime: ModuleRuntime) -> None:
@@ -62,6 +60,7 @@ class InBackward:
         self._units: dict[int, list[StepUnit]] = {}
         self._groups: Sequence[dict[str, Any]] = ()
         self._state: State = {}
+        self._host: HostSteps | None = None
         self._spent: dict[int, LazyTensor] = {}
         self._consumed: set[int] = set()
         self._settings: list[dict[str, Any]] = []
@@ -82,7 +81,11 @@ class InBackward:
         runtime.grads.watchers.append(self)
 
     def extend(
-        self, units: Iterable[StepUnit], groups: Sequence[dict[str, Any]], state: State
+        self,
+        units: Iterable[StepUnit],
+        groups: Sequence[dict[str, Any]],
+        state: State,
+        host: HostSteps | None = None,
     ) -> None:
         """Takes units on; the next steps are watched, and made after backward.
 
@@ -90,8 +93,9 @@ class InBackward:
             units: New ones.
             groups: All parameter groups, with the settings that a step uses.
             state: The tiered optimizer's, to be kept up to date.
+            host: Makes the steps of units that are the host's, if any are.
         """
-        self._groups, self._state = groups, state
+        self._groups, self._state, self._host = groups, state, host
         self._trials = 0
         self._watched = False
         for unit in units:
@@ -154,7 +158,7 @@ class InBackward:
                 "gradients are to be divided; make the optimizer with overlap='forward'"
                 + self._damage()
             )
-        if (self.made or self._watched) and self._marks != _marks_of(self._groups):
+        if (self.made or self._watched) and self._marks != marks_of(self._groups):
             raise StepError(
                 "the settings of the parameter groups (lr, ...) were changed between backward and "
                 "optimizer.step(); with overlap='backward' steps use those of backward: change "
@@ -162,6 +166,8 @@ class InBackward:
             )
         self._check_gradients()
         self.settle()
+        if self._host is not None:
+            self._host.retry()
 
     def after_step(self) -> None:
         """Begins to count backwards anew; the step is made, or asked for."""
@@ -189,7 +195,7 @@ class InBackward:
         if not set_to_none:
             for param, stand_in in self._spent.items():
                 entry = self._entries[param]
-                if _grad_of(entry) is stand_in:
+                if grad_of(entry) is stand_in:
                     shape, dtype = entry.param.shape, entry.param.dtype
                     zeros = torch.zeros(shape, dtype=dtype, device=self._manager.device)
                     self._runtime.grads.store(entry, zeros)
@@ -241,9 +247,9 @@ class InBackward:
         known = self._counted and task == self._task
         if known and not used and id(entry.param) not in self._consumed:
             return False
-        if not _accumulates(entry):
+        if not accumulates(entry):
             return used
-        if task == self._task and not self._counted and not _is_nested():
+        if task == self._task and not self._counted and not is_nested():
             self._first()
         elif task != self._task or not self._counted:
             self._late.add(id(entry.group))  # a backward inside another: more may follow
@@ -261,7 +267,7 @@ class InBackward:
         left = self._left.get(id(group))
         if left is None:
             members = (e for unit in self._units[id(group)] for e in unit.entries)
-            left = self._left[id(group)] = {id(e.param) for e in members if _accumulates(e)}
+            left = self._left[id(group)] = {id(e.param) for e in members if accumulates(e)}
         left.discard(id(entry.param))
         if left or id(group) in self._late:
             return
@@ -282,10 +288,10 @@ class InBackward:
         """The first gradient of a backward arrives: decides whether steps are made in it."""
         for param in (*self._spent, *self._consumed):
             entry = self._entries[param]
-            if (param in self._consumed or self._is_gone(entry)) and _accumulates(entry):
+            if (param in self._consumed or self._is_gone(entry)) and accumulates(entry):
                 raise self._another(entry)
         if self._count >= self._micro_batches:
-            if any(_grad_of(entry) is not None for entry in self._entries.values()):
+            if any(grad_of(entry) is not None for entry in self._entries.values()):
                 raise StepError(
                     f"this is backward {self._count + 1} before optimizer.step(), and with "
                     "overlap='backward' blocks are stepped in backward "
@@ -298,7 +304,7 @@ class InBackward:
         if self._count == self._micro_batches:
             self._steps, self._watches = self._tried, not self._tried
             self._settings = [frozen(settings_of(group)) for group in self._groups]
-            self._marks = _marks_of(self._groups)
+            self._marks = marks_of(self._groups)
             self._pipeline = Pipeline(self._manager)
             self._edited.clear()
 
@@ -309,7 +315,10 @@ class InBackward:
         again and says what is wrong.
         """
         units = [u for u in self._units[id(group)] if any(e.has_grad for e in u.entries)]
-        if not all(u.host is None and u.can_wait(self._runtime) for u in units):
+        if not all(u.can_wait(self._runtime) for u in units):
+            return
+        if any(u.host is not None for u in units):
+            self._begin(group, units)
             return
         made: list[StepUnit] = []
         with self._manager.lock, quiet(self._manager.device):
@@ -333,6 +342,31 @@ class InBackward:
             self._owe(group.block.name, ids, partial(self._refuse_look, group))
             self._pipeline.write(blocks)
 
+    def _begin(self, group: Group, units: Sequence[StepUnit]) -> None:
+        """Has the host begin the steps of a block, if they are all the host's.
+
+        The gradients stay until they have been used. What cannot be begun here (somebody sees a
+        tensor, a file is to be written first) is left to ``step()``.
+        """
+        host = self._host
+        if host is None or not all(host.can_begin(unit) for unit in units):
+            return
+        with self._manager.lock, quiet(self._manager.device):
+            try:
+                uncompiled(host.begin)(units, self._settings)
+            except (StorageError, CapacityError, StepError):
+                pass
+            finally:
+                begun = [unit for unit in units if host.is_begun(unit)]
+                self.made.update((id(unit), unit) for unit in begun)
+                self.total += len(begun)
+                entries = [e for unit in begun for e in unit.entries if e.has_grad]
+                self._consumed.update(id(entry.param) for entry in entries)
+                ids = [block.id for unit in begun for block in unit.blocks()]
+                if begun:
+                    refuse = partial(self._refuse_look, group)
+                    self._owe(group.block.name, ids, refuse, first=True)
+
     def _spend(self, unit: StepUnit) -> None:
         """Forgets the gradients that a step has used, and leaves stand-ins that say so."""
         for entry in unit.entries:
@@ -347,17 +381,19 @@ class InBackward:
             with torch._C.DisableTorchFunctionSubclass():
                 entry.param.grad = self._spent[param]
 
-    def _owe(self, name: str, blocks: Sequence[int], work: Callable[[], None]) -> None:
+    def _owe(
+        self, name: str, blocks: Sequence[int], work: Callable[[], None], *, first: bool = False
+    ) -> None:
         debt = Debt(name, blocks, work)
         with self._manager.lock:
-            self._manager.debts.add(debt)
+            self._manager.debts.add(debt, first=first)
         self._debts.append(debt)
 
     def _refuse_look(self, group: Group) -> None:
         raise StepError(
             f"block {group.block.name!r} was stepped inside backward (overlap='backward') and its "
-            "weights or state are used again before optimizer.step(): call optimizer.step() "
-            f"first, {_ELSE}"
+            "weights, gradients or state are used again before optimizer.step(): call "
+            f"optimizer.step() first, {_ELSE}"
         )
 
     def _another(self, entry: Entry) -> StepError:
@@ -370,12 +406,17 @@ class InBackward:
 
     def _check_gradients(self) -> None:
         """Refuses a step whose gradients are others than those of backward."""
-        wrong = [e for e in self._final if id(e.param) in self._edited or not _is_own(e)]
+        wrong = [e for e in self._final if id(e.param) in self._edited or not is_own(e)]
         wrong = [e for e in wrong if id(e.group) not in self._late]
         for unit in self.made.values():
             for entry in unit.entries:
-                used = id(entry.param) in self._consumed
-                if not (self._is_gone(entry) if used else _grad_of(entry) is None):
+                if id(entry.param) not in self._consumed:
+                    same = grad_of(entry) is None
+                elif unit.host is None:
+                    same = self._is_gone(entry)
+                else:  # it is kept, for the host
+                    same = is_own(entry) and id(entry.param) not in self._edited
+                if not same:
                     wrong.append(entry)
         if wrong:
             raise StepError(
@@ -396,7 +437,7 @@ class InBackward:
 
     def _is_gone(self, entry: Entry) -> bool:
         stand_in = self._spent.get(id(entry.param))
-        return stand_in is not None and _grad_of(entry) is stand_in
+        return stand_in is not None and grad_of(entry) is stand_in
 
 
 def _gone(entry: Entry, *_: object) -> Any:
@@ -406,52 +447,3 @@ def _gone(entry: Entry, *_: object) -> Any:
         "(overlap='backward') and is kept nowhere; look at it with overlap='forward', or read it "
         "in a hook of the parameter (register_hook)"
     )
-
-
-def _grad_of(entry: Entry) -> torch.Tensor | None:
-    with torch._C.DisableTorchFunctionSubclass():
-        return entry.param.grad
-
-
-def _is_own(entry: Entry) -> bool:
-    """Whether ``param.grad`` is what backward has left there."""
-    return entry.has_grad and _grad_of(entry) is entry.lazy
-
-
-def _accumulates(entry: Entry) -> bool:
-    """Whether the backward under way adds to the gradient of a parameter."""
-    param = entry.param
-    if entry.materialized or not param.requires_grad:
-        return False
-    with torch._C.DisableTorchFunctionSubclass():
-        node = graph.get_gradient_edge(param).node
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # it is autograd.grad that asks for this one
-        return False
-
-
-def _is_nested() -> bool:
-    """Whether the backward under way was begun inside another, as reentrant checkpoints do.
-
-    The innermost is then only a part of a backward. The thread that asked for the outermost has
-    one call of the engine on its stack, threads of the engine itself have none.
-    """
-    calls = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        calls += frame.f_code is _ENGINE
-        frame = frame.f_back
-    engines = isinstance(threading.current_thread(), threading._DummyThread)
-    return calls > 1 or (calls == 1 and engines)
-
-
-def _marks_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns what tells settings from changed ones, without a wait for the device."""
-    return [{key: _mark_of(value) for key, value in settings_of(g).items()} for g in groups]
-
-
-def _mark_of(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return id(value), value._version, value.tolist() if value.device.type == "cpu" else None

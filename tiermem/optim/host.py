@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from tiermem.core.block import Block, Tier
+from tiermem.core.residency import State as Residency
 from tiermem.errors import StepError, TierError
 from tiermem.nn.grads import Change, GradUnit
 from tiermem.nn.group import Entry
@@ -118,6 +119,12 @@ class Job:
             return False
         return self.stage is None or self.stage.at_home(self.load.blocks)
 
+    def failed(self) -> bool:
+        """Whether the step was tried and could not be made."""
+        if self.future is None or not self.future.done() or self.future.cancelled():
+            return False
+        return not self.computed and self.future.exception() is not None
+
     def wait(self) -> None:
         """Waits until it is over, well or not; nobody will look at it any more."""
         if self.future is not None and not self.future.cancel():
@@ -188,6 +195,11 @@ class HostSide:
         """Returns the blocks of a step that are at home in files."""
         table = runtime.manager.table
         return [block for block in self._blocks() if table[block.id].home is Tier.NVME]
+
+    def at_rest(self, runtime: ModuleRuntime) -> bool:
+        """Whether nothing has to be written to a file before a step."""
+        records = [runtime.manager.table[block.id] for block in self.in_files(runtime)]
+        return all(record.in_hbm in (Residency.ABSENT, Residency.VALID) for record in records)
 
     def settle(self, runtime: ModuleRuntime) -> None:
         """Waits until files have what :meth:`check` found in HBM alone.

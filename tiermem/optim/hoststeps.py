@@ -25,17 +25,28 @@ Explain = Callable[[BaseException, Sequence[str]], None]
 class HostSteps:
     """Begins steps on the host, owes their ends to the blocks, and takes them up."""
 
-    def __init__(self, runtime: ModuleRuntime, number: int, owed: set[int]) -> None:
+    def __init__(
+        self,
+        runtime: ModuleRuntime,
+        number: int,
+        owed: set[int],
+        state: State,
+        explain: Explain,
+    ) -> None:
         """Works in a thread of its own.
 
         Args:
             runtime: The modules' runtime.
             number: Of the optimizer.
             owed: Ids of the units whose step is still to be made; kept up to date.
+            state: The tiered optimizer's, to be kept up to date.
+            explain: Has an error say how far a step got.
         """
         self._runtime = runtime
         self._manager = runtime.manager
         self._owed = owed
+        self._state = state
+        self._explain = explain
         self._jobs: dict[int, tuple[StepUnit, Job]] = {}
         # one thread: the kernels it runs spread over all cores by themselves
         self._pool = ThreadPoolExecutor(1, f"tiermem-optimizer-{number}")
@@ -45,9 +56,7 @@ class HostSteps:
         self,
         units: Sequence[StepUnit],
         groups: Sequence[dict[str, Any]],
-        scaling: Scaling | None,
-        state: State,
-        explain: Explain,
+        scaling: Scaling | None = None,
     ) -> None:
         """Begins the step of every unit that is the host's.
 
@@ -72,23 +81,38 @@ class HostSteps:
                 torch.cuda.current_stream(self._manager.device).synchronize()
             for host in hosts:
                 job = host.submit(self._runtime, groups, scaling)
-                work = partial(self._take_up, host, job, state, explain)
+                work = partial(self._take_up, host, job)
                 self._owed.add(id(host.unit))
                 self._jobs[id(host.unit)] = (host.unit, job)
                 blocks = [block.id for block in job.blocks]
                 self._manager.debts.add(Debt(host.unit.name, blocks, work, job))
                 host.begin(self._runtime, job, self._pool)
 
-    def _take_up(self, host: HostSide, job: Job, state: State, explain: Explain) -> None:
+    def can_begin(self, unit: StepUnit) -> bool:
+        """Whether the step of a unit can be begun now, without a wait for a disk."""
+        return unit.host is not None and unit.host.at_rest(self._runtime)
+
+    def is_begun(self, unit: StepUnit) -> bool:
+        """Whether a step of a unit was begun and is still to be taken up."""
+        return id(unit) in self._jobs
+
+    def retry(self) -> None:
+        """Begins steps anew that have failed; whoever needs their blocks waits for that."""
+        with self._manager.lock:
+            for unit, job in self._jobs.values():
+                if unit.host is not None and job.failed():
+                    unit.host.begin(self._runtime, job, self._pool)
+
+    def _take_up(self, host: HostSide, job: Job) -> None:
         self._manager.guard()
         try:
             with torch.inference_mode(False), torch.no_grad():
-                host.take_up(self._runtime, job, state, self._pool)
+                host.take_up(self._runtime, job, self._state, self._pool)
         except Exception as error:
             for _, other in self._jobs.values():
                 other.report()
             left = [u.name for u, j in self._jobs.values() if j is job or not j.computed]
-            explain(error, left)
+            self._explain(error, left)
             raise
         self._owed.discard(id(host.unit))
         self._jobs.pop(id(host.unit), None)

@@ -13,6 +13,7 @@ from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.host import HostSide, can_be_on_host, with_fused
 from tiermem.optim.probe import Make, settings_of
 from tiermem.optim.share import Speeds, choose_host, measure
+from tiermem.optim.spread import Traffic, measure_both, spread
 from tiermem.optim.undo import cannot_fail_midway
 from tiermem.optim.unit import StepUnit
 from tiermem.runtime.homes import HomeRequest
@@ -27,6 +28,7 @@ def choose_sides(
     settings: Sequence[dict[str, Any]],
     *,
     share: bool,
+    in_backward: bool = False,
     earlier: Sequence[StepUnit] = (),
 ) -> tuple[bool, Speeds | None]:
     """Has the host step what it can: whole blocks of weights, all of it at home below HBM.
@@ -40,6 +42,7 @@ def choose_sides(
         stepped: Dtype of what is stepped.
         settings: The parameter groups, by number.
         share: Whether the device has a part of it, so that both finish together.
+        in_backward: Whether steps are made inside backward, the last block's first.
         earlier: Units of the same optimizer that the host has already; none is under way.
 
     Returns:
@@ -55,21 +58,40 @@ def choose_sides(
     if not groups:
         return False, None
     on_host = with_fused(make)
-    chosen, speeds = [True] * len(groups), None
+    chosen: list[bool] = [True] * len(groups)
+    speeds: Speeds | None = None
     if share:
-        sizes = [
-            sum(p.numel() for u in sharers for p, _ in u.members) for sharers in groups.values()
-        ]
-        kept = sum(b.nbytes for s in groups.values() for u in s for b in u.kept_blocks())
-        weight = next(p.dtype for s in groups.values() for u in s for p, _ in u.members)
-        speeds = measure(
-            on_host, make, runtime.manager.device, weight, stepped, kept // max(1, sum(sizes))
-        )
-        chosen = choose_host(sizes, speeds)
+        sharers = list(groups.values())
+        sizes = [sum(p.numel() for u in units for p, _ in u.members) for units in sharers]
+        weight = next(p.dtype for u in sharers[0] for p, _ in u.members)
+        traffic = _traffic([u for units in sharers for u in units], sum(sizes), weight, stepped)
+        device = runtime.manager.device
+        if in_backward:
+            rates = measure_both(on_host, make, device, weight, stepped, traffic)
+            speeds, chosen = rates, spread(sizes[::-1], rates)[::-1]
+        else:
+            kept = traffic.device // 2 - weight.itemsize
+            speeds = measure(on_host, make, device, weight, stepped, kept)
+            chosen = choose_host(sizes, speeds)
     mine = [u for on, units in zip(chosen, groups.values(), strict=True) if on for u in units]
     if mine:
         _have_host_step(runtime, mine, on_host, settings, earlier)
     return bool(mine), speeds
+
+
+def _traffic(
+    units: Sequence[StepUnit], elements: int, weight: torch.dtype, stepped: torch.dtype
+) -> Traffic:
+    """Returns the bytes of an element: of the weights' dtype, and of what the units keep."""
+    kept = sum(b.nbytes for u in units for b in u.kept_blocks()) // max(1, elements)
+    found = sum(g.block.nbytes for u in units for g in u.grad_units()) // max(1, elements)
+    gradient = max(weight.itemsize, found)
+    cast = 0 if stepped is weight else 2 * stepped.itemsize  # the gradient is cast, then read
+    return Traffic(
+        device=2 * (weight.itemsize + kept),
+        passing=weight.itemsize + gradient,
+        host=2 * kept + gradient + cast + weight.itemsize * (1 if cast else 2),
+    )
 
 
 def _have_host_step(

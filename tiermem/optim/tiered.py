@@ -117,7 +117,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         loss = None
         self._manager.guard()
-        again = bool(self._pending) or (self._begun and bool(self._owed))
+        again = bool(self._pending) or (self._begun and bool(self._unfinished()))
         if closure is not None and not again:
             with torch.enable_grad():
                 loss = closure()
@@ -160,15 +160,13 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Begins the steps that the host makes; returns the other units."""
         if self._host is not None and any(unit.host is not None for unit in units):
             try:
-                self._host.begin(units, self.param_groups, scaling, self._state, self._explain)
+                self._host.begin(units, self.param_groups, scaling)
             except BaseException as error:
-                if self._begun_some(units):  # the rest of them waits for the next call
+                # the rest of them waits for the next call
+                if self._pending or any(id(unit) in self._owed for unit in units):
                     self._cut_short(error, [u for u in units if id(u) not in self._owed], scaling)
                 raise
         return [unit for unit in units if unit.host is None]
-
-    def _begun_some(self, units: Sequence[StepUnit]) -> bool:
-        return bool(self._pending) or any(id(unit) in self._owed for unit in units)
 
     def _cut_short(
         self, error: BaseException, left: list[StepUnit], scaling: Scaling | None
@@ -246,16 +244,16 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._manager.timeline.add("optimizer", unit.name, began, time.perf_counter_ns())
 
     def finish(self) -> None:
-        """Makes what is left of the last step (``overlap``).
-
-        There is no need to call it: whatever looks has just its step made first.
-        """
-        if not self._owed:
-            return
+        """Makes what is left of the last step (``overlap``); whoever looks has it made anyway."""
+        unfinished = self._unfinished()
         with self._manager.lock:
-            for unit in self._units:
-                if id(unit) in self._owed and unit.group is not None:
+            for unit in self._units if unfinished else ():
+                if id(unit) in unfinished and unit.group is not None:
                     self._manager.debts.pay(unit.group.block.id)
+
+    def _unfinished(self) -> set[int]:
+        """Returns units that are owed a step, of those that were asked for."""
+        return self._owed if self._inside is None else self._owed - self._inside.made.keys()
 
     def accumulate(self, micro_batches: int) -> None:
         """Says how many backwards there are for each step, from the next step on.
@@ -448,7 +446,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._units.extend(planned)
         self._tell_others(planned)
         if self._inside is not None:
-            self._inside.extend(planned, self.param_groups, self._state)
+            self._inside.extend(planned, self.param_groups, self._state, self._host)
 
     def _choose_sides(self, units: Sequence[StepUnit]) -> None:
         """Decides which units the host steps."""
@@ -462,10 +460,12 @@ class TieredOptimizer(torch.optim.Optimizer):
             dtype,
             self.param_groups,
             share=self._where == "both",
+            in_backward=self._inside is not None,
             earlier=[unit for unit in self._units if unit.host is not None],
         )
         if some and self._host is None:
-            self._host = HostSteps(self._runtime, self._number, self._owed)
+            args = self._number, self._owed, self._state, self._explain
+            self._host = HostSteps(self._runtime, *args)
 
     def _before_forward(self, training: bool) -> None:
         if training:

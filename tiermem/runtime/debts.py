@@ -56,10 +56,21 @@ class Debts:
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._by_block
 
-    def add(self, debt: Debt) -> None:
-        """Owes a piece of work to each of its blocks."""
+    @property
+    def here(self) -> bool:
+        """Whether anything is owed that is not going on elsewhere already."""
+        return any(debt.elsewhere is None for owed in self._by_block.values() for debt in owed)
+
+    def add(self, debt: Debt, *, first: bool = False) -> None:
+        """Owes a piece of work to each of its blocks.
+
+        Args:
+            debt: The work.
+            first: Whether it comes before what is owed already.
+        """
         for block_id in dict.fromkeys(debt.blocks):
-            self._by_block.setdefault(block_id, []).append(debt)
+            owed = self._by_block.setdefault(block_id, [])
+            owed.insert(0 if first else len(owed), debt)
         if debt.elsewhere is not None:
             self._elsewhere.append(debt)
 

@@ -1,0 +1,67 @@
+"""What a backward under way says of gradients, and what tells that nobody has touched them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.autograd import graph
+
+from tiermem.nn.group import Entry
+from tiermem.optim.probe import settings_of
+
+_ENGINE = graph._engine_run_backward.__code__
+
+
+def grad_of(entry: Entry) -> torch.Tensor | None:
+    """Returns ``param.grad`` as it is, without a look at what it stands for."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return entry.param.grad
+
+
+def is_own(entry: Entry) -> bool:
+    """Whether ``param.grad`` is what backward has left there."""
+    return entry.has_grad and grad_of(entry) is entry.lazy
+
+
+def accumulates(entry: Entry) -> bool:
+    """Whether the backward under way adds to the gradient of a parameter."""
+    param = entry.param
+    if entry.materialized or not param.requires_grad:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        node = graph.get_gradient_edge(param).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # it is autograd.grad that asks for this one
+        return False
+
+
+def is_nested() -> bool:
+    """Whether the backward under way was begun inside another, as reentrant checkpoints do.
+
+    The innermost is then only a part of a backward. The thread that asked for the outermost has
+    one call of the engine on its stack, threads of the engine itself have none.
+    """
+    calls = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        calls += frame.f_code is _ENGINE
+        frame = frame.f_back
+    engines = isinstance(threading.current_thread(), threading._DummyThread)
+    return calls > 1 or (calls == 1 and engines)
+
+
+def marks_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns what tells settings from changed ones, without a wait for the device."""
+    return [{key: _mark_of(value) for key, value in settings_of(g).items()} for g in groups]
+
+
+def _mark_of(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return id(value), value._version, value.tolist() if value.device.type == "cpu" else None

@@ -1,0 +1,236 @@
+"""Which blocks the host steps while backward goes on: host, link and memory all stay busy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tiermem.core.block import Extent, Tier
+from tiermem.optim.probe import Make
+from tiermem.optim.share import Speeds
+from tiermem.storage.arena import HostArena
+
+_CHUNK = 32 << 20
+_CHUNKS = 4  # of host memory each way, more than caches hold
+_COPIES = 96
+_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of an element in one backward and its step.
+
+    Attributes:
+        device: Over the link, both ways together, where the device steps it: weights for
+            recomputation, state and masters up; weights, state and masters down.
+        passing: The same where the host steps it: weights up, gradients down.
+        host: What the host's step reads and writes of its memory.
+    """
+
+    device: int
+    passing: int
+    host: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rates(Speeds):
+    """Seconds per element of everything that steps inside backward may have to wait for.
+
+    Attributes:
+        passing: Of the link, for an element that the host steps.
+        memory_device: Of the host's memory, for one that the device steps.
+        memory_host: Of the host's memory, for one that the host steps.
+    """
+
+    passing: float = 0.0
+    memory_device: float = 0.0
+    memory_host: float = 0.0
+
+    def seconds(self, share: float) -> float:
+        """Returns the longest of all, per element, if the host has that share."""
+        rest = 1 - share
+        return max(
+            share * self.host,
+            rest * self.device + share * self.passing,
+            rest * self.memory_device + share * self.memory_host,
+        )
+
+    def best_share(self) -> float:
+        """Returns the least share of the host with which steps take the least time.
+
+        All three times are linear in the share, so the longest is least at an end, or where two
+        of them are equal.
+        """
+        lines = (
+            (0.0, self.host),
+            (self.device, self.passing),
+            (self.memory_device, self.memory_host),
+        )
+        shares = [0.0, 1.0]
+        for number, (begin, end) in enumerate(lines):
+            for other_begin, other_end in lines[:number]:
+                slope = (end - begin) - (other_end - other_begin)
+                if slope:
+                    shares.append((other_begin - begin) / slope)
+        return min((s for s in shares if 0 <= s <= 1), key=lambda s: (self.seconds(s), s))
+
+
+def spread(elements: Sequence[int], rates: Rates) -> list[bool]:
+    """Shares blocks out between host and device for steps inside backward.
+
+    The host's are spread evenly over backward, so that neither side is ever without work, except
+    over its end: what the host could not finish before the end is stepped on the device, as the
+    next forward begins with just these blocks.
+
+    Args:
+        elements: Sizes of the blocks, in the order in which backward comes to them.
+        rates: Of the link, the host and its memory.
+
+    Returns:
+        For each block whether the host has it.
+    """
+    share = rates.best_share()
+    pace = rates.seconds(share)  # of backward, per element, if nothing else is slower
+    left = sum(elements)
+    wanted = share * left
+    early = []
+    for count in elements:
+        left -= count
+        early.append(left * pace >= count * rates.host)
+    able = sum(n for n, is_early in zip(elements, early, strict=True) if is_early)
+    density = min(1.0, wanted / able) if able else 0.0
+    credit = 0.0
+    chosen = []
+    for count, is_early in zip(elements, early, strict=True):
+        credit += count * density if is_early else 0.0
+        chosen.append(is_early and density > 0 and credit >= count / 2)
+        credit -= count if chosen[-1] else 0.0
+    return chosen
+
+
+def measure_both(
+    host: Make,
+    make: Make,
+    device: torch.device,
+    weight: torch.dtype,
+    stepped: torch.dtype,
+    traffic: Traffic,
+) -> Rates:
+    """Measures host steps and copies both ways, each alone and both at once.
+
+    The host's memory serves both. From its traffic while both go on, what it can do is known.
+    On a GPU this takes about a second and 256 MiB of page-locked memory, for that time.
+
+    Args:
+        host: Makes the host's optimizer.
+        make: Makes the device's.
+        device: Where that steps.
+        weight: Dtype of weights and gradients.
+        stepped: Dtype of what is stepped.
+        traffic: Bytes of an element.
+    """
+    cuda = device.type == "cuda"
+    count = 1 << (24 if cuda else 18)  # beyond the caches where it counts
+    few = count >> 2 if cuda else count
+    own = _Work(host, torch.device("cpu"), weight, stepped, count)
+    alone = min(_timed(own.step, None) for _ in range(_ROUNDS)) / count
+    theirs = _Work(make, device, weight, stepped, few)
+    compute = min(_timed(theirs.step, device) for _ in range(_ROUNDS)) / few
+    if not cuda:
+        return Rates(alone, compute)
+    del theirs
+    with _both_ways(device) as copy:
+        copy(1)
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        nbytes = copy(_COPIES)
+        torch.cuda.synchronize(device)
+        link = (time.perf_counter() - began) / nbytes
+        steps = 0
+        began = time.perf_counter()
+        nbytes = copy(2 * _COPIES)
+        done = [torch.cuda.Event() for _ in copy.streams]
+        for event, stream in zip(done, copy.streams, strict=True):
+            event.record(stream)
+        while not all(event.query() for event in done):
+            own.step()
+            steps += 1
+        torch.cuda.synchronize(device)
+        memory = (time.perf_counter() - began) / (nbytes + steps * count * traffic.host)
+    return Rates(
+        host=alone,
+        device=max(compute, link * traffic.device),
+        passing=link * traffic.passing,
+        memory_device=memory * traffic.device,
+        memory_host=memory * (traffic.passing + traffic.host),
+    )
+
+
+class _Work:
+    """Steps of one tensor, with the casts that belong to them."""
+
+    def __init__(
+        self,
+        make: Make,
+        device: torch.device,
+        weight: torch.dtype,
+        stepped: torch.dtype,
+        count: int,
+    ) -> None:
+        self._param = nn.Parameter(torch.zeros(count, dtype=stepped, device=device))
+        self._gradient = torch.zeros(count, dtype=weight, device=device)
+        self._target = torch.empty_like(self._gradient)
+        self._optimizer = make([{"params": [self._param]}])
+        self.step()  # its state is made
+
+    def step(self) -> None:
+        """Makes one."""
+        with torch.no_grad():
+            self._param.grad = self._gradient.to(self._param.dtype)
+            self._optimizer.step()
+            self._target.copy_(self._param)
+
+
+def _timed(work: Callable[[], None], device: torch.device | None) -> float:
+    cuda = device is not None and device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    work()
+    if cuda:
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+class _BothWays:
+    """Copies between page-locked memory and a GPU, up and down at once."""
+
+    def __init__(self, device: torch.device, arena: HostArena) -> None:
+        self.streams = [torch.cuda.Stream(device) for _ in range(2)]
+        parts = [arena.bytes_of(Extent(n * _CHUNK, _CHUNK)) for n in range(2 * _CHUNKS)]
+        self._sources, self._targets = parts[:_CHUNKS], parts[_CHUNKS:]
+        self._above = [torch.zeros(_CHUNK, dtype=torch.uint8, device=device) for _ in range(2)]
+
+    def __call__(self, copies: int) -> int:
+        """Submits so many copies each way; returns their bytes, both ways together."""
+        for number in range(copies):
+            with torch.cuda.stream(self.streams[0]):
+                self._above[0].copy_(self._sources[number % _CHUNKS], non_blocking=True)
+            with torch.cuda.stream(self.streams[1]):
+                self._targets[number % _CHUNKS].copy_(self._above[1], non_blocking=True)
+        return 2 * copies * _CHUNK
+
+
+@contextmanager
+def _both_ways(device: torch.device) -> Iterator[_BothWays]:
+    arena = HostArena(Tier.DRAM, 2 * _CHUNKS * _CHUNK, page_lock=True)
+    try:
+        yield _BothWays(device, arena)
+    finally:
+        torch.cuda.synchronize(device)
+        arena.close()
