@@ -15,6 +15,7 @@ from support_runtime import PAGE, Rig, rig
 from tiermem.errors import StorageError
 from tiermem.io.engine import IoOp, IoRequest
 from tiermem.testing.io import Fault
+from tiermem.transfer.filemover import FileTransfer
 
 BLOCKS = [(1, "nvme")] * 8
 
@@ -213,6 +214,30 @@ def test_which_way_depends_on_what_is_waited_for(tmp_path: Path) -> None:
         assert not prefetcher._by_way_of_dram(2.0, 1.0, sizes, 2 * PAGE)
         assert prefetcher._by_way_of_dram(2.0, 1.0, sizes, 4 * PAGE), "DRAM holds the rest"
         assert not prefetcher._by_way_of_dram(1.0, 2.0, {0: 2 * PAGE}, PAGE), "no room for three"
+
+
+def test_a_read_that_cannot_begin_takes_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
+        manager = made.manager
+        mover, ahead = manager.traffic.need_mover(), manager.traffic.ahead
+        loop(made, [*range(8)], 3)
+        manager.flush()
+        ahead.drop_all()
+        used = manager.homes.dram.used
+
+        def refuse(*_: Any, **__: Any) -> FileTransfer:
+            raise ValueError("no")
+
+        schedule = manager.planner.schedule
+        with monkeypatch.context() as patch:
+            patch.setattr(mover, "read", refuse)
+            with pytest.raises(ValueError, match="no"):
+                ahead.begin(manager.record(made.blocks[4]), mover, schedule, 0, 4)
+        assert manager.homes.dram.used == used and not ahead.staged
+        loop(made, [*range(8)])
+        made.check()
 
 
 def test_removed_blocks_leave_nothing_behind(opened: Callable[..., Any], tmp_path: Path) -> None:

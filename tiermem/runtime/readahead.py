@@ -101,7 +101,13 @@ class ReadAhead:
         entry = self.staged[block.id] = Staged(extent, home, swap.version(home))
         self._queue.put(block.id, position)
         target = self._homes.arena.bytes_of(Extent(extent.offset, home.nbytes))
-        entry.transfer = mover.read(home, target, label=block.name, in_place=True)
+        try:
+            entry.transfer = mover.read(home, target, label=block.name, in_place=True)
+        except Exception:  # nothing was begun
+            del self.staged[block.id]
+            self._queue.drop(block.id)
+            self._homes.dram.free(extent)
+            raise
         self.reading.append((record, entry.transfer))
         return True
 
