@@ -59,7 +59,8 @@ class TierManager:
             hbm: Budget of device memory for what tiermem holds there (activations and the
                 framework's own memory come on top); bytes or text such as ``"7GiB"``. By default
                 80% of what is free on the device.
-            dram: Budget of host memory; by default half of what is available.
+            dram: Budget of host memory; by default half of what is available. What homes leave
+                over of it is used to read ahead from files.
             nvme: A folder on a fast disk, or several to stripe over; None for two tiers only.
             nvme_bytes: Most bytes on disk; by default what is needed.
             policy: The home tier of each role.
