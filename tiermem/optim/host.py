@@ -30,6 +30,7 @@ from tiermem.nn.lazy import LazyTensor, forget, is_viewed, refresh
 from tiermem.nn.placeholder import placeholder
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.shapes import follow
+from tiermem.optim.casts import cast
 from tiermem.optim.probe import Make
 from tiermem.optim.scaling import Scaling
 from tiermem.optim.undo import Undo, cannot_fail_midway
@@ -358,9 +359,10 @@ class HostSide:
         unit = self.unit
         gradients = self._settle_gradients(job)
         weights = self._open(job)
-        for param, _ in unit.members:
-            own, gradient = self._own[id(param)], gradients.get(id(param))
-            own.grad = None if gradient is None else gradient.to(own.dtype)
+        owns = [self._own[id(param)] for param, _ in unit.members]
+        found = [gradients.get(id(param)) for param, _ in unit.members]
+        for own, gradient in zip(owns, cast(found, [own.dtype for own in owns]), strict=True):
+            own.grad = gradient
         seen = [u for u in self._blocks_of_gradients(job) if unit.sees(u)]
         versions = [_versions(job.views[u.block.id]) for u in seen]
         for own in self._own.values():

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tiermem.core.block import Extent, Tier
+from tiermem.optim.casts import cast
 from tiermem.optim.probe import Make
 from tiermem.optim.share import Speeds
 from tiermem.storage.arena import HostArena
@@ -191,7 +192,10 @@ class _Work:
     def step(self) -> None:
         """Makes one."""
         with torch.no_grad():
-            self._param.grad = self._gradient.to(self._param.dtype)
+            if self._param.device.type == "cpu":
+                self._param.grad = cast([self._gradient], [self._param.dtype])[0]
+            else:
+                self._param.grad = self._gradient.to(self._param.dtype)
             self._optimizer.step()
             self._target.copy_(self._param)
 
