@@ -46,6 +46,7 @@ from llama import (
     forward,
     generation,
     give_back,
+    nbytes_of,
     on_host,
     peak_of,
     same,
@@ -76,12 +77,15 @@ class Resident:
         outputs: In host memory.
         again: Whether a second run gave the same bits.
         peak: The device's memory.
+        own: Bytes that the run keeps on the device from call to call, beside the weights: its
+            input and what comes back.
     """
 
     call: Call
     outputs: tuple[torch.Tensor, ...]
     again: bool
     peak: Peak
+    own: int
 
 
 class Bench:
@@ -109,7 +113,12 @@ class Bench:
         with exactly(what):
             outputs = on_host(call())
             again = same(call(), outputs)
-        return Resident(call, outputs, again, peak_of(call, self.device))  # kernels are loaded
+        peak = peak_of(call, self.device)  # kernels are loaded
+        own = 0
+        if self.device.type == "cuda":
+            weights = nbytes_of([*twin.parameters(), *twin.buffers()])
+            own = torch.cuda.memory_allocated(self.device) - weights
+        return Resident(call, outputs, again, peak, own)
 
     @contextmanager
     def streamed(self, model: Any, what: str, notes: dict[str, Any]) -> Iterator[Any]:
@@ -274,18 +283,17 @@ class Bench:
     def memory(self, call: Call, reference: Resident, hbm: int) -> dict[str, Any]:
         """Returns the device's memory above the budget, beyond the resident run's.
 
-        The resident model is there in both, so what is left are activations in HBM that the
-        resident run did not need.
+        The resident model is there in both, and what it keeps is there twice.
         """
         if self.device.type != "cuda":
             return {}
         peak = peak_of(call, self.device)
         resident = reference.peak
-        mib = 2**20
+        mib, twice = 2**20, hbm + reference.own
         return {
             "peak HBM GB": peak.allocated / 1e9,
-            "above budget MiB": (peak.allocated - hbm - resident.allocated) / mib,
-            "above budget, device MiB": (peak.device - hbm - resident.device) / mib,
+            "above budget MiB": (peak.allocated - twice - resident.allocated) / mib,
+            "above budget, device MiB": (peak.device - twice - resident.device) / mib,
         }
 
 

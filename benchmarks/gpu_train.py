@@ -27,8 +27,8 @@ def step(name: str, line: str, small: str, seconds: int) -> Step:
 
 
 STEPS = (
-    step("4k-device", f"{_4K_STEPS} --where device", _SMALL, 35),
-    step("4k-both", f"{_4K_STEPS} --where both", _SMALL, 35),
+    step("4k-device", f"{_4K_STEPS} --where device", _SMALL, 60),
+    step("4k-both", f"{_4K_STEPS} --where both", _SMALL, 60),
     step("4k-peers", f"--what peers --tokens 4096 --where both {_FEW}", _SMALL, 70),
     step(
         "16k",
