@@ -20,6 +20,7 @@ from tiermem.core.block import Role
 from tiermem.core.residency import State
 from tiermem.errors import CapacityError, ClosedError, InvariantError, StorageError
 from tiermem.io.engine import IoOp
+from tiermem.runtime import opening
 from tiermem.runtime.manager import BlockManager
 from tiermem.testing.io import Fault, ScriptedEngine
 
@@ -302,7 +303,8 @@ def test_an_opening_that_fails_leaves_nothing(tmp_path, monkeypatch, what, error
     def refuse(*_: Any, **__: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(manager_module, what, refuse)
+    opened_there = what in ("HostArena", "FileMover")
+    monkeypatch.setattr(opening if opened_there else manager_module, what, refuse)
     config = Settings("cpu", 8 * PAGE, 1 << 20, (str(tmp_path),), None, Policy(), "auto")
     with pytest.raises(error):
         BlockManager(config, ScriptedEngine)

@@ -240,6 +240,16 @@ def test_a_read_that_cannot_begin_takes_no_place(
         made.check()
 
 
+def test_a_loop_of_which_all_is_held_has_nothing_to_share(tmp_path: Path) -> None:
+    with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
+        loop(made, [*range(8)], 3)
+        prefetcher, schedule = made.manager.prefetcher, made.manager.planner.schedule
+        compute = [1.0] * len(schedule)
+        fetch = {block.id: ("nvme->hbm", 1.0) for block in made.blocks}
+        plan = prefetcher._share(schedule, {}, 0, compute, fetch)  # type: ignore[arg-type]
+        assert not plan.residents
+
+
 def test_removed_blocks_leave_nothing_behind(opened: Callable[..., Any], tmp_path: Path) -> None:
     with opened(2, BLOCKS, nvme=tmp_path, dram=4) as made:
         loop(made, [*range(8)], 3)

@@ -373,7 +373,8 @@ class Prefetcher:
             disk = {b: s[1] for b, s in fetch.items() if s and s[0] == LINK_UP[Tier.NVME]}
             latency = _FILE_LATENCY if disk else _SLOT_LATENCY
             behind = None
-            missing = max(0.0, 1.0 - room / sum(sizes.values()))
+            total = sum(sizes.values())  # 0 where all of them are held anyway
+            missing = max(0.0, 1.0 - room / total) if total else 0.0
             seconds = missing * sum(disk.get(block, 0.0) for block in order)
             if disk and self._by_way_of_dram(seconds, sum(of_loose), sizes, room):
                 rate = self._pacing.estimates.rate(LINK_UP[Tier.DRAM])
