@@ -22,7 +22,48 @@ SHAPES = {
 }
 """``narrow`` has as many blocks as ``6.7b`` and next to no bytes in them."""
 
-_LONGEST = 4096
+LONGEST = 4096
+
+
+def config_of(
+    shape: str, *, layers: int | None = None, kv_heads: int | None = None, **settings: Any
+) -> Any:
+    """Returns the transformers configuration of a shape.
+
+    Args:
+        shape: A key of ``SHAPES``.
+        layers: How many layers instead of the shape's own.
+        kv_heads: How many key and value heads instead of as many as there are others.
+        **settings: Further ones.
+    """
+    from transformers import LlamaConfig
+
+    sizes = dict(SHAPES[shape])
+    heads = sizes.pop("heads")
+    if layers:
+        sizes["num_hidden_layers"] = layers
+    return LlamaConfig(
+        vocab_size=32000 if sizes["hidden_size"] > 256 else 128,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads or heads,
+        max_position_embeddings=LONGEST,
+        use_cache=False,
+        tie_word_embeddings=False,
+        **sizes,
+        **settings,
+    )
+
+
+@contextmanager
+def random_bf16(device: torch.device) -> Iterator[None]:
+    """Modules made inside are bf16 on the device, with the same random weights every time."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def build(shape: str, device: torch.device, *, head: bool = False) -> Any:
@@ -33,27 +74,11 @@ def build(shape: str, device: torch.device, *, head: bool = False) -> Any:
         device: Where.
         head: Whether with the language model's head, to ``generate()``.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+    from transformers import LlamaForCausalLM, LlamaModel
 
-    sizes = dict(SHAPES[shape])
-    heads = sizes.pop("heads")
-    config = LlamaConfig(
-        vocab_size=32000 if sizes["hidden_size"] > 256 else 128,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=_LONGEST,
-        use_cache=False,
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
-        **sizes,
-    )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            model = (LlamaForCausalLM if head else LlamaModel)(config)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    config = config_of(shape, attn_implementation="sdpa")
+    with random_bf16(device):
+        model = (LlamaForCausalLM if head else LlamaModel)(config)
     return model.eval().requires_grad_(False)
 
 
@@ -87,7 +112,7 @@ def budget_of(model: Any, share: float) -> int:
 
 def inputs(model: Any, tokens: int, device: torch.device) -> torch.Tensor:
     """Returns token ids, sequences of at most 4,096, the same every time."""
-    length = min(tokens, _LONGEST)
+    length = min(tokens, LONGEST)
     made = torch.Generator().manual_seed(tokens)
     shape = (max(1, tokens // length), length)
     return torch.randint(0, model.config.vocab_size, shape, generator=made).to(device)

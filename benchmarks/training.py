@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from llama import SHAPES, Clock
+from llama import LONGEST, Clock, config_of, random_bf16
 from torch import Tensor, nn
 
 import tiermem
@@ -24,7 +24,6 @@ from tiermem.nn.loss import chunked_cross_entropy
 KV_HEADS = {"3b": 8, "1b": 8}
 """Shapes with fewer key and value heads: 3.02 B and 1.0 B parameters, as peers were measured."""
 
-_LONGEST = 4096
 _LR = 1e-4
 _BITS = 1 << 24
 DTYPES = {"weights": None, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -75,29 +74,13 @@ def build(
         layers: How many layers instead of the shape's own.
         recompute: Whether every layer is recomputed in backward.
     """
-    from transformers import LlamaConfig, LlamaModel
+    from transformers import LlamaModel
 
-    sizes = dict(SHAPES[shape])
-    heads = sizes.pop("heads")
-    if layers:
-        sizes["num_hidden_layers"] = layers
-    config = LlamaConfig(
-        vocab_size=32000 if sizes["hidden_size"] > 256 else 128,
-        num_attention_heads=heads,
-        num_key_value_heads=KV_HEADS.get(shape, heads),
-        max_position_embeddings=_LONGEST,
-        use_cache=False,
-        attn_implementation="sdpa",
-        **sizes,
-    )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            model = Lm(LlamaModel(config), chunks)
-            nn.init.normal_(model.head.weight, std=0.02)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    kv_heads = KV_HEADS.get(shape)
+    config = config_of(shape, layers=layers, kv_heads=kv_heads, attn_implementation="sdpa")
+    with random_bf16(device):
+        model = Lm(LlamaModel(config), chunks)
+        nn.init.normal_(model.head.weight, std=0.02)
     model.train()
     if recompute:
         model.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -120,7 +103,7 @@ class Data:
     """
 
     def __init__(self, tokens: int, vocabulary: int, device: torch.device, count: int = 8) -> None:
-        length = min(tokens, _LONGEST)
+        length = min(tokens, LONGEST)
         made = torch.Generator().manual_seed(tokens)
         shape = (count, max(1, tokens // length), length + 1)
         self._ids = torch.randint(0, vocabulary, shape, generator=made).to(device)

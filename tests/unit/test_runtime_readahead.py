@@ -47,6 +47,16 @@ def staged(made: Rig) -> set[int]:
     return {n for n, block in enumerate(made.blocks) if block.id in ids}
 
 
+def forgotten(made: Rig, number: int) -> int:
+    """Has a loop learned and all that was read ahead given up; returns where a block is at home."""
+    loop(made, [*range(8)], 3)
+    made.manager.flush()
+    made.manager.traffic.ahead.drop_all()
+    extent = made.manager.record(made.blocks[number]).home_extent
+    assert extent is not None
+    return extent.offset
+
+
 def test_the_disk_goes_on_while_hbm_has_no_room(opened: Callable[..., Any], tmp_path: Path) -> None:
     with opened(2, BLOCKS, nvme=tmp_path, dram=4) as made:
         loop(made, [*range(8)], 4)
@@ -276,12 +286,8 @@ def test_a_read_ahead_that_failed_says_nothing(
         return None
 
     with opened(2, BLOCKS, nvme=tmp_path, dram=8, fault=fault) as made:
-        loop(made, [*range(8)], 3)
-        made.manager.flush()
-        record = made.manager.record(made.blocks[5])
-        assert record.home_extent is not None
-        made.manager.traffic.ahead.drop_all()
-        broken.add(record.home_extent.offset)
+        offset = forgotten(made, 5)
+        broken.add(offset)
         if lasting:
             with pytest.raises(StorageError, match="block5"):
                 loop(made, [*range(8)], 2)
@@ -299,12 +305,8 @@ def test_torn_bytes_are_seen_in_dram_too(opened: Callable[..., Any], tmp_path: P
         return Fault(flip_bit=7) if request.offset in flipped else None
 
     with opened(2, BLOCKS, nvme=tmp_path, dram=8, fault=fault) as made:
-        loop(made, [*range(8)], 3)
-        made.manager.flush()
-        record = made.manager.record(made.blocks[5])
-        assert record.home_extent is not None
-        made.manager.traffic.ahead.drop_all()
-        flipped.add(record.home_extent.offset)
+        offset = forgotten(made, 5)
+        flipped.add(offset)
         with pytest.raises(StorageError, match="checksum"):
             loop(made, [*range(8)], 2)
         flipped.clear()
