@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from support_nn import assert_same, check_table, seed, wrap_tight
 from torch import nn
@@ -236,3 +237,35 @@ def _stand_ins(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         param.grad = gradient
         found.append(param)
     return found
+
+
+def watched(pair: Twins) -> Twins:
+    """Makes the first steps of a pair, which ``overlap="backward"`` only watches."""
+    for number in (90, 91):
+        pair.backward(number)
+        pair.step()
+    assert pair.optimizer.stepped_in_backward == 0
+    return pair
+
+
+def units(pair: Twins) -> int:
+    return len(pair.optimizer._units)
+
+
+def made(pair: Twins) -> int:
+    """How many units are stepped inside backward, of the step that is to come."""
+    return len(pair.optimizer._inside.made)
+
+
+def stop_in_backward(pair: Twins, number: int) -> None:
+    """Has a backward of the tiered model end with an error at its first layer."""
+    loss = loss_of(pair.model, number)
+
+    def stop(_gradient: torch.Tensor) -> None:
+        raise KeyError("stop")
+
+    hook = pair.model.layers[0].up.weight.register_hook(stop)
+    with pytest.raises(KeyError):
+        loss.backward()
+    hook.remove()
+    assert 0 < made(pair) < units(pair)

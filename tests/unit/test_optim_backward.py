@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from support_nn import Tiers, assert_same
-from support_optim import Net, Twins, loss_of, two_groups
+from support_optim import (
+    Net,
+    Twins,
+    loss_of,
+    made,
+    stop_in_backward,
+    two_groups,
+    units,
+    watched,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,21 +35,7 @@ def twins(build: Callable[[], nn.Module] = Net, tiers: Tiers = DRAM, *a: Any, **
 
 def tried(*arguments: Any, **options: Any) -> Twins:
     """The first steps are made, which are only watched."""
-    found = twins(*arguments, **options)
-    for number in (90, 91):
-        found.backward(number)
-        found.step()
-    assert found.optimizer.stepped_in_backward == 0
-    return found
-
-
-def units(pair: Twins) -> int:
-    return len(pair.optimizer._units)
-
-
-def made(pair: Twins) -> int:
-    """How many units are stepped, of the step that is to come."""
-    return len(pair.optimizer._inside.made)
+    return watched(twins(*arguments, **options))
 
 
 class Recomputed(Net):
@@ -567,16 +562,7 @@ def test_an_exception_in_the_middle_of_backward() -> None:
     """Blocks that were stepped are new, the others old, and ``step()`` goes on from there."""
     with tried() as pair:
         before = {n: p.detach().clone() for n, p in pair.model.named_parameters()}
-        loss = loss_of(pair.model, 1)
-
-        def stop(_gradient: torch.Tensor) -> None:
-            raise KeyError("stop")
-
-        hook = pair.model.layers[0].up.weight.register_hook(stop)
-        with pytest.raises(KeyError):
-            loss.backward()
-        hook.remove()
-        assert 0 < made(pair) < units(pair)
+        stop_in_backward(pair, 1)
         with pytest.raises(tiermem.StepError, match="zero_grad"):
             pair.optimizer.zero_grad()
         pair.optimizer.step()

@@ -9,7 +9,16 @@ import pytest
 import torch
 from support_hoststeps import gated
 from support_nn import Tiers, assert_same
-from support_optim import Net, Twins, loss_of, two_groups
+from support_optim import (
+    Net,
+    Twins,
+    loss_of,
+    made,
+    stop_in_backward,
+    two_groups,
+    units,
+    watched,
+)
 from torch import nn
 
 import tiermem
@@ -23,20 +32,7 @@ ADAMW = (torch.optim.AdamW, {"lr": 0.01, "foreach": False})
 def tried(tiers: Tiers = DRAM, chosen: Any = ADAMW, build: Any = Net, **options: Any) -> Twins:
     """The first steps are made, which are only watched."""
     options = {"where": "host", **options}
-    found = Twins(build, tiers, *chosen, overlap="backward", **options)
-    for number in (90, 91):
-        found.backward(number)
-        found.step()
-    assert found.optimizer.stepped_in_backward == 0
-    return found
-
-
-def units(pair: Twins) -> int:
-    return len(pair.optimizer._units)
-
-
-def made(pair: Twins) -> int:
-    return len(pair.optimizer._inside.made)
+    return watched(Twins(build, tiers, *chosen, overlap="backward", **options))
 
 
 @pytest.mark.parametrize("groups", [None, two_groups])
@@ -272,16 +268,7 @@ def test_ctrl_c_inside_backward(monkeypatch: pytest.MonkeyPatch, where: str, num
 def test_an_exception_in_the_middle_of_backward() -> None:
     with tried() as pair:
         before = {n: p.detach().clone() for n, p in pair.model.named_parameters()}
-        loss = loss_of(pair.model, 1)
-
-        def stop(_gradient: torch.Tensor) -> None:
-            raise KeyError("stop")
-
-        hook = pair.model.layers[0].up.weight.register_hook(stop)
-        with pytest.raises(KeyError):
-            loss.backward()
-        hook.remove()
-        assert 0 < made(pair) < units(pair)
+        stop_in_backward(pair, 1)
         pair.optimizer.step()
         pair.optimizer.zero_grad()
         after = {n for n, p in pair.model.named_parameters() if not torch.equal(p, before[n])}
