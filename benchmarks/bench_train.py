@@ -40,7 +40,16 @@ from llama import SHAPES, Clock, deterministic, give_back, peak_of
 from offloaded import Offload
 from profile_step import profile_step
 from train_peers import PEERS
-from train_rows import Row, disk_bound, link_bound, moved_of, reasons, split_of, spread_of
+from train_rows import (
+    Row,
+    disk_bound,
+    link_bound,
+    moved_of,
+    reasons,
+    speeds_of,
+    split_of,
+    spread_of,
+)
 from training import (
     DTYPES,
     Data,
@@ -218,7 +227,7 @@ class Bench:
         host = trainer.on_host() / parameters_of(trainer.model)
         compute = statistics.median(plain.forward) + statistics.median(plain.backward)
         compute += statistics.median(plain.step) * (1 - host)
-        row |= {"host's share": host, "compute s": compute}
+        row |= {"host's share": host, "compute s": compute, **speeds_of(trainer.optimizer)}
         took = statistics.median(times[1])
         bound = disk_bound if options.nvme else link_bound
         row |= bound(options, self.clock, loops[1], stats, made, compute, took)

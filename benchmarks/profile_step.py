@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 _LINES = 30
 _GAPS = 15
+_PARTS = 40
 _NOTES = ("Optimizer.", "ProfilerStep", "Context Sync", "Event Sync", "Stream Sync", "Stream Wait")
 """What the profiler adds to the device's spans that is no work of it."""
 
@@ -118,7 +120,31 @@ def _device_lines(streams: dict[int, list[Span]]) -> list[str]:
     for length, begin, before, after in sorted(between, reverse=True)[:_GAPS]:
         at = (begin - first) / 1e6
         lines.append(f"  {length / 1e6:8.3f} ms at {at:9.2f}: {before[:50]} | {after[:50]}")
+    lines += ["", "percent busy by part of the step: kernels, copies up, copies down"]
+    rows = {
+        "kernels": [x for spans in kernels.values() for x in spans],
+        "up": [x for x in everything if "HtoD" in x[2]],
+        "down": [x for x in everything if "DtoH" in x[2]],
+    }
+    for name, spans in rows.items():
+        shares = shares_of(sorted(spans), first, whole)
+        lines.append(f"{name:>8} " + " ".join(f"{share:3.0%}"[:-1].rjust(3) for share in shares))
     return lines
+
+
+def shares_of(spans: Sequence[Span], first: int, whole: int) -> list[float]:
+    """Returns how much of each part of a step spans fill, which are in order."""
+    width = whole / _PARTS
+    found = [0.0] * _PARTS
+    until = first
+    for begin, end, _ in spans:
+        begin, until = max(begin, until), max(until, end)
+        while begin < end:
+            part = min(_PARTS - 1, int((begin - first) / width))
+            edge = end if part == _PARTS - 1 else min(end, math.ceil(first + (part + 1) * width))
+            found[part] += (edge - begin) / width
+            begin = edge
+    return found
 
 
 def _is_copy(span: Span) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 from functools import partial
 from typing import Any
@@ -137,6 +138,14 @@ def reasons(stats: Any) -> Row:
     lost = ", ".join(f"{k} {v / whole:.1%}" for k, v in sorted(stats.losses.items()))
     efficiency = "" if stats.efficiency is None else stats.efficiency
     return {"efficiency": efficiency, "limit": stats.limit or "", "lost": lost}
+
+
+def speeds_of(optimizer: Any) -> Row:
+    """Returns what was measured to share steps out: billions of elements a second, by what."""
+    if optimizer.speeds is None:
+        return {}
+    rates = dataclasses.asdict(optimizer.speeds)
+    return {f"Gparams/s {k}": 1e-9 / v for k, v in rates.items() if v}
 
 
 def split_of(name: str, split: Split) -> Row:

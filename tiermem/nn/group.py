@@ -124,10 +124,12 @@ class Group(Holder):
         soft: Whether it is pointed at without a lease.
         lender: Who brings it up for operations on tensors that are away.
         freed: Whether its module was taken out of the tiers.
+        stepped: How many of its writes were steps of an optimizer.
     """
 
     lender: Lender
     freed = False
+    stepped = 0
 
     def __init__(self, manager: BlockManager, block: Block, *, writes_hidden: bool = False) -> None:
         """Describes a block.
@@ -235,6 +237,12 @@ class Group(Holder):
             self.soft = soft
             slot.idle = not soft
         self.manager.table.release(self.block.id, dirty=written)
+
+    def may_be_written(self) -> bool:
+        """Whether somebody can write the bytes, or has written them since their last use."""
+        if self._slot is not None and self._slot.others():
+            return True
+        return self._versions >= 0 and self._count() != self._versions
 
     def point_softly(self, *, dirty: bool) -> None:
         """Points the tensors at the block without holding it there.

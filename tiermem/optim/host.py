@@ -154,7 +154,6 @@ class HostSide:
             dtype = unit.masters.dtype if unit.has_master(param) and unit.masters else param.dtype
             away = placeholder(param.shape, dtype, _CPU)
             self._own[id(param)] = nn.Parameter(away, param.requires_grad)
-        self._writes = -1
 
     def equip(self, stage: HostStage | None, scratch: torch.Tensor | None) -> None:
         """Gives it staging, and memory for what may have to be taken back; no step is under way."""
@@ -238,14 +237,12 @@ class HostSide:
             for p, _ in unit.members
             if p.grad is not None and not isinstance(p.grad, LazyTensor)
         }
-        record = manager.table[blocks[-1].id]
-        follows = record.writes != self._writes
+        follows = unit.foreign.look()
         files = self.in_files(runtime)
         own = [block for block in files if block is not blocks[-1]]
         load = Load(own, [block for block in files if block is blocks[-1]])
         views, events = manager.lender.lend(blocks)
         try:
-            self._writes = record.writes
             job = Job(
                 stored,
                 loose,

@@ -87,11 +87,12 @@ class Masters:
         """Returns what the optimizer is given in place of a parameter."""
         return self._own.get(id(param), param)
 
-    def open(self, slot: Slot | None) -> None:
-        """Points the masters at their bytes, and has them follow their weights, which are there.
+    def open(self, slot: Slot | None, *, follows: bool = True) -> None:
+        """Points the masters at their bytes; their weights are there.
 
         Args:
             slot: Of the block, leased.
+            follows: Whether the weights may have been written, so that the masters follow them.
         """
         with torch.inference_mode(False), torch.no_grad():
             for param, own in self._pairs():
@@ -99,7 +100,7 @@ class Masters:
                 own.data, fresh = self.place_of(param, None if slot is None else slot.views, weight)
                 if fresh:
                     own.data.copy_(weight)
-                else:
+                elif follows:
                     follow(own.data, weight.to(own.device))
         self.made = True
 

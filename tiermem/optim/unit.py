@@ -15,6 +15,7 @@ from tiermem.nn.grads import Change, GradUnit
 from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import LazyTensor, ensure_there, flush, forget, is_viewed, lazy, refresh
 from tiermem.nn.runtime import ModuleRuntime
+from tiermem.optim.foreign import ForeignWrites
 from tiermem.optim.master import Masters
 from tiermem.optim.probe import Make, settings_of
 from tiermem.optim.scaling import Scaling
@@ -34,6 +35,7 @@ class StepUnit:
         members: Parameters and the number of their parameter group, in order.
         entries: The managed ones among them, in the same order; empty for ordinary parameters.
         group: The group of weights they are from, or None.
+        foreign: Sees whether others write the weights.
         block: The block of their state, or None.
         masters: Their masters, or None where the parameters themselves are stepped.
         host: Steps it on the host, or None.
@@ -53,6 +55,7 @@ class StepUnit:
         self.members = list(members)
         self.entries = list(entries)
         self.group: Group | None = entries[0].group if entries else None
+        self.foreign = ForeignWrites(self.group)
         self.block: Block | None = None
         self.masters: Masters | None = None
         self.host: HostSide | None = None
@@ -267,7 +270,7 @@ class StepUnit:
             yield
             return
         try:
-            self.masters.open(slots.get(id(self.masters.block)))
+            self.masters.open(slots.get(id(self.masters.block)), follows=self.foreign.look())
             yield
         finally:
             self.masters.close()
@@ -280,8 +283,7 @@ class StepUnit:
         blocks = [u.block for u in units] + self.kept_blocks()
         stepped = False
         versions: list[int] = []
-        if self.group is not None:
-            self.group.hold()
+        self.foreign.hold()
         try:
             slots = manager.acquire_all(blocks)
             try:
@@ -302,8 +304,7 @@ class StepUnit:
                         )
                     manager.release(block, dirty=written)
         finally:
-            if self.group is not None:
-                self.group.let_go(dirty=stepped)
+            self.foreign.let_go(dirty=stepped)
 
     def sees(self, unit: GradUnit) -> bool:
         """Whether the optimizer is given gradients of a block themselves, not casts of them."""

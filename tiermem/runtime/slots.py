@@ -2,8 +2,9 @@
 
 Each residency of a block at an address is seen through one storage. Its
 reference count, less the references this module holds itself, is the number
-of aliases alive elsewhere: parameters that point there, tensors saved for
-backward, views a user keeps. While there are any, the bytes stay.
+of aliases alive elsewhere: parameters that point there, views a user keeps.
+What backward reads a weight through has a second storage over the same bytes:
+while it is alive the bytes stay too, but nobody writes through it.
 """
 
 from __future__ import annotations
@@ -56,8 +57,10 @@ class Slot:
         bytes: All of it, 1-D uint8.
         views: One tensor per spec of the block, in order.
         storage: What they all share.
+        reading: Another storage over the same bytes, of tensors that are only read.
         address: First byte in memory; identifies the storage of an alias.
-        baseline: References that are ours.
+        baseline: References to ``storage`` that are ours.
+        reading_baseline: Likewise to ``reading``.
         pointed: References of parameters and buffers that point here.
         idle: Whether they only have not been pointed elsewhere: nobody can use them before the
             block is held again, and nobody minds if it leaves.
@@ -68,8 +71,10 @@ class Slot:
     bytes: torch.Tensor
     views: list[torch.Tensor]
     storage: torch.UntypedStorage
+    reading: torch.UntypedStorage
     address: int
     baseline: int = 0
+    reading_baseline: int = 0
     pointed: int = 0
     idle: bool = False
 
@@ -81,10 +86,13 @@ class Slot:
     @property
     def aliased(self) -> bool:
         """Whether anything but us and the pointed parameters can see the bytes."""
-        return use_count(self.storage) > self.baseline + self.pointed
+        return (
+            use_count(self.storage) > self.baseline + self.pointed
+            or use_count(self.reading) > self.reading_baseline
+        )
 
     def others(self) -> bool:
-        """Whether anything else sees the bytes, or a parameter that should point here does not."""
+        """Whether anything else may write the bytes, or a parameter does not point here."""
         return use_count(self.storage) != self.baseline + self.pointed
 
 
@@ -172,6 +180,7 @@ class SlotCache:
                 views.append(
                     typed_view(storage, dtype, spec.offset // item, spec.shape, spec.stride)
                 )
-        slot = Slot(block, extent, whole, views, storage, storage.data_ptr())
-        slot.baseline = use_count(storage)
+            reading = self._arena.bytes_of(extent).untyped_storage()
+        slot = Slot(block, extent, whole, views, storage, reading, storage.data_ptr())
+        slot.baseline, slot.reading_baseline = use_count(storage), use_count(reading)
         return slot
