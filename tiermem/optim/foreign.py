@@ -1,0 +1,51 @@
+"""Whether weights were written by somebody else than an optimizer's steps.
+
+A master follows its weight where that was written (``load_state_dict``, a constraint on the
+weights). To look for it costs a pass over both, so one looks only where something was written.
+"""
+
+from __future__ import annotations
+
+from tiermem.nn.group import Group
+
+
+class ForeignWrites:
+    """What one unit of a step has seen of the writes of others to its group of weights."""
+
+    def __init__(self, group: Group | None) -> None:
+        """Has seen none.
+
+        Args:
+            group: None for ordinary parameters, which anybody may write at any time.
+        """
+        self._group = group
+        self._seen = -1
+        self._alone = False
+
+    def look(self) -> bool:
+        """Returns whether there may have been any since the last look."""
+        group = self._group
+        if group is None:
+            return True
+        record = group.manager.table[group.block.id]
+        before, self._seen = self._seen, record.writes - group.stepped
+        return (
+            before != self._seen or group.suspect or group.writes_hidden or group.may_be_written()
+        )
+
+    def hold(self) -> None:
+        """Holds the group for a step."""
+        if self._group is not None:
+            self._group.hold()
+            self._alone = not self._group.may_be_written()
+
+    def let_go(self, *, dirty: bool) -> None:
+        """Lets go of it; unless somebody else could write it too, the write was the step's."""
+        group = self._group
+        if group is None:
+            return
+        record = group.manager.table[group.block.id]
+        before = record.writes
+        group.let_go(dirty=dirty)
+        if self._alone:
+            group.stepped += record.writes - before
