@@ -141,7 +141,9 @@ def shares_of(spans: Sequence[Span], first: int, whole: int) -> list[float]:
         begin, until = max(begin, until), max(until, end)
         while begin < end:
             part = min(_PARTS - 1, int((begin - first) / width))
-            edge = end if part == _PARTS - 1 else min(end, math.ceil(first + (part + 1) * width))
+            edge = end
+            if part < _PARTS - 1:  # by a nanosecond at least: the part was found by rounding
+                edge = min(end, max(begin + 1, math.ceil(first + (part + 1) * width)))
             found[part] += (edge - begin) / width
             begin = edge
     return found
