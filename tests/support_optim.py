@@ -121,17 +121,26 @@ class ByHand:
 
     def step(self, factor: torch.Tensor | None = None) -> None:
         """One step; ``factor`` undoes a loss scale."""
-        with torch.no_grad():
-            for param, master in zip(self.params, self.masters, strict=True):
-                gradient = self._sums.get(id(param), param.grad)
-                if gradient is not None:
-                    gradient = gradient.to(master.dtype)
-                    if factor is not None:
-                        gradient = gradient * factor
-                master.grad = gradient
-            self.optimizer.step()
-            for param, master in zip(self.params, self.masters, strict=True):
-                param.copy_(master)
+        self.hand_over(factor)
+        self.optimizer.step()
+        self.derive()
+
+    @torch.no_grad()
+    def hand_over(self, factor: torch.Tensor | None = None) -> None:
+        """Gives the masters the gradients."""
+        for param, master in zip(self.params, self.masters, strict=True):
+            gradient = self._sums.get(id(param), param.grad)
+            if gradient is not None:
+                gradient = gradient.to(master.dtype)
+                if factor is not None:
+                    gradient = gradient * factor
+            master.grad = gradient
+
+    @torch.no_grad()
+    def derive(self) -> None:
+        """Makes the weights the casts of their masters."""
+        for param, master in zip(self.params, self.masters, strict=True):
+            param.copy_(master)
 
     def zero_grad(self) -> None:
         """Forgets the gradients."""

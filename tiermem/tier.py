@@ -165,7 +165,9 @@ class TierManager:
                 the gradients cast; the weights are the masters, cast. They live where
                 ``Policy(master=...)`` says.
             grad_dtype: Gradients are summed up and kept in this dtype, say ``torch.float32``,
-                rather than in the parameters'. ``param.grad`` shows them in the parameters'.
+                rather than in the parameters', and ``param.grad`` has it. For float16 weights,
+                ``GradScaler.unscale_`` needs it (torch unscales no float16 gradients); without
+                ``unscale_`` the scale is undone in ``step()``, after the cast to the master.
             overlap: ``"forward"`` (or True): ``step()`` leaves each block to be stepped just
                 before its next use, in the next forward, where its weights come up anyway. Nobody
                 sees a weight before its step is made, and the step uses the settings of when it

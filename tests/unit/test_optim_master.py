@@ -228,22 +228,59 @@ def test_unscaling_and_clipping_by_hand() -> None:
             twins.check()
 
 
-def test_gradients_kept_in_more_bits_are_shown_in_fewer() -> None:
+def test_gradients_kept_in_more_bits_are_shown_in_them() -> None:
     with Twins(Net, Tiers("dram"), grad_dtype=torch.float32) as twins:
         for part in range(3):
             twins.backward(part)
         for param, own in zip(twins.by_hand.params, twins.model.parameters(), strict=True):
             sums = twins.by_hand._sums[id(param)]
-            assert own.grad is not None
-            assert own.grad.dtype is torch.bfloat16
-            assert same_bits(own.grad.clone(), sums.bfloat16())
+            grad = own.grad
+            assert grad is not None and own.dtype is torch.bfloat16
+            assert grad.dtype is grad.clone().dtype is torch.float32
+            assert grad.float() is grad
+            assert grad.itemsize == grad.element_size() == 4 and grad.nbytes == 4 * grad.numel()
+            assert same_bits(grad.clone(), sums)
         view = twins.model.extra.weight.grad[:2]  # looked at and kept
         assert view.shape == (2, 24)
         with twins.tier.materialize(twins.model):
-            pass
+            shown = twins.model.extra.weight.grad
+            assert shown.dtype is torch.bfloat16  # an ordinary one, as torch wants it
         twins.backward(3)
         twins.step()
         twins.check()
+
+
+def test_gradients_kept_in_more_bits_are_changed_in_them() -> None:
+    """In place; torch refuses another one of another dtype than the parameter's."""
+    with Twins(Net, Tiers("dram"), grad_dtype=torch.float32) as twins:
+        for step in range(2):
+            twins.backward(2 * step)
+            twins.backward(2 * step + 1)
+            for gradient in twins.by_hand.gradients():
+                gradient.mul_(1 / 3)
+            for param in twins.model.parameters():
+                param.grad.mul_(1 / 3)
+            grads = twins.by_hand.gradients()
+            expected = torch.nn.utils.get_total_norm(grads)
+            for gradient in grads:
+                gradient.mul_(torch.clamp(0.1 / (expected + 1e-6), max=1.0))
+            norm = torch.nn.utils.clip_grad_norm_(twins.model.parameters(), 0.1)
+            assert_same(expected, norm, "norm")
+            twins.step()
+            twins.check()
+        twins.backward(8)
+        param, bias = twins.model.extra.weight, twins.model.extra.bias
+        held = bias.grad
+        value = held.clone()
+        assert value.dtype is torch.float32
+        with pytest.raises(RuntimeError, match="grad"):
+            param.grad = param.grad * 2
+        param.grad = (param.grad * 2).to(param.dtype)
+        twins.optimizer.zero_grad()
+        assert same_bits(held.clone(), value) and held.dtype is torch.float32
+        bias.grad = held  # a stand-in that nobody keeps up any more
+        twins.tier.unwrap(twins.model)
+        assert same_bits(bias.grad, value.bfloat16())
 
 
 def test_no_second_copy_of_the_gradients() -> None:

@@ -96,7 +96,7 @@ class GradStore:
     def keep_in(self, dtype: torch.dtype | None, params: Iterable[torch.Tensor]) -> None:
         """Has gradients summed up and kept in another dtype than their parameters'.
 
-        ``param.grad`` shows them in the parameter's dtype all the same, as torch wants it.
+        ``param.grad`` has that dtype for whoever looks at it.
 
         Args:
             dtype: A floating dtype; None changes nothing.
@@ -218,14 +218,23 @@ class GradStore:
             entry.displaced = False
         self._displaced.clear()
 
-    def load(self, entry: Entry) -> torch.Tensor:
-        """Returns a copy of a stored gradient in ordinary memory on the device."""
+    def dtype_of(self, entry: Entry) -> torch.dtype:
+        """Returns the dtype that gradients of a parameter are kept in."""
+        return self._dtypes.get(id(entry.param), entry.param.dtype)
+
+    def load(self, entry: Entry, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Returns a copy of a stored gradient in ordinary memory on the device.
+
+        Args:
+            entry: Its parameter.
+            dtype: Of the copy; None for the parameter's, as torch wants an ordinary gradient.
+        """
         if entry.unit is None or not entry.has_grad:
             raise RuntimeError(f"parameter {entry.name!r} has no gradient any more")
         slot = self.open(entry.unit)
         try:
             with torch.no_grad():
-                return slot.views[entry.unit_index].to(entry.param.dtype, copy=True)
+                return slot.views[entry.unit_index].to(dtype or entry.param.dtype, copy=True)
         finally:
             self._manager.release(entry.unit.block)
 
@@ -289,20 +298,21 @@ class GradStore:
     def expose(self, entry: Entry) -> None:
         """Makes ``param.grad`` the lazy stand-in of the stored gradient."""
         if entry.lazy is None:
+            dtype = self.dtype_of(entry)
             entry.lazy = lazy(
                 entry.param.shape,
-                entry.param.dtype,
+                dtype,
                 self._manager.device,
-                partial(self.load, entry),
+                partial(self.load, entry, dtype),
                 partial(self.store, entry),
+                formal=entry.param.dtype,
             )
         if entry.param.grad is not entry.lazy:
             entry.param.grad = entry.lazy
 
     def _shape(self, entry: Entry) -> TensorShape:
         """Describes an entry's gradient: laid out as the parameter, in the dtype asked for."""
-        dtype = self._dtypes.get(id(entry.param), entry.param.dtype)
-        like = torch.empty(entry.param.shape, dtype=dtype, device="meta")
+        like = torch.empty(entry.param.shape, dtype=self.dtype_of(entry), device="meta")
         return shape_of(entry.name, like, entry.group.block.tensors[entry.index].stride)
 
     def _before(self, entry: Entry, _gradient: torch.Tensor) -> None:

@@ -3,12 +3,16 @@
 ``param.grad`` and the optimizer's state are such tensors between their uses
 by tiermem itself. Any torch operation on one gets a copy of the real tensor
 instead; where the operation changed it, the change is written back.
+
+A gradient may be kept in another dtype than its parameter's. torch's C++ takes only a tensor
+of the parameter's dtype for ``param.grad``, so the stand-in is formally one; what Python is
+told, and what every operation is given, is the gradient as it is kept.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +23,8 @@ from tiermem.runtime.slots import use_count
 
 _NOTHING = {torch.Tensor.detach_, torch.Tensor.requires_grad_}
 _OWN_REFERENCES = 2
+_TENSOR: Any = torch.Tensor
+_UNSCALE: Any = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 class LazyTensor(StandIn, torch.Tensor):
@@ -27,7 +33,23 @@ class LazyTensor(StandIn, torch.Tensor):
     _load: Callable[[], torch.Tensor]
     _store: Callable[[torch.Tensor], Any]
     _kept: torch.Tensor | None
+    _dtype: torch.dtype
     _gone = False
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Answers for the dtype of the real tensor; runs everything else on that."""
+        if func in _OF_DTYPE and args and isinstance(args[0], LazyTensor):
+            return _OF_DTYPE[func](args[0])
+        if func is _UNSCALE and _only_looks(*args, **kwargs or {}):
+            return _look(*args, **kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
 
     def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
         return (True, self) if func in _NOTHING else (False, None)
@@ -48,6 +70,32 @@ class LazyTensor(StandIn, torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return self._load().__reduce_ex__(protocol)
+
+
+_OF_DTYPE: dict[Any, Callable[[LazyTensor], Any]] = {
+    _TENSOR.dtype.__get__: lambda tensor: tensor._dtype,
+    _TENSOR.itemsize.__get__: lambda tensor: tensor._dtype.itemsize,
+    _TENSOR.element_size: lambda tensor: tensor._dtype.itemsize,
+    _TENSOR.nbytes.__get__: lambda tensor: tensor._dtype.itemsize * tensor.numel(),
+}
+"""What depends on the dtype alone, as ``__torch_function__`` is given it."""
+
+
+def _only_looks(
+    tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> bool:
+    """Whether a GradScaler looks for infinities and leaves the gradients as they are."""
+    return inv_scale.item() == 1.0  # a wait for the device; step() waits for the answer anyway
+
+
+def _look(
+    tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> None:
+    """Looks for infinities in copies, one at a time, so that nothing has to be written back."""
+    for tensor in tensors:
+        with torch._C.DisableTorchFunctionSubclass():
+            copy = tensor._open().tensor if isinstance(tensor, LazyTensor) else tensor
+            _UNSCALE([copy], found_inf, inv_scale)
 
 
 class _Copy(Opened):
@@ -89,6 +137,13 @@ def forget(tensor: torch.Tensor) -> None:
     """Lets the views of a lazy tensor be."""
     if isinstance(tensor, LazyTensor):
         tensor._kept = None
+
+
+def ordinary(gradient: torch.Tensor, param: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns a gradient as an ordinary tensor that torch takes for ``param.grad``."""
+    if isinstance(gradient, LazyTensor):
+        return gradient.to(device, param.dtype)
+    return gradient.to(device)
 
 
 def is_viewed(tensor: Any) -> bool:
@@ -149,6 +204,7 @@ def lazy(
     device: torch.device,
     load: Callable[[], torch.Tensor],
     store: Callable[[torch.Tensor], Any],
+    formal: torch.dtype | None = None,
 ) -> LazyTensor:
     """Makes a lazy tensor.
 
@@ -158,8 +214,11 @@ def lazy(
         device: Of the real tensor.
         load: Returns a copy of the real tensor, in ordinary memory.
         store: Takes a changed copy back.
+        formal: The dtype that torch's C++ is to see, if another.
     """
-    tensor: LazyTensor = torch.Tensor._make_subclass(LazyTensor, placeholder(shape, dtype, device))
+    stand_in = placeholder(shape, formal or dtype, device)
+    tensor: LazyTensor = torch.Tensor._make_subclass(LazyTensor, stand_in)
+    tensor._dtype = dtype
     tensor._load = load
     tensor._store = store
     tensor._kept = None
@@ -167,7 +226,11 @@ def lazy(
 
 
 def gone(
-    shape: torch.Size, dtype: torch.dtype, device: torch.device, refuse: Callable[..., Any]
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    refuse: Callable[..., Any],
+    formal: torch.dtype | None = None,
 ) -> LazyTensor:
     """Makes a stand-in for a tensor that is kept nowhere.
 
@@ -176,7 +239,8 @@ def gone(
         dtype: Of it.
         device: Of it.
         refuse: Raises, with the reason, when its values are asked for or written.
+        formal: The dtype that torch's C++ is to see, if another.
     """
-    tensor = lazy(shape, dtype, device, refuse, refuse)
+    tensor = lazy(shape, dtype, device, refuse, refuse, formal)
     tensor._gone = True
     return tensor

@@ -10,7 +10,7 @@ from torch import nn
 
 from tiermem.errors import ParameterError, StorageError
 from tiermem.nn.group import Entry
-from tiermem.nn.lazy import LazyTensor, is_gone
+from tiermem.nn.lazy import LazyTensor, is_gone, ordinary
 from tiermem.nn.runtime import ModuleRuntime
 
 Target = nn.Module | nn.Parameter | Iterable[nn.Parameter]
@@ -87,7 +87,7 @@ def _open(
             group.free(entry, shared[entry.index])
             opened.append(entry)
             if own is not None:
-                entry.param.grad = own if is_gone(own) else own.to(place)
+                entry.param.grad = own if is_gone(own) else ordinary(own, entry.param, place)
 
 
 def _close(runtime: ModuleRuntime, opened: list[Entry]) -> None:
@@ -136,7 +136,7 @@ def _close_block(runtime: ModuleRuntime, members: list[Entry], wrong: list[str])
         except BaseException:
             for entry, gradient in gradients:
                 if gradient is not None and entry.param.grad is None:
-                    entry.param.grad = gradient.to(entry.param.device)
+                    entry.param.grad = ordinary(gradient, entry.param, entry.param.device)
             raise
         del gradients[0]
 
@@ -155,7 +155,7 @@ def _take_gradient(runtime: ModuleRuntime, entry: Entry, gradient: torch.Tensor 
     ):
         runtime.grads.store(entry, gradient.detach())
     else:
-        entry.param.grad = gradient.to(entry.param.device)
+        entry.param.grad = ordinary(gradient, entry.param, entry.param.device)
 
 
 def _differ(view: torch.Tensor, value: torch.Tensor) -> bool:

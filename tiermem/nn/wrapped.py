@@ -16,7 +16,7 @@ from tiermem.errors import CapacityError
 from tiermem.nn.compiler import hide_from_compiler
 from tiermem.nn.group import Entry, Group, Member
 from tiermem.nn.inspect import Found, find, is_uninitialized, link_shared, owners
-from tiermem.nn.lazy import is_gone
+from tiermem.nn.lazy import is_gone, ordinary
 from tiermem.nn.names import HeldDict, TieredDict
 from tiermem.nn.partition import Predicate, largest_block, parameter_bytes, territories
 from tiermem.nn.runtime import ModuleRuntime
@@ -380,7 +380,7 @@ class WrappedModel:
         entry.param.grad = None
         entry.group.free(entry, value)
         if own is not None:
-            entry.param.grad = own.to(value.device)
+            entry.param.grad = ordinary(own, entry.param, value.device)
 
     def _uninstall(self) -> None:
         for group in self.groups:

@@ -375,8 +375,9 @@ class InBackward:
             self._runtime.grads.clear(entry)
             param = id(entry.param)
             if param not in self._spent:
-                like, where = entry.param, self._manager.device
-                self._spent[param] = gone(like.shape, like.dtype, where, partial(_gone, entry))
+                shape, formal, where = entry.param.shape, entry.param.dtype, self._manager.device
+                dtype = self._runtime.grads.dtype_of(entry)
+                self._spent[param] = gone(shape, dtype, where, partial(_gone, entry), formal)
             self._consumed.add(param)
             with torch._C.DisableTorchFunctionSubclass():
                 entry.param.grad = self._spent[param]
