@@ -7,8 +7,8 @@
   process, in turn. The bound is the longest of the resident compute, the bytes that moved copied
   both ways at once, and the host's share stepped by a bare AdamW beside those copies; with files
   it is the bytes that moved read and written at once by the bare I/O engine.
-* ``peers``: the same step by FSDP2 and torchao, with fp32 masters and states; one that is not
-  installed or fails says so.
+* ``peers``: the same step by FSDP2, torchao and DeepSpeed, with fp32 masters and states; one that
+  is not installed or fails says so.
 * ``capped``: a process that may use no more than ``--cap`` of the device, and the resident step
   in one of its own.
 * ``residual``: forward and backward with recomputation, the residual stream in DRAM, beside the
@@ -35,7 +35,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA start
 
 import torch
 from bench_memory import host_memory
-from common import report
+from common import failure, report
 from llama import SHAPES, Clock, deterministic, give_back, peak_of
 from offloaded import Offload
 from profile_step import profile_step
@@ -261,16 +261,16 @@ class Bench:
             del model, trainer
         mine = self.rows[0]["s"]
         for name, peer in PEERS.items():
+            if name not in self.options.peers:
+                continue
             give_back(self.device)
             try:
-                with peer(self.build(), self.device) as trainer:
+                with peer(self.build(), self.device, micro) as trainer:
                     row = self.one(name, trainer, tokens, micro)
                     row["tiermem is so many times as fast"] = row["s"] / mine
                     del trainer
-            except ImportError as error:
-                row = {"what": name, "note": f"not installed: {error.name}"}
             except Exception as error:  # a peer's failure is a result
-                row = {"what": name, "note": f"{type(error).__name__}: {str(error)[:120]}"}
+                row = {"what": name, "note": failure(error)}
             self.keep("peers", row)
 
     def one(self, name: str, trainer: Any, tokens: int, micro: int) -> Row:
@@ -420,6 +420,7 @@ def arguments() -> argparse.Namespace:
     add("--raw-nbytes", default="16GB", help="copied one way, at most, in a raw run")
     add("--raw-share", type=float, default=1.0, help="of a step's bytes in a raw disk run")
     add("--adam-elements", type=int, default=1 << 24, help="of a piece of the bare AdamW")
+    add("--peers", nargs="*", default=list(PEERS), help="names of those to run")
     add("--profile", default=None, help="write a summary of one step under torch.profiler")
     add("--trace", default=None, help="write a Chrome trace of the last steps")
     add("--part", choices=("resident", "tiered"), help="be that process (used by this script)")

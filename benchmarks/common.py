@@ -43,6 +43,13 @@ def _cpu_name() -> str:
     return platform.processor() or "unknown"
 
 
+def failure(error: BaseException) -> str:
+    """Returns what a table says of an error."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"not installed: {error.name}"
+    return f"{type(error).__name__}: {str(error)[:120]}"
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Returns median, least and most."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}

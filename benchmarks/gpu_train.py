@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from required import Check, Results, Step, cell
+from train_peers import PEERS
 
 Read = Callable[[Results], float | None]
 
@@ -128,7 +129,7 @@ CHECKS = (
             cell("train_4k_peers", "tiermem is so many times as fast", what=peer),
             1,
         )
-        for peer in ("FSDP2 CPUOffloadPolicy", "torchao CPUOffloadOptimizer")
+        for peer in PEERS
     ),
     check("peak HBM at 4096 tokens, GB", fastest("peak HBM GB"), most=4),
     check(

@@ -24,7 +24,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA start
 
 import torch
 from bench_stream import exactly
-from common import bars, report
+from common import bars, failure, report
 from llama import (
     SHAPES,
     Call,
@@ -38,6 +38,8 @@ from llama import (
     same,
 )
 from raw import RawRead, raw_copy
+from single_rank import process_group
+from zero3 import zero3_forward
 
 import tiermem
 
@@ -98,17 +100,11 @@ def with_diffusers(model: Any, device: torch.device, args: Any) -> Iterator[Any]
 @contextmanager
 def with_fsdp2(model: Any, device: torch.device, args: Any) -> Iterator[Any]:
     """torch's FSDP2 with CPUOffloadPolicy, one rank; the head stays in HBM."""
-    import torch.distributed as dist
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     if args.nvme is not None:
         raise NotImplementedError("has no NVMe tier")
-    os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ.setdefault("MASTER_PORT", "29511")
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", rank=0, world_size=1
-    )
-    try:
+    with process_group(device):
         mesh = torch.distributed.device_mesh.init_device_mesh(device.type, (1,))
         model.to("cpu")
         model.lm_head.to(device)
@@ -116,8 +112,6 @@ def with_fsdp2(model: Any, device: torch.device, args: Any) -> Iterator[Any]:
             fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy())
         fully_shard(model.model, mesh=mesh, offload_policy=CPUOffloadPolicy())
         yield None
-    finally:
-        dist.destroy_process_group()
 
 
 @contextmanager
@@ -129,11 +123,24 @@ def with_torchao(model: Any, device: torch.device, args: Any) -> Iterator[Any]:
     yield None
 
 
+@contextmanager
+def with_zero3(model: Any, device: torch.device, args: Any) -> Iterator[Any]:
+    """DeepSpeed's ZeRO-3, weights in page-locked host memory or on disk."""
+    if args.nvme is None:
+        with zero3_forward(model, device, None):
+            yield None
+        return
+    with tempfile.TemporaryDirectory(dir=args.nvme) as folder:  # it empties its folder first
+        with zero3_forward(model, device, folder):
+            yield None
+
+
 PEERS = {
     "tiermem": with_tiermem,
     "diffusers group offloading": with_diffusers,
     "FSDP2 CPUOffloadPolicy": with_fsdp2,
     "torchao CPUOffloadOptimizer": with_torchao,
+    "DeepSpeed ZeRO-3": with_zero3,
     "accelerate offload": with_accelerate,
 }
 
@@ -211,10 +218,8 @@ class Comparison:
                 self.measure(model, row, warm=2 if tier is not None else 0)
                 if self.device.type == "cuda":
                     row["peak HBM GB"] = torch.cuda.max_memory_allocated(self.device) / 1e9
-        except ImportError as error:
-            row |= {"equal": "", "note": f"not installed: {error.name}"}
         except Exception as error:  # a peer's failure is a result
-            row |= {"equal": "", "note": f"{type(error).__name__}: {str(error)[:120]}"}
+            row |= {"equal": "", "note": failure(error)}
         self.rows.append(row)
 
     def measure(self, model: Any, row: dict[str, Any], warm: int) -> None:
@@ -227,7 +232,7 @@ class Comparison:
                 repeats = self.args.repeats if kind == "forward" else 1
                 seconds = statistics.median(self.clock.time(call, repeats, warm=warm))
             except Exception as error:
-                row["note"] = f"{column}: {type(error).__name__}: {str(error)[:120]}"
+                row["note"] = f"{column}: {failure(error)}"
                 continue
             row[f"{column} s"] = seconds
             if kind == "forward":

@@ -176,6 +176,7 @@ CHECKS = (
     Check("times faster than accelerate, least", beside("peers", "accelerate offload"), 1),
     Check("times faster than diffusers, least", beside("peers", "diffusers group offloading"), 1),
     Check("times faster than FSDP2, least", beside("peers", "FSDP2 CPUOffloadPolicy"), 1),
+    Check("times faster than DeepSpeed, least", beside("peers", "DeepSpeed ZeRO-3"), 1),
     Check("NVMe: times faster than accelerate", beside("peers_nvme", "accelerate offload"), 1),
     Check(
         "NVMe: times faster than diffusers", beside("peers_nvme", "diffusers group offloading"), 1

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from single_rank import process_group
 from torch import Tensor, nn
 from training import Lm, WithoutStep, adamw
+from zero3 import zero3_training
 
 
 class Plain(WithoutStep):
@@ -49,16 +50,11 @@ class Cast(nn.Module):
 
 
 @contextmanager
-def fsdp2(model: Lm, device: torch.device) -> Iterator[Plain]:
+def fsdp2(model: Lm, device: torch.device, micro: int) -> Iterator[Plain]:
     """torch's FSDP2 with CPUOffloadPolicy, one rank; AdamW on the host."""
-    import torch.distributed as dist
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ.setdefault("MASTER_PORT", "29512")
-    kinds = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(kinds, rank=0, world_size=1)
-    try:
+    with process_group(device):
         settings = {
             "mesh": torch.distributed.device_mesh.init_device_mesh(device.type, (1,)),
             "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
@@ -69,12 +65,10 @@ def fsdp2(model: Lm, device: torch.device) -> Iterator[Plain]:
             fully_shard(layer, **settings)
         fully_shard(model, **settings)
         yield Plain(model, adamw(list(model.parameters())))
-    finally:
-        dist.destroy_process_group()
 
 
 @contextmanager
-def torchao(model: Lm, device: torch.device) -> Iterator[Plain]:
+def torchao(model: Lm, device: torch.device, micro: int) -> Iterator[Plain]:
     """torchao's CPUOffloadOptimizer; weights stay in HBM, in fp32 as its states."""
     from torchao.optim import CPUOffloadOptimizer
 
@@ -85,4 +79,9 @@ def torchao(model: Lm, device: torch.device) -> Iterator[Plain]:
     yield Plain(Cast(model), optimizer)
 
 
-PEERS = {"FSDP2 CPUOffloadPolicy": fsdp2, "torchao CPUOffloadOptimizer": torchao}
+PEERS = {
+    "FSDP2 CPUOffloadPolicy": fsdp2,
+    "torchao CPUOffloadOptimizer": torchao,
+    "DeepSpeed ZeRO-3": zero3_training,
+}
+"""By name: each takes a model, its device and the micro-batches of a step."""

@@ -24,7 +24,7 @@ from tiermem.nn.loss import chunked_cross_entropy
 KV_HEADS = {"3b": 8, "1b": 8}
 """Shapes with fewer key and value heads: 3.02 B and 1.0 B parameters, as peers were measured."""
 
-_LR = 1e-4
+LR = 1e-4
 _BITS = 1 << 24
 DTYPES = {"weights": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -113,7 +113,29 @@ class Data:
         return self._ids[number % len(self._ids)]
 
 
-class Resident:
+class Trainer:
+    """What a loop steps.
+
+    Args:
+        model: Is called for the loss; its ``head`` says how many different tokens there are.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def backward(self, loss: Tensor) -> None:
+        """Makes the gradients of one micro-batch."""
+        loss.backward()
+
+    def step(self) -> None:
+        """Steps, and forgets the gradients."""
+        raise NotImplementedError
+
+    def rest(self) -> None:
+        """Waits until nothing is under way between steps."""
+
+
+class Resident(Trainer):
     """Everything in HBM: masters, states and steps by hand, a layer's parameters at a time.
 
     Layer by layer no more than one layer's gradients exist in fp32, so the 6.74 B shape fits.
@@ -124,7 +146,7 @@ class Resident:
     """
 
     def __init__(self, model: Lm, grad_dtype: torch.dtype | None = None) -> None:
-        self.model = model
+        super().__init__(model)
         self._sums: dict[int, Tensor] = {}
         self._units: list[tuple[list[nn.Parameter], list[Tensor], torch.optim.Optimizer]] = []
         parts: list[nn.Module] = [model.model.embed_tokens, *model.model.layers]
@@ -159,16 +181,13 @@ class Resident:
             for master in masters:
                 master.grad = None
 
-    def rest(self) -> None:
-        """Has nothing under way between steps."""
-
 
 def adamw(params: Sequence[Tensor]) -> torch.optim.Optimizer:
     """Returns the optimizer that every run uses."""
-    return torch.optim.AdamW(params, lr=_LR, fused=True)
+    return torch.optim.AdamW(params, lr=LR, fused=True)
 
 
-class Tiered:
+class Tiered(Trainer):
     """The same by tiermem.
 
     Args:
@@ -188,8 +207,8 @@ class Tiered:
         where: Any = "device",
         overlap: Any = "forward",
     ) -> None:
+        super().__init__(tier.wrap(model))
         self.tier = tier
-        self.model = tier.wrap(model)
         self.optimizer = tier.optimizer(
             model,
             torch.optim.AdamW,
@@ -197,7 +216,7 @@ class Tiered:
             grad_dtype=grad_dtype,
             overlap=overlap,
             where=where,
-            lr=_LR,
+            lr=LR,
             fused=True,
         )
 
@@ -217,22 +236,12 @@ class Tiered:
         return sum(p.numel() for unit in units for p, _ in unit.members)
 
 
-class WithoutStep:
-    """Forward and backward only: gradients are made and forgotten.
-
-    Args:
-        model: Wrapped or not.
-    """
-
-    def __init__(self, model: Lm) -> None:
-        self.model = model
+class WithoutStep(Trainer):
+    """Forward and backward only: gradients are made and forgotten."""
 
     def step(self) -> None:
         """Forgets the gradients."""
         self.model.zero_grad(set_to_none=True)
-
-    def rest(self) -> None:
-        """Has nothing under way between steps."""
 
 
 @dataclass
@@ -278,7 +287,7 @@ class Loop:
                 loss = self.trainer.model(self._data.micro_batch(self._number)) / self.micro
                 self._number += 1
                 marks.append(self._now())
-                loss.backward()
+                self.trainer.backward(loss)
                 marks.append(self._now())
                 total = loss.detach() if total is None else total + loss.detach()
                 del loss

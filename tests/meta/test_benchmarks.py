@@ -214,8 +214,10 @@ def test_train_with_activations_below(tmp_path) -> None:
 def test_train_peers(tmp_path) -> None:
     found = run("bench_train.py", tmp_path, *f"{TRAIN} --what peers --out out.json".split())
     rows = check_rows(found, "s", "first loss")
-    assert rows[0]["what"] == "tiermem" and len(rows) == 3
+    assert rows[0]["what"] == "tiermem" and len(rows) == 4
     assert all("s" in row or row["note"] for row in rows)
+    if find_spec("deepspeed") is None:
+        assert rows[-1] == {"what": "DeepSpeed ZeRO-3", "note": "not installed: deepspeed"}
 
 
 def test_losses(tmp_path) -> None:
