@@ -21,6 +21,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import statistics
@@ -108,8 +109,9 @@ class Bench:
         return Loop(trainer, data, micro, self.clock)
 
     def keep(self, what: str, row: Row) -> None:
-        """Prints and writes what there is so far."""
-        self.rows.append(row)
+        """Prints and writes what there is so far; a row that is kept again has grown."""
+        if not any(row is known for known in self.rows):
+            self.rows.append(row)
         options = self.options
         out = options.out and options.out.replace("{what}", what)
         home = "NVMe" if options.nvme else "DRAM"
@@ -159,16 +161,17 @@ class Bench:
 
     def full(self) -> None:
         """Measures steps beside resident ones."""
-        resident = Resident(self.build(), DTYPES[self.options.grad_dtype])
-        model = self.build()
+        plain = self.build()
+        model = copy.deepcopy(plain)  # far quicker than the same random weights once more
+        resident = Resident(plain, DTYPES[self.options.grad_dtype])
+        del plain
         count = parameters_of(model)
         self.reached("models built")
         with self.manager(model) as tier:
             trainer = self.tiered(tier, model)
             give_back(self.device)
             same = self.compare(trainer, resident) if self.options.check_steps else {}
-            self.reached("compared")
-            self.reached("wrapped")
+            self.reached("wrapped and compared")
             rows = []
             for tokens, micro in self.tokens_and_micro():
                 row: Row = {"tokens": tokens, "micro": micro, "where": self.options.where}
@@ -183,9 +186,7 @@ class Bench:
                 loop = self.loop(trainer, tokens, micro)
                 row |= self.memory(loop, count)
             self.reached("memory")
-            self.rows.clear()
-            for row in rows:
-                self.keep("full", row)
+            self.keep("full", rows[-1])
             if self.options.profile:
                 profile_step(partial(loop.run, 1), self.options.profile, self.device)
             if self.options.trace:
@@ -241,6 +242,11 @@ class Bench:
         if self.device.type == "cuda":
             peak = peak_of(partial(loop.run, 1), self.device)
             row |= {"peak HBM GB": peak.allocated / 1e9, "the device's GB": peak.device / 1e9}
+        return row | self.on_host(count)
+
+    def on_host(self, count: int) -> Row:
+        """Returns the memory of the host alone."""
+        row: Row = {}
         self.clock.wait()
         rss = host_memory()["rss"]
         row["host RSS GB"] = rss / 1e9
@@ -265,7 +271,7 @@ class Bench:
                 continue
             give_back(self.device)
             try:
-                with peer(self.build(), self.device, micro) as trainer:
+                with peer(self.build, self.device, micro) as trainer:
                     row = self.one(name, trainer, tokens, micro)
                     row["tiermem is so many times as fast"] = row["s"] / mine
                     del trainer
@@ -334,7 +340,7 @@ class Bench:
             give_back(self.device)
             row["capped at GB"] = self.cap() / 1e9
             row |= self.alone("tiermem", loop, tier)
-            row |= self.memory(loop, count)
+            row |= self.on_host(count)
             if options.profile:
                 profile_step(partial(loop.run, 1), options.profile, self.device)
         return row
@@ -372,7 +378,9 @@ class Bench:
         row: Row = {f"{name} s": statistics.median(times)}
         row |= split_of(name, loop.split)
         if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
             row[f"{name} peak GB"] = torch.cuda.max_memory_allocated(self.device) / 1e9
+            row[f"{name}, the device's GB"] = (total - free) / 1e9
         if tier is not None:
             stats = tier.stats()
             row |= moved_of(stats, options.repeats * (options.steps + 1)) | reasons(stats)

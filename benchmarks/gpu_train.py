@@ -30,39 +30,40 @@ def step(name: str, line: str, small: str, seconds: int) -> Step:
 STEPS = (
     step("4k-device", f"{_4K_STEPS} --where device", _SMALL, 60),
     step("4k-both", f"{_4K_STEPS} --where both", _SMALL, 60),
-    step("4k-peers", f"--what peers --tokens 4096 --where both {_FEW}", _SMALL, 70),
+    step("4k-peers", f"--what peers --tokens 4096 --where both --warm 3 {_FEW}", _SMALL, 110),
     step(
         "16k",
         "--tokens 16384 --micro 1 4 --where both --overlap backward --warm 4 --check-steps 1 "
         f"--raw-repeats 1 {_FEW}",
         f"{_SMALL} --micro 1 4",
-        70,
+        140,
     ),
     step(
         "capped",
         "--what capped --shape 6.7b --tokens 16384 --micro 4 --warm 1 --check-steps 1 --repeats 1 "
         "--steps 2",
         _SMALL,
-        130,
+        200,
     ),
     step(
         "nvme",
         "--shape 1b --nvme {folder} --tokens 4096 16384 --warm 2 --check-steps 1 --raw-repeats 1 "
         f"--raw-share 0.5 {_FEW}",
         f"{_SMALL} --tokens 16 32",
-        180,
+        220,
     ),
     step(
         "residual",
-        "--what residual --layers 28 14 --tokens 16384 --raw-repeats 1 --warm 3",
+        "--what residual --layers 28 14 --tokens 16384 --raw-repeats 1 --warm 2 --repeats 2 "
+        "--steps 2",
         f"{_ACTIVATIONS} --layers 4 2",
-        80,
+        90,
     ),
     step(
         "saved",
         f"--what saved --layers 28 --tokens 16384 --dram 72GiB --raw-repeats 2 --warm 3 {_FEW}",
         f"{_ACTIVATIONS} --layers 4",
-        70,
+        100,
     ),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 from functools import partial
 from typing import Any
@@ -32,13 +33,15 @@ class Offload:
         tokens, micro = self.bench.tokens_and_micro()[0]
         for layers in self.options.layers or [SHAPES[self.options.shape]["num_hidden_layers"]]:
             give_back(self.device)
-            self.bench.keep(what, self.offloaded(layers, tokens, micro, recompute))
+            self.offloaded(what, layers, tokens, micro, recompute)
+            self.bench.reached(f"{what}, {layers} layers")
 
-    def offloaded(self, layers: int, tokens: int, micro: int, recompute: bool) -> Row:
-        """Returns the row of one number of layers."""
+    def offloaded(self, what: str, layers: int, tokens: int, micro: int, recompute: bool) -> None:
+        """Measures one number of layers; its row is kept once it has times, and at the end."""
         options = self.options
         plain = WithoutStep(self.bench.build(recompute, layers))
-        model = self.bench.build(recompute, layers)
+        model = copy.deepcopy(plain.model)  # far quicker than the same random weights once more
+        self.bench.reached("models built")
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         row: Row = {"tokens": tokens, "micro": micro, "layers": layers}
         hbm = int(weights * 2 * 1.02) + (64 << 20)
@@ -53,7 +56,8 @@ class Offload:
             trainer = WithoutStep(tier.wrap(model))
             give_back(self.device)
             loops = [self.bench.loop(each, tokens, micro) for each in (plain, trainer)]
-            row["equal"] = self.same_gradients(loops, plain, trainer, tier)
+            row["equal"] = self.same_gradients(loops, plain, trainer)
+            self.bench.reached("compared")
             for loop in loops:
                 loop.run(options.warm)
             self.clock.wait()
@@ -62,19 +66,19 @@ class Offload:
             stats, made = tier.stats(), options.repeats * (options.steps + 1)
             row |= spread_of(times, loops)
             row |= self.saved_tensors(stats, made, layers)
+            row |= reasons(stats)
+            self.bench.keep(what, row)
+            self.bench.reached("timed")
             row |= self.activation_bound(tier, stats, made, loops, times)
             row |= self.peaks(loops)
             if "tiermem activations GB" in row:
                 allowed = row["GB of two windows and a layer"]
                 row["of the activation budget"] = row["tiermem activations GB"] / allowed
-            row |= reasons(stats)
+            self.bench.keep(what, row)
             if options.profile:
                 profile_step(partial(loops[1].run, 1), options.profile, self.device)
-        return row
 
-    def same_gradients(
-        self, loops: list[Loop], plain: WithoutStep, trainer: WithoutStep, tier: Any
-    ) -> bool:
+    def same_gradients(self, loops: list[Loop], plain: WithoutStep, trainer: WithoutStep) -> bool:
         """Compares loss and every gradient of one step under deterministic kernels."""
         model, other = trainer.model, plain.model
         losses = []
@@ -86,9 +90,8 @@ class Offload:
                 del loss
         equal = losses[0] == losses[1]
         theirs = dict(other.named_parameters())
-        for name, param in model.named_parameters():
-            with tier.materialize(param, self.device), torch.no_grad():
-                equal = equal and bool(torch.equal(param.grad, theirs[name].grad))
+        for name, param in model.named_parameters():  # each gradient comes by itself, in HBM
+            equal = equal and bool(torch.equal(param.grad, theirs[name].grad))
         plain.step()
         trainer.step()
         return equal
@@ -112,9 +115,14 @@ class Offload:
         """Measures the copies alone; they go down in forward and up in backward."""
         repeats = self.options.raw_repeats
         down, up = bytes_of(stats, "hbm->dram", made), bytes_of(stats, "dram->hbm", made)
+        # a part of a step's bytes is enough to know the speed
+        part = min(1.0, parse_size(self.options.raw_nbytes) / max(up, down, 1))
+        found = []
         with BothWays(tier) as raw:
-            downs = statistics.median(self.clock.time(partial(raw.copy, 0, down), repeats, warm=1))
-            ups = statistics.median(self.clock.time(partial(raw.copy, up, 0), repeats, warm=1))
+            for ways in ((0, int(down * part)), (int(up * part), 0)):
+                seconds = self.clock.time(partial(raw.copy, *ways), repeats, warm=1)
+                found.append(statistics.median(seconds) / part)
+        downs, ups = found
         split, took = loops[0].split, statistics.median(times[1])
         forward, backward = statistics.median(split.forward), statistics.median(split.backward)
         phases = max(forward, downs) + max(backward, ups)

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts
@@ -145,6 +146,16 @@ PEERS = {
 }
 
 
+PACKAGES = {
+    "tiermem": "tiermem",
+    "diffusers group offloading": "diffusers",
+    "FSDP2 CPUOffloadPolicy": "torch.distributed.fsdp",
+    "torchao CPUOffloadOptimizer": "torchao",
+    "DeepSpeed ZeRO-3": "deepspeed",
+    "accelerate offload": "accelerate",
+}
+
+
 def works(args: argparse.Namespace) -> Works:
     """Returns what is run, the quickest first: training changes the model's mode."""
     found: Works = {}
@@ -205,8 +216,9 @@ class Comparison:
     def run(self, name: str) -> None:
         """Measures one peer, as far as it comes."""
         row: dict[str, Any] = {"what": name, "equal": True}
-        model = build(self.args.shape, self.device, head=True)
         try:
+            import_module(PACKAGES[name])  # no model is built for what is not there
+            model = build(self.args.shape, self.device, head=True)
             with PEERS[name](model, self.device, self.args) as tier:
                 give_back(self.device)
                 if self.device.type == "cuda":

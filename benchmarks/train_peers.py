@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,7 +50,7 @@ class Cast(nn.Module):
 
 
 @contextmanager
-def fsdp2(model: Lm, device: torch.device, micro: int) -> Iterator[Plain]:
+def fsdp2(build: Callable[[], Lm], device: torch.device, micro: int) -> Iterator[Plain]:
     """torch's FSDP2 with CPUOffloadPolicy, one rank; AdamW on the host."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -60,7 +60,7 @@ def fsdp2(model: Lm, device: torch.device, micro: int) -> Iterator[Plain]:
             "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
             "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda"),
         }
-        model.float().to("cpu")
+        model = build().float().to("cpu")
         for layer in model.model.layers:
             fully_shard(layer, **settings)
         fully_shard(model, **settings)
@@ -68,11 +68,11 @@ def fsdp2(model: Lm, device: torch.device, micro: int) -> Iterator[Plain]:
 
 
 @contextmanager
-def torchao(model: Lm, device: torch.device, micro: int) -> Iterator[Plain]:
+def torchao(build: Callable[[], Lm], device: torch.device, micro: int) -> Iterator[Plain]:
     """torchao's CPUOffloadOptimizer; weights stay in HBM, in fp32 as its states."""
     from torchao.optim import CPUOffloadOptimizer
 
-    model.float()
+    model = build().float()
     optimizer = CPUOffloadOptimizer(
         list(model.parameters()), torch.optim.AdamW, offload_gradients=True, lr=1e-4, fused=True
     )
@@ -84,4 +84,4 @@ PEERS = {
     "torchao CPUOffloadOptimizer": torchao,
     "DeepSpeed ZeRO-3": zero3_training,
 }
-"""By name: each takes a model, its device and the micro-batches of a step."""
+"""By name: each takes what builds a model, the device and the micro-batches of a step."""

@@ -87,6 +87,11 @@ def build(
     return model
 
 
+def parts_of(model: Lm) -> list[nn.Module]:
+    """Returns the modules that have all parameters between them."""
+    return [model.model.embed_tokens, *model.model.layers, model.model.norm, model.head]
+
+
 def parameters_of(model: nn.Module) -> int:
     """Returns the number of parameters."""
     return sum(p.numel() for p in model.parameters())
@@ -149,8 +154,7 @@ class Resident(Trainer):
         super().__init__(model)
         self._sums: dict[int, Tensor] = {}
         self._units: list[tuple[list[nn.Parameter], list[Tensor], torch.optim.Optimizer]] = []
-        parts: list[nn.Module] = [model.model.embed_tokens, *model.model.layers]
-        for part in [*parts, model.model.norm, model.head]:
+        for part in parts_of(model):
             params = list(part.parameters())
             masters = [p.detach().float().requires_grad_() for p in params]
             self._units.append((params, masters, adamw(masters)))
@@ -330,31 +334,36 @@ def bits_of(trainer: Any, device: torch.device) -> list[int]:
     model = trainer.model
     parts = [model.model.embed_tokens, model.model.layers[0], model.model.layers[-1], model.head]
     found = []
-    for param in (p for part in parts for p in part.parameters()):
+    for part in parts:
         whole: Any = nullcontext()
         if isinstance(trainer, Tiered):
-            whole = trainer.tier.materialize(param, device)
+            whole = trainer.tier.materialize(part, device)
         with whole, torch.no_grad():
-            number = 0
-            for part in param.detach().view(torch.int16).flatten().split(_BITS):
-                places = torch.arange(1, part.numel() + 1, device=part.device)
-                number = number * 31 + int((part * places).sum())
-            found.append(number % 2**63)
+            found += [_number_of(param) for param in part.parameters()]
     return found
 
 
+def _number_of(param: Tensor) -> int:
+    number = 0
+    for part in param.detach().view(torch.int16).flatten().split(_BITS):
+        places = torch.arange(1, part.numel() + 1, device=part.device)
+        number = number * 31 + int((part * places).sum())
+    return number % 2**63
+
+
 def differences(tiered: Tiered, resident: Resident, device: torch.device) -> tuple[int, int]:
-    """Compares all weights, one parameter at a time.
+    """Compares all weights, a layer at a time: a block is read whole for each part of it.
 
     Returns:
         How many elements differ, of how many.
     """
     differ = total = 0
-    other = dict(resident.model.named_parameters())
-    for name, param in tiered.model.named_parameters():
-        with tiered.tier.materialize(param, device), torch.no_grad():
-            differ += int((param != other[name]).sum())
-            total += param.numel()
+    pairs = zip(parts_of(tiered.model), parts_of(resident.model), strict=True)
+    for mine, theirs in pairs:
+        with tiered.tier.materialize(mine, device), torch.no_grad():
+            for param, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+                differ += int((param != other).sum())
+                total += param.numel()
     return differ, total
 
 

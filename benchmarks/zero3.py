@@ -7,7 +7,7 @@ Settings are those of its documentation (https://www.deepspeed.ai/docs/config-js
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,13 +22,15 @@ _AIO = {"block_size": 4 << 20, "queue_depth": 32, "intra_op_parallelism": 4}
 
 
 @contextmanager
-def engine_of(device: torch.device, model: Any, settings: dict[str, Any]) -> Iterator[Any]:
+def engine_of(
+    device: torch.device, build: Callable[[], Any], settings: Callable[[Any], dict[str, Any]]
+) -> Iterator[Any]:
     """Starts DeepSpeed with one rank and hands a model over to it.
 
     Args:
         device: Where the model computes.
-        model: A module on the device or the host.
-        settings: What its JSON file would say.
+        build: Returns a module on the device or the host; not called without DeepSpeed.
+        settings: Returns what its JSON file would say of the module.
 
     Yields:
         The engine. What it sets in the environment and the process group end with it.
@@ -44,9 +46,10 @@ def engine_of(device: torch.device, model: Any, settings: dict[str, Any]) -> Ite
             auto_mpi_discovery=False,
             verbose=False,
         )
+        model = build()
         trained = [p for p in model.parameters() if p.requires_grad]
         engine = deepspeed.initialize(
-            model=model, model_parameters=trained or None, config=settings
+            model=model, model_parameters=trained or None, config=settings(model)
         )[0]
         try:
             yield engine
@@ -142,9 +145,9 @@ class ZeRO3(Trainer):
 
 
 @contextmanager
-def zero3_training(model: Any, device: torch.device, micro: int) -> Iterator[ZeRO3]:
+def zero3_training(build: Callable[[], Any], device: torch.device, micro: int) -> Iterator[ZeRO3]:
     """DeepSpeed ZeRO-3, parameters and optimizer state on the host; its own Adam there."""
-    with engine_of(device, model, training_settings(micro)) as engine:
+    with engine_of(device, build, lambda _: training_settings(micro)) as engine:
         yield ZeRO3(engine, micro)
 
 
@@ -159,5 +162,5 @@ def zero3_forward(model: Any, device: torch.device, nvme: str | None) -> Iterato
         device: Where it computes.
         nvme: Folder of the weights; None for page-locked host memory.
     """
-    with engine_of(device, model.model, inference_settings(model.model, nvme)):
+    with engine_of(device, lambda: model.model, lambda body: inference_settings(body, nvme)):
         yield None

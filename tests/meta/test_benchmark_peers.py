@@ -81,7 +81,7 @@ def test_training_steps_as_plain_torch_does(double) -> None:
     before = environment()
     model, plain = Model(), Model()
     inputs = torch.randn(4, 2, 4)
-    with zero3_training(model, CPU, 2) as trainer:
+    with zero3_training(lambda: model, CPU, 2) as trainer:
         assert isinstance(trainer, ZeRO3) and trainer.model.head.out_features == 3
         for pair in inputs.split(2):
             for x in pair:
@@ -107,15 +107,19 @@ def test_training_steps_as_plain_torch_does(double) -> None:
 def test_failing_leaves_no_group_behind(double, monkeypatch) -> None:
     monkeypatch.setenv("FAKE_DEEPSPEED", "fails")
     before = environment()
-    with pytest.raises(RuntimeError) as caught, engine_of(CPU, Model(), training_settings(1)):
+    with pytest.raises(RuntimeError) as caught, zero3_training(Model, CPU, 1):
         raise AssertionError("it fails before")
     assert failure(caught.value) == "RuntimeError: Error building extension 'cpu_adam'"
     assert environment() == before and not dist.is_initialized()
 
 
+def _no_model() -> Model:
+    raise AssertionError("no model is built for what is not there")
+
+
 def test_where_it_is_not_installed(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ImportError) as caught, zero3_training(Model(), CPU, 1):
+    with pytest.raises(ImportError) as caught, zero3_training(_no_model, CPU, 1):
         raise AssertionError("it fails before")
     assert "deepspeed" in failure(caught.value)
     error = ModuleNotFoundError("No module named 'deepspeed'", name="deepspeed")
@@ -128,7 +132,7 @@ def test_a_buffer_for_reads_from_disk_holds_the_largest_parameter(double) -> Non
     settings = inference_settings(model, "somewhere")
     below = settings["zero_optimization"]["offload_param"]
     assert below["buffer_size"] == 150 and Path(below["nvme_path"]).is_absolute()
-    with engine_of(CPU, model, settings) as engine:
+    with engine_of(CPU, lambda: model, lambda _: settings) as engine:
         assert engine.module is model and engine.optimizer is None
     assert "aio" not in inference_settings(model, None)
 

@@ -211,6 +211,17 @@ def test_train_with_activations_below(tmp_path) -> None:
 
 
 @needs_transformers
+def test_train_keeps_a_row_as_soon_as_it_has_times(tmp_path) -> None:
+    """Whatever comes after that fails here, as no raw copy is timed."""
+    line = f"{TRAIN} --what residual --activation-min 4KiB --dram 16MiB --layers 2 --raw-repeats 0"
+    with pytest.raises(AssertionError, match="StatisticsError"):
+        output("bench_train.py", tmp_path, *line.split(), "--out", "out.json")
+    row, failed = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert row["of resident"] > 0 and row["GB saved below"] > 0 and "of bound" not in row
+    assert failed["note"].startswith("StatisticsError")
+
+
+@needs_transformers
 def test_train_peers(tmp_path) -> None:
     found = run("bench_train.py", tmp_path, *f"{TRAIN} --what peers --out out.json".split())
     rows = check_rows(found, "s", "first loss")
