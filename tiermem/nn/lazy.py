@@ -47,7 +47,7 @@ class LazyTensor(StandIn, torch.Tensor):
         """Answers for the dtype of the real tensor; runs everything else on that."""
         if func in _OF_DTYPE and args and isinstance(args[0], LazyTensor):
             return _OF_DTYPE[func](args[0])
-        if func is _UNSCALE and _only_looks(*args, **kwargs or {}):
+        if func == _UNSCALE and _only_looks(*args, **kwargs or {}):
             return _look(*args, **kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
 
