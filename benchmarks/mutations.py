@@ -73,8 +73,8 @@ _ELSEWHERE = (
     Mutation(
         "aliases are not seen",
         _RUNTIME + "slots.py",
-        "return use_count(self.storage) > self.baseline + self.pointed",
-        "return False",
+        "use_count(self.storage) > self.baseline + self.pointed",
+        "False",
         MANAGER,
     ),
     Mutation(
