@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tiermem.core.cost import Timetable, prefetch_depth, refetched, streaming_time
 from tiermem.core.pace import Estimates, Recent, Waste
-from tiermem.core.residents import choose_residents, share_hbm
+from tiermem.core.residents import Files, Loop, choose_residents, share_hbm
 
 # -- how far ahead ---------------------------------------------------------------
 
@@ -194,37 +194,121 @@ def test_the_model_of_the_link_agrees_with_a_step_by_step_one(uses, slots) -> No
     assert found == ends[-1]
 
 
+@given(
+    st.lists(st.tuples(ticks, st.integers(1, 9), st.integers(0, 30)), min_size=1, max_size=40),
+    st.integers(2, 6),
+    st.integers(1, 4),
+)
+def test_the_model_of_a_disk_that_reads_ahead_agrees_with_a_step_by_step_one(
+    uses, slots, places
+) -> None:
+    """A read needs the disk and a place; a copy the bus, a slot, the bytes and its turn."""
+    compute = [seconds for seconds, _, _ in uses]
+    copies = [float(copy) for _, copy, _ in uses]
+    reads = [float(read) for _, _, read in uses]
+    found = streaming_time(compute, copies, [1] * len(uses), slots, 0.0, reads, places)
+    ends: list[float] = []
+    arrived: list[float] = []
+    from_disk: list[int] = []
+    disk = 0.0
+    for i, (seconds, copy, read) in enumerate(zip(compute, copies, reads, strict=True)):
+        begin = max(arrived[-1] if arrived else 0.0, ends[i - slots] if i >= slots else 0.0)
+        if read:
+            free = arrived[from_disk[-places]] if len(from_disk) >= places else 0.0
+            disk = max(disk, free) + read
+            begin = max(begin, disk, ends[-1] if ends else 0.0)
+            from_disk.append(i)
+        arrived.append(begin + copy)
+        ends.append(max(arrived[-1], ends[-1] if ends else 0.0) + seconds)
+    assert found == ends[-1]
+
+
+@given(
+    st.lists(st.tuples(ticks, st.integers(1, 30)), min_size=1, max_size=40),
+    st.integers(2, 6),
+    ticks,
+)
+def test_the_model_of_a_disk_that_reads_into_slots_agrees_too(uses, slots, latency) -> None:
+    compute = [seconds for seconds, _ in uses]
+    reads = [float(read) for _, read in uses]
+    nothing = [1.0] * len(uses)  # the bus is in it as the disk is
+    found = streaming_time(
+        compute, nothing, [1] * len(uses), slots, 0.0, reads, read_latency=latency
+    )
+    ends: list[float] = []
+    disk = 0.0
+    for i, (seconds, read) in enumerate(zip(compute, reads, strict=True)):
+        free = ends[i - slots] if i >= slots else 0.0
+        disk = max(disk, free + latency) + read
+        ends.append(max(disk, ends[-1] if ends else 0.0) + seconds)
+    assert found == ends[-1]
+
+
+def looped(
+    compute: list[float], transfer: float, room: int = 80, files: Files | None = None
+) -> Loop:
+    """Returns three rounds of sixteen blocks of ten bytes."""
+    sizes = dict.fromkeys(range(16), 10)
+    order = list(range(16)) * 3
+    return Loop(order, sizes, room, compute, dict.fromkeys(range(16), transfer), 0.0, files)
+
+
 def test_compute_bound_loops_stream_through_half_the_room() -> None:
     """No time is lost by it, and what the model does not know finds room."""
-    order = list(range(16)) * 3
-    plan = share_hbm(
-        order, dict.fromkeys(range(16), 10), 80, [5.0] * 48, dict.fromkeys(range(16), 1.0), 0.0
-    )
-    assert plan.reserve == 40 and len(plan.residents) == 4
+    plan = share_hbm(looped([5.0] * 48, 1.0))
+    assert plan.reserve == 40 and len(plan.residents) == 4 and plan.in_dram is None
 
 
 def test_uneven_compute_is_worth_more_slots() -> None:
     """With two slots the link stands still during each long use, and is waited for after it."""
-    order = list(range(16)) * 3
-    sizes, transfer = dict.fromkeys(range(16), 10), dict.fromkeys(range(16), 4.0)
-    even = share_hbm(order, sizes, 80, [2.0] * 48, transfer, 0.0)
-    uneven = share_hbm(order, sizes, 80, [14.0, 0.0, 0.0, 0.0] * 12, transfer, 0.0)
+    even = share_hbm(looped([2.0] * 48, 4.0))
+    uneven = share_hbm(looped([14.0, 0.0, 0.0, 0.0] * 12, 4.0))
     assert even.reserve == 20 and len(even.residents) == 6
     assert uneven.reserve > 20 and len(uneven.residents) < 6
 
 
-def test_a_disk_that_reads_ahead_needs_no_slots() -> None:
-    """Where it is what one waits for, the most bytes stay, whatever the bus could do with room."""
-    order = list(range(16)) * 3
-    sizes, transfer = dict.fromkeys(range(16), 10), dict.fromkeys(range(16), 4.0)
-    compute = [14.0, 0.0, 0.0, 0.0] * 12
-    disk = dict.fromkeys(range(16), 40.0)
-    assert share_hbm(order, sizes, 80, compute, transfer, 0.0).reserve > 20
-    assert share_hbm(order, sizes, 80, compute, transfer, 0.0, disk).reserve == 20
+def test_a_disk_that_is_waited_for_reads_straight_and_dram_keeps_all_it_can() -> None:
+    files = Files(dict.fromkeys(range(16), 40.0), 35, 1.0)
+    plan = share_hbm(looped([2.0] * 48, 1.0, files=files))
+    assert plan.ahead == 0 and plan.in_dram is not None and len(plan.in_dram) == 3
+    assert not plan.in_dram & plan.residents
+
+
+def test_a_disk_with_time_to_spare_reads_ahead_into_dram() -> None:
+    files = Files(dict.fromkeys(range(16), 6.0), 35, 1.0)
+    plan = share_hbm(looped([12.0] * 48, 0.1, files=files))
+    assert plan.ahead >= 2 and plan.in_dram is not None
+    assert plan.ahead * 10 + len(plan.in_dram) * 10 <= 35
+    assert not share_hbm(looped([12.0] * 48, 0.1, files=Files(files.seconds, 19, 1.0))).ahead, (
+        "DRAM has no room for two"
+    )
+
+
+def test_what_dram_can_hold_is_not_read_again() -> None:
+    files = Files(dict.fromkeys(range(16), 40.0), 100, 1.0)
+    plan = share_hbm(looped([2.0] * 48, 1.0, files=files))
+    assert plan.ahead == 0 and plan.residents | (plan.in_dram or set()) == set(range(16))
+
+
+def test_a_plan_in_force_stays_until_another_is_much_better() -> None:
+    """Times differ from day to day; each change of plan costs a round of reads."""
+
+    def times(compute: float, disk: float) -> Loop:
+        files = Files(dict.fromkeys(range(16), disk), 35, 1.0)
+        return looped([compute] * 48, 1.0, files=files)
+
+    waited = share_hbm(times(2.0, 40.0))
+    assert share_hbm(times(2.0, 38.0), waited) is waited
+    changed = share_hbm(times(40.0, 6.0), waited)
+    loop = times(40.0, 6.0)
+    assert loop.seconds(changed) * 1.05 < loop.seconds(waited) or changed is waited
+    much = times(12.0, 6.0)
+    assert much.seconds(share_hbm(much, waited)) <= 1.05 * much.seconds(share_hbm(much))
 
 
 def test_what_fits_stays() -> None:
-    plan = share_hbm([0, 1, 0, 1], {0: 5, 1: 5}, 10, [1.0] * 4, {0: 1.0, 1: 1.0}, 0.0)
+    loop = Loop([0, 1, 0, 1], {0: 5, 1: 5}, 10, [1.0] * 4, {0: 1.0, 1: 1.0}, 0.0)
+    plan = share_hbm(loop)
     assert plan.residents == {0, 1} and plan.reserve == 0
 
 

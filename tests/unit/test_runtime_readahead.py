@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 import torch
 from support_runtime import PAGE, Rig, rig
 
+from tiermem.core.residents import Plan
 from tiermem.errors import StorageError
 from tiermem.io.engine import IoOp, IoRequest
+from tiermem.runtime.outlook import Outlook
 from tiermem.testing.io import Fault
 from tiermem.transfer.filemover import FileTransfer
 
@@ -28,10 +31,23 @@ def opened(request: pytest.FixtureRequest) -> Callable[..., Any]:
     def make(*args: Any, **settings: Any) -> Iterator[Rig]:
         with rig(*args, **settings) as made:
             made.manager.prefetcher._dram = request.param == "device"
-            made.manager.prefetcher._by_way_of_dram = lambda *_: True  # whatever it measures
+            unplanned(made, through_dram=True)
             yield made
 
     return make
+
+
+def unplanned(made: Rig, *, through_dram: bool) -> None:
+    """Has the order of use alone decide what is in DRAM, whatever the loop measures."""
+    maker = made.manager.prefetcher._maker
+    make = maker.make
+
+    def without(*args: Any, **settings: Any) -> Outlook:
+        outlook = make(*args, **settings)
+        plan = replace(outlook.plan, in_dram=None, ahead=0)
+        return replace(outlook, plan=plan, through_dram=through_dram)
+
+    maker.make = without  # type: ignore[method-assign]
 
 
 def loop(made: Rig, order: list[int], rounds: int = 1, key: str = "f") -> None:
@@ -202,9 +218,8 @@ def test_on_a_gpu_the_host_waits_for_the_disk_only(tmp_path: Path) -> None:
 
 def test_what_the_disk_alone_holds_up_goes_straight_into_hbm(tmp_path: Path) -> None:
     with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
-        prefetcher = made.manager.prefetcher
-        prefetcher._dram = True
-        prefetcher._by_way_of_dram = lambda *_: False  # type: ignore[method-assign]
+        made.manager.prefetcher._dram = True
+        unplanned(made, through_dram=False)
         loop(made, [*range(8)], 6)
         made.manager.counters.reset()
         loop(made, [*range(8)], 4)
@@ -213,17 +228,24 @@ def test_what_the_disk_alone_holds_up_goes_straight_into_hbm(tmp_path: Path) -> 
 
 
 def test_which_way_depends_on_what_is_waited_for(tmp_path: Path) -> None:
-    sizes = dict.fromkeys(range(8), PAGE)
+    """Where no plan says what is in DRAM."""
     with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
-        prefetcher = made.manager.prefetcher
-        assert not prefetcher._by_way_of_dram(1.0, 2.0, sizes, 2 * PAGE), (
-            "a CPU computes and copies"
-        )
-        prefetcher._dram = True
-        assert prefetcher._by_way_of_dram(1.0, 2.0, sizes, 2 * PAGE)
-        assert not prefetcher._by_way_of_dram(2.0, 1.0, sizes, 2 * PAGE)
-        assert prefetcher._by_way_of_dram(2.0, 1.0, sizes, 4 * PAGE), "DRAM holds the rest"
-        assert not prefetcher._by_way_of_dram(1.0, 2.0, {0: 2 * PAGE}, PAGE), "no room for three"
+        maker = made.manager.prefetcher._maker
+        order = [block.id for block in made.blocks] * 3
+        plan = Plan(frozenset(), 2 * PAGE)
+
+        def way(compute: float, disk: float, size: int = PAGE) -> bool:
+            fetch = dict.fromkeys(order, ("nvme->hbm", disk))
+            return maker._by_way_of_dram(
+                order, dict.fromkeys(order, size), plan, [compute] * len(order), fetch
+            )
+
+        assert way(2.0, 1.0)
+        assert way(1.0, 1.7), "a way that is taken stays taken for so little"
+        assert not way(1.0, 2.0)
+        assert not way(1.0, 1.3), "and one that is not does not change for so little"
+        assert way(1.0, 0.5)
+        assert not way(1.0, 0.5, 2 * PAGE), "no room for three"
 
 
 def test_a_read_that_cannot_begin_takes_no_place(
@@ -256,7 +278,7 @@ def test_a_loop_of_which_all_is_held_has_nothing_to_share(tmp_path: Path) -> Non
         prefetcher, schedule = made.manager.prefetcher, made.manager.planner.schedule
         compute = [1.0] * len(schedule)
         fetch = {block.id: ("nvme->hbm", 1.0) for block in made.blocks}
-        plan = prefetcher._share(schedule, {}, 0, compute, fetch)  # type: ignore[arg-type]
+        plan = prefetcher._maker._share(schedule, {}, 0, compute, fetch, True)  # type: ignore[arg-type]
         assert not plan.residents
 
 

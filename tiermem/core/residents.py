@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tiermem.core.cost import refetched, streaming_time
 
@@ -14,6 +14,15 @@ _MOST_BITS = 1 << 20
 _MOST_BITS_IN_ALL = 1 << 27
 _SLOTS = (2, 3, 4, 6, 8, 12, 16)
 _AS_GOOD = 1.002
+_WORTH_IT = 1.05
+"""A plan in force has to be that much slower than the best one to be given up."""
+_SLOTS_IN_DRAM = (0, 2, 3, 4)
+_FORGIVEN = 1.03
+"""A plan by way of DRAM is preferred to a straight one that is no faster than that: a disk that
+waits for the compute loses more than the model says."""
+_IN_DRAM = 1.25
+"""Reads into ever other memory take so many times as long as into a few chunks that stay in the
+processor's cache, or may, some other day: 4.4 beside 5.1 GB/s on the reference machine."""
 _COMMON = 0.9
 
 
@@ -144,17 +153,38 @@ def _by_share(blocks: Sequence[int], sizes: Mapping[int, int], room: int, share:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How HBM is shared between what stays and what streams.
+    """How HBM, and DRAM that nobody else needs, are shared between what stays and what streams.
 
     Attributes:
-        residents: Blocks that stay.
-        reserve: Bytes through which the others stream, in use or fetched ahead.
+        residents: Blocks that stay in HBM.
+        reserve: Bytes of HBM through which the others stream, in use or fetched ahead.
         slot: Bytes of the pieces that reserve is used in; 0 where nothing streams through it.
+        in_dram: Blocks whose home is a file and of which a copy stays in DRAM; None where the
+            plan says nothing of DRAM.
+        ahead: Slots of DRAM that a disk reads the other ones into, ahead of room in HBM; 0
+            where it reads them straight into HBM.
     """
 
     residents: frozenset[int]
     reserve: int
     slot: int = 0
+    in_dram: frozenset[int] | None = None
+    ahead: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What there is below HBM for blocks whose home is a file.
+
+    Attributes:
+        seconds: Seconds that a disk takes for a block, by id.
+        room: Bytes of DRAM to spare.
+        latency: Seconds between room coming free in HBM and the disk reading into it.
+    """
+
+    seconds: Mapping[int, float]
+    room: int
+    latency: float
 
 
 def largest_beside(sizes: Mapping[int, int], kept: Collection[int]) -> int:
@@ -172,15 +202,59 @@ def occupied(size: int, slot: int) -> int:
     return slot // (slot // size)
 
 
-def share_hbm(
-    order: Sequence[int],
-    sizes: Mapping[int, int],
-    room: int,
-    compute: Sequence[float],
-    transfer: Mapping[int, float],
-    latency: float,
-    behind: Mapping[int, float] | None = None,
-) -> Plan:
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop that only reads, and what it has to do with.
+
+    Attributes:
+        order: Ids of blocks in order of use, a few rounds.
+        sizes: Bytes by id.
+        room: Bytes of HBM for these blocks.
+        compute: Seconds of each use.
+        transfer: Seconds a block takes to arrive, by id: from DRAM, where its home is a file.
+        latency: Seconds between a slot coming free and the next copy into it.
+        files: Of the blocks whose homes are files.
+    """
+
+    order: Sequence[int]
+    sizes: Mapping[int, int]
+    room: int
+    compute: Sequence[float]
+    transfer: Mapping[int, float]
+    latency: float
+    files: Files | None = None
+
+    def seconds(self, plan: Plan) -> float:
+        """Returns how long it takes with a plan, by a model of the links."""
+        order, sizes, kept = self.order, self.sizes, plan.residents
+        slot = largest_beside(sizes, kept) or 1
+        taken = {b: s if b in kept else occupied(s, slot) for b, s in sizes.items()}
+        # a block that stays is fetched once, whichever plan it is: left out of the comparison
+        fetched = refetched(order, taken, kept, plan.reserve, kept)
+        arrive = [self.transfer[b] if f else 0.0 for b, f in zip(order, fetched, strict=True)]
+        streamed = [taken[b] if f else 0 for b, f in zip(order, fetched, strict=True)]
+        if self.files is None:
+            return streaming_time(self.compute, arrive, streamed, plan.reserve, self.latency)
+        there = kept | (plan.in_dram or frozenset())
+        missing = refetched(order, taken, there, plan.reserve + plan.ahead * slot, there)
+        disk, slower = self.files.seconds, _IN_DRAM if plan.ahead else 1.0
+        reads = [
+            slower * disk.get(b, 0.0) if f and m else 0.0
+            for b, f, m in zip(order, fetched, missing, strict=True)
+        ]
+        return streaming_time(
+            self.compute,
+            arrive,
+            streamed,
+            plan.reserve,
+            self.latency,
+            reads,
+            plan.ahead,
+            self.files.latency,
+        )
+
+
+def share_hbm(loop: Loop, settled: Plan | None = None) -> Plan:
     """Chooses how much HBM to stream through, and keeps blocks in the rest.
 
     What the stream needs depends on the times: where compute is long, two slots hide
@@ -189,19 +263,20 @@ def share_hbm(
     model of the link. Of those within 0.2% of the fastest the largest is taken: where the link
     decides they differ, and where it does not, room forgives what the model does not know.
 
+    DRAM that is to spare holds copies of blocks from files, which are not read again. Of the rest
+    the disk either reads ahead into a few slots there, so that it need not wait for room in HBM,
+    or straight into HBM, so that all of DRAM holds copies. Reads into DRAM are preferred where
+    that costs next to nothing: the disk then has time to spare, and goes on whatever the compute
+    does. Of plans that are as good the one that streams least is taken: a disk is shared.
+
     Args:
-        order: Ids of blocks in order of use, a few rounds of a loop that only reads.
-        sizes: Bytes by id.
-        room: Bytes of HBM for these blocks.
-        compute: Seconds of each use.
-        transfer: Seconds a block takes to arrive, by id.
-        latency: Seconds between a slot coming free and the next copy into it.
-        behind: Seconds that a disk takes for a block, by id, where it reads ahead into memory of
-            its own and so is not held up by slots.
+        loop: What it is for.
+        settled: The plan in force; it stays unless another one is much faster.
     """
+    order, sizes, room = loop.order, loop.sizes, loop.room
     if sum(sizes.values()) <= room:
-        return Plan(frozenset(sizes), 0)
-    found: list[tuple[float, int, frozenset[int]]] = []
+        return Plan(frozenset(sizes), 0, 0, frozenset() if loop.files else None)
+    found: list[tuple[float, Plan]] = []
     for pinned in _oversize(sizes, room):
         rest = {block: size for block, size in sizes.items() if block not in pinned}
         largest = sorted(rest.values(), reverse=True)
@@ -212,21 +287,33 @@ def share_hbm(
                 break
             some = choose_residents([b for b in order if b in rest], rest, free - reserve)
             kept = some | pinned
-            # a block that stays is fetched once, whichever plan it is: left out of the comparison
-            slot = largest_beside(sizes, kept) or 1
-            taken = {b: s if b in kept else occupied(s, slot) for b, s in sizes.items()}
-            fetched = refetched(order, taken, kept, reserve, kept)
-            arrive = [transfer[b] if f else 0.0 for b, f in zip(order, fetched, strict=True)]
-            streamed = [taken[b] if f else 0 for b, f in zip(order, fetched, strict=True)]
-            seconds = streaming_time(compute, arrive, streamed, reserve, latency)
-            if behind is not None:
-                missing = (b for b, f in zip(order, fetched, strict=True) if f)
-                seconds = max(seconds, sum(behind.get(b, 0.0) for b in missing))
-            found.append((seconds, reserve, kept))
-    best = min(seconds for seconds, _, _ in found)
-    good = [entry for entry in found if entry[0] <= best * _AS_GOOD]
-    _, reserve, kept = max(good, key=lambda entry: entry[1])
-    return Plan(kept, reserve, largest_beside(sizes, kept))
+            plan = Plan(kept, reserve, largest_beside(sizes, kept))
+            plans = [plan] if loop.files is None else _below(plan, loop, loop.files)
+            found += [(loop.seconds(plan), plan) for plan in plans]
+    best = min(seconds for seconds, _ in found)
+    if settled is not None and loop.seconds(settled) <= best * _WORTH_IT:
+        return settled
+    decoupled = [entry for entry in found if entry[1].ahead and entry[0] <= best * _FORGIVEN]
+    if decoupled:
+        found, best = decoupled, min(seconds for seconds, _ in decoupled)
+    good = [plan for seconds, plan in found if seconds <= best * _AS_GOOD]
+    if loop.files is not None:  # the fewer streams, the less is read from a disk
+        return min(good, key=lambda plan: (plan.reserve, plan.ahead))
+    return max(good, key=lambda plan: plan.reserve)
+
+
+def _below(plan: Plan, loop: Loop, files: Files) -> Iterator[Plan]:
+    """Yields a plan with what there may be of its blocks in DRAM."""
+    sizes = loop.sizes
+    rest = {b: sizes[b] for b in files.seconds if b in sizes and b not in plan.residents}
+    order = [block for block in loop.order if block in rest]
+    largest = max(rest.values(), default=0)
+    for slots in _SLOTS_IN_DRAM:
+        room = files.room - slots * largest
+        if room >= 0:
+            kept = choose_residents(order, rest, room)
+            if slots == 0 or len(kept) < len(rest):
+                yield replace(plan, in_dram=kept, ahead=slots)
 
 
 def _oversize(sizes: Mapping[int, int], room: int) -> list[frozenset[int]]:

@@ -382,6 +382,7 @@ class BlockManager:
                 io=(self.io_engine, self.io_reason),
                 direct=homes.swap is not None and homes.swap.direct,
                 efficiency=self.pacing.efficiency(),
+                ahead=(self.prefetcher.reads_into, self.traffic.ahead.kept),
             )
 
     def residency(self) -> list[ResidencyRow]:

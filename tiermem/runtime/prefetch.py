@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Set
 from typing import TYPE_CHECKING
 
-from tiermem.core.block import Role, Tier, align_up
-from tiermem.core.cost import Timetable, refetched
+from tiermem.core.block import Tier, align_up
+from tiermem.core.cost import Timetable
 from tiermem.core.residency import Record, State
-from tiermem.core.residents import Plan, choose_residents, largest_beside, share_hbm
 from tiermem.core.schedule import Schedule
-from tiermem.runtime.pacing import LINK_UP
+from tiermem.runtime.outlook import Outlook, Outlooks
 
 if TYPE_CHECKING:
     from tiermem.runtime.manager import BlockManager
@@ -22,34 +20,8 @@ _AUTO_BLOCKS = 2
 _AUTO_BYTES = 64 << 20
 _MOST_BLOCKS = 64
 _MOST_STEPS = 4096
-_MOST_PLANNED = 1 << 14
 _MOST_PLANS = 16
 _HARVEST = 8
-_MARGIN = 1.25
-_LATENCY = 1e-3
-_SLOT_LATENCY = 50e-6
-_FILE_LATENCY = 8e-3
-"""A disk is fast only while much is asked of it at once: 32 MiB, of one with 4 GB/s."""
-_READ_ONLY = (Role.PARAM, Role.BUFFER, Role.QUANT)
-
-
-@dataclass(frozen=True, slots=True)
-class _Outlook:
-    """What was decided for one schedule.
-
-    Attributes:
-        made_of: What it depends on, besides the schedule.
-        plan: What stays in HBM, and what is left to stream through.
-        ahead: Bytes that may be fetched ahead, the last block of them not counted.
-        timetable: When fetches are due.
-        through_dram: Whether blocks come from files by way of DRAM.
-    """
-
-    made_of: tuple[int, ...]
-    plan: Plan
-    ahead: int
-    timetable: Timetable
-    through_dram: bool
 
 
 class Prefetcher:
@@ -77,13 +49,14 @@ class Prefetcher:
         self._least = min(_AUTO_BYTES, self._capacity // 4)
         self._number = 0
         self._planned: Schedule | None = None
-        self._outlooks: dict[Schedule, _Outlook] = {}
-        self._settled: tuple[object, Plan] | None = None
+        self._outlooks: dict[Schedule, Outlook] = {}
+        self._maker = Outlooks(manager, self._least)
         self._held: set[int] = set()
         self._previous: Record | None = None
         self._timetable = Timetable((), ())
         self._most = self._capacity // 2
         self._through_dram = True
+        self._shared = False
         # the walk so far: for which state of affairs, up to where, and what it met
         self._changes = -1
         self._cursor = 0
@@ -94,6 +67,13 @@ class Prefetcher:
         self._lacking = True
         self._complete: tuple[Schedule | None, int] = (None, -1)
         self._pass: tuple[int, int, tuple[int, Hashable]] = (0, 0, (0, None))
+
+    @property
+    def reads_into(self) -> str:
+        """Where blocks that stream from files are read to: ``"hbm"``, ``"dram"`` or ``"none"``."""
+        if self._manager.mover is None:
+            return "none"
+        return "dram" if self._dram and self._through_dram else "hbm"
 
     def end_pass(self) -> None:
         """Says that the pass under way has ended, before the next is entered in the planner."""
@@ -139,7 +119,7 @@ class Prefetcher:
         end = min(len(schedule.order), cursor + _MOST_STEPS)
         if self._next < end:
             self._walk(schedule, end)
-        if self._manager.mover is not None and self._through_dram:
+        if self._manager.mover is not None and (self._through_dram or self._shared):
             self._read_on(schedule, end)
 
     def _look_back(self, block_id: int) -> None:
@@ -193,29 +173,41 @@ class Prefetcher:
 
         A read straight into HBM passes through staging chunks that wait for the compute that
         used the slot before, and the disk waits with them. So beside a GPU it goes through spare
-        DRAM where there is any.
+        DRAM, where the plan says so or there is none.
 
         Args:
             record: The block.
             position: Uses until it is needed.
 
         Returns:
-            False while it is on its way into DRAM; True where it is there, or has to be read
-            straight into HBM.
+            False while it is on its way into DRAM, or waits for a place there; True where it is
+            there, or has to be read straight into HBM.
         """
         ahead, mover = self._traffic.ahead, self._manager.mover
         entry = ahead.look(record)
-        if entry is None and mover is not None and self._dram and self._through_dram:
+        if entry is None and mover is not None and self._dram and self._by_dram(record):
             schedule, cursor = self._planner.schedule, self._planner.cursor
             ahead.begin(record, mover, schedule, cursor, cursor + position)
             entry = ahead.look(record)
+            if entry is None and ahead.slots:
+                return False  # soon: straight it would wait for HBM, and the disk with it
         return entry is None or entry.transfer is None or entry.transfer.finished
+
+    def _by_dram(self, record: Record) -> bool:
+        """Whether a block is to be read into DRAM first."""
+        if not self._shared:
+            return self._through_dram
+        ahead = self._traffic.ahead
+        return ahead.slots > 0 or ahead.keeps(record.block.id)
 
     def stage_now(self, record: Record) -> bool:
         """Has a block read that somebody waits for; returns whether its read begins only now."""
-        begins = self._traffic.ahead.look(record) is None
+        ahead = self._traffic.ahead
+        begins = ahead.look(record) is None
         if begins and record.home is Tier.NVME:
-            self.staged(record, 0)
+            while not self.staged(record, 0) and ahead.look(record) is None:
+                if not ahead.wait_for_slot():
+                    break
         return begins
 
     def _read_on(self, schedule: Schedule, end: int) -> None:
@@ -227,13 +219,15 @@ class Prefetcher:
         position = max(self._reads, self._next)
         while position < end:
             block_id = order[position]
-            if block_id not in ahead.staged:
+            stays = self._shared and ahead.keeps(block_id)
+            if block_id not in ahead.staged and (self._through_dram or stays):
                 record = table.get(block_id)
                 if (
                     record is not None
                     and record.home is Tier.NVME
                     and self._is_due(record, schedule, position)
                     and not ahead.begin(record, mover, schedule, self._cursor, position)
+                    and not stays
                 ):
                     break
             position += 1
@@ -274,15 +268,10 @@ class Prefetcher:
         """Decides what stays and when fetches are due, unless that is decided already."""
         self._planned = schedule
         self._pass = (0, 0, (0, None))
-        made_of = (
-            self._pacing.estimates.version,
-            len(self._manager.table),
-            self._waste.changes,
-            len(self._held),
-        )
+        made_of = self._maker.made_of(self._held)
         outlook = self._outlooks.pop(schedule, None)
         if outlook is None or outlook.made_of != made_of:
-            outlook = self._look_out(schedule, made_of)
+            outlook = self._maker.make(schedule, made_of, self._held, beside=self._dram)
         self._outlooks[schedule] = outlook
         if len(self._outlooks) > _MOST_PLANS:
             del self._outlooks[next(iter(self._outlooks))]
@@ -290,143 +279,18 @@ class Prefetcher:
         plan = outlook.plan
         self._manager.space.keep(plan.residents, plan.slot)
         self._most = outlook.ahead
-        self._through_dram = outlook.through_dram or not self._dram
+        self._shared = plan.in_dram is not None and self._dram
+        if not self._shared or plan.in_dram is None:
+            self._through_dram = outlook.through_dram or not self._dram
+            self._traffic.ahead.share(None)
+            return
+        self._through_dram = plan.ahead > 0
+        stream = self._sizes(set(schedule.order) - plan.residents - plan.in_dram)
+        slot = max(stream.values(), default=0)
+        kept = self._sizes(plan.in_dram)
+        self._traffic.ahead.share(kept, slot, plan.ahead if slot else 0)
 
-    def _look_out(self, schedule: Schedule, made_of: tuple[int, ...]) -> _Outlook:
-        table = self._manager.table
-        order = schedule.order[:_MOST_PLANNED]
-        records = {block: table.get(block) for block in set(schedule.order)}
-        loose = {block: r for block, r in records.items() if r is not None and not r.fixed}
-        sizes = {block: align_up(record.block.nbytes) for block, record in loose.items()}
-        compute = self._compute(schedule, order)
-        fetch = {block: self._seconds(record) for block, record in loose.items()}
-        fixed = sum(record.block.nbytes for record in table if record.fixed)
-        room = self._capacity - fixed
-        plan = Plan(frozenset(), room)
-        if loose and all(r.block.role in _READ_ONLY for r in loose.values()):
-            plan = self._keep_steady(schedule, sizes, room, compute, fetch)
-        inside = {block for block, record in loose.items() if record.usable}
-        away = refetched(order, sizes, plan.residents, plan.reserve, inside)
-        fetches = [
-            fetch[block] if missing else None for block, missing in zip(order, away, strict=True)
-        ]
-        timetable = Timetable(compute, fetches, margin=_MARGIN, latency=_LATENCY)
-        ahead = self._capacity // 2
-        largest = largest_beside(sizes, plan.residents)
-        if plan.residents and largest:  # beside the block in use, and one more
-            ahead = plan.reserve - 2 * largest + 1
-        known = [seconds for seconds in compute if seconds is not None]
-        disk = sum(f[1] for f in fetches if f is not None and f[0] == LINK_UP[Tier.NVME])
-        through = len(known) < len(compute) or self._by_way_of_dram(disk, sum(known), sizes, room)
-        return _Outlook(made_of, plan, ahead, timetable, through)
-
-    def _keep_steady(
-        self,
-        schedule: Schedule,
-        sizes: dict[int, int],
-        room: int,
-        compute: Sequence[float | None],
-        fetch: dict[int, tuple[str, float] | None],
-    ) -> Plan:
-        """Decides what stays, once two kinds of blocks have been seen to.
-
-        What is held while others are used (parameters of an outer module) takes its room all the
-        same, so it stays. Experts that are chosen now and then do not; they get two slots.
-        """
-        if sum(sizes.values()) <= room:
-            return self._share(schedule, sizes, room, compute, fetch)
-        held = self._held & sizes.keys()
-        unsteady = self._waste.unsteady() & sizes.keys() - held
-        rest = {b: size for b, size in sizes.items() if b not in held and b not in unsteady}
-        pinned = sum(sizes[block] for block in held)
-        slots = 2 * max((sizes[block] for block in unsteady), default=0)
-        plan = self._share(schedule, rest, max(0, room - pinned - slots), compute, fetch)
-        slot = max(plan.slot, slots // 2)
-        if pinned > room // 2:
-            return Plan(plan.residents, plan.reserve + slots + pinned)
-        return Plan(plan.residents | held, plan.reserve + slots, slot)
-
-    def _share(
-        self,
-        schedule: Schedule,
-        sizes: dict[int, int],
-        room: int,
-        compute: Sequence[float | None],
-        fetch: dict[int, tuple[str, float] | None],
-    ) -> Plan:
-        """Decides what stays, where a loop only reads; elsewhere next use alone decides.
-
-        The same blocks in another order keep the plan that they have: residents that changed
-        from pass to pass would be none.
-        """
-        known = [seconds for seconds in compute if seconds is not None]
-        learned = self._auto and len(known) == len(schedule) <= _MOST_STEPS
-        learned = learned and all(fetch.values())
-        version = self._pacing.estimates.version if learned else None
-        alike = (frozenset(sizes), room, version)
-        if self._settled is not None and self._settled[0] == alike:
-            return self._settled[1]
-        order = [block for block in schedule.order if block in sizes]
-        if learned:
-            of_loose = [s for s, b in zip(known, schedule.order, strict=True) if b in sizes]
-            transfer = {block: seconds[1] for block, seconds in fetch.items() if seconds}
-            disk = {b: s[1] for b, s in fetch.items() if s and s[0] == LINK_UP[Tier.NVME]}
-            latency = _FILE_LATENCY if disk else _SLOT_LATENCY
-            behind = None
-            total = sum(sizes.values())  # 0 where all of them are held anyway
-            missing = max(0.0, 1.0 - room / total) if total else 0.0
-            seconds = missing * sum(disk.get(block, 0.0) for block in order)
-            if disk and self._by_way_of_dram(seconds, sum(of_loose), sizes, room):
-                rate = self._pacing.estimates.rate(LINK_UP[Tier.DRAM])
-                transfer |= {block: sizes.get(block, 0) / rate for block in disk}
-                latency, behind = _SLOT_LATENCY, disk
-            plan = share_hbm(order, sizes, room, of_loose, transfer, latency, behind)
-        else:
-            streaming = sum(sorted(sizes.values())[-(self._depth + 1) :])
-            if self._auto:
-                streaming = max(streaming, self._least)
-            everything = sum(sizes.values()) <= room
-            kept = choose_residents(order, sizes, room if everything else room - streaming)
-            plan = Plan(kept, streaming, largest_beside(sizes, kept))
-        self._settled = (alike, plan)
-        return plan
-
-    def _by_way_of_dram(
-        self, disk: float, compute: float, sizes: Mapping[int, int], room: int
-    ) -> bool:
-        """Whether a loop's blocks shall come from files by way of DRAM, or straight into HBM.
-
-        By way of DRAM the disk goes on whatever the compute does. Where the disk is what one
-        waits for all the same, it reads faster into a few staging chunks, which stay in the
-        processor's cache, than into ever other memory (5.1 beside 4.4 GB/s on the reference
-        machine) - unless DRAM can hold all that streams, so that it is not read again.
-
-        Args:
-            disk: Seconds of reading.
-            compute: Seconds of computing in the same time.
-            sizes: Bytes by block.
-            room: Bytes of HBM for them.
-        """
-        homes, ahead = self._manager.homes, self._traffic.ahead
-        kept = sum(entry.extent.nbytes for entry in ahead.staged.values())
-        spare = homes.dram.capacity - homes.dram.used + kept
-        if not self._dram or spare < 3 * largest_beside(sizes, ()):
-            return False
-        return disk <= compute or spare >= sum(sizes.values()) - room
-
-    def _compute(self, schedule: Schedule, order: Sequence[int]) -> list[float | None]:
-        """Returns the seconds of each use; None where the pass is not known."""
-        estimates = self._pacing.estimates
-        found: list[float | None] = []
-        bounds = [begin for begin, _ in schedule.passes[1:]] + [len(order)]
-        for (begin, key), end in zip(schedule.passes, bounds, strict=False):
-            found += [estimates.compute(key, block) for block in order[begin:end]]
-        return found
-
-    def _seconds(self, record: Record) -> tuple[str, float] | None:
-        """Returns over which link a block is fetched ahead, and for how long."""
-        link = LINK_UP.get(record.home)
-        if link is None or not (self._dram or record.home is not Tier.DRAM):
-            return None
-        block = record.block
-        return link, self._pacing.estimates.transfer(link, block.id, block.nbytes)
+    def _sizes(self, blocks: Set[int]) -> dict[int, int]:
+        """Returns the bytes of those blocks whose home is a file."""
+        records = (self._manager.table.get(block) for block in sorted(blocks))
+        return {r.block.id: align_up(r.block.nbytes) for r in records if r and r.home is Tier.NVME}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tiermem.core.block import Extent, align_up
@@ -52,9 +52,15 @@ class ReadAhead:
     residency table knows nothing of it: these bytes are a copy of a home that is valid, to be
     lost at any time.
 
+    A plan may share that DRAM out (:meth:`share`): some blocks have places of their own there, so
+    that they are read once, and what else streams goes through a few slots, the one that came
+    free last first. Without a plan whatever is used soonest has a place.
+
     Attributes:
         staged: By block.
         reading: Reads whose end nobody has taken up yet.
+        nbytes: Bytes of DRAM that it has.
+        slots: How many slots it has; 0 where no plan says so.
     """
 
     def __init__(self, homes: Homes, wait: Callable[[FileTransfer], None]) -> None:
@@ -70,7 +76,104 @@ class ReadAhead:
         self.reading: list[tuple[Record, FileTransfer]] = []
         self._queue = NextUseQueue()
         self._dying: list[Staged] = []
+        self.nbytes = 0
+        self._shared: tuple[Mapping[int, int], int, int] | None = None
+        self._places: dict[int, Extent] = {}
+        self._slots: set[Extent] = set()
+        self._fixed: set[Extent] = set()
+        self._free: list[Extent] = []
         homes.reclaimers.append(self.drop_all)
+
+    @property
+    def slots(self) -> int:
+        """How many slots there are."""
+        return len(self._slots)
+
+    @property
+    def kept(self) -> int:
+        """Bytes of the places that blocks have of their own."""
+        return sum(extent.nbytes for extent in self._places.values())
+
+    def keeps(self, block_id: int) -> bool:
+        """Whether a block has a place of its own."""
+        return block_id in self._places
+
+    # -- sharing ---------------------------------------------------------
+
+    def share(self, kept: Mapping[int, int] | None, slot: int = 0, slots: int = 0) -> None:
+        """Says what DRAM is for from now on; what else is there is given up.
+
+        Places are taken all at once and from a clean sheet: taken one by one, as what was there
+        before goes, they would lie with holes between them. So this waits for what is under way.
+
+        Args:
+            kept: Bytes of the blocks that have places of their own; None where the order of use
+                alone decides.
+            slot: Bytes of a slot for the other ones.
+            slots: How many there may be.
+        """
+        wanted = None if kept is None else (kept, slot, slots)
+        if wanted == self._shared:
+            return
+        self._shared = wanted
+        self._forget_places()
+        if kept is None:
+            return
+        for block_id in list(self.staged):
+            self.drop(block_id)
+        self._wait_for_dying()
+        for _ in range(slots):
+            extent = self._allocate(slot)
+            if extent is not None:
+                self._slots.add(extent)
+                self._free.append(extent)
+        for block_id in sorted(kept, key=lambda block: (-kept[block], block)):
+            extent = self._allocate(kept[block_id])
+            if extent is not None:
+                self._places[block_id] = extent
+                self._fixed.add(extent)
+
+    def wait_for_slot(self) -> bool:
+        """Waits until the bytes in one more slot have gone up; returns whether there was one."""
+        for entry in (*self._dying, *self.staged.values()):
+            there = entry.transfer is not None and entry.transfer.finished
+            pending = there and entry.copied is not None and not entry.copied.done()
+            if pending and entry.extent in self._slots and entry.copied is not None:
+                entry.copied.synchronize()
+                return True
+        return False
+
+    def _forget_places(self) -> None:
+        """Gives places and slots up; those in use are free when what is in them is over."""
+        used = {entry.extent for entry in (*self._dying, *self.staged.values())}
+        extents = self._slots | self._fixed
+        self._slots.clear()
+        self._fixed.clear()
+        self._places.clear()
+        self._free.clear()
+        for extent in extents - used:
+            self._give_back(extent)
+
+    def _wait_for_dying(self) -> None:
+        for entry in self._dying:
+            if entry.transfer is not None:
+                self._wait(entry.transfer)
+                if entry.copied is not None:
+                    entry.copied.synchronize()
+        self._bury()
+
+    def _allocate(self, nbytes: int) -> Extent | None:
+        found = self._homes.dram.allocate(nbytes)
+        if found is not None:
+            self.nbytes += found.nbytes
+        return found
+
+    def _give_back(self, extent: Extent) -> None:
+        if extent in self._slots:
+            self._free.append(extent)
+        elif extent not in self._fixed:
+            self.nbytes -= extent.nbytes
+            self._homes.dram.free(extent)
 
     # -- in --------------------------------------------------------------
 
@@ -95,7 +198,7 @@ class ReadAhead:
         block = record.block
         if self._queue.schedule is not schedule:
             self._queue.rebuild(schedule, cursor, self.staged)
-        extent = self._place(align_up(block.nbytes), position)
+        extent = self._place(block.id, align_up(block.nbytes), position)
         if extent is None:
             return False
         entry = self.staged[block.id] = Staged(extent, home, swap.version(home))
@@ -106,7 +209,7 @@ class ReadAhead:
         except Exception:  # nothing was begun
             del self.staged[block.id]
             self._queue.drop(block.id)
-            self._homes.dram.free(extent)
+            self._give_back(extent)
             raise
         self.reading.append((record, entry.transfer))
         return True
@@ -161,17 +264,15 @@ class ReadAhead:
 
         What is under way is waited for only where there is nothing else to give up.
         """
-        before = len(self.staged) + len(self._dying)
+        before = self.nbytes
         for block_id in list(self.staged):
             self.drop(block_id)
-        if before and len(self._dying) == before:
-            for entry in self._dying:
-                if entry.transfer is not None:
-                    self._wait(entry.transfer)
-                    if entry.copied is not None:
-                        entry.copied.synchronize()
-            self._bury()
-        return len(self._dying) < before
+        if self._shared is not None:
+            self._shared = ({}, 0, 0)
+            self._forget_places()
+        if before and self.nbytes == before:
+            self._wait_for_dying()
+        return self.nbytes < before
 
     def settle(self) -> None:
         """Waits for every read under way."""
@@ -179,18 +280,33 @@ class ReadAhead:
             self._wait(transfer)
         self._bury()
 
-    def _place(self, nbytes: int, position: int) -> Extent | None:
-        """Returns a place for a use at ``position``; never waits."""
+    def _place(self, block_id: int, nbytes: int, position: int) -> Extent | None:
+        """Returns a place for a block's use at ``position``; never waits."""
         self._bury()
-        dram = self._homes.dram
-        found = dram.allocate(nbytes)
+        if self._shared is None:
+            return self._place_by_use(nbytes, position)
+        own = self._places.get(block_id)
+        if own is not None:
+            return own if all(entry.extent != own for entry in self._dying) else None
+        if not self._free:
+            for other in self._queue.last(1, position, self._may_leave_slot):
+                self.drop(other)
+        if not self._free or self._free[-1].nbytes < nbytes:
+            return None
+        return self._free.pop()
+
+    def _place_by_use(self, nbytes: int, position: int) -> Extent | None:
+        found = self._allocate(nbytes)
         if found is None:
             for block_id in self._queue.last(_MOST_VICTIMS, position, self._may_go):
                 self.drop(block_id)
-                found = dram.allocate(nbytes)
+                found = self._allocate(nbytes)
                 if found is not None:
                     break
         return found
+
+    def _may_leave_slot(self, block_id: int) -> bool:
+        return self._may_go(block_id) and self.staged[block_id].extent in self._slots
 
     def _may_go(self, block_id: int) -> bool:
         entry = self.staged.get(block_id)
@@ -200,4 +316,4 @@ class ReadAhead:
         """Gives the places back of what was dropped and is over."""
         for entry in [entry for entry in self._dying if entry.idle]:
             self._dying.remove(entry)
-            self._homes.dram.free(entry.extent)
+            self._give_back(entry.extent)

@@ -21,6 +21,7 @@ from tiermem.runtime.traffic import Traffic
 
 _CANDIDATES = 4
 _ATTEMPTS = 3
+_MOST_LOOPS = 16
 _RESIDENT = 1e12
 _SOFT = 1e15
 _SEEN = "still referred to"
@@ -56,7 +57,7 @@ class Space:
         self._base = self._slot = 0
         self._parts = [(0, self._border)]
         self._attempts = 0
-        self._settled: object = None
+        self._rounds: dict[object, None] = {}
         self.unseen: dict[int, int] = {}
         self._planner = planner
         self._counters = counters
@@ -108,8 +109,10 @@ class Space:
         Args:
             loop: What is going on; nothing moves until it goes on for a second round.
         """
-        if loop is not self._settled:
-            self._settled = loop
+        if loop not in self._rounds:  # a loop of several passes has a schedule for each
+            self._rounds[loop] = None
+            if len(self._rounds) > _MOST_LOOPS:
+                del self._rounds[next(iter(self._rounds))]
             self._attempts = 0
             return
         if not self.residents or self._attempts >= _ATTEMPTS:

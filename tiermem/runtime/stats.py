@@ -111,6 +111,10 @@ class Stats:
             it usually does.
         efficiency: Share of the passes' time that was not spent waiting or copying on the
             host; None before anything ran.
+        reads_into: Where blocks that stream from files are read to now: ``"hbm"``, straight, or
+            ``"dram"``, ahead of room in HBM; ``"none"`` without an NVMe tier.
+        kept_in_dram: Bytes of blocks from files of which DRAM keeps copies while the present
+            loop goes on, so that they are not read again.
         activations: Tensors saved for backward that left HBM.
     """
 
@@ -137,6 +141,8 @@ class Stats:
     bound_seconds: float = 0.0
     limit: str | None = None
     losses: dict[str, float] = field(default_factory=dict)
+    reads_into: str = "none"
+    kept_in_dram: int = 0
     activations: ActivationStats = field(default_factory=ActivationStats)
 
     @property
@@ -259,6 +265,7 @@ def stats_of(
     io: tuple[str, str],
     direct: bool,
     efficiency: Efficiency | None,
+    ahead: tuple[str, int] = ("none", 0),
 ) -> Stats:
     """Returns what was counted, for users.
 
@@ -270,6 +277,7 @@ def stats_of(
         io: The I/O engine, and why that one.
         direct: Whether the files bypass the page cache.
         efficiency: The measured passes beside their bound.
+        ahead: Where streamed blocks are read to from files, and bytes of which DRAM keeps copies.
     """
     busy = counters.busy_ns
     lost = min(busy, counters.stall_ns + counters.copy_ns)
@@ -297,6 +305,8 @@ def stats_of(
         bound_seconds=0.0 if efficiency is None else efficiency.bound,
         limit=None if efficiency is None else efficiency.limit,
         losses={} if efficiency is None else efficiency.losses,
+        reads_into=ahead[0],
+        kept_in_dram=ahead[1],
     )
 
 

@@ -1,0 +1,100 @@
+"""How near a loop streamed from a disk comes to its bound: real plans, in virtual time.
+
+The shape is a Llama of 1.0 B on a GPU with 1.25 GiB of HBM and 512 MiB of DRAM, of which 64 MiB
+are staging: a page stands for 6 MiB.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support_virtual import LLAMA, PAGE, Machine, Streamed, both, forward, streamed
+
+from tiermem.core.residents import Plan
+
+HBM, DRAM = 213, 75
+WARM = 8
+WORKS = {"one token": forward(0.006), "forward": forward(0.071), "train": both(0.244)}
+
+
+def plan_of(made: Streamed) -> Plan:
+    """Returns the plan in force."""
+    prefetcher = made.manager.prefetcher
+    return prefetcher._outlooks[made.manager.planner.schedule].plan
+
+
+@pytest.mark.parametrize("work", WORKS)
+@pytest.mark.parametrize("gigabytes", [3.0, 4.4, 5.1])
+def test_a_loop_comes_near_its_bound(work: str, gigabytes: float, tmp_path: Path) -> None:
+    """Whatever the disk's speed of the day; and with one plan, once the loop is known."""
+    machine = Machine(
+        straight=gigabytes * 1e9 / 1536, in_place=0.92 * gigabytes * 1e9 / 1536, jitter=0.05
+    )
+    with streamed(tmp_path, LLAMA, hbm=HBM, dram=DRAM, machine=machine) as made:
+        made.rounds(WORKS[work], WARM)
+        plan = plan_of(made)
+        for _ in range(3):
+            took = made.rounds(WORKS[work], 4)
+            assert took.of_bound >= 0.95
+            assert plan_of(made) == plan
+        # what HBM and DRAM can hold is read once; the embedding has no part in training
+        held = (HBM + DRAM) * PAGE - plan.reserve - plan.ahead * plan.slot
+        least = sum(LLAMA) * PAGE - held
+        assert took.nbytes <= 2 * least if work == "train" else took.nbytes <= least + 2 * PAGE
+        made.manager.table.check()
+
+
+@pytest.mark.parametrize("work", ["one token", "train"])
+def test_which_way_the_disk_reads_is_said(work: str, tmp_path: Path) -> None:
+    with streamed(tmp_path, LLAMA, hbm=HBM, dram=DRAM) as made:
+        made.rounds(WORKS[work], WARM)
+        stats = made.manager.stats()
+        slots = 0 if work == "one token" else plan_of(made).ahead * plan_of(made).slot
+        assert stats.reads_into == ("hbm" if work == "one token" else "dram")
+        assert 0.9 * (DRAM * PAGE - slots) <= stats.kept_in_dram <= DRAM * PAGE - slots
+        assert stats.used["dram"] <= stats.budget["dram"]
+
+
+def test_more_dram_is_less_to_read(tmp_path: Path) -> None:
+    """A loop that waits for the disk is as much faster as DRAM holds of it."""
+    found: list[Any] = []
+    for dram in (2, 40, 80, 160):
+        with streamed(tmp_path, LLAMA, hbm=HBM, dram=dram) as made:
+            made.rounds(WORKS["one token"], WARM)
+            found.append(made.rounds(WORKS["one token"], 4))
+    seconds = [took.seconds for took in found]
+    assert seconds == sorted(seconds, reverse=True)
+    assert found[0].seconds > 1.8 * found[2].seconds
+    assert found[-1].nbytes == 0
+
+
+def test_another_kind_of_work_in_between_leaves_the_copies_there(tmp_path: Path) -> None:
+    """As an evaluation between two steps: the same blocks, the same plan."""
+    with streamed(tmp_path, LLAMA, hbm=HBM, dram=DRAM) as made:
+        train, short = WORKS["train"], [("eval", WORKS["train"][0][1])]
+        for _ in range(3):
+            made.rounds(train, WARM)
+            made.rounds(short, WARM)
+        kept = {b.id for b in made.blocks if made.manager.traffic.ahead.keeps(b.id)}
+        made.rounds(train, 1)
+        assert {b.id for b in made.blocks if made.manager.traffic.ahead.keeps(b.id)} == kept
+
+
+def test_dram_that_is_wanted_for_something_else_is_given_back(tmp_path: Path) -> None:
+    """The plan is made anew for what is left, and again when that comes back."""
+    with streamed(tmp_path, LLAMA, hbm=HBM, dram=DRAM) as made:
+        manager, work = made.manager, WORKS["one token"]
+        made.rounds(work, WARM)
+        before = made.rounds(work, 4)
+        kept = manager.stats().kept_in_dram
+        (other,) = manager.add_blocks([("other", *made.shape(50))], home="dram")
+        assert manager.stats().kept_in_dram == 0
+        made.rounds(work, 4)
+        less = made.rounds(work, 4)
+        assert 0 < manager.stats().kept_in_dram <= kept - 50 * PAGE + 8 * PAGE
+        assert less.of_bound >= 0.9 and less.seconds > before.seconds
+        manager.remove_blocks([other])
+        made.rounds(work, 4)
+        assert made.rounds(work, 4).nbytes <= before.nbytes + PAGE

@@ -1,0 +1,286 @@
+"""Decides, for one schedule, what stays in HBM and in DRAM and when fetches are due."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tiermem.core.block import Role, Tier, align_up
+from tiermem.core.cost import Timetable, refetched
+from tiermem.core.residency import Record
+from tiermem.core.residents import (
+    Files,
+    Loop,
+    Plan,
+    choose_residents,
+    largest_beside,
+    share_hbm,
+)
+from tiermem.core.schedule import Schedule
+from tiermem.runtime.pacing import LINK_UP
+
+if TYPE_CHECKING:
+    from tiermem.runtime.manager import BlockManager
+
+_MOST_STEPS = 4096
+_MOST_PLANNED = 1 << 14
+_MARGIN = 1.25
+_LATENCY = 1e-3
+_SLOT_LATENCY = 50e-6
+_AT_ONCE = 8
+"""Chunks that have to be asked of a disk at once before it is fast."""
+_STAY = 1.25
+"""So many times as long as the compute the disk may take before the way by DRAM is given up,
+and so many times shorter it has to be before that way is taken again."""
+_READ_ONLY = (Role.PARAM, Role.BUFFER, Role.QUANT)
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What was decided for one schedule.
+
+    Attributes:
+        made_of: What it depends on, besides the schedule.
+        plan: What stays in HBM and in DRAM, and what is left to stream through.
+        ahead: Bytes of HBM that may be fetched ahead, the last block of them not counted.
+        timetable: When fetches are due.
+        through_dram: Whether blocks come from files by way of DRAM, where the plan does not say.
+    """
+
+    made_of: tuple[int, ...]
+    plan: Plan
+    ahead: int
+    timetable: Timetable
+    through_dram: bool
+
+
+class Outlooks:
+    """Makes outlooks from what was measured."""
+
+    def __init__(self, manager: BlockManager, least: int) -> None:
+        """Works for ``manager``, under its lock.
+
+        Args:
+            manager: Whose blocks, memory and measurements they are about.
+            least: Bytes to stream through where nothing has been measured.
+        """
+        self._manager = manager
+        self._waste = manager.traffic.waste
+        self._least = least
+        self._capacity = manager.table.hbm.capacity
+        self._settled: tuple[tuple[object, ...], Plan] | None = None
+        self._through_dram = True
+
+    def made_of(self, held: set[int]) -> tuple[int, ...]:
+        """Returns what an outlook depends on, besides the schedule; it changes with that."""
+        manager = self._manager
+        return (
+            manager.pacing.estimates.version,
+            len(manager.table),
+            self._waste.changes,
+            len(held),
+            self._spare(),
+        )
+
+    def make(
+        self, schedule: Schedule, made_of: tuple[int, ...], held: set[int], *, beside: bool
+    ) -> Outlook:
+        """Makes an outlook.
+
+        Args:
+            schedule: What comes.
+            made_of: As returned for now.
+            held: Blocks that are held while others are used.
+            beside: Whether copies from DRAM run beside the compute, as on a GPU.
+        """
+        table = self._manager.table
+        order = schedule.order[:_MOST_PLANNED]
+        records = {block: table.get(block) for block in set(schedule.order)}
+        loose = {block: r for block, r in records.items() if r is not None and not r.fixed}
+        sizes = {block: align_up(record.block.nbytes) for block, record in loose.items()}
+        compute = self._compute(schedule, order)
+        fetch = {block: self._seconds(record, beside) for block, record in loose.items()}
+        fixed = sum(record.block.nbytes for record in table if record.fixed)
+        room = self._capacity - fixed
+        plan = Plan(frozenset(), room)
+        if loose and all(r.block.role in _READ_ONLY for r in loose.values()):
+            plan = self._keep_steady(schedule, sizes, room, compute, fetch, held, beside)
+        through = (
+            beside
+            and plan.in_dram is None
+            and self._by_way_of_dram(order, sizes, plan, compute, fetch)
+        )
+        for block in [b for b in fetch if plan.ahead or b in (plan.in_dram or ())]:
+            fetch[block] = self._from_dram(loose[block])
+        inside = {block for block, record in loose.items() if record.usable}
+        away = refetched(order, sizes, plan.residents, plan.reserve, inside)
+        fetches = [
+            fetch[block] if missing else None for block, missing in zip(order, away, strict=True)
+        ]
+        timetable = Timetable(compute, fetches, margin=_MARGIN, latency=_LATENCY)
+        ahead = self._capacity // 2
+        largest = largest_beside(sizes, plan.residents)
+        if plan.residents and largest:  # beside the block in use, and one more
+            ahead = plan.reserve - 2 * largest + 1
+        return Outlook(made_of, plan, ahead, timetable, through)
+
+    def _keep_steady(
+        self,
+        schedule: Schedule,
+        sizes: dict[int, int],
+        room: int,
+        compute: Sequence[float | None],
+        fetch: dict[int, tuple[str, float] | None],
+        seen_held: set[int],
+        beside: bool,
+    ) -> Plan:
+        """Decides what stays, once two kinds of blocks have been seen to.
+
+        What is held while others are used (parameters of an outer module) takes its room all the
+        same, so it stays. Experts that are chosen now and then do not; they get two slots.
+        """
+        if sum(sizes.values()) <= room:
+            return self._share(schedule, sizes, room, compute, fetch, beside)
+        held = seen_held & sizes.keys()
+        unsteady = self._waste.unsteady() & sizes.keys() - held
+        rest = {b: size for b, size in sizes.items() if b not in held and b not in unsteady}
+        pinned = sum(sizes[block] for block in held)
+        slots = 2 * max((sizes[block] for block in unsteady), default=0)
+        plan = self._share(schedule, rest, max(0, room - pinned - slots), compute, fetch, beside)
+        slot = max(plan.slot, slots // 2)
+        residents = plan.residents if pinned > room // 2 else plan.residents | held
+        reserve = plan.reserve + slots + (pinned if pinned > room // 2 else 0)
+        in_dram = None if unsteady else plan.in_dram  # what comes and goes needs DRAM as well
+        return Plan(residents, reserve, slot, in_dram, plan.ahead if in_dram is not None else 0)
+
+    def _share(
+        self,
+        schedule: Schedule,
+        sizes: dict[int, int],
+        room: int,
+        compute: Sequence[float | None],
+        fetch: dict[int, tuple[str, float] | None],
+        beside: bool,
+    ) -> Plan:
+        """Decides what stays, where a loop only reads; elsewhere next use alone decides.
+
+        The same blocks in another order keep the plan that they have: residents that changed
+        from pass to pass would be none. So does a loop whose times have changed, unless another
+        plan is much better for them.
+        """
+        known = [seconds for seconds in compute if seconds is not None]
+        learned = self._manager.settings.prefetch_depth == "auto"
+        learned = learned and len(known) == len(schedule) <= _MOST_STEPS and all(fetch.values())
+        version = self._manager.pacing.estimates.version if learned else None
+        spare = self._spare() if beside else 0
+        alike = (frozenset(sizes), room, spare)
+        if self._settled is not None and self._settled[0] == (*alike, version):
+            return self._settled[1]
+        order = [block for block in schedule.order if block in sizes]
+        if learned:
+            before = None
+            if self._settled is not None and self._settled[0][-1] is not None:
+                before = self._settled[1] if self._settled[0][:-1] == alike else None
+            plan = share_hbm(self._loop(schedule, sizes, room, known, fetch, spare), before)
+        else:
+            plan = self._unlearned(order, sizes, room)
+        self._settled = ((*alike, version), plan)
+        return plan
+
+    def _loop(
+        self,
+        schedule: Schedule,
+        sizes: dict[int, int],
+        room: int,
+        compute: Sequence[float],
+        fetch: dict[int, tuple[str, float] | None],
+        spare: int,
+    ) -> Loop:
+        """Returns what is to be planned for, in a loop of which all times are known."""
+        of_loose = [(b, s) for s, b in zip(compute, schedule.order, strict=True) if b in sizes]
+        transfer = {block: seconds[1] for block, seconds in fetch.items() if seconds}
+        disk = {
+            block: seconds[1]
+            for block, seconds in fetch.items()
+            if seconds and seconds[0] == LINK_UP[Tier.NVME] and block in sizes
+        }
+        files = None
+        for block in disk:
+            transfer[block] = self._from_dram(self._manager.table[block])[1]
+        if disk:
+            rate = sum(sizes[block] for block in disk) / sum(disk.values())
+            files = Files(disk, spare, _AT_ONCE * self._manager.homes.chunk / rate)
+        blocks, seconds = [b for b, _ in of_loose], [s for _, s in of_loose]
+        return Loop(blocks, sizes, room, seconds, transfer, _SLOT_LATENCY, files)
+
+    def _unlearned(self, order: Sequence[int], sizes: dict[int, int], room: int) -> Plan:
+        """Returns a plan that no times are known for."""
+        depth = self._manager.settings.prefetch_depth
+        if depth == "auto":
+            streaming = max(sum(sorted(sizes.values())[-3:]), self._least)
+        else:
+            streaming = sum(sorted(sizes.values())[-(depth + 1) :])
+        everything = sum(sizes.values()) <= room
+        kept = choose_residents(order, sizes, room if everything else room - streaming)
+        return Plan(kept, streaming, largest_beside(sizes, kept))
+
+    def _by_way_of_dram(
+        self,
+        order: Sequence[int],
+        sizes: dict[int, int],
+        plan: Plan,
+        compute: Sequence[float | None],
+        fetch: dict[int, tuple[str, float] | None],
+    ) -> bool:
+        """Whether blocks shall come from files by way of DRAM, where no plan says what is there.
+
+        By way of DRAM the disk goes on whatever the compute does. Where the disk is what one
+        waits for all the same, it reads faster into a few staging chunks - unless DRAM can hold
+        all that streams, so that it is not read again.
+        """
+        spare = self._spare()
+        if spare < 3 * largest_beside(sizes, ()):
+            return False
+        room = plan.reserve + spare
+        known = [seconds for seconds in compute if seconds is not None]
+        if len(known) == len(compute) and sum(sizes.values()) > self._capacity + spare:
+            inside = sizes.keys()  # what is read once is no part of the loop
+            missing = refetched(order, sizes, plan.residents, room, inside)
+            found = [fetch[b] for b, away in zip(order, missing, strict=True) if away]
+            disk = sum(f[1] for f in found if f is not None and f[0] == LINK_UP[Tier.NVME])
+            stay = _STAY if self._through_dram else 1 / _STAY
+            self._through_dram = disk <= stay * sum(known)
+        else:
+            self._through_dram = True
+        return self._through_dram
+
+    def _spare(self) -> int:
+        """Returns the bytes of DRAM that nothing else needs."""
+        dram = self._manager.homes.dram
+        return dram.capacity - dram.used + self._manager.traffic.ahead.nbytes
+
+    def _compute(self, schedule: Schedule, order: Sequence[int]) -> list[float | None]:
+        """Returns the seconds of each use; None where the pass is not known."""
+        estimates = self._manager.pacing.estimates
+        found: list[float | None] = []
+        bounds = [begin for begin, _ in schedule.passes[1:]] + [len(order)]
+        for (begin, key), end in zip(schedule.passes, bounds, strict=False):
+            found += [estimates.compute(key, block) for block in order[begin:end]]
+        return found
+
+    def _seconds(self, record: Record, beside: bool) -> tuple[str, float] | None:
+        """Returns over which link a block is fetched ahead, and for how long."""
+        link = LINK_UP.get(record.home)
+        if link is None or not (beside or record.home is not Tier.DRAM):
+            return None
+        estimates, block = self._manager.pacing.estimates, record.block
+        if link == LINK_UP[Tier.NVME]:  # a disk that was held up is no slower for it
+            best = estimates.best_rate(link) or 0.0
+            return link, block.nbytes / max(best, estimates.rate(link, block.nbytes))
+        return link, estimates.transfer(link, block.id, block.nbytes)
+
+    def _from_dram(self, record: Record) -> tuple[str, float]:
+        """Returns the same for one whose copy is in DRAM by then."""
+        link, block = LINK_UP[Tier.DRAM], record.block
+        return link, self._manager.pacing.estimates.transfer(link, block.id, block.nbytes)
