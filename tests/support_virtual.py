@@ -148,6 +148,13 @@ class World:
         for job in self._jobs:
             job.urgent |= job.transfer is transfer
 
+    def cancel(self, transfer: FileTransfer) -> None:
+        """Has the disk leave out what it has not begun."""
+        for job in [job for job in self._jobs if job.transfer is transfer]:
+            self._jobs.remove(job)
+            job.ends = max(self.now, self._disk)
+            self._landing.append(job)
+
     def _front(self) -> _Job:
         return next((job for job in self._jobs if job.urgent), self._jobs[0])
 
@@ -281,6 +288,9 @@ class Mover:
 
     def wait_any(self, transfers: Sequence[FileTransfer]) -> None:
         self.world.wait(transfers)
+
+    def cancel(self, transfer: FileTransfer) -> None:
+        self.world.cancel(transfer)
 
     def close(self) -> None:
         pass

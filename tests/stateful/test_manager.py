@@ -13,6 +13,8 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ from tiermem.core.residency import State
 from tiermem.errors import CapacityError, IntegrityError, StorageError
 from tiermem.io.engine import IoOp, IoRequest
 from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.outlook import Outlook
 from tiermem.runtime.slots import Holder, Slot
 from tiermem.testing.io import Fault, ScriptedEngine
 
@@ -307,6 +310,40 @@ class Manager(RuleBasedStateMachine):
         self.add(home)
 
     # -- passes --------------------------------------------------------------
+
+    @rule(
+        picks=st.one_of(st.none(), st.lists(numbers, max_size=6)),
+        slots=st.integers(0, 3),
+    )
+    def share_dram(self, picks: list[int] | None, slots: int) -> None:
+        """From now on plans say so, or that order of use alone decides; as beside a GPU."""
+        prefetcher = self.manager.prefetcher
+        prefetcher._dram = prefetcher._works = True
+        prefetcher._outlooks.clear()
+        maker = prefetcher._maker
+        make = type(maker).make
+
+        def shared(*args: Any, **settings: Any) -> Outlook:
+            outlook = make(maker, *args, **settings)
+            kept = None if picks is None else frozenset(self.pick(n)[0].id for n in picks)
+            plan = replace(outlook.plan, in_dram=kept, ahead=slots if kept is not None else 0)
+            return replace(outlook, plan=plan, through_dram=slots > 0)
+
+        maker.make = shared  # type: ignore[method-assign]
+
+    @invariant()
+    def what_is_read_ahead_has_places_of_its_own(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        ahead = self.manager.traffic.ahead
+        entries = [*ahead.staged.values(), *ahead._dying]
+        held = {entry.extent for entry in entries}
+        assert len(held) == len(entries), "two blocks in one place"
+        assert not held & set(ahead._free) and len(set(ahead._free)) == len(ahead._free)
+        mine = held | ahead._slots | ahead._fixed
+        assert ahead.nbytes == sum(extent.nbytes for extent in mine)
+        ends = sorted((extent.offset, extent.end) for extent in mine)
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(ends))
 
     @rule(key=st.sampled_from("fbo"), guess=st.lists(numbers, max_size=8))
     def begin_pass(self, key: str, guess: list[int]) -> None:

@@ -343,3 +343,98 @@ def test_a_read_in_place_needs_host_memory(tmp_path: Path) -> None:
         target = torch.empty(PAGE, dtype=torch.uint8, device="meta")
         with pytest.raises(ValueError, match="host memory"):
             made.manager.traffic.need_mover().read(extent, target, label="r", in_place=True)
+
+
+class Copy:
+    """The event of a copy up that a test brings to its end."""
+
+    waiter = -1
+
+    def __init__(self) -> None:
+        self.over = self.waited = False
+
+    def done(self) -> bool:
+        return self.over
+
+    def synchronize(self) -> None:
+        self.over = self.waited = True
+
+
+def shared(made: Rig, kept: list[int], slots: int) -> Callable[[int, int], bool]:
+    """Shares DRAM out; returns what begins to read a block for a use at a position."""
+    manager = made.manager
+    loop(made, [*range(8)], 3)
+    manager.flush()
+    ahead, mover = manager.traffic.ahead, manager.traffic.need_mover()
+    ahead.share({made.blocks[n].id: PAGE for n in kept}, PAGE, slots, mover)
+    schedule = manager.planner.schedule
+
+    def begin(number: int, position: int) -> bool:
+        record = manager.record(made.blocks[number])
+        return ahead.begin(record, mover, schedule, 0, position)
+
+    return begin
+
+
+def test_a_plan_gives_some_blocks_places_and_the_rest_slots(tmp_path: Path) -> None:
+    with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
+        begin = shared(made, [6, 7], 2)
+        ahead = made.manager.traffic.ahead
+        assert ahead.slots == 2 and ahead.kept == 2 * PAGE == ahead.nbytes - 2 * PAGE
+        assert [begin(n, n) for n in (6, 0, 1, 7)] == [True] * 4
+        made.manager.flush()
+        assert not begin(2, 2), "neither slot is for what is used later"
+        assert begin(3, 0) and made.blocks[1].id not in ahead.staged, "the last of them makes way"
+        assert {6, 7} <= staged(made), "what has a place stays"
+        ahead.share(None)
+        assert ahead.slots == 0 and ahead.kept == 0
+
+
+def test_a_place_waits_for_the_read_that_it_was_used_for(tmp_path: Path) -> None:
+    """As when a home is written while it is read: the same bytes of DRAM, and another read."""
+    with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
+        begin = shared(made, [6], 0)
+        ahead = made.manager.traffic.ahead
+        made.engine.hold()
+        assert begin(6, 6)
+        ahead.drop(made.blocks[6].id)
+        assert not begin(6, 6)
+        made.engine.release()
+        made.manager.flush()
+        assert begin(6, 6)
+        loop(made, [*range(8)])
+        made.check()
+
+
+def test_a_slot_waits_for_the_copy_out_of_it(tmp_path: Path) -> None:
+    with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
+        begin = shared(made, [], 2)
+        ahead, copies = made.manager.traffic.ahead, [Copy(), Copy()]
+        assert not ahead.wait_for_slot(), "there is nothing to wait for"
+        for number, copy in enumerate(copies):
+            assert begin(4 + number, 4 + number)
+            made.manager.flush()
+            ahead.copied(made.blocks[4 + number].id, copy)
+        assert not begin(0, 0)
+        assert ahead.wait_for_slot() and [copy.waited for copy in copies] == [True, False]
+        assert begin(0, 0) and not begin(1, 0)
+
+
+def test_reads_that_a_plan_has_no_use_for_are_given_up(tmp_path: Path) -> None:
+    """Behind others that somebody waits for they might never end, and hold its places up."""
+    with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
+        begin = shared(made, [], 4)
+        manager = made.manager
+        ahead = manager.traffic.ahead
+        made.engine.hold()
+        assert all(begin(n, n) for n in (4, 5, 6, 7))
+        errors = manager.counters.errors
+        ahead.share({made.blocks[0].id: PAGE}, PAGE, 1, manager.traffic.need_mover())
+        assert ahead.unsettled and not ahead.slots, "the disk still writes there"
+        made.engine.release()
+        manager.flush()
+        ahead.lay_out()
+        assert not ahead.unsettled and ahead.slots == 1 and ahead.keeps(made.blocks[0].id)
+        assert ahead.nbytes == 2 * PAGE and manager.counters.errors == errors
+        loop(made, [*range(8)], 2)
+        made.check()

@@ -199,19 +199,19 @@ class Outlooks:
     ) -> Loop:
         """Returns what is to be planned for, in a loop of which all times are known."""
         of_loose = [(b, s) for s, b in zip(compute, schedule.order, strict=True) if b in sizes]
-        transfer = {block: seconds[1] for block, seconds in fetch.items() if seconds}
-        disk = {
-            block: seconds[1]
-            for block, seconds in fetch.items()
-            if seconds and seconds[0] == LINK_UP[Tier.NVME] and block in sizes
-        }
-        files = None
-        for block in disk:
-            transfer[block] = self._from_dram(self._manager.table[block])[1]
-        if disk:
-            rate = sum(sizes[block] for block in disk) / sum(disk.values())
-            files = Files(disk, spare, _AT_ONCE * self._manager.homes.chunk / rate)
         blocks, seconds = [b for b, _ in of_loose], [s for _, s in of_loose]
+        transfer = {block: seconds[1] for block, seconds in fetch.items() if seconds}
+        link = LINK_UP[Tier.NVME]
+        on_disk = [b for b, found in fetch.items() if found and found[0] == link and b in sizes]
+        files = None
+        if on_disk:
+            estimates = self._manager.pacing.estimates
+            # a disk that was held up is no slower for it
+            rate = max(estimates.rate(link), estimates.best_rate(link) or 0.0)
+            disk = {block: sizes[block] / rate for block in on_disk}
+            files = Files(disk, spare, _AT_ONCE * self._manager.homes.chunk / rate)
+        for block in on_disk:
+            transfer[block] = self._from_dram(self._manager.table[block])[1]
         return Loop(blocks, sizes, room, seconds, transfer, _SLOT_LATENCY, files)
 
     def _unlearned(self, order: Sequence[int], sizes: dict[int, int], room: int) -> Plan:
@@ -274,11 +274,8 @@ class Outlooks:
         link = LINK_UP.get(record.home)
         if link is None or not (beside or record.home is not Tier.DRAM):
             return None
-        estimates, block = self._manager.pacing.estimates, record.block
-        if link == LINK_UP[Tier.NVME]:  # a disk that was held up is no slower for it
-            best = estimates.best_rate(link) or 0.0
-            return link, block.nbytes / max(best, estimates.rate(link, block.nbytes))
-        return link, estimates.transfer(link, block.id, block.nbytes)
+        block = record.block
+        return link, self._manager.pacing.estimates.transfer(link, block.id, block.nbytes)
 
     def _from_dram(self, record: Record) -> tuple[str, float]:
         """Returns the same for one whose copy is in DRAM by then."""

@@ -95,6 +95,8 @@ class Prefetcher:
             self._waste.used(planner.last)
         if self._traffic.ahead.staged:
             self._traffic.ahead.used(planner.last, planner.cursor)
+        if self._traffic.ahead.unsettled:
+            self._traffic.ahead.lay_out()
         if self._pacing.sampling:
             self._look_back(planner.last)
         self.look_ahead()
@@ -288,7 +290,8 @@ class Prefetcher:
         stream = self._sizes(set(schedule.order) - plan.residents - plan.in_dram)
         slot = max(stream.values(), default=0)
         kept = self._sizes(plan.in_dram)
-        self._traffic.ahead.share(kept, slot, plan.ahead if slot else 0)
+        slots = plan.ahead if slot else 0
+        self._traffic.ahead.share(kept, slot, slots, self._manager.mover)
 
     def _sizes(self, blocks: Set[int]) -> dict[int, int]:
         """Returns the bytes of those blocks whose home is a file."""

@@ -60,7 +60,7 @@ class ReadAhead:
         staged: By block.
         reading: Reads whose end nobody has taken up yet.
         nbytes: Bytes of DRAM that it has.
-        slots: How many slots it has; 0 where no plan says so.
+        unsettled: Whether a plan's places are still to be taken.
     """
 
     def __init__(self, homes: Homes, wait: Callable[[FileTransfer], None]) -> None:
@@ -77,6 +77,8 @@ class ReadAhead:
         self._queue = NextUseQueue()
         self._dying: list[Staged] = []
         self.nbytes = 0
+        self.unsettled = False
+        self._cancelled: set[FileTransfer] = set()
         self._shared: tuple[Mapping[int, int], int, int] | None = None
         self._places: dict[int, Extent] = {}
         self._slots: set[Extent] = set()
@@ -100,28 +102,48 @@ class ReadAhead:
 
     # -- sharing ---------------------------------------------------------
 
-    def share(self, kept: Mapping[int, int] | None, slot: int = 0, slots: int = 0) -> None:
+    def share(
+        self,
+        kept: Mapping[int, int] | None,
+        slot: int = 0,
+        slots: int = 0,
+        mover: FileMover | None = None,
+    ) -> None:
         """Says what DRAM is for from now on; what else is there is given up.
-
-        Places are taken all at once and from a clean sheet: taken one by one, as what was there
-        before goes, they would lie with holes between them. So this waits for what is under way.
 
         Args:
             kept: Bytes of the blocks that have places of their own; None where the order of use
                 alone decides.
             slot: Bytes of a slot for the other ones.
             slots: How many there may be.
+            mover: Makes the reads under way, which nobody wants any more.
         """
         wanted = None if kept is None else (kept, slot, slots)
         if wanted == self._shared:
             return
         self._shared = wanted
         self._forget_places()
-        if kept is None:
+        self.unsettled = wanted is not None
+        if self.unsettled:
+            for block_id in list(self.staged):
+                self.drop(block_id)
+            for entry in self._dying:  # behind what is urgent they might never come to an end
+                if mover is not None and entry.transfer is not None and not entry.transfer.finished:
+                    self._cancelled.add(entry.transfer)
+                    mover.cancel(entry.transfer)
+            self.lay_out()
+
+    def lay_out(self) -> None:
+        """Takes the places that a plan wants, once all that was there before is over.
+
+        All at once, from a clean sheet: taken one by one, as what was there before goes, they
+        would lie with holes between them.
+        """
+        self._bury()
+        if self._shared is None or any(entry.transfer is not None for entry in self._dying):
             return
-        for block_id in list(self.staged):
-            self.drop(block_id)
-        self._wait_for_dying()
+        self.unsettled = False
+        kept, slot, slots = self._shared
         for _ in range(slots):
             extent = self._allocate(slot)
             if extent is not None:
@@ -153,14 +175,6 @@ class ReadAhead:
         self._free.clear()
         for extent in extents - used:
             self._give_back(extent)
-
-    def _wait_for_dying(self) -> None:
-        for entry in self._dying:
-            if entry.transfer is not None:
-                self._wait(entry.transfer)
-                if entry.copied is not None:
-                    entry.copied.synchronize()
-        self._bury()
 
     def _allocate(self, nbytes: int) -> Extent | None:
         found = self._homes.dram.allocate(nbytes)
@@ -215,10 +229,14 @@ class ReadAhead:
         return True
 
     def landed(self) -> list[tuple[Record, FileTransfer]]:
-        """Returns the reads that have ended since the last call."""
+        """Returns the reads that have ended since the last call, and were wanted."""
         done = [entry for entry in self.reading if entry[1].finished]
         if done:
             self.reading = [entry for entry in self.reading if not entry[1].finished]
+            if self._cancelled:
+                given_up = self._cancelled.intersection(transfer for _, transfer in done)
+                self._cancelled -= given_up
+                done = [entry for entry in done if entry[1] not in given_up]
         return done
 
     def look(self, record: Record) -> Staged | None:
@@ -268,10 +286,15 @@ class ReadAhead:
         for block_id in list(self.staged):
             self.drop(block_id)
         if self._shared is not None:
-            self._shared = ({}, 0, 0)
+            self._shared = ({}, 0, 0)  # until the next plan, for what is left
             self._forget_places()
         if before and self.nbytes == before:
-            self._wait_for_dying()
+            for entry in self._dying:
+                if entry.transfer is not None:
+                    self._wait(entry.transfer)
+                    if entry.copied is not None:
+                        entry.copied.synchronize()
+            self._bury()
         return self.nbytes < before
 
     def settle(self) -> None:
