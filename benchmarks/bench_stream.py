@@ -222,6 +222,7 @@ class Bench:
         row["GB in all"] = nbytes_of_blocks(tier) / 1e9
         row["of bound"] = statistics.median(max(within, raw) / took for took, within, raw in found)
         row["O_DIRECT"], row["engine"] = stats.direct_io, stats.io_engine
+        row["reads into"], row["GB kept in DRAM"] = stats.reads_into, stats.kept_in_dram / 1e9
         return row
 
     def timed(

@@ -242,6 +242,13 @@ _ELSEWHERE = (
         ("tests/unit/test_runtime_readahead.py",),
     ),
     Mutation(
+        "a block's own place in DRAM is read into twice at once",
+        "tiermem/runtime/readahead.py",
+        "return own if all(entry.extent != own for entry in self._dying) else None",
+        "return own",
+        ("tests/unit/test_runtime_readahead.py",),
+    ),
+    Mutation(
         "a chunk is reused while its checksum is computed",
         "tiermem/transfer/filechunks.py",
         "return not self.on_disk and self.task is None and self.fence is None",

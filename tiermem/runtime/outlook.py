@@ -33,6 +33,8 @@ _AT_ONCE = 8
 _STAY = 1.25
 """So many times as long as the compute the disk may take before the way by DRAM is given up,
 and so many times shorter it has to be before that way is taken again."""
+_MORE_DRAM = 1.125
+"""So many times the spare DRAM that a plan was made for is worth another one."""
 _READ_ONLY = (Role.PARAM, Role.BUFFER, Role.QUANT)
 
 
@@ -69,7 +71,7 @@ class Outlooks:
         self._waste = manager.traffic.waste
         self._least = least
         self._capacity = manager.table.hbm.capacity
-        self._settled: tuple[tuple[object, ...], Plan] | None = None
+        self._settled: tuple[tuple[object, int, int | None], int, Plan] | None = None
         self._through_dram = True
 
     def made_of(self, held: set[int]) -> tuple[int, ...]:
@@ -80,7 +82,7 @@ class Outlooks:
             len(manager.table),
             self._waste.changes,
             len(held),
-            self._spare(),
+            self._spare() if manager.mover is not None else 0,
         )
 
     def make(
@@ -173,20 +175,37 @@ class Outlooks:
         learned = self._manager.settings.prefetch_depth == "auto"
         learned = learned and len(known) == len(schedule) <= _MOST_STEPS and all(fetch.values())
         version = self._manager.pacing.estimates.version if learned else None
-        spare = self._spare() if beside else 0
-        alike = (frozenset(sizes), room, spare)
-        if self._settled is not None and self._settled[0] == (*alike, version):
-            return self._settled[1]
+        files = any(found and found[0] == LINK_UP[Tier.NVME] for found in fetch.values())
+        spare = self._spare() if beside and files else 0
+        alike = (frozenset(sizes), room, version)
+        before = None
+        if self._settled is not None:
+            then, spared, settled = self._settled
+            if then[:2] == alike[:2] and self._fits(settled, sizes, spared, spare):
+                before = settled if then[2] is not None else None
+                if then == alike:
+                    return settled
         order = [block for block in schedule.order if block in sizes]
         if learned:
-            before = None
-            if self._settled is not None and self._settled[0][-1] is not None:
-                before = self._settled[1] if self._settled[0][:-1] == alike else None
             plan = share_hbm(self._loop(schedule, sizes, room, known, fetch, spare), before)
         else:
             plan = self._unlearned(order, sizes, room)
-        self._settled = ((*alike, version), plan)
+        if plan is not before:
+            self._settled = (alike, spare, plan)
+        elif self._settled is not None:
+            self._settled = (alike, self._settled[1], plan)
         return plan
+
+    @staticmethod
+    def _fits(plan: Plan, sizes: dict[int, int], then: int, now: int) -> bool:
+        """Whether a plan for so much spare DRAM will do for what there is now.
+
+        What others take and give back from pass to pass is not worth another plan.
+        """
+        kept = plan.in_dram or frozenset()
+        slot = largest_beside(sizes, plan.residents | kept)
+        needed = sum(sizes.get(block, 0) for block in kept) + plan.ahead * slot
+        return needed <= now <= _MORE_DRAM * then
 
     def _loop(
         self,

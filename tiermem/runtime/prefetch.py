@@ -199,8 +199,7 @@ class Prefetcher:
         """Whether a block is to be read into DRAM first."""
         if not self._shared:
             return self._through_dram
-        ahead = self._traffic.ahead
-        return ahead.slots > 0 or ahead.keeps(record.block.id)
+        return self._traffic.ahead.takes(record.block)
 
     def stage_now(self, record: Record) -> bool:
         """Has a block read that somebody waits for; returns whether its read begins only now."""
@@ -221,15 +220,15 @@ class Prefetcher:
         position = max(self._reads, self._next)
         while position < end:
             block_id = order[position]
-            stays = self._shared and ahead.keeps(block_id)
-            if block_id not in ahead.staged and (self._through_dram or stays):
+            if block_id not in ahead.staged:
                 record = table.get(block_id)
                 if (
                     record is not None
                     and record.home is Tier.NVME
+                    and self._by_dram(record)
                     and self._is_due(record, schedule, position)
                     and not ahead.begin(record, mover, schedule, self._cursor, position)
-                    and not stays
+                    and not ahead.keeps(block_id)
                 ):
                     break
             position += 1

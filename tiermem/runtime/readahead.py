@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tiermem.core.block import Extent, align_up
+from tiermem.core.block import Block, Extent, align_up
 from tiermem.core.residency import Record
 from tiermem.core.schedule import Schedule
 from tiermem.core.victims import NextUseQueue
@@ -99,6 +99,12 @@ class ReadAhead:
     def keeps(self, block_id: int) -> bool:
         """Whether a block has a place of its own."""
         return block_id in self._places
+
+    def takes(self, block: Block) -> bool:
+        """Whether a plan has a place for a block, or slots that are large enough."""
+        if block.id in self._places:
+            return True
+        return bool(self._slots) and align_up(block.nbytes) <= next(iter(self._slots)).nbytes
 
     # -- sharing ---------------------------------------------------------
 
