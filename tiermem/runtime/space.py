@@ -35,6 +35,8 @@ class Space:
         holders: Who points parameters at which block.
         residents: Blocks that shall stay while the present loop goes on.
         unseen: Leases under way of whom nobody has seen an address yet, by block.
+        places: How often room was asked for.
+        left: Who left for the one that got it last, if the place just changed hands.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class Space:
         self._parts = [(0, self._border)]
         self._attempts = 0
         self._settled: object = None
+        self.places = 0
+        self.left: Record | None = None
         self.unseen: dict[int, int] = {}
         self._planner = planner
         self._counters = counters
@@ -175,6 +179,8 @@ class Space:
             StorageError: If what must leave cannot be written.
         """
         hbm = self.table.hbm
+        self.places += 1
+        self.left = None
         resorts = 0
         parts = self._parts_for(block)
         extent = self._exchange(block, position, parts)
@@ -231,12 +237,17 @@ class Space:
         if self.slots.current[record.block.id].wanted or not self._let_loose(record):
             return None
         self.evict(record, free=False)
+        self.left = record
         return extent
 
     def used(self, block_id: int) -> None:
         """Says that a block in HBM was used, or has come, so that its next use is another."""
         if block_id not in self.residents:
             self._queue.put(block_id, self._planner.cursor)
+
+    def lose_track(self) -> None:
+        """Says that blocks change places and :meth:`used` is not told; see :class:`Steady`."""
+        self._queue.schedule = None
 
     def _window(
         self, nbytes: int, position: int | None, parts: Sequence[tuple[int, int]]

@@ -135,6 +135,37 @@ class Traffic:
                 self._unfill(block.id, lost=asked and not isinstance(error, Exception))
             raise
 
+    def exchange(self, leaves: Record, comes: Record) -> None:
+        """Brings a block up from DRAM into the place of one that leaves for it.
+
+        What :meth:`leave` and :meth:`fill` do one after the other.
+
+        Args:
+            leaves: Clean, and seen by nobody.
+            comes: Of the same size.
+        """
+        block, went = comes.block, leaves.block.id
+        move = self.table.exchange(leaves, comes)
+        try:
+            self.leave(went)
+            started = time.perf_counter_ns()
+            slot = self.slots.enter(block, move.target_extent)
+            self.ready.pop(block.id, None)
+            event = self.copy.up(
+                slot.bytes,
+                self.homes.bytes_of(move.source_extent),
+                move.target_extent,
+                self.home_ready.get(block.id),
+            )
+            if event is not None:
+                self.ready[block.id] = event
+            self._copied("dram->hbm", block, started)
+            self.table.end_fill(block.id, ok=True)
+        except BaseException:
+            if comes.in_hbm is State.FILLING:
+                self._unfill(block.id)
+            raise
+
     def blank(self, record: Record, extent: Extent) -> None:
         """Gives a block without data its place in ``extent``, to be written there."""
         block = record.block
