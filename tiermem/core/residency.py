@@ -204,7 +204,7 @@ class ResidencyTable:
     def lease(self, block_id: int) -> Record:
         """Holds the HBM copy against eviction."""
         record = self._records[block_id]
-        if not record.usable:
+        if record.in_hbm is not State.VALID and record.in_hbm is not State.DIRTY:
             raise self._wrong(record, "leased")
         record.leases += 1
         return record

@@ -71,7 +71,7 @@ class BlockManager:
         self._closed = False
         self._given_back = False
         self._next_id = 0
-        self._largest_later = 0
+        self.largest_later = 0
         self.mover: FileMover | None = None
         self.homes = Homes(settings.dram, settings.nvme, settings.nvme_bytes, page_lock=cuda)
         try:
@@ -145,7 +145,7 @@ class BlockManager:
                 self.remove_blocks(blocks)
                 raise
             later = (block.nbytes for block in blocks if block.role in _IN_BACKWARD)
-            self._largest_later = max(self._largest_later, *later, 0)
+            self.largest_later = max(self.largest_later, *later, 0)
             return blocks
 
     def remove_blocks(self, blocks: Sequence[Block]) -> None:
@@ -200,9 +200,7 @@ class BlockManager:
         """
         self.guard()  # before the lock as well: a forked child may find it taken for ever
         with self.lock:
-            if self._closed:
-                self.guard()
-            return self.uses.take(block, self._largest_later)
+            return self.uses.take(block)
 
     def acquire_all(self, blocks: Sequence[Block]) -> list[Slot]:
         """Acquires several blocks that are used together, or none.

@@ -275,7 +275,7 @@ class Traffic:
         self.slots.leave(block_id)
         self.ready.pop(block_id, None)
         self.changes += 1
-        if self.waste.pending:
+        if block_id in self.waste.pending:
             self._counters.prefetch_wasted += self.waste.left(block_id)
 
     def need_mover(self) -> FileMover:

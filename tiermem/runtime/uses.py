@@ -33,13 +33,11 @@ class Uses:
         self._prefetcher = manager.prefetcher
         self._steady = manager.steady
 
-    def take(self, block: Block, later: int) -> Slot:
-        """Brings a block into HBM and leases it; see :meth:`BlockManager.acquire`.
-
-        Args:
-            block: The block.
-            later: Bytes of the largest block that may be needed while it is in use.
-        """
+    def take(self, block: Block) -> Slot:
+        """Brings a block into HBM and leases it; see :meth:`BlockManager.acquire`."""
+        manager = self._manager
+        if manager.closed:
+            manager.guard()
         block_id = block.id
         if self._debts:
             self._debts.pay(block_id)
@@ -57,8 +55,8 @@ class Uses:
                 self._counters.hits += 1
             else:
                 self._bring(record)
-            if later and not leases:
-                self._space.tidy(record, later)
+            if not leases and manager.largest_later:
+                self._space.tidy(record, manager.largest_later)
             self._table.lease(block_id)
             self._copy.use(self._ready.get(block_id))
             if moved_on and not self._steady.repeat():
