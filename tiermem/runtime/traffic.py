@@ -147,6 +147,7 @@ class Traffic:
         block, went = comes.block, leaves.block.id
         move = self.table.exchange(leaves, comes)
         try:
+            again = self.ready.pop(went, None)  # who waits for that waits no longer
             self.leave(went)
             started = time.perf_counter_ns()
             slot = self.slots.enter(block, move.target_extent)
@@ -156,6 +157,7 @@ class Traffic:
                 self.homes.bytes_of(move.source_extent),
                 move.target_extent,
                 self.home_ready.get(block.id),
+                again,
             )
             if event is not None:
                 self.ready[block.id] = event
