@@ -176,8 +176,11 @@ class ResidencyTable:
             raise self._wrong(record, "placed blank")
         self._enter(record, extent, State.VALID)
 
-    def exchange(self, leaves: Record, comes: Record) -> Move:
+    def exchange(self, leaves: Record, comes: Record) -> Extent:
         """Begins to bring a block up in the place of a clean copy, which is dropped.
+
+        Returns:
+            The place.
 
         Raises:
             InvariantError: If one cannot leave, or the other cannot come there.
@@ -197,7 +200,7 @@ class ResidencyTable:
         comes.in_hbm = State.FILLING
         comes.extent = extent
         self._at[extent.offset] = comes
-        return Move(comes.block, comes.home, Tier.HBM, comes.home_extent, extent)
+        return extent
 
     # -- HBM: use --------------------------------------------------------
 

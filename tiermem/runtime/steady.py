@@ -130,6 +130,7 @@ class Steady:
             return False
         self._steps, self._schedule = tape.steps, schedule
         self._cursor, self._number = -1, number
+        self._space.lose_track()
         return self.repeat()
 
     def note(self, record: Record, extent: Extent, position: int) -> None:
@@ -185,7 +186,7 @@ class Steady:
             or leaves.fixed
             or comes.in_hbm is not State.ABSENT
             or comes.at_home is not State.VALID
-            or slot.wanted
+            or (slot.pointed and not slot.idle)
         ):
             return False
         if slot.pointed:
@@ -194,12 +195,11 @@ class Steady:
                 holder.unpoint()
         if slot.aliased:
             return False
-        self._space.lose_track()
         self._traffic.exchange(leaves, comes)
         counters = self._counters
         counters.evictions += 1
         counters.prefetches += 1
-        self._waste.fetched(comes.block.id, self._number + swap.passes, swap.key)
+        self._waste.pending[comes.block.id] = (self._number + swap.passes, swap.key)
         return True
 
     def _stop(self) -> bool:

@@ -145,27 +145,26 @@ class Traffic:
             comes: Of the same size.
         """
         block, went = comes.block, leaves.block.id
-        move = self.table.exchange(leaves, comes)
+        came, ready, counters = block.id, self.ready, self._counters
+        extent = self.table.exchange(leaves, comes)
         try:
-            again = self.ready.pop(went, None)  # who waits for that waits no longer
+            again = ready.pop(went, None)  # who waits for that waits no longer
             self.leave(went)
             started = time.perf_counter_ns()
-            slot = self.slots.enter(block, move.target_extent)
-            self.ready.pop(block.id, None)
-            event = self.copy.up(
-                slot.bytes,
-                self.homes.bytes_of(move.source_extent),
-                move.target_extent,
-                self.home_ready.get(block.id),
-                again,
-            )
+            slot = self.slots.enter(block, extent)
+            ready.pop(came, None)
+            source = self.homes.bytes_of(comes.home_extent)  # type: ignore[arg-type]
+            event = self.copy.up(slot.bytes, source, extent, self.home_ready.get(came), again)
             if event is not None:
-                self.ready[block.id] = event
-            self._copied("dram->hbm", block, started)
-            self.table.end_fill(block.id, ok=True)
+                ready[came] = event
+            ended = time.perf_counter_ns()
+            counters.moved("dram->hbm", block.nbytes, ended - started)
+            counters.copy_ns += ended - started
+            self._timeline.add("dram->hbm", block.name, started, ended, block.nbytes)
+            self.table.end_fill(came, ok=True)
         except BaseException:
             if comes.in_hbm is State.FILLING:
-                self._unfill(block.id)
+                self._unfill(came)
             raise
 
     def blank(self, record: Record, extent: Extent) -> None:

@@ -39,10 +39,10 @@ class Uses:
         if manager.closed:
             manager.guard()
         block_id = block.id
-        if self._debts:
+        if self._debts.owed:
             self._debts.pay(block_id)
             self._debts.collect()
-        record = self._table[block_id]
+        record = self._get(block_id) or self._table[block_id]
         leases = record.leases
         if self._copy.capturing():
             return self._captured(record)
@@ -51,7 +51,8 @@ class Uses:
             moved_on = self._planner.touch(block_id)
             if moved_on and pacing.sampling:
                 pacing.arrived()
-            if record.usable:
+            state = record.in_hbm
+            if state is State.VALID or state is State.DIRTY:
                 self._counters.hits += 1
             else:
                 self._bring(record)

@@ -182,9 +182,12 @@ class Fences:
     def add(self, extent: Extent, event: Event) -> None:
         """Remembers a copy until a later one takes its place, or there are many."""
         fences = self.fences
-        before = fences.pop(extent.offset, None)
-        end = extent.end if before is None else max(before[0], extent.end)
-        fences[extent.offset] = (end, event)  # the last in order: copies of a stream end in order
+        offset = extent.offset
+        end = offset + extent.nbytes
+        before = fences.pop(offset, None)
+        if before is not None and before[0] > end:
+            end = before[0]
+        fences[offset] = (end, event)  # the last in order: copies of a stream end in order
         if len(fences) > self._most:
             self._tidy()
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -49,12 +51,6 @@ class Event:
         if not self._over:
             self._calls.wait_for(self.handle)
             self._over = True
-
-    def anew(self) -> Event:
-        """Returns it as it was when it was made, to be recorded again."""
-        self._over = False
-        self.waiter = -1
-        return self
 
     def __del__(self) -> None:
         # nobody can wait for it any more, and waits submitted before keep what they saw
@@ -128,6 +124,7 @@ class DriverCalls:
 
     Attributes:
         spare: Event handles that nobody uses.
+        current: Returns the calling thread's compute stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -160,18 +157,16 @@ class DriverCalls:
             context = ctypes.c_void_p()
             self._check("cuCtxGetCurrent", self._lib.cuCtxGetCurrent(ctypes.byref(context)))
         self._context = context
-
-    def current(self) -> int:
-        """Returns the calling thread's compute stream."""
-        stream: int = torch._C._cuda_getCurrentRawStream(self.index)
-        return stream
+        self.current: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, self.index)
 
     def record(self, stream: int, again: Event | None = None) -> Event:
         """Marks the end of what was submitted to ``stream`` so far, with a new event or again."""
         if again is None:
             event = Event(self, self.spare.pop() if self.spare else self._new_event())
         else:
-            event = again.anew()
+            event = again  # as it was when it was made
+            event._over = False
+            event.waiter = -1
         foreign = not (stream and self._local.bound) and self._enter(stream)
         code = self._record(event.handle, stream)
         if foreign:
