@@ -35,9 +35,8 @@ class Uses:
 
     def take(self, block: Block) -> Slot:
         """Brings a block into HBM and leases it; see :meth:`BlockManager.acquire`."""
-        manager = self._manager
-        if manager.closed:
-            manager.guard()
+        if self._manager.closed:
+            self._manager.guard()
         block_id = block.id
         if self._debts.owed:
             self._debts.pay(block_id)
@@ -56,8 +55,8 @@ class Uses:
                 self._counters.hits += 1
             else:
                 self._bring(record)
-            if not leases and manager.largest_later:
-                self._space.tidy(record, manager.largest_later)
+            if self._manager.largest_later and not leases:
+                self._space.tidy(record, self._manager.largest_later)
             self._table.lease(block_id)
             self._copy.use(self._ready.get(block_id))
             if moved_on and not self._steady.repeat():
