@@ -146,8 +146,8 @@ class Traffic:
         """
         block, went = comes.block, leaves.block.id
         came, ready, counters = block.id, self.ready, self._counters
-        extent = self.table.exchange(leaves, comes)
         try:
+            extent = self.table.exchange(leaves, comes)
             again = ready.pop(went, None)  # who waits for that waits no longer
             self.leave(went)
             started = time.perf_counter_ns()
@@ -163,7 +163,8 @@ class Traffic:
             self._timeline.add("dram->hbm", block.name, started, ended, block.nbytes)
             self.table.end_fill(came, ok=True)
         except BaseException:
-            if comes.in_hbm is State.FILLING:
+            if leaves.extent is None and comes.in_hbm is State.FILLING:
+                self.slots.leave(went)
                 self._unfill(came)
             raise
 
