@@ -6,15 +6,14 @@ import gc
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-from tiermem.config import format_size
 from tiermem.core.allocator import Window
 from tiermem.core.block import Block, Extent, align_up
 from tiermem.core.cost import eviction_cost
 from tiermem.core.residency import Record, ResidencyTable, State
 from tiermem.core.schedule import Planner
 from tiermem.core.victims import NextUseQueue
-from tiermem.errors import CapacityError
 from tiermem.runtime.compact import Compactor
+from tiermem.runtime.refusal import too_small
 from tiermem.runtime.slots import Holder, Slot, SlotCache
 from tiermem.runtime.stats import Counters
 from tiermem.runtime.traffic import Traffic
@@ -23,7 +22,6 @@ _CANDIDATES = 4
 _ATTEMPTS = 3
 _RESIDENT = 1e12
 _SOFT = 1e15
-_SEEN = "still referred to"
 
 
 class Space:
@@ -208,7 +206,7 @@ class Space:
             if self.traffic.flights:
                 self.traffic.settle(next(iter(self.traffic.flights)))
             elif resorts == 3:
-                raise self._too_small(block)
+                raise too_small(block, self.table, self.slots)
             else:
                 self._last_resort(resorts, block.nbytes)
                 resorts += 1
@@ -472,32 +470,3 @@ class Space:
         for extent in strays:
             self.table.hbm.free(extent)
         return bool(gone or strays)
-
-    # -- messages --------------------------------------------------------
-
-    def _too_small(self, block: Block) -> CapacityError:
-        held = []
-        for record in self.table:
-            slot = self.slots.current.get(record.block.id)
-            if record.extent is None or slot is None:
-                continue
-            if record.leases or record.fixed or slot.aliased:
-                why = (
-                    "leased" if record.leases else "fixed" if record.fixed else "still referred to"
-                )
-                held.append((record.block.nbytes, record.block.name, why))
-        for extent in self.table.orphans():
-            held.append((extent.nbytes, "a block that is gone", _SEEN))
-        held.sort(reverse=True)
-        capacity = self.table.hbm.capacity
-        least = sum(entry[0] for entry in held) + align_up(block.nbytes)
-        pieces = ""
-        if least <= capacity:  # it would fit if what is free lay together
-            pieces = ", and what is free lies in pieces between blocks that cannot be moved"
-            least = capacity + align_up(block.nbytes)
-        names = ", ".join(f"{name!r} ({format_size(n)}, {why})" for n, name, why in held[:6])
-        return CapacityError(
-            f"block {block.name!r} ({format_size(block.nbytes)}) does not fit in tier hbm "
-            f"({format_size(capacity)}) beside {names or 'nothing'}{pieces}; give hbm= at "
-            f"least {least}, or wrap with smaller blocks"
-        )
