@@ -279,6 +279,25 @@ def test_another_order_is_decided_anew_and_learned() -> None:
         made.check()
 
 
+def test_a_block_that_left_in_between_is_fetched_ahead() -> None:
+    with loop(5, 5) as made:
+        until_it_repeats(made)
+        before = made.manager.stats()
+        made.manager.space.evict(made.manager.record(made.blocks[3]))
+        made.go_round()
+        after = made.manager.stats()
+        assert after.misses == before.misses and after.prefetches == before.prefetches + 1
+        made.manager.begin_pass("loop")
+        made.use(0)
+        until_it_repeats(made)
+        made.manager.begin_pass("loop")
+        made.use(0)
+        made.manager.space.evict(made.manager.record(made.blocks[3]))
+        for number in range(1, 5):
+            made.use(number)
+        assert made.manager.stats().misses == after.misses
+
+
 def test_a_new_plan_is_followed_at_once() -> None:
     with loop(8, 4) as made:
         until_it_repeats(made)

@@ -99,6 +99,7 @@ class Steady:
         self._schedule: Schedule | None = None
         self._cursor = 0
         self._places = 0
+        self._changes = 0
         self._number = 0
 
     @property
@@ -116,6 +117,7 @@ class Steady:
         Returns:
             Whether it repeats those before it, and what is due now has been done.
         """
+        undisturbed = self._steps is None or self._traffic.changes == self._changes
         self._close()
         schedule = self._planner.schedule
         tape = self._tapes.get(schedule)
@@ -125,11 +127,13 @@ class Steady:
             if len(self._tapes) > _MOST_TAPES:
                 del self._tapes[next(iter(self._tapes))]
         self._places = self._space.places
+        if not undisturbed:
+            tape.done = tape.steps = None
         if tape.steps is None or self._pacing.sampling or self._disk_at_work():
             self._open = _Pass(schedule, tape, self._places)
             return False
         self._steps, self._schedule = tape.steps, schedule
-        self._cursor, self._number = -1, number
+        self._cursor, self._number, self._changes = -1, number, self._traffic.changes
         self._space.lose_track()
         return self.repeat()
 
@@ -159,6 +163,7 @@ class Steady:
             or cursor >= len(steps)
             or planner.schedule is not self._schedule
             or self._space.places != self._places
+            or self._traffic.changes != self._changes
         ):
             return self._stop()
         self._cursor = cursor
@@ -196,6 +201,7 @@ class Steady:
         if slot.aliased:
             return False
         self._traffic.exchange(leaves, comes)
+        self._changes += 1
         counters = self._counters
         counters.evictions += 1
         counters.prefetches += 1
