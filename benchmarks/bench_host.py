@@ -32,17 +32,20 @@ from tiermem.nn.group import Group
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.prefetch import Prefetcher
 from tiermem.runtime.space import Space
+from tiermem.runtime.steady import Steady
 from tiermem.runtime.traffic import Traffic
+from tiermem.runtime.uses import Uses
 from tiermem.transfer.copy import HostCopyEngine, StreamCopyEngine
 
 PARTS: tuple[tuple[type, str], ...] = (
-    (Group, "hold"),
-    (Group, "let_go"),
+    (Group, "hold_locked"),
+    (Group, "let_go_locked"),
     (Group, "_point"),
     (Group, "_away"),
     (BlockManager, "begin_pass"),
-    (BlockManager, "acquire"),
-    (BlockManager, "release"),
+    (Uses, "take"),
+    (Steady, "repeat"),
+    (Traffic, "exchange"),
     (Planner, "touch"),
     (Prefetcher, "run"),
     (Space, "place"),

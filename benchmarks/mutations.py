@@ -7,6 +7,7 @@ from dataclasses import dataclass
 MANAGER = ("tests/unit/test_runtime_space.py", "tests/stateful/test_manager.py")
 TABLE = ("tests/stateful/test_residency.py",)
 FAULTS = ("tests/faults/test_manager_faults.py", "tests/faults/test_manager_ctrl_c.py")
+STEADY = ("tests/unit/test_runtime_steady.py",)
 PLANNER = ("tests/property/test_core_planner.py",)
 FILES = (
     "tests/unit/test_filemover.py",
@@ -51,8 +52,8 @@ _ELSEWHERE = (
     # leases, aliases, dirty marks
     Mutation(
         "an acquire that takes no lease",
-        _RUNTIME + "manager.py",
-        "                self.table.lease(block_id)\n",
+        _RUNTIME + "uses.py",
+        "            self._table.lease(block_id)\n",
         "",
         MANAGER,
     ),
@@ -90,6 +91,41 @@ _ELSEWHERE = (
         "keep = slot is not None and slot.aliased and (gone or not record.fixed)",
         "keep = False",
         MANAGER + FAULTS,
+    ),
+    Mutation(
+        "a block that somebody looks at leaves in a loop that repeats",
+        _RUNTIME + "steady.py",
+        "        if slot.aliased:\n            return False\n",
+        "",
+        STEADY,
+    ),
+    Mutation(
+        "a loop that repeats is repeated although another plan was made",
+        _RUNTIME + "steady.py",
+        "if tape is None or tape.outlook is not outlook:",
+        "if tape is None:",
+        STEADY,
+    ),
+    Mutation(
+        "a pass is done again though two in a row did not do the same",
+        _RUNTIME + "steady.py",
+        "        again = done == tape.done\n",
+        "        again = True\n",
+        STEADY,
+    ),
+    Mutation(
+        "a leased block changes places",
+        _CORE + "residency.py",
+        "if not clean or leaves.leases or extent is None or leaves.fixed:",
+        "if not clean or extent is None or leaves.fixed:",
+        TABLE,
+    ),
+    Mutation(
+        "a stream that waited for an event does not wait for it again",
+        "tiermem/transfer/driver.py",
+        "            event.waiter = -1\n",
+        "",
+        ("tests/unit/test_driver.py",),
     ),
     Mutation(
         "letting go of weights forgets that they were written",
@@ -143,7 +179,7 @@ _ELSEWHERE = (
     ),
     Mutation(
         "a fetch ahead that failed is not made again",
-        _RUNTIME + "manager.py",
+        _RUNTIME + "uses.py",
         "if error is not None and asked:",
         "if error is not None:",
         FAULTS,

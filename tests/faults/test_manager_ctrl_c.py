@@ -16,7 +16,15 @@ import tiermem.runtime.manager as manager_module
 from tiermem.transfer.filemover import FileTransfer
 
 RUNTIME = str(Path(manager_module.__file__).parent)
-WATCHED = ("manager.py", "traffic.py", "space.py", "compact.py", "prefetch.py")
+WATCHED = (
+    "manager.py",
+    "traffic.py",
+    "space.py",
+    "compact.py",
+    "prefetch.py",
+    "uses.py",
+    "steady.py",
+)
 
 
 class Stop(BaseException):
@@ -136,3 +144,37 @@ def test_ctrl_c_at_every_line_leaves_a_state_to_go_on_from(tmp_path, name, pace)
             made.check()
     assert number > 5
     assert leaked <= 2 and lost <= 3
+
+
+def test_ctrl_c_at_every_line_of_a_use_in_a_loop_that_repeats() -> None:
+    """A block comes into the place of another, cut short before any line: both can be had."""
+    number = 0
+    while True:
+        number += 1
+        with rig(3, [(1, "dram")] * 7, depth=1) as made:
+            manager = made.manager
+            manager.prefetcher._dram = manager.prefetcher._works = True
+            while not manager.steady.repeating:
+                manager.begin_pass("loop")
+                for block in made.blocks:
+                    made.use(block)
+            manager.begin_pass("loop")
+            for block in made.blocks[:3]:
+                made.use(block)
+            evictions = manager.stats().evictions
+
+            def use() -> None:
+                manager.acquire(made.blocks[3])  # noqa: B023
+
+            hit = cut_short(use, number)
+            for record in manager.table:
+                while record.leases:
+                    manager.release(record.block)
+            if not hit:
+                assert manager.stats().evictions > evictions and manager.steady.repeating
+                break
+            made.check()
+            for block in made.blocks[3:]:
+                made.use(block)
+            made.check()
+    assert number > 40

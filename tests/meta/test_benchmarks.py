@@ -275,7 +275,7 @@ def test_host_time(tmp_path) -> None:
     assert math.isfinite(streamed["us per block"]) and math.isfinite(resident["us per block"])
     assert streamed["copies per forward"] > 0 and resident["copies per forward"] == 0
     parts = {row["what"].strip() for row in rows if row["what"].startswith(" ")}
-    assert {"BlockManager.acquire", "Traffic.fill", "HostCopyEngine.up"} <= parts
+    assert {"Uses.take", "Traffic.fill", "HostCopyEngine.up"} <= parts
 
 
 @needs_transformers

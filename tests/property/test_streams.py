@@ -152,6 +152,65 @@ def test_nothing_is_read_or_overwritten_too_soon(
     assert not bench.wrong, bench.wrong[:3]
 
 
+@settings(max_examples=120)
+@given(
+    seed=st.integers(0, 1 << 30),
+    slots=st.integers(2, 5),
+    blocks=st.integers(3, 8),
+    depth=st.integers(1, 3),
+    lag=st.sampled_from([0, 1, 3, 8]),
+    late=st.sampled_from([None, 0, 1, UP, DOWN]),
+    poison=st.booleans(),
+)
+def test_nothing_is_read_too_soon_in_a_loop_that_repeats(
+    seed: int, slots: int, blocks: int, depth: int, lag: int, late: int | None, poison: bool
+) -> None:
+    """The same where copies go into the places of blocks that leave for them, events and all."""
+    bench = Streamed(seed, slots, blocks, depth, poison=poison)
+    bench.manager.pacing.estimates.wants = lambda _: False  # type: ignore[method-assign]
+    random = Random(seed + 1)
+    repeated = 0
+    try:
+        for round_number in range(8):
+            bench.manager.begin_pass("loop")
+            repeated += bench.manager.steady.repeating
+            for number in range(blocks):
+                written = round_number == 6 and number == blocks - 1
+                bench.use(number, write=written, discard=False)
+                if random.random() < 0.1:
+                    bench.switch()
+                for _ in range(random.randint(0, lag)):
+                    ran = [s for s in (0, 1, UP, DOWN) if s != late]
+                    bench.device.advance(random.choice(ran))
+    finally:
+        bench.finish()
+    assert not bench.wrong, bench.wrong[:3]
+    if depth + 2 <= slots < blocks:  # else a block is missed in every pass
+        assert repeated, "no pass was taken for one that repeats"
+
+
+def test_an_event_recorded_again_says_nothing_of_what_it_said_before() -> None:
+    """Who waits for it already waits for the point of then; who asks now, for the one of now."""
+    device = SimulatedDevice(Random(0))
+    ran: list[str] = []
+    device.submit(1, lambda: ran.append("first"))
+    event = device.record(1)
+    device.wait(2, event)
+    device.submit(2, lambda: ran.append("after first"))
+    device.submit(1, lambda: ran.append("second"))
+    assert device.record(1, event) is event
+    device.wait(3, event)
+    device.submit(3, lambda: ran.append("after second"))
+    for _ in range(2):
+        device.advance(1)
+    assert not event.done()
+    while device.advance(2) or device.advance(3):
+        pass
+    assert ran == ["first", "after first"]
+    device.synchronize()
+    assert ran == ["first", "after first", "second", "after second"] and event.done()
+
+
 def test_a_circle_of_waits_is_an_error() -> None:
     """The simulation says so where work waits for what can never run."""
     device = SimulatedDevice(Random(0))

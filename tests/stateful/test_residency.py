@@ -119,6 +119,31 @@ class Residency(RuleBasedStateMachine):
         else:
             self.table.hbm.free(extent)
 
+    @rule(leaves=numbers, comes=numbers)
+    def exchange(self, leaves: int, comes: int) -> None:
+        """One comes where another was, in one step."""
+        gone, old = self.pick(leaves) or (None, None)
+        here, new = self.pick(comes) or (None, None)
+        if old is None or new is None or gone == here:
+            return
+        allowed = (
+            old.here == "clean"
+            and (old.home is True or not old.data)
+            and not old.holds
+            and not old.fixed
+            and new.here == "no"
+            and new.home is True
+            and new.pages <= old.pages
+        )
+        if allowed and new.pages < old.pages:
+            return  # it may be done; what is left over is then the caller's to know of
+        table = self.table
+        extent = self.ask(allowed, lambda: table.exchange(table[gone], table[here]))
+        if allowed:
+            assert extent.offset // PAGE == old.at
+            new.here, new.at = "coming", old.at
+            old.here, old.at = "no", None
+
     @rule(number=numbers, offset=st.integers(0, 8))
     def fill_where_nothing_was_given(self, number: int, offset: int) -> None:
         block, fact = self.pick(number) or (None, None)

@@ -176,12 +176,38 @@ class ResidencyTable:
             raise self._wrong(record, "placed blank")
         self._enter(record, extent, State.VALID)
 
+    def exchange(self, leaves: Record, comes: Record) -> Extent:
+        """Begins to bring a block up in the place of a clean copy, which is dropped.
+
+        Returns:
+            The place.
+
+        Raises:
+            InvariantError: If one cannot leave, or the other cannot come there.
+        """
+        extent = leaves.extent
+        clean = leaves.in_hbm is State.VALID and (
+            leaves.at_home is State.VALID or not leaves.defined
+        )
+        if not clean or leaves.leases or extent is None or leaves.fixed:
+            raise self._wrong(leaves, "dropped")
+        if comes.in_hbm is not State.ABSENT or comes.at_home is not State.VALID:
+            raise self._wrong(comes, "filled")
+        if comes.home_extent is None or extent.nbytes < comes.block.nbytes:
+            raise self._wrong(comes, f"placed at {extent}")
+        leaves.in_hbm = State.ABSENT
+        leaves.extent = None
+        comes.in_hbm = State.FILLING
+        comes.extent = extent
+        self._at[extent.offset] = comes
+        return extent
+
     # -- HBM: use --------------------------------------------------------
 
     def lease(self, block_id: int) -> Record:
         """Holds the HBM copy against eviction."""
         record = self._records[block_id]
-        if not record.usable:
+        if record.in_hbm is not State.VALID and record.in_hbm is not State.DIRTY:
             raise self._wrong(record, "leased")
         record.leases += 1
         return record

@@ -11,7 +11,7 @@ from torch import nn
 from tiermem.core.block import Block
 from tiermem.nn.away import away_class, group_of
 from tiermem.nn.names import HeldDict, TieredDict
-from tiermem.nn.placeholder import placeholder
+from tiermem.nn.placeholder import shared_placeholder
 from tiermem.runtime.audit import differs_from_home
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.slots import Holder, Slot
@@ -43,7 +43,7 @@ class Member:
         self.tensor = tensor
         self.group = group
         self.index = index
-        self.placeholder = placeholder(tensor.shape, tensor.dtype, group.manager.device)
+        self.placeholder = shared_placeholder(tensor.shape, tensor.dtype, group.manager.device)
         self.kind: type = type(tensor)
         self.away = away_class(self.kind)
         self.materialized = False
@@ -141,6 +141,7 @@ class Group(Holder):
                 (buffers, by C++ kernels), so that every use counts as a write.
         """
         self.manager = manager
+        self._uses = manager.uses
         self.block = block
         self.writes_hidden = writes_hidden
         self.entries: list[Entry] = []
@@ -150,7 +151,10 @@ class Group(Holder):
         self.suspect = False
         self._names: list[HeldDict] = []
         self._members: Sequence[Member] = ()
-        self._managed: Sequence[Member] = ()
+        self._tensors: Sequence[torch.Tensor] = ()
+        self._indices: Sequence[int] = ()
+        self._placeholders: Sequence[torch.Tensor] = ()
+        self._whole = False
         self._shown: Sequence[tuple[torch.Tensor, type]] = ()
         self._hidden: Sequence[tuple[torch.Tensor, type]] = ()
         self._counted: Sequence[torch.Tensor] = ()
@@ -194,16 +198,21 @@ class Group(Holder):
 
     def hold(self) -> None:
         """Leases the block and points its tensors at it."""
+        self.manager.guard()  # before the lock: a forked child may find it taken for ever
         with self.manager.lock:  # threads may evaluate one model together
-            if self.holds == 0:
-                slot = self.manager.acquire(self.block)
-                if slot is not self._slot:
-                    self._point(slot)
-                slot.idle = self.soft = False
-                self._show()
-                if self._versions < 0:
-                    self._versions = self._count()
-            self.holds += 1
+            self.hold_locked()
+
+    def hold_locked(self) -> None:
+        """Does that for who has the manager's lock."""
+        if self.holds == 0:
+            slot = self._uses.take(self.block)
+            if slot is not self._slot:
+                self._point(slot)
+            slot.idle = self.soft = False
+            self._show()
+            if self._versions < 0:
+                self._versions = self._count()
+        self.holds += 1
 
     def let_go(self, *, dirty: bool = False, soft: bool = False) -> None:
         """Gives one hold back; the last one points the tensors away.
@@ -213,9 +222,10 @@ class Group(Holder):
             soft: Whether to leave the tensors pointed at the block, without a lease.
         """
         with self.manager.lock:
-            self._let_go(dirty=dirty, soft=soft)
+            self.let_go_locked(dirty=dirty, soft=soft)
 
-    def _let_go(self, *, dirty: bool, soft: bool) -> None:
+    def let_go_locked(self, *, dirty: bool = False, soft: bool = False) -> None:
+        """Does that for who has the manager's lock."""
         if self.holds > 1:
             self.holds -= 1
             if dirty:
@@ -295,9 +305,13 @@ class Group(Holder):
 
     def _sort_members(self) -> None:
         """Lays out what is done to the tensors at every use, so that it takes a loop each."""
-        self._managed = [member for member in self._members if not member.materialized]
-        self._shown = [(member.tensor, member.kind) for member in self._managed]
-        self._hidden = [(member.tensor, member.away) for member in self._managed]
+        managed = [member for member in self._members if not member.materialized]
+        self._tensors = [member.tensor for member in managed]
+        self._indices = [member.index for member in managed]
+        self._whole = self._indices == list(range(len(self.block.tensors)))
+        self._placeholders = [member.placeholder for member in managed]
+        self._shown = [(member.tensor, member.kind) for member in managed]
+        self._hidden = [(member.tensor, member.away) for member in managed]
         self._counted = [entry.param for entry in self.entries]
 
     def _show(self) -> None:
@@ -320,12 +334,14 @@ class Group(Holder):
             with torch.inference_mode(False):
                 return self._point(slot)
         views = slot.views
+        if not self._whole:
+            views = [views[index] for index in self._indices]
         with _Plain():
-            for member in self._managed:
-                member.tensor.data = views[member.index]
+            for tensor, view in zip(self._tensors, views, strict=True):
+                tensor.data = view
         if self._slot is not None:
             self._slot.pointed = 0
-        slot.pointed = len(self._managed)
+        slot.pointed = len(self._tensors)
         self._slot = slot
 
     def _away(self) -> None:
@@ -334,8 +350,8 @@ class Group(Holder):
             with torch.inference_mode(False):
                 return self._away()
         with _Plain():
-            for member in self._managed:
-                member.tensor.data = member.placeholder
+            for tensor, away in zip(self._tensors, self._placeholders, strict=True):
+                tensor.data = away
         if self._slot is not None:
             self._slot.pointed = 0
             self._slot.idle = False

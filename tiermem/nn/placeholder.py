@@ -7,9 +7,14 @@ weights that are not there shows at once.
 
 from __future__ import annotations
 
+from weakref import WeakValueDictionary
+
 import torch
 
 _kept: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+_shared: WeakValueDictionary[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = (
+    WeakValueDictionary()
+)
 
 
 def poison_element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -31,3 +36,16 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
     """Returns a tensor of this shape that takes one element of memory and reads as poison."""
     with torch.inference_mode(False), torch.no_grad():
         return poison_element(dtype, device).expand(shape)
+
+
+def shared_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns the same, one tensor for all who ask for it.
+
+    Layers are alike, and what was just looked at is in the processor's caches. For who sets
+    ``data`` to it, which copies what it says of itself.
+    """
+    key = (shape, dtype, device)
+    found = _shared.get(key)
+    if found is None:
+        found = _shared[key] = placeholder(shape, dtype, device)
+    return found

@@ -175,7 +175,7 @@ class CallInterceptor(Interceptor):
                 entered = runtime.activations.enter(scope)
             with runtime.manager.lock:
                 for group in scope.groups:
-                    group.hold()
+                    group.hold_locked()
                     held.append(group)
                 scope.inside.enter()
                 inside = True
@@ -194,7 +194,7 @@ class CallInterceptor(Interceptor):
                 if inside:
                     scope.inside.leave()
                 for group in reversed(held):
-                    group.let_go()
+                    group.let_go_locked()
             if began:
                 runtime.busy(scope.name or "forward", began)
 

@@ -47,19 +47,19 @@ class Debts:
 
     def __init__(self) -> None:
         """Owes nothing."""
-        self._by_block: dict[int, list[Debt]] = {}
+        self.owed: dict[int, list[Debt]] = {}
         self._elsewhere: deque[Debt] = deque()
 
     def __bool__(self) -> bool:
-        return bool(self._by_block)
+        return bool(self.owed)
 
     def __contains__(self, block_id: int) -> bool:
-        return block_id in self._by_block
+        return block_id in self.owed
 
     @property
     def here(self) -> bool:
         """Whether anything is owed that is not going on elsewhere already."""
-        return any(debt.elsewhere is None for owed in self._by_block.values() for debt in owed)
+        return any(debt.elsewhere is None for owed in self.owed.values() for debt in owed)
 
     def add(self, debt: Debt, *, first: bool = False) -> None:
         """Owes a piece of work to each of its blocks.
@@ -69,7 +69,7 @@ class Debts:
             first: Whether it comes before what is owed already.
         """
         for block_id in dict.fromkeys(debt.blocks):
-            owed = self._by_block.setdefault(block_id, [])
+            owed = self.owed.setdefault(block_id, [])
             owed.insert(0 if first else len(owed), debt)
         if debt.elsewhere is not None:
             self._elsewhere.append(debt)
@@ -83,7 +83,7 @@ class Debts:
 
         What an error leaves undone is owed still.
         """
-        self._settle(list(self._by_block.get(block_id, ())))
+        self._settle(list(self.owed.get(block_id, ())))
 
     def collect(self) -> None:
         """Takes up what has been done elsewhere, in the order in which it was owed.
@@ -95,7 +95,7 @@ class Debts:
             if debt.elsewhere is None or not debt.elsewhere.succeeded():
                 return
             self._elsewhere.popleft()
-            if debt in self._by_block.get(debt.blocks[-1], ()):
+            if debt in self.owed.get(debt.blocks[-1], ()):
                 self._settle([debt])  # and nothing else, which might have to be waited for
 
     def wait(self) -> None:
@@ -111,7 +111,7 @@ class Debts:
         """
         found: list[int] = []
         for block_id in block_ids:
-            for debt in self._by_block.get(block_id, ()):
+            for debt in self.owed.get(block_id, ()):
                 found.extend(debt.blocks)
             found.append(block_id)
         return list(dict.fromkeys(found))
@@ -130,8 +130,8 @@ class Debts:
 
     def _strike(self, debt: Debt) -> None:
         for block_id in dict.fromkeys(debt.blocks):
-            left = [other for other in self._by_block.get(block_id, ()) if other is not debt]
+            left = [other for other in self.owed.get(block_id, ()) if other is not debt]
             if left:
-                self._by_block[block_id] = left
+                self.owed[block_id] = left
             else:
-                self._by_block.pop(block_id, None)
+                self.owed.pop(block_id, None)

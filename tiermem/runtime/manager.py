@@ -18,9 +18,9 @@ import torch
 from tiermem.config import Settings
 from tiermem.core.block import Block, Role, Tier
 from tiermem.core.layout import TensorShape, pack
-from tiermem.core.residency import Record, ResidencyTable, State
+from tiermem.core.residency import Record, ResidencyTable
 from tiermem.core.schedule import Planner
-from tiermem.errors import ClosedError, ConfigError, InvariantError
+from tiermem.errors import ClosedError, InvariantError
 from tiermem.io.engine import IoEngine
 from tiermem.runtime.contents import Contents
 from tiermem.runtime.debts import Debts
@@ -33,8 +33,10 @@ from tiermem.runtime.process import generation, renew_lock
 from tiermem.runtime.slots import Holder, Slot, SlotCache
 from tiermem.runtime.space import Space
 from tiermem.runtime.stats import Counters, ResidencyRow, Stats, row_of, stats_of
+from tiermem.runtime.steady import Steady
 from tiermem.runtime.timeline import Timeline
 from tiermem.runtime.traffic import Traffic
+from tiermem.runtime.uses import Uses
 from tiermem.transfer.copy import CopyEngine, CudaCopyEngine, HostCopyEngine
 from tiermem.transfer.filemover import FileMover
 
@@ -69,7 +71,7 @@ class BlockManager:
         self._closed = False
         self._given_back = False
         self._next_id = 0
-        self._largest_later = 0
+        self.largest_later = 0
         self.mover: FileMover | None = None
         self.homes = Homes(settings.dram, settings.nvme, settings.nvme_bytes, page_lock=cuda)
         try:
@@ -100,6 +102,8 @@ class BlockManager:
             self.mover, self.io_engine, self.io_reason = open_mover(self.homes, self.copy, engine)
             self.traffic.mover = self.mover
             self.prefetcher = Prefetcher(self)
+            self.steady = Steady(self)
+            self.uses = Uses(self)
         except BaseException:
             self._give_back()
             raise
@@ -141,7 +145,7 @@ class BlockManager:
                 self.remove_blocks(blocks)
                 raise
             later = (block.nbytes for block in blocks if block.role in _IN_BACKWARD)
-            self._largest_later = max(self._largest_later, *later, 0)
+            self.largest_later = max(self.largest_later, *later, 0)
             return blocks
 
     def remove_blocks(self, blocks: Sequence[Block]) -> None:
@@ -196,38 +200,7 @@ class BlockManager:
         """
         self.guard()  # before the lock as well: a forked child may find it taken for ever
         with self.lock:
-            if self._closed:
-                self.guard()
-            block_id = block.id
-            if self.debts:
-                self.debts.pay(block_id)
-                self.debts.collect()
-            record = self.table[block_id]
-            leases = record.leases
-            if self.copy.capturing():
-                return self._captured(record)
-            try:
-                moved_on = self.planner.touch(block_id)
-                if moved_on and self.pacing.sampling:
-                    self.pacing.arrived()
-                if record.usable:
-                    self.counters.hits += 1
-                else:
-                    self._bring(record)
-                if not leases and self._largest_later:
-                    self.space.tidy(record, self._largest_later)
-                self.table.lease(block_id)
-                self.copy.use(self.traffic.ready.get(block_id))
-                if moved_on:
-                    self.space.used(block_id)
-                    self.prefetcher.run()
-                    if self.pacing.sampling:
-                        self.pacing.started(record, self.traffic.ready.get(block_id))
-                return self.slots.current[block_id]
-            except BaseException:
-                if record.leases > leases:
-                    self.table.release(block_id)
-                raise
+            return self.uses.take(block)
 
     def acquire_all(self, blocks: Sequence[Block]) -> list[Slot]:
         """Acquires several blocks that are used together, or none.
@@ -328,7 +301,8 @@ class BlockManager:
             self.prefetcher.end_pass()
             self.planner.begin(key, guess)
             self.space.settle(self.planner.schedule)
-            self.prefetcher.run()
+            if not self.steady.begin(*self.prefetcher.plan()):
+                self.prefetcher.run()
 
     def end_pass(self) -> None:
         """Says that the pass under way has ended; without it, it ends when the next begins."""
@@ -363,6 +337,7 @@ class BlockManager:
         if extent is None:
             return False
         self.traffic.fill(record, extent)
+        self.steady.note(record, extent, position)
         self.space.used(record.block.id)
         self.counters.prefetches += 1
         return True
@@ -443,48 +418,5 @@ class BlockManager:
         """Gives blocks whose home is HBM their place for good."""
         for block in blocks:
             record = self.table[block.id]
-            self._place_blank(record)
+            self.uses.place_blank(record)
             record.fixed = True
-
-    def _bring(self, record: Record) -> None:
-        """Makes the HBM copy usable, waiting for what has to be waited for.
-
-        A fetch ahead that failed says nothing: it is made again, and that one's error counts.
-        """
-        self.counters.misses += 1
-        block = record.block
-        asked = False
-        while not record.usable:
-            if record.in_hbm is not State.ABSENT:
-                if block.id in self.traffic.flights:
-                    self.prefetcher.look_ahead()  # what comes next is asked for before the wait
-                error = self.traffic.settle(block.id)
-                if error is not None and asked:
-                    raise error
-            elif record.defined:
-                extent = self.space.place(block, None)
-                if extent is None:
-                    raise InvariantError(f"no place for block {block.name!r}")
-                asked = self.prefetcher.stage_now(record)
-                self.traffic.fill(record, extent, self.prefetcher.look_ahead)
-            else:
-                self._place_blank(record)
-
-    def _captured(self, record: Record) -> Slot:
-        """Leases a block for kernels that a CUDA graph records: its address must hold for good."""
-        block = record.block
-        if not record.fixed:
-            raise ConfigError(
-                f"block {block.name!r} (home tier {record.home.value}) cannot be used while a CUDA "
-                "graph is captured: it may be at another address when the graph is replayed. Give "
-                'it the home tier hbm (policy={"params": "hbm"}), or capture and replay inside '
-                "tier.materialize(module)"
-            )
-        self.table.lease(block.id)
-        return self.slots.current[block.id]
-
-    def _place_blank(self, record: Record) -> None:
-        extent = self.space.place(record.block, None)
-        if extent is None:
-            raise InvariantError(f"no place for block {record.block.name!r}")
-        self.traffic.blank(record, extent)

@@ -101,6 +101,13 @@ class Prefetcher:
             self._look_back(planner.last)
         self.look_ahead()
 
+    def plan(self) -> tuple[object, int]:
+        """Decides on a pass that begins; returns what stands for the plan, and its number."""
+        schedule = self._planner.schedule
+        self._plan(schedule)
+        self._restart(self._planner.cursor)
+        return self._outlooks[schedule], self._number
+
     def look_ahead(self) -> None:
         """Begins every fetch that is due at this use, and for which there is room by now."""
         planner = self._planner

@@ -126,7 +126,7 @@ class SlotCache:
     def __init__(self, arena: Arena) -> None:
         """Makes slots in ``arena``."""
         self._arena = arena
-        self._kept: dict[int, list[Slot]] = {}
+        self._kept: dict[int, dict[int, Slot]] = {}
         self.current: dict[int, Slot] = {}
         self.by_address: dict[int, Slot] = {}
 
@@ -147,14 +147,14 @@ class SlotCache:
 
     def slot(self, block: Block, extent: Extent) -> Slot:
         """Returns the slot of a block at an address."""
-        kept = self._kept.setdefault(block.id, [])
-        for slot in kept:
-            if slot.extent.offset == extent.offset:
-                return slot
-        slot = self._make(block, extent)
-        kept.append(slot)
-        if len(kept) > _KEPT_PER_BLOCK:
-            del kept[0]
+        kept = self._kept.get(block.id)
+        if kept is None:
+            kept = self._kept[block.id] = {}
+        slot = kept.get(extent.offset)
+        if slot is None:
+            slot = kept[extent.offset] = self._make(block, extent)
+            if len(kept) > _KEPT_PER_BLOCK:
+                del kept[next(iter(kept))]
         return slot
 
     def forget(self, block_id: int) -> None:

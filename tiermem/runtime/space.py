@@ -6,15 +6,14 @@ import gc
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-from tiermem.config import format_size
 from tiermem.core.allocator import Window
 from tiermem.core.block import Block, Extent, align_up
 from tiermem.core.cost import eviction_cost
 from tiermem.core.residency import Record, ResidencyTable, State
 from tiermem.core.schedule import Planner
 from tiermem.core.victims import NextUseQueue
-from tiermem.errors import CapacityError
 from tiermem.runtime.compact import Compactor
+from tiermem.runtime.refusal import too_small
 from tiermem.runtime.slots import Holder, Slot, SlotCache
 from tiermem.runtime.stats import Counters
 from tiermem.runtime.traffic import Traffic
@@ -24,7 +23,6 @@ _ATTEMPTS = 3
 _MOST_LOOPS = 16
 _RESIDENT = 1e12
 _SOFT = 1e15
-_SEEN = "still referred to"
 
 
 class Space:
@@ -36,6 +34,8 @@ class Space:
         holders: Who points parameters at which block.
         residents: Blocks that shall stay while the present loop goes on.
         unseen: Leases under way of whom nobody has seen an address yet, by block.
+        places: How often room was asked for.
+        left: Who left for the one that got it last, if the place just changed hands.
     """
 
     def __init__(
@@ -58,6 +58,8 @@ class Space:
         self._parts = [(0, self._border)]
         self._attempts = 0
         self._rounds: dict[object, None] = {}
+        self.places = 0
+        self.left: Record | None = None
         self.unseen: dict[int, int] = {}
         self._planner = planner
         self._counters = counters
@@ -178,6 +180,8 @@ class Space:
             StorageError: If what must leave cannot be written.
         """
         hbm = self.table.hbm
+        self.places += 1
+        self.left = None
         resorts = 0
         parts = self._parts_for(block)
         extent = self._exchange(block, position, parts)
@@ -205,7 +209,7 @@ class Space:
             if self.traffic.flights:
                 self.traffic.settle(next(iter(self.traffic.flights)))
             elif resorts == 3:
-                raise self._too_small(block)
+                raise too_small(block, self.table, self.slots)
             else:
                 self._last_resort(resorts, block.nbytes)
                 resorts += 1
@@ -234,12 +238,17 @@ class Space:
         if self.slots.current[record.block.id].wanted or not self._let_loose(record):
             return None
         self.evict(record, free=False)
+        self.left = record
         return extent
 
     def used(self, block_id: int) -> None:
         """Says that a block in HBM was used, or has come, so that its next use is another."""
         if block_id not in self.residents:
             self._queue.put(block_id, self._planner.cursor)
+
+    def lose_track(self) -> None:
+        """Says that blocks change places and :meth:`used` is not told; see :class:`Steady`."""
+        self._queue.schedule = None
 
     def _window(
         self, nbytes: int, position: int | None, parts: Sequence[tuple[int, int]]
@@ -464,32 +473,3 @@ class Space:
         for extent in strays:
             self.table.hbm.free(extent)
         return bool(gone or strays)
-
-    # -- messages --------------------------------------------------------
-
-    def _too_small(self, block: Block) -> CapacityError:
-        held = []
-        for record in self.table:
-            slot = self.slots.current.get(record.block.id)
-            if record.extent is None or slot is None:
-                continue
-            if record.leases or record.fixed or slot.aliased:
-                why = (
-                    "leased" if record.leases else "fixed" if record.fixed else "still referred to"
-                )
-                held.append((record.block.nbytes, record.block.name, why))
-        for extent in self.table.orphans():
-            held.append((extent.nbytes, "a block that is gone", _SEEN))
-        held.sort(reverse=True)
-        capacity = self.table.hbm.capacity
-        least = sum(entry[0] for entry in held) + align_up(block.nbytes)
-        pieces = ""
-        if least <= capacity:  # it would fit if what is free lay together
-            pieces = ", and what is free lies in pieces between blocks that cannot be moved"
-            least = capacity + align_up(block.nbytes)
-        names = ", ".join(f"{name!r} ({format_size(n)}, {why})" for n, name, why in held[:6])
-        return CapacityError(
-            f"block {block.name!r} ({format_size(block.nbytes)}) does not fit in tier hbm "
-            f"({format_size(capacity)}) beside {names or 'nothing'}{pieces}; give hbm= at "
-            f"least {least}, or wrap with smaller blocks"
-        )

@@ -135,6 +135,39 @@ class Traffic:
                 self._unfill(block.id, lost=asked and not isinstance(error, Exception))
             raise
 
+    def exchange(self, leaves: Record, comes: Record) -> None:
+        """Brings a block up from DRAM into the place of one that leaves for it.
+
+        What :meth:`leave` and :meth:`fill` do one after the other.
+
+        Args:
+            leaves: Clean, and seen by nobody.
+            comes: Of the same size.
+        """
+        block, went = comes.block, leaves.block.id
+        came, ready, counters = block.id, self.ready, self._counters
+        try:
+            extent = self.table.exchange(leaves, comes)
+            again = ready.pop(went, None)  # who waits for that waits no longer
+            self.leave(went)
+            started = time.perf_counter_ns()
+            slot = self.slots.enter(block, extent)
+            ready.pop(came, None)
+            source = self.homes.bytes_of(comes.home_extent)  # type: ignore[arg-type]
+            event = self.copy.up(slot.bytes, source, extent, self.home_ready.get(came), again)
+            if event is not None:
+                ready[came] = event
+            ended = time.perf_counter_ns()
+            counters.moved("dram->hbm", block.nbytes, ended - started)
+            counters.copy_ns += ended - started
+            self._timeline.add("dram->hbm", block.name, started, ended, block.nbytes)
+            self.table.end_fill(came, ok=True)
+        except BaseException:
+            if leaves.extent is None and comes.in_hbm is State.FILLING:
+                self.slots.leave(went)
+                self._unfill(came)
+            raise
+
     def blank(self, record: Record, extent: Extent) -> None:
         """Gives a block without data its place in ``extent``, to be written there."""
         block = record.block
@@ -244,7 +277,7 @@ class Traffic:
         self.slots.leave(block_id)
         self.ready.pop(block_id, None)
         self.changes += 1
-        if self.waste.pending:
+        if block_id in self.waste.pending:
             self._counters.prefetch_wasted += self.waste.left(block_id)
 
     def need_mover(self) -> FileMover:

@@ -14,14 +14,33 @@ from dataclasses import dataclass
 from random import Random
 
 
+class _Mark:
+    """A place in a stream, and whether the stream has come past it."""
+
+    __slots__ = ("passed",)
+
+    def __init__(self) -> None:
+        self.passed = False
+
+
 class SimulatedEvent:
     """A point in the work of a stream."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         """Lies ahead until the stream has come past it."""
         self._device = device
+        self.anew()
+
+    def anew(self) -> _Mark:
+        """Means another point from now on; what waits for it already waits for the old one."""
         self.waiter = -1
-        self.passed = False
+        self.mark = _Mark()
+        return self.mark
+
+    @property
+    def passed(self) -> bool:
+        """Whether the stream has come past it."""
+        return self.mark.passed
 
     def done(self) -> bool:
         """Whether the stream has come past it."""
@@ -37,7 +56,7 @@ class SimulatedEvent:
 class _Work:
     """Something submitted: what has to be over before, and what it does."""
 
-    after: SimulatedEvent | None
+    after: _Mark | None
     run: Callable[[], object]
 
 
@@ -69,14 +88,16 @@ class SimulatedDevice:
         self, stream: int, run: Callable[[], object], after: SimulatedEvent | None = None
     ) -> None:
         """Submits anything, such as a kernel that looks at memory."""
-        self._queues.setdefault(stream, deque()).append(_Work(after, run))
+        mark = None if after is None else after.mark
+        self._queues.setdefault(stream, deque()).append(_Work(mark, run))
 
-    def record(self, stream: int) -> SimulatedEvent:
+    def record(self, stream: int, again: SimulatedEvent | None = None) -> SimulatedEvent:
         """Marks the end of what was submitted to ``stream`` so far."""
-        event = SimulatedEvent(self)
+        event = SimulatedEvent(self) if again is None else again
+        mark = event.anew()
 
         def past() -> None:
-            event.passed = True
+            mark.passed = True
 
         if self._queues.get(stream):
             self.submit(stream, past)

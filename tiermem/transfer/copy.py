@@ -8,6 +8,7 @@ CPU there is nothing to wait for.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -41,7 +42,12 @@ class CopyEngine(Protocol):
     """Moves bytes between device memory and host memory."""
 
     def up(
-        self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Event | None
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        extent: Extent,
+        after: Event | None,
+        again: Event | None = None,
     ) -> Event | None:
         """Copies host bytes into the HBM ``extent`` that ``target`` covers.
 
@@ -50,6 +56,7 @@ class CopyEngine(Protocol):
             source: Host bytes.
             extent: Where ``target`` is, so that earlier readers are waited for.
             after: Event of the last write to ``source``.
+            again: Event of a copy up that nobody asks about any more, to be used again.
         """
         ...
 
@@ -111,7 +118,12 @@ class HostCopyEngine:
     """The engine of ``device="cpu"``: plain copies, over when they return."""
 
     def up(
-        self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Event | None
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        extent: Extent,
+        after: Event | None,
+        again: Event | None = None,
     ) -> Event | None:
         """Copies ``source`` into ``target``."""
         host_copy(target, source)
@@ -156,36 +168,43 @@ class HostCopyEngine:
 
 
 class Fences:
-    """Copies from or to HBM on one stream that may not be over yet, by where they begin."""
+    """Copies from or to HBM on one stream that may not be over yet, by where they begin.
+
+    Attributes:
+        fences: End and event of each, by where it begins.
+    """
 
     def __init__(self) -> None:
         """Starts empty."""
-        self._fences: dict[int, tuple[int, Event]] = {}
+        self.fences: dict[int, tuple[int, Event]] = {}
         self._most = _FENCES
 
     def add(self, extent: Extent, event: Event) -> None:
         """Remembers a copy until a later one takes its place, or there are many."""
-        fences = self._fences
-        before = fences.pop(extent.offset, None)
-        end = extent.end if before is None else max(before[0], extent.end)
-        fences[extent.offset] = (end, event)  # the last in order: copies of a stream end in order
+        fences = self.fences
+        offset = extent.offset
+        end = offset + extent.nbytes
+        before = fences.pop(offset, None)
+        if before is not None and before[0] > end:
+            end = before[0]
+        fences[offset] = (end, event)  # the last in order: copies of a stream end in order
         if len(fences) > self._most:
             self._tidy()
 
     def last(self, extent: Extent) -> Event | None:
         """Returns the last copy that touches ``extent``; the earlier ones are over when it is."""
-        for start, (end, event) in reversed(self._fences.items()):
+        for start, (end, event) in reversed(self.fences.items()):
             if start < extent.end and extent.offset < end:
                 return event
         return None
 
     def _tidy(self) -> None:
         """Forgets the copies that are over."""
-        for start, (_, event) in list(self._fences.items()):
+        for start, (_, event) in list(self.fences.items()):
             if not event.done():
                 break
-            del self._fences[start]
-        self._most = max(_FENCES, 2 * len(self._fences))
+            del self.fences[start]
+        self._most = max(_FENCES, 2 * len(self.fences))
 
 
 class StreamCopyEngine:
@@ -195,6 +214,10 @@ class StreamCopyEngine:
     compute submitted so far (a mark on each compute stream that was seen) and
     the copies down that still read it (a fence kept for their extent). Copies
     up need not wait for each other: they share a stream.
+
+    Attributes:
+        calls: The device.
+        capturing: Whether the current compute stream is recorded into a CUDA graph.
     """
 
     def __init__(self, calls: StreamCalls, up: int, down: int) -> None:
@@ -211,15 +234,22 @@ class StreamCopyEngine:
         self._compute: dict[int, None] = {}
         self._rising = Fences()
         self._falling = Fences()
+        self.capturing: Callable[[], bool] = calls.capturing
 
     def up(
-        self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Event | None
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        extent: Extent,
+        after: Event | None,
+        again: Event | None = None,
     ) -> Event | None:
         """Submits a copy up; see :class:`CopyEngine`."""
         self.prepare_up(extent)
         if after is not None:
             self.calls.wait(self._up, after)
-        event = self.copy_up(target, source)
+        self.calls.copy(self._up, target.data_ptr(), source.data_ptr(), target.numel())
+        event = self.calls.record(self._up, again)
         self._rising.add(extent, event)
         return event
 
@@ -254,7 +284,7 @@ class StreamCopyEngine:
     def prepare_up(self, extent: Extent) -> None:
         """Makes the up stream wait for every reader of ``extent``."""
         self._follow_compute(self._up)
-        event = self._falling.last(extent)
+        event = self._falling.last(extent) if self._falling.fences else None
         if event is not None:
             self.calls.wait(self._up, event)
 
@@ -281,10 +311,6 @@ class StreamCopyEngine:
     def synchronize(self) -> None:
         """Makes the host wait for both copy streams and the device's compute."""
         self.calls.synchronize()
-
-    def capturing(self) -> bool:
-        """Whether the current compute stream is recorded into a CUDA graph."""
-        return self.calls.capturing()
 
     def copy_up(self, target: torch.Tensor, source: torch.Tensor) -> Event:
         """Submits a copy up as it is; what orders it has been submitted before."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +24,7 @@ _NOT_READY = 600
 
 
 class Event:
-    """A point in the work of a stream; recorded once, when it is made.
+    """A point in the work of a stream.
 
     Attributes:
         handle: The driver's handle.
@@ -55,6 +57,12 @@ class Event:
         self._calls.spare.append(self.handle)
 
 
+class _Thread(threading.local):
+    """What is known of each thread: whether it has a context."""
+
+    bound = False
+
+
 class Signal(Protocol):
     """What a recorded event offers, whoever makes it."""
 
@@ -76,8 +84,14 @@ class StreamCalls(Protocol):
         """Returns the calling thread's compute stream."""
         ...
 
-    def record(self, stream: int) -> Signal:
-        """Marks the end of what was submitted to ``stream`` so far."""
+    def record(self, stream: int, again: Any = None) -> Signal:
+        """Marks the end of what was submitted to ``stream`` so far.
+
+        Args:
+            stream: The stream.
+            again: An event of the same stream that may as well mean this later point to all who
+                still have it; it is returned. Waits submitted before keep what they saw.
+        """
         ...
 
     def wait(self, stream: int, event: Any) -> None:
@@ -110,6 +124,7 @@ class DriverCalls:
 
     Attributes:
         spare: Event handles that nobody uses.
+        current: Returns the calling thread's compute stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -123,7 +138,7 @@ class DriverCalls:
         """
         self.spare: list[int] = []
         self._marks: dict[int, int] = {}
-        self._local = threading.local()
+        self._local = _Thread()
         try:
             # short calls keep the interpreter's lock: letting go and taking it again costs more,
             # and lets another thread in for its whole turn
@@ -142,21 +157,18 @@ class DriverCalls:
             context = ctypes.c_void_p()
             self._check("cuCtxGetCurrent", self._lib.cuCtxGetCurrent(ctypes.byref(context)))
         self._context = context
+        self.current: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, self.index)
 
-    def current(self) -> int:
-        """Returns the calling thread's compute stream."""
-        stream: int = torch._C._cuda_getCurrentRawStream(self.index)
-        return stream
-
-    def record(self, stream: int) -> Event:
-        """Marks the end of what was submitted to ``stream`` so far."""
-        try:
-            handle = self.spare.pop()
-        except IndexError:
-            handle = self._new_event()
-        event = Event(self, handle)
-        foreign = self._enter(stream)
-        code = self._record(handle, stream)
+    def record(self, stream: int, again: Event | None = None) -> Event:
+        """Marks the end of what was submitted to ``stream`` so far, with a new event or again."""
+        if again is None:
+            event = Event(self, self.spare.pop() if self.spare else self._new_event())
+        else:
+            event = again  # as it was when it was made
+            event._over = False
+            event.waiter = -1
+        foreign = not (stream and self._local.bound) and self._enter(stream)
+        code = self._record(event.handle, stream)
         if foreign:
             self._leave()
         if code:
@@ -167,7 +179,7 @@ class DriverCalls:
         """Has what is submitted to ``stream`` from now on wait for ``event``."""
         if event.waiter == stream:
             return
-        foreign = self._enter(stream)
+        foreign = not (stream and self._local.bound) and self._enter(stream)
         code = self._wait(stream, event.handle, 0)
         if foreign:
             self._leave()
@@ -184,7 +196,7 @@ class DriverCalls:
         mark = self._marks.get(other)
         if mark is None:
             mark = self._marks[other] = self._new_event()
-        foreign = self._enter(stream and other)
+        foreign = not (stream and other and self._local.bound) and self._enter(stream and other)
         code = self._record(mark, other) or self._wait(stream, mark, 0)
         if foreign:
             self._leave()
@@ -193,7 +205,7 @@ class DriverCalls:
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
         """Submits a copy between addresses of the device and of page-locked memory."""
-        if not getattr(self._local, "bound", False):
+        if not self._local.bound:
             self._bind()
         code = self._copy(target, source, nbytes, stream)
         if code:
@@ -201,7 +213,7 @@ class DriverCalls:
 
     def fill(self, stream: int, target: int, value: int, nbytes: int) -> None:
         """Submits setting every byte of device memory to ``value``."""
-        if not getattr(self._local, "bound", False):
+        if not self._local.bound:
             self._bind()
         code = self._lib.cuMemsetD8Async(target, value, nbytes, stream)
         if code:
@@ -240,7 +252,7 @@ class DriverCalls:
         Returns:
             Whether :meth:`_leave` is owed.
         """
-        if not getattr(self._local, "bound", False):
+        if not self._local.bound:
             self._bind()
         if stream or torch._C._cuda_getDevice() == self.index:
             return False

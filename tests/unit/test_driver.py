@@ -1,0 +1,64 @@
+"""Streams and events through the CUDA driver's calls, of which only a log is kept here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiermem.transfer.driver import DriverCalls, _Thread
+
+
+class Logged(DriverCalls):
+    """The calls of a device that is not there; every event has been passed at once."""
+
+    def __init__(self) -> None:
+        self.index = 0
+        self.spare = [5]
+        self.log: list[tuple[Any, ...]] = []
+        self._marks = {7: 9}
+        self._local = _Thread()
+        self._local.bound = True
+        self._record = self._logged("record")
+        self._wait = self._logged("wait")
+
+    def _logged(self, name: str) -> Any:
+        def call(*arguments: int) -> int:
+            self.log.append((name, *arguments))
+            return 0
+
+        return call
+
+    def passed(self, handle: int) -> bool:
+        self.log.append(("query", handle))
+        return True
+
+
+def test_a_stream_waits_once_for_what_an_event_says() -> None:
+    calls = Logged()
+    event = calls.record(1)
+    for _ in range(3):
+        calls.wait(2, event)
+    calls.wait(3, event)
+    assert calls.log == [("record", 5, 1), ("wait", 2, 5, 0), ("wait", 3, 5, 0)]
+
+
+def test_an_event_recorded_again_is_waited_for_and_asked_again() -> None:
+    calls = Logged()
+    event = calls.record(1)
+    calls.wait(2, event)
+    assert event.done() and event.done()
+    assert calls.record(1, event) is event
+    calls.wait(2, event)
+    assert event.done()
+    waits = [entry for entry in calls.log if entry[0] == "wait"]
+    assert len(waits) == 2
+    assert calls.log.count(("query", 5)) == 2
+    assert not calls.spare
+    del event
+    assert calls.spare == [5]
+
+
+def test_a_stream_follows_another_by_one_mark() -> None:
+    calls = Logged()
+    calls.follow(2, 7)
+    calls.follow(2, 7)
+    assert calls.log == 2 * [("record", 9, 7), ("wait", 2, 9, 0)]

@@ -1,0 +1,360 @@
+"""A loop that repeats: what it did is done again, and nothing is that must not be."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiermem.config import Policy, Settings
+from tiermem.core.block import Block, Role
+from tiermem.core.layout import TensorShape
+from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.prefetch import Prefetcher
+from tiermem.runtime.space import Space
+from tiermem.runtime.steady import Steady
+
+PAGE = 4096
+
+
+@dataclass
+class Loop:
+    """A manager that fetches ahead as beside a GPU, what its blocks hold, and what happened.
+
+    Attributes:
+        manager: The manager.
+        blocks: Blocks of one or two pages, at home in DRAM.
+        values: What every byte of each is.
+        events: Blocks that came up or left, in order.
+    """
+
+    manager: BlockManager
+    blocks: list[Block]
+    values: list[int]
+    events: list[tuple[str, int]] = field(default_factory=list)
+
+    def use(self, number: int, *, write: bool = False) -> None:
+        slot = self.manager.acquire(self.blocks[number])
+        assert slot.bytes.eq(self.values[number]).all()
+        if write:
+            self.values[number] = (self.values[number] + 1) % 251
+            slot.bytes.fill_(self.values[number])
+        self.manager.release(self.blocks[number], dirty=write)
+
+    def go_round(self, order: list[int] | None = None) -> list[tuple[str, int]]:
+        """Uses the blocks in order; returns what came and left."""
+        self.events.clear()
+        self.manager.begin_pass("loop")
+        for number in range(len(self.blocks)) if order is None else order:
+            self.use(number)
+        return list(self.events)
+
+    def check(self) -> None:
+        self.manager.table.check()
+        slots = self.manager.slots
+        present = {r.block.id for r in self.manager.table if r.extent is not None}
+        assert set(slots.current) == present
+        assert set(map(id, slots.by_address.values())) == set(map(id, slots.current.values()))
+        for block, value in zip(self.blocks, self.values, strict=True):
+            assert self.manager.read(block)[0].eq(value).all()
+
+
+@contextmanager
+def loop(blocks: int, slots: int, *, depth: Any = 1, large: int = 0) -> Iterator[Loop]:
+    """Opens a manager; ``large`` of its blocks have two pages."""
+    manager = BlockManager(
+        Settings(
+            device="cpu",
+            hbm=slots * PAGE,
+            dram=2 * blocks * PAGE,
+            nvme=(),
+            nvme_bytes=None,
+            policy=Policy(params="dram"),
+            prefetch_depth=depth,
+        )
+    )
+    manager.prefetcher._dram = manager.prefetcher._works = True
+    pages = [2 if number < large else 1 for number in range(blocks)]
+    made = manager.add_blocks(
+        [
+            (f"b{n}", Role.PARAM, [TensorShape("w", (p * PAGE,), (1,), torch.uint8, 1)])
+            for n, p in enumerate(pages)
+        ]
+    )
+    for number, (block, p) in enumerate(zip(made, pages, strict=True)):
+        manager.write_home(block, [torch.full((p * PAGE,), number, dtype=torch.uint8)])
+    found = Loop(manager, made, list(range(blocks)))
+    up, left = manager.copy.up, manager.traffic.leave
+
+    def rising(target: torch.Tensor, *args: Any) -> Any:
+        found.events.append(("up", target.data_ptr() - manager.arena.address))
+        return up(target, *args)
+
+    def leaving(block_id: int, **options: Any) -> None:
+        found.events.append(("left", block_id))
+        left(block_id, **options)
+
+    manager.copy.up = rising  # type: ignore[method-assign]
+    manager.traffic.leave = leaving  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        manager.close()
+
+
+def decide_always(made: Loop) -> None:
+    """Has every pass decided anew."""
+    made.manager.steady.begin = lambda *_: False  # type: ignore[method-assign]
+
+
+def until_it_repeats(made: Loop) -> None:
+    for _ in range(40):
+        made.go_round()
+        if made.manager.steady.repeating:
+            return
+    raise AssertionError("the loop is never taken for steady")
+
+
+def test_nothing_is_decided_in_a_loop_that_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    with loop(7, 3) as made:
+        until_it_repeats(made)
+        made.manager.pacing.estimates.wants = lambda _: False  # type: ignore[method-assign]
+        before = made.manager.stats()
+
+        def decided(*_: object) -> None:
+            raise AssertionError("this had been decided")
+
+        for owner, name in ((Prefetcher, "look_ahead"), (Space, "place"), (Space, "used")):
+            monkeypatch.setattr(owner, name, decided)
+        for _ in range(5):
+            made.go_round()
+        after = made.manager.stats()
+        assert after.misses == before.misses and after.hits == before.hits + 35
+        assert after.prefetches - before.prefetches == after.evictions - before.evictions > 0
+        moved = after.links["dram->hbm"].moves - before.links["dram->hbm"].moves
+        assert moved == after.prefetches - before.prefetches
+        assert after.prefetch_wasted == before.prefetch_wasted
+        made.check()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    blocks=st.integers(2, 9),
+    slots=st.integers(2, 10),
+    depth=st.sampled_from(["auto", 1, 2, 3]),
+    large=st.integers(0, 3),
+    seed=st.integers(0, 1 << 20),
+)
+def test_what_is_done_again_is_what_would_have_been_decided(
+    blocks: int, slots: int, depth: Any, large: int, seed: int
+) -> None:
+    order = list(range(blocks)) + random.Random(seed).choices(range(blocks), k=blocks // 2)
+    slots += 2 * (large > 0)
+    with (
+        loop(blocks, slots, depth=depth, large=large) as one,
+        loop(blocks, slots, depth=depth, large=large) as other,
+    ):
+        decide_always(other)
+        for made in (one, other):  # estimates from the host's clock would differ
+            made.manager.pacing.estimates.wants = lambda _: False  # type: ignore[method-assign]
+        for _ in range(8):
+            assert one.go_round(order) == other.go_round(order)
+        mine, theirs = one.manager.stats(), other.manager.stats()
+        for name in ("hits", "misses", "prefetches", "prefetch_wasted", "evictions"):
+            assert getattr(mine, name) == getattr(theirs, name), name
+        one.check()
+
+
+def lease(made: Loop, number: int) -> Callable[[], None]:
+    made.manager.acquire(made.blocks[number])
+    return lambda: made.manager.release(made.blocks[number])
+
+
+def look(made: Loop, number: int) -> Callable[[], None]:
+    slot = made.manager.acquire(made.blocks[number])
+    seen, value = slot.views[0].view(-1), made.values[number]
+    made.manager.release(made.blocks[number])
+
+    def stop() -> None:
+        assert seen.eq(value).all(), "bytes that somebody looked at were overwritten"
+
+    return stop
+
+
+def point(made: Loop, number: int) -> Callable[[], None]:
+    slot = made.manager.slot_at_hand(made.blocks[number])
+    if slot is not None:
+        slot.pointed = 0  # nobody is there: who wants it is asked about, and finds nothing
+    return lambda: None
+
+
+def write(made: Loop, number: int) -> Callable[[], None]:
+    made.use(number, write=True)
+    return lambda: None
+
+
+def evict(made: Loop, number: int) -> Callable[[], None]:
+    record = made.manager.record(made.blocks[number])
+    if record.usable and made.manager.space.clear([record.extent.offset], wait=True):  # type: ignore[union-attr]
+        assert not record.usable
+    return lambda: None
+
+
+def discard(made: Loop, number: int) -> Callable[[], None]:
+    block = made.blocks[number]
+    made.manager.discard(block)
+    made.values[number] = 250
+    made.manager.write_home(block, [torch.full((block.nbytes,), 250, dtype=torch.uint8)])
+    return lambda: None
+
+
+def keep_out(made: Loop, number: int) -> Callable[[], None]:
+    """Uses another block at a moment when nobody foresees it."""
+    made.use(number)
+    return lambda: None
+
+
+DISTURBANCES = [lease, look, point, write, evict, discard, keep_out]
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 1 << 30), blocks=st.integers(4, 9), slots=st.integers(3, 6))
+def test_whatever_happens_in_a_loop_that_repeats_no_byte_is_lost(
+    seed: int, blocks: int, slots: int
+) -> None:
+    rng = random.Random(seed)
+    with loop(blocks, slots) as made:
+        for _ in range(5):
+            made.go_round()
+        for _ in range(6):
+            at = rng.randrange(blocks)
+            stop: Callable[[], None] = lambda: None  # noqa: E731
+            made.manager.begin_pass("loop")
+            for number in range(blocks):
+                if number == at:
+                    stop = rng.choice(DISTURBANCES)(made, rng.randrange(blocks))
+                if rng.random() < 0.97:
+                    made.use(number)
+            stop()
+            del stop
+            for _ in range(rng.randrange(3)):
+                made.go_round()
+            made.check()
+
+
+@pytest.mark.parametrize("disturb", [lease, look, write])
+def test_a_block_in_use_is_not_the_one_that_leaves(disturb: Callable[..., Any]) -> None:
+    """Whichever block it is, and wherever in the pass."""
+    for number in range(6):
+        for at in range(6):
+            with loop(6, 4) as made:
+                until_it_repeats(made)
+                made.manager.begin_pass("loop")
+                stop: Callable[[], None] = lambda: None  # noqa: E731
+                for use in range(6):
+                    if use == at:
+                        stop = disturb(made, number)
+                    made.use(use)
+                stop()
+                del stop
+                made.check()
+
+
+def test_another_order_is_decided_anew_and_learned() -> None:
+    with loop(8, 3) as made:
+        until_it_repeats(made)
+        steady = made.manager.steady
+        order = [0, 3, 1, 2, 5, 4, 7, 6]
+        made.go_round(order)
+        assert not steady.repeating
+        until = [made.go_round(order) and steady.repeating for _ in range(8)]
+        assert any(until)
+        made.check()
+
+
+def test_a_block_that_left_in_between_is_fetched_ahead() -> None:
+    with loop(5, 5) as made:
+        until_it_repeats(made)
+        before = made.manager.stats()
+        made.manager.space.evict(made.manager.record(made.blocks[3]))
+        made.go_round()
+        after = made.manager.stats()
+        assert after.misses == before.misses and after.prefetches == before.prefetches + 1
+        made.manager.begin_pass("loop")
+        made.use(0)
+        until_it_repeats(made)
+        made.manager.begin_pass("loop")
+        made.use(0)
+        made.manager.space.evict(made.manager.record(made.blocks[3]))
+        for number in range(1, 5):
+            made.use(number)
+        assert made.manager.stats().misses == after.misses
+
+
+def test_a_new_plan_is_followed_at_once() -> None:
+    with loop(8, 4) as made:
+        until_it_repeats(made)
+        made.manager.pacing.estimates.version += 1
+        made.go_round()
+        assert not made.manager.steady.repeating
+        until_it_repeats(made)
+
+
+def test_a_pass_that_is_measured_is_decided() -> None:
+    with loop(7, 3) as made:
+        until_it_repeats(made)
+        made.manager.pacing.estimates.wants = lambda _: True  # type: ignore[method-assign]
+        made.go_round()
+        assert not made.manager.steady.repeating
+        made.manager.pacing.estimates.wants = lambda _: False  # type: ignore[method-assign]
+        made.go_round()
+        assert made.manager.steady.repeating  # it did what those before it did
+
+
+def test_passes_that_write_are_not_repeated() -> None:
+    with loop(6, 3) as made:
+        for _ in range(8):
+            made.manager.begin_pass("loop")
+            for number in range(6):
+                made.use(number, write=number == 2)
+            assert not made.manager.steady.repeating
+        made.check()
+
+
+def test_a_copy_that_fails_leaves_both_blocks_where_they_can_be_had() -> None:
+    with loop(7, 3) as made:
+        until_it_repeats(made)
+        manager = made.manager
+        manager.begin_pass("loop")
+        up = manager.copy.up
+
+        def fails(*_: object) -> None:
+            raise OSError("no")
+
+        manager.copy.up = fails  # type: ignore[method-assign]
+        with pytest.raises(OSError, match="no"):
+            for number in range(7):
+                made.use(number)
+        manager.copy.up = up  # type: ignore[method-assign]
+        assert not any(record.leases for record in manager.table)
+        made.check()
+        for _ in range(4):
+            made.go_round()
+        made.check()
+
+
+def test_old_schedules_are_let_go() -> None:
+    with loop(5, 3) as made:
+        for number in range(40):
+            made.manager.begin_pass(("loop", number), [block.id for block in made.blocks])
+            for use in range(5):
+                made.use(use)
+        assert len(made.manager.steady._tapes) <= 16
+        assert isinstance(made.manager.steady, Steady)

@@ -1,0 +1,44 @@
+"""What to say where a block finds no room in HBM: what is in its way, and how much would do."""
+
+from __future__ import annotations
+
+from tiermem.config import format_size
+from tiermem.core.block import Block, align_up
+from tiermem.core.residency import ResidencyTable
+from tiermem.errors import CapacityError
+from tiermem.runtime.slots import SlotCache
+
+_SEEN = "still referred to"
+
+
+def too_small(block: Block, table: ResidencyTable, slots: SlotCache) -> CapacityError:
+    """Returns the error of a block that does not fit beside what cannot leave.
+
+    Args:
+        block: The block.
+        table: Who is where.
+        slots: What is seen by whom.
+    """
+    held = []
+    for record in table:
+        slot = slots.current.get(record.block.id)
+        if record.extent is None or slot is None:
+            continue
+        if record.leases or record.fixed or slot.aliased:
+            why = "leased" if record.leases else "fixed" if record.fixed else _SEEN
+            held.append((record.block.nbytes, record.block.name, why))
+    for extent in table.orphans():
+        held.append((extent.nbytes, "a block that is gone", _SEEN))
+    held.sort(reverse=True)
+    capacity = table.hbm.capacity
+    least = sum(entry[0] for entry in held) + align_up(block.nbytes)
+    pieces = ""
+    if least <= capacity:  # it would fit if what is free lay together
+        pieces = ", and what is free lies in pieces between blocks that cannot be moved"
+        least = capacity + align_up(block.nbytes)
+    names = ", ".join(f"{name!r} ({format_size(n)}, {why})" for n, name, why in held[:6])
+    return CapacityError(
+        f"block {block.name!r} ({format_size(block.nbytes)}) does not fit in tier hbm "
+        f"({format_size(capacity)}) beside {names or 'nothing'}{pieces}; give hbm= at "
+        f"least {least}, or wrap with smaller blocks"
+    )

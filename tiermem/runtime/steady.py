@@ -1,0 +1,260 @@
+"""What a loop that repeats did at each use, to be done again without being decided anew.
+
+Once two passes in a row, with one plan, had the same blocks come into the places of the same
+others, the next one will as well: what decides is the schedule, the plan and who is where. So
+it is looked up. Who is where is still looked at, since a wrong guess must cost time and nothing
+else: a block that is written, held, seen by somebody or not there any more stays as it is, and
+the rest of the pass is decided as the first one was.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tiermem.core.block import Extent, Tier
+from tiermem.core.residency import Record, State
+from tiermem.core.schedule import Schedule
+
+if TYPE_CHECKING:
+    from tiermem.runtime.manager import BlockManager
+
+_MOST_TAPES = 16
+_HARVEST = 8
+
+
+@dataclass(slots=True, eq=False)
+class Swap:
+    """One block that comes into the place of another.
+
+    Attributes:
+        comes: Who comes.
+        leaves: Who leaves for it.
+        nbytes: Size of the place, wherever it is: a loop may go round its slots more slowly than
+            round its blocks.
+        position: Where in the schedule it is used.
+        passes: How many passes later that is.
+        key: Name of that pass.
+    """
+
+    comes: Record
+    leaves: Record
+    nbytes: int
+    position: int
+    passes: int = 0
+    key: Hashable = None
+
+
+@dataclass(slots=True, eq=False)
+class _Tape:
+    """What passes of one schedule and plan did.
+
+    Attributes:
+        outlook: The plan.
+        done: What the last of them did: place in the schedule, who came, who left, size.
+        steps: What to do at each place of it; None until two passes did the same.
+    """
+
+    outlook: object
+    done: list[tuple[int, int, int, int]] | None = None
+    steps: list[list[Swap]] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """A pass that decides for itself, as it is written down.
+
+    Attributes:
+        schedule: What it goes by.
+        tape: Where it will be kept.
+        places: How often room had been asked for when it began.
+        swaps: What it does, by place in the schedule.
+    """
+
+    schedule: Schedule
+    tape: _Tape
+    places: int
+    swaps: list[tuple[int, Swap]] = field(default_factory=list)
+
+
+class Steady:
+    """Writes down what passes do, and does it again; under the manager's lock."""
+
+    def __init__(self, manager: BlockManager) -> None:
+        """Works for ``manager``."""
+        self._manager = manager
+        self._planner = manager.planner
+        self._space = manager.space
+        self._traffic = manager.traffic
+        self._waste = manager.traffic.waste
+        self._pacing = manager.pacing
+        self._counters = manager.counters
+        self._current = manager.slots.current
+        self._holders = manager.holders
+        self._tapes: dict[Schedule, _Tape] = {}
+        self._open: _Pass | None = None
+        self._steps: list[list[Swap]] | None = None
+        self._schedule: Schedule | None = None
+        self._cursor = 0
+        self._places = 0
+        self._changes = 0
+        self._number = 0
+
+    @property
+    def repeating(self) -> bool:
+        """Whether the pass under way does what those before it did."""
+        return self._steps is not None
+
+    def begin(self, outlook: object, number: int) -> bool:
+        """Says that a pass begins, the planner and the plan being ready for it.
+
+        Args:
+            outlook: The plan.
+            number: Of the pass.
+
+        Returns:
+            Whether it repeats those before it, and what is due now has been done.
+        """
+        undisturbed = self._steps is None or self._traffic.changes == self._changes
+        self._close()
+        schedule = self._planner.schedule
+        tape = self._tapes.get(schedule)
+        if tape is None or tape.outlook is not outlook:
+            self._tapes.pop(schedule, None)
+            tape = self._tapes[schedule] = _Tape(outlook)
+            if len(self._tapes) > _MOST_TAPES:
+                del self._tapes[next(iter(self._tapes))]
+        self._places = self._space.places
+        if not undisturbed:
+            tape.done = tape.steps = None
+        if tape.steps is None or self._pacing.sampling or self._disk_at_work():
+            self._open = _Pass(schedule, tape, self._places)
+            return False
+        self._steps, self._schedule = tape.steps, schedule
+        self._cursor, self._number, self._changes = -1, number, self._traffic.changes
+        self._space.lose_track()
+        return self.repeat()
+
+    def note(self, record: Record, extent: Extent, position: int) -> None:
+        """Says that a block is on its way up ahead of its use.
+
+        Args:
+            record: The block.
+            extent: Its place.
+            position: Uses until it is needed.
+        """
+        noted, leaves = self._open, self._space.left
+        if noted is not None and leaves is not None:
+            cursor = self._planner.cursor
+            swap = Swap(record, leaves, extent.nbytes, cursor + position)
+            noted.swaps.append((cursor, swap))
+
+    def repeat(self) -> bool:
+        """Does what the passes before did at this use; returns False where it is to be decided."""
+        steps = self._steps
+        if steps is None:
+            return False
+        planner = self._planner
+        cursor = planner.cursor
+        if (
+            cursor != self._cursor + 1
+            or cursor >= len(steps)
+            or planner.schedule is not self._schedule
+            or self._space.places != self._places
+            or self._traffic.changes != self._changes
+        ):
+            return self._stop()
+        self._cursor = cursor
+        if self._pacing.pending:
+            self._pacing.harvest(_HARVEST)
+        if self._waste.pending:
+            self._waste.used(planner.last)
+        for swap in steps[cursor]:
+            if not self._swap(swap):
+                return self._stop()
+        return True
+
+    # -- inside ----------------------------------------------------------
+
+    def _swap(self, swap: Swap) -> bool:
+        """Makes one exchange, if both blocks are as they were before."""
+        comes, leaves = swap.comes, swap.leaves
+        slot = self._current.get(leaves.block.id)
+        if (
+            slot is None
+            or slot.extent.nbytes != swap.nbytes
+            or leaves.in_hbm is not State.VALID
+            or leaves.at_home is not State.VALID
+            or leaves.leases
+            or leaves.fixed
+            or comes.in_hbm is not State.ABSENT
+            or comes.at_home is not State.VALID
+            or (slot.pointed and not slot.idle)
+        ):
+            return False
+        if slot.pointed:
+            holder = self._holders.get(leaves.block.id)
+            if holder is not None:
+                holder.unpoint()
+        if slot.aliased:
+            return False
+        self._traffic.exchange(leaves, comes)
+        self._changes += 1
+        counters = self._counters
+        counters.evictions += 1
+        counters.prefetches += 1
+        self._waste.pending[comes.block.id] = (self._number + swap.passes, swap.key)
+        return True
+
+    def _stop(self) -> bool:
+        """Has the rest of the pass be decided, and passes be watched anew."""
+        if self._schedule is not None:
+            self._tapes.pop(self._schedule, None)
+        self._steps = self._schedule = None
+        return False
+
+    def _close(self) -> None:
+        """Keeps what the pass before did, and makes steps of it if it is what its own did."""
+        noted, self._open = self._open, None
+        self._steps = self._schedule = None
+        if noted is None:
+            return
+        tape, swaps = noted.tape, noted.swaps
+        if self._space.places != noted.places + len(swaps) or not self._from_dram(noted):
+            tape.done = tape.steps = None  # it also did what is not done again that simply
+            return
+        done = [
+            (cursor, swap.comes.block.id, swap.leaves.block.id, swap.nbytes)
+            for cursor, swap in swaps
+        ]
+        again = done == tape.done
+        tape.done, tape.steps = done, self._steps_of(noted) if again else None
+
+    def _steps_of(self, noted: _Pass) -> list[list[Swap]]:
+        """Returns what was done at each place of a pass."""
+        schedule = noted.schedule
+        passes = schedule.passes
+        end = passes[1][0] if len(passes) > 1 else len(schedule)
+        steps: list[list[Swap]] = [[] for _ in range(end + 1)]
+        for cursor, swap in noted.swaps:
+            if cursor > end:
+                break
+            number = bisect_right(passes, swap.position, key=lambda entry: entry[0]) - 1
+            if number >= 0:
+                swap.passes, swap.key = number, passes[number][1]
+            steps[cursor].append(swap)
+        return steps
+
+    def _from_dram(self, noted: _Pass) -> bool:
+        """Whether what a pass needs is in HBM or DRAM, so that no disk is asked for anything."""
+        if self._manager.mover is None:
+            return True
+        records = map(self._manager.table.get, set(noted.schedule.order))
+        return not any(record is None or record.home is Tier.NVME for record in records)
+
+    def _disk_at_work(self) -> bool:
+        """Whether what a disk does has to be looked at now and then."""
+        traffic = self._traffic
+        return bool(traffic.flights or traffic.ahead.reading or traffic.ahead.staged)

@@ -1,0 +1,115 @@
+"""A block is used: it is brought up if need be, leased, and what comes next is fetched."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tiermem.core.block import Block
+from tiermem.core.residency import Record, State
+from tiermem.errors import ConfigError, InvariantError
+from tiermem.runtime.slots import Slot
+
+if TYPE_CHECKING:
+    from tiermem.runtime.manager import BlockManager
+
+
+class Uses:
+    """What :meth:`BlockManager.acquire` does under the manager's lock."""
+
+    def __init__(self, manager: BlockManager) -> None:
+        """Works for ``manager``."""
+        self._manager = manager
+        self._table = manager.table
+        self._get = manager.table.get
+        self._planner = manager.planner
+        self._debts = manager.debts
+        self._pacing = manager.pacing
+        self._counters = manager.counters
+        self._copy = manager.copy
+        self._space = manager.space
+        self._traffic = manager.traffic
+        self._ready = manager.traffic.ready
+        self._current = manager.slots.current
+        self._prefetcher = manager.prefetcher
+        self._steady = manager.steady
+
+    def take(self, block: Block) -> Slot:
+        """Brings a block into HBM and leases it; see :meth:`BlockManager.acquire`."""
+        if self._manager.closed:
+            self._manager.guard()
+        block_id = block.id
+        if self._debts.owed:
+            self._debts.pay(block_id)
+            self._debts.collect()
+        record = self._get(block_id) or self._table[block_id]
+        leases = record.leases
+        if self._copy.capturing():
+            return self._captured(record)
+        try:
+            pacing = self._pacing
+            moved_on = self._planner.touch(block_id)
+            if moved_on and pacing.sampling:
+                pacing.arrived()
+            state = record.in_hbm
+            if state is State.VALID or state is State.DIRTY:
+                self._counters.hits += 1
+            else:
+                self._bring(record)
+            if self._manager.largest_later and not leases:
+                self._space.tidy(record, self._manager.largest_later)
+            self._table.lease(block_id)
+            self._copy.use(self._ready.get(block_id))
+            if moved_on and not self._steady.repeat():
+                self._space.used(block_id)
+                self._prefetcher.run()
+                if pacing.sampling:
+                    pacing.started(record, self._ready.get(block_id))
+            return self._current[block_id]
+        except BaseException:
+            if record.leases > leases:
+                self._table.release(block_id)
+            raise
+
+    def place_blank(self, record: Record) -> None:
+        """Gives a block without data a place, to be written there."""
+        extent = self._space.place(record.block, None)
+        if extent is None:
+            raise InvariantError(f"no place for block {record.block.name!r}")
+        self._traffic.blank(record, extent)
+
+    def _bring(self, record: Record) -> None:
+        """Makes the HBM copy usable, waiting for what has to be waited for.
+
+        A fetch ahead that failed says nothing: it is made again, and that one's error counts.
+        """
+        self._counters.misses += 1
+        block, traffic = record.block, self._traffic
+        asked = False
+        while not record.usable:
+            if record.in_hbm is not State.ABSENT:
+                if block.id in traffic.flights:
+                    self._prefetcher.look_ahead()  # what comes next is asked for before the wait
+                error = traffic.settle(block.id)
+                if error is not None and asked:
+                    raise error
+            elif record.defined:
+                extent = self._space.place(block, None)
+                if extent is None:
+                    raise InvariantError(f"no place for block {block.name!r}")
+                asked = self._prefetcher.stage_now(record)
+                traffic.fill(record, extent, self._prefetcher.look_ahead)
+            else:
+                self.place_blank(record)
+
+    def _captured(self, record: Record) -> Slot:
+        """Leases a block for kernels that a CUDA graph records: its address must hold for good."""
+        block = record.block
+        if not record.fixed:
+            raise ConfigError(
+                f"block {block.name!r} (home tier {record.home.value}) cannot be used while a CUDA "
+                "graph is captured: it may be at another address when the graph is replayed. Give "
+                'it the home tier hbm (policy={"params": "hbm"}), or capture and replay inside '
+                "tier.materialize(module)"
+            )
+        self._table.lease(block.id)
+        return self._current[block.id]
