@@ -53,30 +53,38 @@ def test_the_share_of_the_reference_machine() -> None:
 
 @settings(max_examples=300)
 @given(elements=st.lists(st.integers(1, 10**9), max_size=60), rates=RATES)
-def test_blocks_are_spread_evenly(elements: list[int], rates: Rates) -> None:
+def test_the_host_has_no_more_than_its_share_and_is_through_in_time(
+    elements: list[int], rates: Rates
+) -> None:
     chosen = spread(elements, rates)
     assert len(chosen) == len(elements)
     pace = rates.seconds(rates.best_share())
-    able, left = [], sum(elements)
-    for count in elements:
-        left -= count
-        able.append(left * pace >= count * rates.host)
+    whole, largest = sum(elements), max(elements, default=0)
+    share = rates.best_share() * whole
+    able = [
+        count > largest // 64 and sum(elements[i + 1 :]) * pace >= count * rates.host
+        for i, count in enumerate(elements)
+    ]
     assert not any(on for on, can in zip(chosen, able, strict=True) if not can)
     total = sum(n for n, can in zip(elements, able, strict=True) if can)
-    density = min(1.0, rates.best_share() * sum(elements) / total) if total else 0.0
-    largest = max(elements, default=0)
-    due = had = 0.0
-    for count, on_host, can in zip(elements, chosen, able, strict=True):
-        due += count * density if can else 0.0
-        had += count if on_host else 0.0
-        assert abs(due - had) <= largest * (0.5 + 1e-6)  # at every moment of backward
+    had = through = 0.0
+    for i, (count, on_host) in enumerate(zip(elements, chosen, strict=True)):
+        if not on_host:
+            continue
+        had += count
+        passed = sum(n for n, can in zip(elements[: i + 1], able, strict=False) if can)
+        assert had <= passed * min(1.0, share / total) + largest * (0.5 + 1e-6)
+        arrives = sum(elements[: i + 1]) * pace
+        through = max(through, arrives) + count * rates.host
+        needed = whole * pace + (whole * pace - arrives) / 4  # forward, at its pace, comes to it
+        assert through <= needed * (1 + 1e-9)
 
 
 def test_the_last_blocks_of_backward_are_the_devices() -> None:
     layers = [100] + [100] * 28 + [98]  # head, layers from the last to the first, embedding
     chosen = spread(layers, REFERENCE)
-    assert not any(chosen[-1:])
-    assert sum(chosen) == pytest.approx(REFERENCE.best_share() * len(layers), abs=1)
+    assert not any(chosen[-2:])
+    assert sum(chosen) == pytest.approx(REFERENCE.best_share() * len(layers), abs=1.5)
     gaps = [i for i, on_host in enumerate(chosen) if on_host]
     between = [b - a for a, b in itertools.pairwise(gaps)]
     assert max(between) - min(between) <= 1

@@ -260,6 +260,47 @@ class Allocator:
         begin = max(start, min(first, end - size), low)
         return Window(Extent(begin, size), tuple(sorted(victims)), total)
 
+    def next_window(self, start: int, nbytes: int, leaves: Callable[[int], bool]) -> Window | None:
+        """Finds the first run at or behind an address of gaps and extents that may leave.
+
+        Handing out one such window behind the other goes through the store in circles: what
+        leaves next has been there longest.
+
+        Args:
+            start: First byte that the window may have; if there is none, the search begins anew
+                at 0.
+            nbytes: Bytes wanted; rounded up to the alignment.
+            leaves: Whether the extent at an offset may leave.
+
+        Returns:
+            A window at no cost, or None.
+        """
+        size = self._size(nbytes)
+        for low in (start, 0) if start else (0,):
+            index = bisect_left(self._order, low)
+            before = self._order[index - 1] if index else 0
+            begin = max(low, before + self._taken.get(before, 0)) if index else low
+            victims: list[int] = []
+            for offset in self._order[index:]:
+                if offset - begin >= size:
+                    break
+                end = offset + self._taken[offset]
+                if leaves(offset):
+                    victims.append(offset)
+                    if end - begin >= size:
+                        break
+                else:
+                    begin, victims = end, []
+            else:
+                if self.capacity - begin < size:
+                    continue
+            return Window(Extent(begin, size), tuple(victims), 0.0)
+        return None
+
+    def is_free(self, extent: Extent) -> bool:
+        """Whether no byte of ``extent`` is taken."""
+        return sum(gap.nbytes for gap in self.gaps_in(extent.offset, extent.end)) == extent.nbytes
+
     def _with_gaps(self, start: int, end: int, low: int, high: int) -> tuple[int, int]:
         """Returns a run together with the gaps that touch it, all within ``[low, high)``."""
         index = bisect_left(self._gaps, (start,))

@@ -22,6 +22,13 @@ _CHUNKS = 4  # of host memory each way, more than caches hold
 _COPIES = 96
 _ROUNDS = 3
 _PIECES = 4
+_LATE = 1.1
+"""So many times the measured time of a step may take before somebody waits for it."""
+_FORWARD = 0.25
+"""Of backward's time for a block: the time of forward, with recomputation."""
+_SLACK = 0.05
+"""Of backward: how long before its end the host shall be through."""
+_LITTLE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +94,8 @@ def spread(elements: Sequence[int], rates: Rates) -> list[bool]:
     """Shares blocks out between host and device for steps inside backward.
 
     The host's are spread evenly over backward, so that neither side is ever without work, except
-    over its end: what the host could not finish before the end is stepped on the device, as the
-    next forward begins with just these blocks.
+    over its end: what the host, which takes one after another, would not have finished when the
+    next forward comes to it is stepped on the device. That forward begins with just these blocks.
 
     Args:
         elements: Sizes of the blocks, in the order in which backward comes to them.
@@ -98,21 +105,29 @@ def spread(elements: Sequence[int], rates: Rates) -> list[bool]:
         For each block whether the host has it.
     """
     share = rates.best_share()
+    # what is next to nothing is not worth a place in the host's queue
+    little = max(elements, default=0) // _LITTLE
     pace = rates.seconds(share)  # of backward, per element, if nothing else is slower
     left = sum(elements)
     wanted = share * left
     early = []
     for count in elements:
         left -= count
-        early.append(left * pace >= count * rates.host)
+        early.append(count > little and left * pace >= count * rates.host)
     able = sum(n for n, is_early in zip(elements, early, strict=True) if is_early)
     density = min(1.0, wanted / able) if able else 0.0
-    credit = 0.0
+    total, credit, now, free = sum(elements) * pace, 0.0, 0.0, 0.0
+    # where backward takes longer than foreseen, the host's last gradients come later too
+    slack = total * _SLACK
     chosen = []
     for count, is_early in zip(elements, early, strict=True):
+        now += count * pace
+        over = max(now, free) + count * rates.host * _LATE
         credit += count * density if is_early else 0.0
-        chosen.append(is_early and density > 0 and credit >= count / 2)
-        credit -= count if chosen[-1] else 0.0
+        in_time = over + slack <= total + (total - now) * _FORWARD
+        chosen.append(is_early and density > 0 and credit >= count / 2 and in_time)
+        if chosen[-1]:
+            credit, free = credit - count, over
     return chosen
 
 

@@ -35,6 +35,8 @@ _STAY = 1.25
 and so many times shorter it has to be before that way is taken again."""
 _MORE_DRAM = 1.125
 """So many times the spare DRAM that a plan was made for is worth another one."""
+_OF_A_TURN = 0.5
+"""Of the uses in which a loop fills HBM once: what comes again within them stays."""
 _READ_ONLY = (Role.PARAM, Role.BUFFER, Role.QUANT)
 
 
@@ -48,6 +50,7 @@ class Outlook:
         ahead: Bytes of HBM that may be fetched ahead, the last block of them not counted.
         timetable: When fetches are due.
         through_dram: Whether blocks come from files by way of DRAM, where the plan does not say.
+        turn: Uses within which what comes again stays, where HBM is handed out in circles; else 0.
     """
 
     made_of: tuple[int, ...]
@@ -55,6 +58,7 @@ class Outlook:
     ahead: int
     timetable: Timetable
     through_dram: bool
+    turn: int = 0
 
 
 class Outlooks:
@@ -106,8 +110,12 @@ class Outlooks:
         fixed = sum(record.block.nbytes for record in table if record.fixed)
         room = self._capacity - fixed
         plan = Plan(frozenset(), room)
+        turn = 0
         if loose and all(r.block.role in _READ_ONLY for r in loose.values()):
             plan = self._keep_steady(schedule, sizes, room, compute, fetch, held, beside)
+        elif beside and sum(sizes.values()) > room:
+            used = sum(sizes.get(block, 0) for block in order)
+            turn = max(1, int(_OF_A_TURN * len(order) * room / used))
         through = (
             beside
             and plan.in_dram is None
@@ -125,7 +133,7 @@ class Outlooks:
         largest = largest_beside(sizes, plan.residents)
         if plan.residents and largest:  # beside the block in use, and one more
             ahead = plan.reserve - 2 * largest + 1
-        return Outlook(made_of, plan, ahead, timetable, through)
+        return Outlook(made_of, plan, ahead, timetable, through, turn)
 
     def _keep_steady(
         self,

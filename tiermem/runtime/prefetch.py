@@ -174,6 +174,7 @@ class Prefetcher:
             return blocks < self._depth
         if self._timetable.knows(self._next):
             due = blocks < _AUTO_BLOCKS or self._timetable.due(self._next, self._cursor)
+            due = due or self._manager.space.turns.uses > 0  # as far as there is room: see Turns
             return blocks == 0 or (due and self._nbytes < self._most)
         return blocks < _AUTO_BLOCKS or (self._nbytes < self._least and blocks < _MOST_BLOCKS)
 
@@ -286,6 +287,7 @@ class Prefetcher:
         self._timetable = outlook.timetable
         plan = outlook.plan
         self._manager.space.keep(plan.residents, plan.slot)
+        self._manager.space.turns.uses = outlook.turn
         self._most = outlook.ahead
         self._shared = plan.in_dram is not None and self._dram
         if not self._shared or plan.in_dram is None:

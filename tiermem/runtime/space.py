@@ -17,6 +17,7 @@ from tiermem.runtime.refusal import too_small
 from tiermem.runtime.slots import Holder, Slot, SlotCache
 from tiermem.runtime.stats import Counters
 from tiermem.runtime.traffic import Traffic
+from tiermem.runtime.turns import Turns
 
 _CANDIDATES = 4
 _ATTEMPTS = 3
@@ -33,6 +34,7 @@ class Space:
     Attributes:
         holders: Who points parameters at which block.
         residents: Blocks that shall stay while the present loop goes on.
+        turns: Hands HBM out in circles, where a loop writes what it streams.
         unseen: Leases under way of whom nobody has seen an address yet, by block.
         places: How often room was asked for.
         left: Who left for the one that got it last, if the place just changed hands.
@@ -66,6 +68,7 @@ class Space:
         self._compactor = Compactor(self, counters)
         self._orphans: list[Slot] = []
         self._queue = NextUseQueue()
+        self.turns = Turns(self, planner)
 
     # -- who stays -------------------------------------------------------
 
@@ -184,7 +187,8 @@ class Space:
         self.left = None
         resorts = 0
         parts = self._parts_for(block)
-        extent = self._exchange(block, position, parts)
+        extent = self.turns.place(block, position) if self.turns.uses else None
+        extent = extent or self._exchange(block, position, parts)
         if extent is not None:
             return extent
         while True:
