@@ -16,7 +16,7 @@ _SMALL = (
 _ACTIVATIONS = f"{_SMALL} --activation-min 4KiB --dram 16MiB"
 _FEW = "--repeats 1 --steps 2"
 _4K_STEPS = (
-    "--tokens 4096 --overlap backward --repeats 1 --steps 3 --warm 4 --check-steps 1 "
+    "--tokens 4096 --hbm 2.3GiB --overlap backward --repeats 2 --steps 5 --warm 6 --check-steps 1 "
     "--raw-repeats 1"
 )
 
@@ -28,20 +28,25 @@ def step(name: str, line: str, small: str, seconds: int) -> Step:
 
 
 STEPS = (
-    step("4k-device", f"{_4K_STEPS} --where device", _SMALL, 60),
-    step("4k-both", f"{_4K_STEPS} --where both", _SMALL, 60),
-    step("4k-peers", f"--what peers --tokens 4096 --where both --warm 3 {_FEW}", _SMALL, 110),
+    step("4k-device", f"{_4K_STEPS} --where device", _SMALL, 80),
+    step("4k-both", f"{_4K_STEPS} --where both", _SMALL, 80),
+    step(
+        "4k-peers",
+        f"--what peers --tokens 4096 --hbm 2.3GiB --where both --overlap backward --warm 4 {_FEW}",
+        _SMALL,
+        110,
+    ),
     step(
         "16k",
-        "--tokens 16384 --micro 1 4 --where both --overlap backward --warm 4 --check-steps 1 "
-        f"--raw-repeats 1 {_FEW}",
+        "--tokens 16384 --micro 1 4 --hbm 4GiB --where both --overlap backward --warm 5 "
+        "--check-steps 1 --raw-repeats 1 --repeats 2 --steps 2",
         f"{_SMALL} --micro 1 4",
-        140,
+        170,
     ),
     step(
         "capped",
-        "--what capped --shape 6.7b --tokens 16384 --micro 4 --warm 1 --check-steps 1 --repeats 1 "
-        "--steps 2",
+        "--what capped --shape 6.7b --tokens 16384 --micro 4 --where both --overlap backward "
+        "--warm 3 --check-steps 1 --repeats 1 --steps 2",
         _SMALL,
         200,
     ),

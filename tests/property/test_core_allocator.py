@@ -161,3 +161,44 @@ def test_only_what_was_handed_out_comes_back() -> None:
     with pytest.raises(InvariantError):
         allocator.free(extent)
     assert allocator.gaps() == [Extent(0, 4 * ALIGNMENT)]
+
+
+@given(st.integers(1, PAGES), steps, st.integers(0, PAGES), st.integers(1, 8), st.data())
+def test_the_next_window_is_the_first_that_may_be_had(capacity, script, start, pages, data) -> None:
+    allocator, oracle = Allocator(capacity * ALIGNMENT), ByteMap(capacity)
+    for what, amount in script:
+        extent = allocator.allocate(amount) if what == "allocate" else None
+        if extent is not None:
+            oracle.put(extent)
+    for number in [n for n in oracle.extents if data.draw(st.booleans())]:
+        allocator.free(oracle.drop(number))
+    stays = {n for n in oracle.extents if data.draw(st.booleans())}
+    start = min(start, capacity - 1)
+
+    def may_be_had(first: int) -> bool:
+        inside = oracle.cells[first : first + pages]
+        whole = all(
+            oracle.cells.index(n) >= low for n in set(inside) - {0}
+        )  # one that begins before is not looked at
+        return len(inside) == pages and whole and not stays & set(inside)
+
+    expected = None
+    for low in (start, 0):
+        # a run begins at the bound, or behind something
+        for first in range(low, capacity):
+            if expected is None and may_be_had(first):
+                expected = first
+    offsets = {e.offset: n for n, e in oracle.extents.items()}
+    found = allocator.next_window(
+        start * ALIGNMENT, pages * ALIGNMENT, lambda offset: offsets[offset] not in stays
+    )
+    assert (None if found is None else found.extent.offset // ALIGNMENT) == expected
+    if found is not None:
+        first, last = found.extent.offset // ALIGNMENT, found.extent.end // ALIGNMENT
+        assert {offsets[v] for v in found.victims} >= set(oracle.cells[first:last]) - {0}
+        assert not {offsets[v] for v in found.victims} & stays
+        for victim in found.victims:
+            allocator.free(oracle.drop(offsets[victim]))
+        assert allocator.is_free(found.extent)
+        allocator.take(found.extent)
+        assert not allocator.is_free(found.extent)

@@ -188,6 +188,10 @@ class Manager(RuleBasedStateMachine):
     def disk_stops(self) -> None:
         self.engine.hold()
 
+    @rule(uses=st.integers(0, 6))
+    def circles(self, uses: int) -> None:
+        self.manager.space.turns.uses = uses
+
     # -- use -----------------------------------------------------------------
 
     def room_for(self, block: Block) -> bool:

@@ -154,6 +154,8 @@ class Prefetcher:
         while self._next < end and self._wants_more():
             record = table.get(order[self._next])
             away = record is not None and record.in_hbm is State.ABSENT
+            if away and record is not None and self._manager.lender.borrowers(record.block):
+                return  # once it is back, its copy would wait for those of what comes later
             if record is not None and away and self._is_due(record, schedule, self._next):
                 if not self._fetch(record, schedule):
                     return

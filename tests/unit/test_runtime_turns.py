@@ -1,0 +1,112 @@
+"""HBM handed out in circles: what has been there longest leaves first."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from support_runtime import PAGE, Rig, rig
+
+from tiermem.core.block import Role
+from tiermem.runtime.outlook import Outlooks
+
+
+def page_of(made: Rig, number: int) -> int:
+    extent = made.manager.table[made.blocks[number].id].extent
+    assert extent is not None
+    return extent.offset // PAGE
+
+
+@contextmanager
+def training(hbm: int, count: int, *, beside: bool = True) -> Iterator[Rig]:
+    """Opens a manager over blocks that a step writes."""
+    with rig(hbm, depth=0) as made:
+        made.manager.prefetcher._dram = beside
+        for _ in range(count):
+            made.add(1, "dram", Role.OPTIMIZER)
+        yield made
+
+
+def rounds(made: Rig, order: list[int], count: int) -> list[int]:
+    """Goes through a loop; returns where each block was in the last round."""
+    found = []
+    for _ in range(count):
+        made.manager.begin_pass("f")
+        found = []
+        for number in order:
+            made.write(made.blocks[number])
+            found.append(page_of(made, number))
+    return found
+
+
+def test_places_are_given_away_in_the_order_of_their_age() -> None:
+    with training(4, 9) as made:
+        found = rounds(made, [*range(9)], 4)
+        assert all((b - a) % 4 == 1 for a, b in itertools.pairwise(found))
+        made.check()
+
+
+def test_by_next_use_alone_the_place_just_left_is_taken() -> None:
+    with training(4, 9, beside=False) as made:
+        found = rounds(made, [*range(9)], 4)
+        assert sum(a == b for a, b in itertools.pairwise(found)) >= 4
+
+
+def test_what_comes_again_soon_stays() -> None:
+    """Block 0 is used at every second place; the circle goes around it."""
+    with training(4, 8) as made:
+        order = [n for number in range(1, 8) for n in (0, number)]
+        rounds(made, order, 3)
+        made.manager.counters.reset()
+        rounds(made, order, 2)
+        assert made.manager.stats().misses == 2 * 7
+
+
+def test_what_is_held_is_passed_by() -> None:
+    with training(4, 9) as made:
+        rounds(made, [*range(9)], 2)
+        made.manager.acquire(made.blocks[3])
+        at = page_of(made, 3)
+        found = rounds(made, [0, 1, 2, 4, 5, 6, 7, 8], 2)
+        assert at not in found
+        made.manager.release(made.blocks[3])
+        made.check()
+
+
+@pytest.mark.parametrize(("role", "circles"), [(Role.PARAM, False), (Role.OPTIMIZER, True)])
+def test_only_loops_that_write_beside_the_compute_go_in_circles(role: Role, circles: bool) -> None:
+    with rig(4) as made:
+        for _ in range(9):
+            made.add(1, "dram", role)
+        for _ in range(3):
+            made.manager.begin_pass("f")
+            for block in made.blocks:
+                made.use(block)
+        schedule, maker = made.manager.planner.schedule, Outlooks(made.manager, PAGE)
+        for beside in (False, True):
+            outlook = maker.make(schedule, maker.made_of(set()), set(), beside=beside)
+            assert (outlook.turn > 0) == (circles and beside)
+
+
+def test_copies_are_not_fetched_past_a_block_that_the_host_works_on() -> None:
+    """Its own copy, once it is back, would wait for theirs."""
+    with rig(8, [(1, "dram")] * 6, depth=4) as made:
+        manager = made.manager
+        manager.prefetcher._dram = manager.prefetcher._works = True
+        for _ in range(3):
+            manager.begin_pass("f")
+            for block in made.blocks:
+                made.use(block)
+        for block in made.blocks:
+            manager.lender.lend([block])
+            manager.lender.give_back([block])
+        manager.lender.lend([made.blocks[3]])
+        manager.begin_pass("f")
+        made.use(made.blocks[0])
+        there = [n for n, b in enumerate(made.blocks) if manager.table[b.id].usable]
+        assert there == [0, 1, 2]
+        manager.lender.give_back([made.blocks[3]])
+        for block in made.blocks[1:]:
+            made.use(block)
