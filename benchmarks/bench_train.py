@@ -62,6 +62,7 @@ from training import (
     differences,
     opened,
     parameters_of,
+    settle_python,
     taking_turns,
 )
 
@@ -214,6 +215,7 @@ class Bench:
         loops = [self.loop(each, tokens, micro) for each in (resident, trainer)]
         for loop in loops:
             loop.run(options.warm)
+        settle_python()
         tier = trainer.tier
         self.clock.wait()
         tier.reset_stats()
@@ -284,6 +286,7 @@ class Bench:
         options = self.options
         loop = self.loop(trainer, tokens, micro)
         first = loop.run(options.warm)[0].item()
+        settle_python()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         seconds = taking_turns([loop], options.repeats, options.steps)[0]

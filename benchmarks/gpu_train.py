@@ -38,7 +38,7 @@ STEPS = (
     ),
     step(
         "16k",
-        "--tokens 16384 --micro 1 4 --hbm 4GiB --where both --overlap backward --warm 5 "
+        "--tokens 16384 --micro 1 4 --hbm 4GiB --where both --overlap backward --warm 4 "
         "--check-steps 1 --raw-repeats 1 --repeats 2 --steps 2",
         f"{_SMALL} --micro 1 4",
         170,

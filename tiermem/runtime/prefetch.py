@@ -289,7 +289,10 @@ class Prefetcher:
         self._timetable = outlook.timetable
         plan = outlook.plan
         self._manager.space.keep(plan.residents, plan.slot)
-        self._manager.space.turns.uses = outlook.turn
+        turns = self._manager.space.turns
+        turns.uses = outlook.turn
+        if turns.uses:
+            turns.begin(self._number, schedule)
         self._most = outlook.ahead
         self._shared = plan.in_dram is not None and self._dram
         if not self._shared or plan.in_dram is None:

@@ -12,10 +12,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tiermem.core.block import Block, Extent
-from tiermem.core.schedule import Planner
+from tiermem.core.schedule import Planner, Schedule
 
 if TYPE_CHECKING:
     from tiermem.runtime.space import Space
+
+
+_MOST_STARTS = 32
 
 
 class Turns:
@@ -36,6 +39,24 @@ class Turns:
         self._space = space
         self._planner = planner
         self._at = 0
+        self._pass = -1
+        self._starts: dict[Schedule, int] = {}
+
+    def begin(self, number: int, schedule: Schedule) -> None:
+        """Begins a pass where one of the same schedule has begun before.
+
+        So blocks come to the same places in every round, where their slots are known already.
+
+        Args:
+            number: Of the pass; only its first call counts.
+            schedule: What comes.
+        """
+        if number == self._pass:
+            return
+        self._pass = number
+        self._at = self._starts.setdefault(schedule, self._at)
+        if len(self._starts) > _MOST_STARTS:
+            del self._starts[next(iter(self._starts))]
 
     def place(self, block: Block, position: int | None) -> Extent | None:
         """Makes room where the circle has come to, if nothing there is needed soon.
