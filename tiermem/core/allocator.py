@@ -278,8 +278,10 @@ class Allocator:
         size = self._size(nbytes)
         for low in (start, 0) if start else (0,):
             index = bisect_left(self._order, low)
-            before = self._order[index - 1] if index else 0
-            begin = max(low, before + self._taken.get(before, 0)) if index else low
+            begin = low
+            if index:
+                before = self._order[index - 1]
+                begin = max(low, before + self._taken[before])
             victims: list[int] = []
             for offset in self._order[index:]:
                 if offset - begin >= size:

@@ -153,14 +153,14 @@ class Prefetcher:
         ahead = self._ahead
         while self._next < end and self._wants_more():
             record = table.get(order[self._next])
-            away = record is not None and record.in_hbm is State.ABSENT
-            if away and record is not None and self._manager.lender.borrowers(record.block):
-                return  # once it is back, its copy would wait for those of what comes later
-            if record is not None and away and self._is_due(record, schedule, self._next):
-                if not self._fetch(record, schedule):
-                    return
-                self._changes = self._traffic.changes
-                self._reads = self._cursor  # what left for it is to be read again
+            if record is not None and record.in_hbm is State.ABSENT:
+                if self._manager.lender.borrowers(record.block):
+                    return  # once it is back, its copy would wait for those of what comes later
+                if self._is_due(record, schedule, self._next):
+                    if not self._fetch(record, schedule):
+                        return
+                    self._changes = self._traffic.changes
+                    self._reads = self._cursor  # what left for it is to be read again
             if record is not None and not (record.usable and record.block.id in residents):
                 ahead.append((self._next, record.block.nbytes))
                 self._nbytes += record.block.nbytes
@@ -175,9 +175,11 @@ class Prefetcher:
         if not self._auto:
             return blocks < self._depth
         if self._timetable.knows(self._next):
-            due = blocks < _AUTO_BLOCKS or self._timetable.due(self._next, self._cursor)
-            due = due or self._manager.space.turns.uses > 0  # as far as there is room: see Turns
-            return blocks == 0 or (due and self._nbytes < self._most)
+            if blocks and self._nbytes >= self._most:
+                return False
+            if blocks < _AUTO_BLOCKS or self._manager.space.turns.uses:
+                return True  # in circles as far as there is room
+            return self._timetable.due(self._next, self._cursor)
         return blocks < _AUTO_BLOCKS or (self._nbytes < self._least and blocks < _MOST_BLOCKS)
 
     def staged(self, record: Record, position: int) -> bool:

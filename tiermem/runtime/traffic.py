@@ -145,7 +145,7 @@ class Traffic:
             comes: Of the same size.
         """
         block, went = comes.block, leaves.block.id
-        came, ready, counters = block.id, self.ready, self._counters
+        came, ready = block.id, self.ready
         try:
             extent = self.table.exchange(leaves, comes)
             again = ready.pop(went, None)  # who waits for that waits no longer
@@ -157,10 +157,7 @@ class Traffic:
             event = self.copy.up(slot.bytes, source, extent, self.home_ready.get(came), again)
             if event is not None:
                 ready[came] = event
-            ended = time.perf_counter_ns()
-            counters.moved("dram->hbm", block.nbytes, ended - started)
-            counters.copy_ns += ended - started
-            self._timeline.add("dram->hbm", block.name, started, ended, block.nbytes)
+            self._copied("dram->hbm", block, started)
             self.table.end_fill(came, ok=True)
         except BaseException:
             if leaves.extent is None and comes.in_hbm is State.FILLING:
