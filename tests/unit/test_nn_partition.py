@@ -40,8 +40,8 @@ def stack(width: int, layers: int) -> nn.Module:
         (GIB, 2 * GIB, GIB // 2),  # all of it stays: no need to divide
         (GIB, GIB, GIB // 4),
         (13 * GIB, GIB, 32 * MIB),
-        (13 * GIB, 4 * GIB, 64 * MIB),
-        (140 * GIB, 80 * GIB, 128 * MIB),
+        (13 * GIB, 2 * GIB, 64 * MIB),
+        (140 * GIB, 80 * GIB, 96 * MIB),
         (GIB, 100 * MIB, 25 * MIB),  # a small budget has to hold several blocks
         (5, 1, 1),
     ],

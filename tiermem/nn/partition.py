@@ -18,10 +18,9 @@ from tiermem.errors import ConfigError
 Predicate = Callable[[str, nn.Module], bool]
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _SMALL = 1 << 16
-
-
 _FINEST = 32 << 20
-_COARSEST = 128 << 20
+_COARSEST = 96 << 20
+_AT_ONCE = 32  # in so many pieces HBM is divided, between the finest and the coarsest
 
 
 def largest_block(model_nbytes: int, hbm: int) -> int:
@@ -29,7 +28,9 @@ def largest_block(model_nbytes: int, hbm: int) -> int:
 
     Where the model streams, what is in use and what is on its way take room from what could
     stay, so blocks shall be small beside the budget. They need not be smaller than what hides
-    the work of asking for them: 32 MiB take a bus of 64 GB/s half a millisecond.
+    the work of asking for them: 32 MiB take a bus of 64 GB/s half a millisecond. A step of an
+    optimizer is as much work for a small block as for a large one, so they are not as fine as that
+    where there is room.
 
     Args:
         model_nbytes: Bytes of all parameters.
@@ -37,7 +38,7 @@ def largest_block(model_nbytes: int, hbm: int) -> int:
     """
     if model_nbytes <= hbm:
         return max(1, hbm // 4)
-    return max(1, min(hbm // 4, max(_FINEST, min(hbm // 64, _COARSEST))))
+    return max(1, min(hbm // 4, max(_FINEST, min(hbm // _AT_ONCE, _COARSEST))))
 
 
 def parameter_bytes(module: nn.Module) -> int:
