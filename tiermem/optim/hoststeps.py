@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ from tiermem.optim.groups import frozen
 from tiermem.optim.host import HostSide, Job
 from tiermem.optim.probe import settings_of
 from tiermem.optim.scaling import Scaling
+from tiermem.optim.team import team
 from tiermem.optim.unit import State, StepUnit
 from tiermem.runtime.debts import Debt
 
@@ -48,8 +48,7 @@ class HostSteps:
         self._state = state
         self._explain = explain
         self._jobs: dict[int, tuple[StepUnit, Job]] = {}
-        # one thread: the kernels it runs spread over all cores by themselves
-        self._pool = ThreadPoolExecutor(1, f"tiermem-optimizer-{number}")
+        self._pool = team(f"tiermem-optimizer-{number}")
         self._manager.closers.append(self._pool.shutdown)
 
     def begin(

@@ -14,6 +14,7 @@ from tiermem.optim.host import HostSide, can_be_on_host, with_fused
 from tiermem.optim.probe import Make, settings_of
 from tiermem.optim.share import Speeds, choose_host, measure
 from tiermem.optim.spread import Traffic, measure_both, spread
+from tiermem.optim.team import as_team
 from tiermem.optim.undo import cannot_fail_midway
 from tiermem.optim.unit import StepUnit
 from tiermem.runtime.homes import HomeRequest
@@ -67,11 +68,13 @@ def choose_sides(
         traffic = _traffic([u for units in sharers for u in units], sum(sizes), weight, stepped)
         device = runtime.manager.device
         if in_backward:
-            rates = measure_both(on_host, make, device, weight, stepped, traffic)
+            with as_team():
+                rates = measure_both(on_host, make, device, weight, stepped, traffic)
             speeds, chosen = rates, spread(sizes[::-1], rates)[::-1]
         else:
             kept = traffic.device // 2 - weight.itemsize
-            speeds = measure(on_host, make, device, weight, stepped, kept)
+            with as_team():
+                speeds = measure(on_host, make, device, weight, stepped, kept)
             chosen = choose_host(sizes, speeds)
     mine = [u for on, units in zip(chosen, groups.values(), strict=True) if on for u in units]
     if mine:
