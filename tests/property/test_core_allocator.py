@@ -19,6 +19,9 @@ steps = st.lists(
         st.tuples(st.just("allocate"), st.integers(1, 8 * ALIGNMENT)),
         st.tuples(st.just("free"), st.integers(0, PAGES)),
         st.tuples(st.just("take"), st.tuples(st.integers(0, PAGES), st.integers(1, 6))),
+        st.tuples(
+            st.just("take at"), st.tuples(st.integers(0, PAGES), st.integers(1, 6 * ALIGNMENT))
+        ),
     ),
     max_size=60,
 )
@@ -91,6 +94,16 @@ def test_it_agrees_with_a_map_of_bytes(capacity, script) -> None:
             else:
                 with pytest.raises(InvariantError):
                     allocator.take(extent)
+        elif kind == "take at":
+            first, nbytes = value
+            pages = align_up(nbytes) // ALIGNMENT
+            inside = oracle.cells[first : first + pages]
+            taken = allocator.take_at(first * ALIGNMENT, nbytes)
+            if len(inside) == pages and not any(inside):
+                assert taken == Extent(first * ALIGNMENT, pages * ALIGNMENT)
+                oracle.put(taken)
+            else:
+                assert taken is None
         check(allocator, oracle)
 
 
@@ -199,6 +212,5 @@ def test_the_next_window_is_the_first_that_may_be_had(capacity, script, start, p
         assert not {offsets[v] for v in found.victims} & stays
         for victim in found.victims:
             allocator.free(oracle.drop(offsets[victim]))
-        assert allocator.is_free(found.extent)
-        allocator.take(found.extent)
-        assert not allocator.is_free(found.extent)
+        assert allocator.take_at(found.extent.offset, found.extent.nbytes) == found.extent
+        assert allocator.take_at(found.extent.offset, found.extent.nbytes) is None

@@ -131,7 +131,7 @@ def test_nothing_is_decided_in_a_loop_that_repeats(monkeypatch: pytest.MonkeyPat
         def decided(*_: object) -> None:
             raise AssertionError("this had been decided")
 
-        for owner, name in ((Prefetcher, "look_ahead"), (Space, "place"), (Space, "used")):
+        for owner, name in ((Prefetcher, "look_ahead"), (Space, "place")):
             monkeypatch.setattr(owner, name, decided)
         for _ in range(5):
             made.go_round()

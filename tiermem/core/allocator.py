@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from tiermem.core.block import ALIGNMENT, Extent, align_up
 from tiermem.errors import InvariantError
@@ -143,25 +144,54 @@ class Allocator:
         self._gaps[index : index + 1] = rest
         return self._take(extent)
 
+    def take_at(self, offset: int, nbytes: int) -> Extent | None:
+        """Takes bytes from an address on, if all of them are free.
+
+        Args:
+            offset: First byte, on the alignment.
+            nbytes: Bytes asked for, above zero; rounded up to the alignment.
+
+        Returns:
+            The extent, or None where any byte of it is taken.
+        """
+        size = self._size(nbytes)
+        gaps = self._gaps
+        index = bisect_right(gaps, (offset, self.capacity)) - 1
+        if index < 0:
+            return None
+        start, room = gaps[index]
+        behind = start + room - offset - size
+        if behind < 0:
+            return None
+        extent = Extent(offset, size)
+        rest = [(offset + size, behind)] if behind else []
+        gaps[index : index + 1] = [(start, offset - start), *rest] if start < offset else rest
+        return self._take(extent)
+
     def free(self, extent: Extent) -> None:
         """Gives an extent back.
 
         Raises:
             InvariantError: If it is not one that was handed out.
         """
-        if not self.holds(extent):
+        start, nbytes = extent.offset, extent.nbytes
+        if self._taken.get(start) != nbytes:
             raise InvariantError(f"{extent} was not allocated")
-        del self._taken[extent.offset]
-        del self._order[bisect_left(self._order, extent.offset)]
-        self.used -= extent.nbytes
-        index = bisect_left(self._gaps, (extent.offset,))
-        start, end = extent.offset, extent.end
-        first = last = index
-        if index > 0 and sum(self._gaps[index - 1]) == start:
-            first, start = index - 1, self._gaps[index - 1][0]
-        if index < len(self._gaps) and self._gaps[index][0] == end:
-            last, end = index + 1, sum(self._gaps[index])
-        self._gaps[first:last] = [(start, end - start)]
+        del self._taken[start]
+        del self._order[bisect_left(self._order, start)]
+        self.used -= nbytes
+        gaps = self._gaps
+        first = last = bisect_left(gaps, (start,))
+        end = start + nbytes
+        if first:
+            before, size = gaps[first - 1]
+            if before + size == start:
+                first, start = first - 1, before
+        if last < len(gaps):
+            behind, size = gaps[last]
+            if behind == end:
+                last, end = last + 1, behind + size
+        gaps[first:last] = [(start, end - start)]
 
     def cheapest_window(
         self,
@@ -276,17 +306,18 @@ class Allocator:
             A window at no cost, or None.
         """
         size = self._size(nbytes)
+        order, taken = self._order, self._taken
         for low in (start, 0) if start else (0,):
-            index = bisect_left(self._order, low)
+            index = bisect_left(order, low)
             begin = low
             if index:
-                before = self._order[index - 1]
-                begin = max(low, before + self._taken[before])
+                before = order[index - 1]
+                begin = max(low, before + taken[before])
             victims: list[int] = []
-            for offset in self._order[index:]:
+            for offset in islice(order, index, None):
                 if offset - begin >= size:
                     break
-                end = offset + self._taken[offset]
+                end = offset + taken[offset]
                 if leaves(offset):
                     victims.append(offset)
                     if end - begin >= size:
@@ -298,10 +329,6 @@ class Allocator:
                     continue
             return Window(Extent(begin, size), tuple(victims), 0.0)
         return None
-
-    def is_free(self, extent: Extent) -> bool:
-        """Whether no byte of ``extent`` is taken."""
-        return sum(gap.nbytes for gap in self.gaps_in(extent.offset, extent.end)) == extent.nbytes
 
     def _with_gaps(self, start: int, end: int, low: int, high: int) -> tuple[int, int]:
         """Returns a run together with the gaps that touch it, all within ``[low, high)``."""
@@ -352,8 +379,10 @@ class Allocator:
         return align_up(nbytes, self.alignment)
 
     def _take(self, extent: Extent) -> Extent:
-        self._taken[extent.offset] = extent.nbytes
-        self._order.insert(bisect_left(self._order, extent.offset), extent.offset)
-        self.used += extent.nbytes
-        self.peak = max(self.peak, self.used)
+        offset, nbytes = extent.offset, extent.nbytes
+        self._taken[offset] = nbytes
+        insort(self._order, offset)
+        self.used += nbytes
+        if self.used > self.peak:
+            self.peak = self.used
         return extent

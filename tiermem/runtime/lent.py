@@ -122,6 +122,7 @@ class HomeLender:
                 del self._out[block.id], self._before[block.id]
                 if self._defined.pop(block.id):
                     self._manager.table.home_written(block.id)
+                    self._manager.traffic.gone.add(block.id)
 
     def _views(self, block: Block) -> list[torch.Tensor]:
         record = self._manager.table[block.id]

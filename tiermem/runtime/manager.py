@@ -175,7 +175,9 @@ class BlockManager:
                 self.slots.forget(block.id)
                 self.traffic.failing.discard(block.id)
             self.planner.forget({block.id for block in present})
-            self.traffic.waste.forget([block.id for block in present])
+            gone = [block.id for block in present]
+            self.traffic.waste.forget(gone)
+            self.traffic.gone.difference_update(gone)
 
     def record(self, block: Block) -> Record:
         """Returns the table's row of a block."""
@@ -338,7 +340,7 @@ class BlockManager:
             return False
         self.traffic.fill(record, extent)
         self.steady.note(record, extent, position)
-        self.space.used(record.block.id)
+        self.space.moved.add(record.block.id)
         self.counters.prefetches += 1
         return True
 

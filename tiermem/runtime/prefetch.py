@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tiermem.core.block import Tier, align_up
 from tiermem.core.cost import Timetable
 from tiermem.core.residency import Record, State
-from tiermem.core.schedule import Schedule
+from tiermem.core.schedule import Planner, Schedule
 from tiermem.runtime.outlook import Outlook, Outlooks
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class Prefetcher:
         self._manager = manager
         self._planner = manager.planner
         self._traffic = manager.traffic
+        self._turns = manager.space.turns
         self._pacing = manager.pacing
         self._waste = manager.traffic.waste
         depth = manager.settings.prefetch_depth
@@ -86,18 +87,14 @@ class Prefetcher:
 
     def run(self) -> None:
         """Begins every fetch that is due."""
-        if self._traffic.flights or self._traffic.ahead.reading:
-            self._traffic.poll()
-        planner = self._planner
-        if self._pacing.pending:
-            self._pacing.harvest(_HARVEST)
-        if self._waste.pending:
+        planner, pacing = self._planner, self._pacing
+        if pacing.pending:
+            pacing.harvest(_HARVEST)
+        if planner.last in self._waste.pending:
             self._waste.used(planner.last)
-        if self._traffic.ahead.staged:
-            self._traffic.ahead.used(planner.last, planner.cursor)
-        if self._traffic.ahead.unsettled:
-            self._traffic.ahead.lay_out()
-        if self._pacing.sampling:
+        if self._manager.mover is not None:
+            self._follow_disk(planner)
+        if pacing.sampling:
             self._look_back(planner.last)
         self.look_ahead()
 
@@ -117,7 +114,12 @@ class Prefetcher:
             self._restart(cursor)
         if not self._works:
             return
-        if self._changes != self._traffic.changes or cursor < self._cursor:
+        if cursor < self._cursor:
+            self._restart(cursor)
+        elif self._turns.uses and self._manager.mover is None:
+            if self._traffic.gone:
+                self._step_back(schedule, cursor)
+        elif self._changes != self._traffic.changes:
             self._restart(cursor)
         self._cursor = cursor
         ahead = self._ahead
@@ -131,6 +133,17 @@ class Prefetcher:
         if self._manager.mover is not None and (self._through_dram or self._shared):
             self._read_on(schedule, end)
 
+    def _follow_disk(self, planner: Planner) -> None:
+        """Takes up what the disk has done, and what goes up is no longer in DRAM."""
+        traffic = self._traffic
+        ahead = traffic.ahead
+        if traffic.flights or ahead.reading:
+            traffic.poll()
+        if ahead.staged:
+            ahead.used(planner.last, planner.cursor)
+        if ahead.unsettled:
+            ahead.lay_out()
+
     def _look_back(self, block_id: int) -> None:
         """Notes whether the block used before is still held, now that another one is."""
         before = self._previous
@@ -138,8 +151,23 @@ class Prefetcher:
             self._held.add(before.block.id)
         self._previous = self._manager.table[block_id] if block_id >= 0 else None
 
+    def _step_back(self, schedule: Schedule, cursor: int) -> None:
+        """Goes back to the first use of what has left HBM, or is at home again, since.
+
+        In circles nothing is a resident, so all the rest of the way is as it was.
+        """
+        first = self._next
+        for block_id in self._traffic.gone:
+            first = min(first, schedule.next_use(block_id, cursor))
+        self._traffic.gone.clear()
+        if first < self._next:
+            self._next, ahead = first, self._ahead
+            while ahead and ahead[-1][0] >= first:
+                self._nbytes -= ahead.pop()[1]
+
     def _restart(self, cursor: int) -> None:
         self._changes = self._traffic.changes
+        self._traffic.gone.clear()
         self._next = self._reads = cursor
         self._ahead.clear()
         self._nbytes = 0
@@ -148,23 +176,25 @@ class Prefetcher:
             self._next = len(self._planned.order) if self._planned is not None else cursor
 
     def _walk(self, schedule: Schedule, end: int) -> None:
-        table, residents = self._manager.table, self._manager.space.residents
-        order = schedule.order
-        ahead = self._ahead
+        get, residents = self._manager.table.get, self._manager.space.residents
+        order, ahead, traffic = schedule.order, self._ahead, self._traffic
         while self._next < end and self._wants_more():
-            record = table.get(order[self._next])
-            if record is not None and record.in_hbm is State.ABSENT:
-                if self._manager.lender.borrowers(record.block):
-                    return  # once it is back, its copy would wait for those of what comes later
-                if self._is_due(record, schedule, self._next):
-                    if not self._fetch(record, schedule):
-                        return
-                    self._changes = self._traffic.changes
-                    self._reads = self._cursor  # what left for it is to be read again
-            if record is not None and not (record.usable and record.block.id in residents):
-                ahead.append((self._next, record.block.nbytes))
-                self._nbytes += record.block.nbytes
-                self._lacking = True
+            record = get(order[self._next])
+            if record is not None:
+                block = record.block
+                if record.in_hbm is State.ABSENT:
+                    if self._manager.lender.borrowers(block):
+                        return  # once it is back, its copy would wait for those of what follows
+                    if self._is_due(record, schedule, self._next):
+                        if not self._fetch(record, schedule):
+                            return
+                        self._changes = traffic.changes
+                        traffic.gone.clear()  # what left for it comes after it
+                        self._reads = self._cursor  # and is to be read again
+                if not (record.usable and block.id in residents):
+                    ahead.append((self._next, block.nbytes))
+                    self._nbytes += block.nbytes
+                    self._lacking = True
             self._next += 1
         if not self._lacking and self._next == len(order):
             # every block is here and stays: no need to look again until one leaves
@@ -177,7 +207,7 @@ class Prefetcher:
         if self._timetable.knows(self._next):
             if blocks and self._nbytes >= self._most:
                 return False
-            if blocks < _AUTO_BLOCKS or self._manager.space.turns.uses:
+            if blocks < _AUTO_BLOCKS or self._turns.uses:
                 return True  # in circles as far as there is room
             return self._timetable.due(self._next, self._cursor)
         return blocks < _AUTO_BLOCKS or (self._nbytes < self._least and blocks < _MOST_BLOCKS)
@@ -291,10 +321,9 @@ class Prefetcher:
         self._timetable = outlook.timetable
         plan = outlook.plan
         self._manager.space.keep(plan.residents, plan.slot)
-        turns = self._manager.space.turns
-        turns.uses = outlook.turn
-        if turns.uses:
-            turns.begin(self._number, schedule)
+        self._turns.uses = outlook.turn
+        if outlook.turn:
+            self._turns.begin(self._number, schedule)
         self._most = outlook.ahead
         self._shared = plan.in_dram is not None and self._dram
         if not self._shared or plan.in_dram is None:

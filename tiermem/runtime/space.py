@@ -37,6 +37,8 @@ class Space:
         turns: Hands HBM out in circles, where a loop writes what it streams.
         unseen: Leases under way of whom nobody has seen an address yet, by block.
         places: How often room was asked for.
+        moved: Blocks in HBM that were used or have come, so that their next use is another than
+            the queue of what may leave knows.
         left: Who left for the one that got it last, if the place just changed hands.
     """
 
@@ -63,11 +65,13 @@ class Space:
         self.places = 0
         self.left: Record | None = None
         self.unseen: dict[int, int] = {}
+        self.moved: set[int] = set()
         self._planner = planner
         self._counters = counters
         self._compactor = Compactor(self, counters)
         self._orphans: list[Slot] = []
         self._queue = NextUseQueue()
+        self._followed = 0
         self.turns = Turns(self, planner)
 
     # -- who stays -------------------------------------------------------
@@ -185,10 +189,13 @@ class Space:
         hbm = self.table.hbm
         self.places += 1
         self.left = None
+        if self.turns.uses:
+            extent = self.turns.place(block, position)
+            if extent is not None:
+                return extent
         resorts = 0
         parts = self._parts_for(block)
-        extent = self.turns.place(block, position) if self.turns.uses else None
-        extent = extent or self._exchange(block, position, parts)
+        extent = self._exchange(block, position, parts)
         if extent is not None:
             return extent
         while True:
@@ -245,13 +252,8 @@ class Space:
         self.left = record
         return extent
 
-    def used(self, block_id: int) -> None:
-        """Says that a block in HBM was used, or has come, so that its next use is another."""
-        if block_id not in self.residents:
-            self._queue.put(block_id, self._planner.cursor)
-
     def lose_track(self) -> None:
-        """Says that blocks change places and :meth:`used` is not told; see :class:`Steady`."""
+        """Says that blocks change places and ``moved`` is not told; see :class:`Steady`."""
         self._queue.schedule = None
 
     def _window(
@@ -288,13 +290,19 @@ class Space:
 
     def _follow_schedule(self) -> None:
         """Orders what may leave by its next use in the schedule of now."""
-        queue, planner = self._queue, self._planner
-        if queue.schedule is not planner.schedule:
+        queue, planner, moved = self._queue, self._planner, self.moved
+        if queue.schedule is planner.schedule and planner.cursor >= self._followed:
+            for block_id in moved:
+                if block_id not in self.residents:
+                    queue.put(block_id, planner.cursor)
+        else:
             inside = (self.table.at(extent.offset) for extent in self.table.hbm.extents())
             loose = (r.block.id for r in inside if r is not None and not r.fixed)
             queue.rebuild(
                 planner.schedule, planner.cursor, [b for b in loose if b not in self.residents]
             )
+        moved.clear()
+        self._followed = planner.cursor
 
     def _beyond(self, position: int | None) -> int:
         """Returns up to which position of the schedule no block may leave that is used there."""
@@ -343,13 +351,13 @@ class Space:
             later: Bytes of the largest block that may be needed while it is in use.
         """
         extent = record.extent
-        if extent is None or record.leases or record.fixed:
+        if extent is None or extent.offset >= later or record.leases or record.fixed:
             return
-        behind = self.table.hbm.capacity - extent.end
-        if max(extent.offset, behind) < min(later, extent.offset + behind):
+        before, behind = extent.offset, self.table.hbm.capacity - extent.end
+        if behind < later and max(before, behind) < min(later, before + behind):
             self.traffic.settle_all()
             if record.usable and self.movable(record):
-                self._compactor.gather(min(later, extent.offset + behind), keep=record)
+                self._compactor.gather(min(later, before + behind), keep=record)
 
     def price(self, offset: int, position: int | None) -> float | None:
         """What evicting the block at ``offset`` costs; None where it has to stay."""
@@ -387,13 +395,14 @@ class Space:
             victims: Offsets.
             wait: Whether to wait for write-backs; otherwise they are only begun.
         """
-        records = [record for record in map(self.table.at, victims) if record is not None]
-        pending = []
-        for record in records:
-            if not self._let_loose(record):
+        loose, pending = [], []
+        for offset in victims:
+            record = self.table.at(offset)
+            if record is None or not self._let_loose(record):
                 continue
             if record.in_hbm is State.DIRTY:
                 self.traffic.drain(record)
+            loose.append(record)
             if record.in_hbm is State.DRAINING:
                 pending.append(record)
         if pending and not wait:
@@ -402,8 +411,8 @@ class Space:
             error = self.traffic.settle(record.block.id)
             if error is not None:
                 raise error
-        for record in records:
-            if record.in_hbm is State.VALID and self._let_loose(record):
+        for record in loose:
+            if record.in_hbm is State.VALID and (not pending or self._let_loose(record)):
                 self.evict(record)
         return True
 
@@ -418,6 +427,7 @@ class Space:
         self.unpoint(record)
         self.table.drop(block_id, free=free)
         self._queue.drop(block_id)
+        self.moved.discard(block_id)
         self.traffic.leave(block_id)
         self._counters.evictions += 1
 
@@ -438,6 +448,7 @@ class Space:
         """
         block_id = record.block.id
         self.unpoint(record)
+        self.moved.discard(block_id)
         slot = self.slots.current.get(block_id)
         keep = slot is not None and slot.aliased and (gone or not record.fixed)
         if gone:

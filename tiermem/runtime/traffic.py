@@ -45,6 +45,8 @@ class Traffic:
         home_ready: The same of the last copy down.
         failing: Blocks whose last write-back failed; they are not written ahead of need.
         changes: Grows whenever a block leaves HBM.
+        gone: Blocks that have left HBM, or whose homes were written without it, and that the
+            prefetcher has not looked at since.
         patient: Whether what is waited for goes no sooner than the rest: in a sweep that reads
             and writes every block, whatever goes first holds up what has to be made as well.
         pacing: Measures the copies of passes that are measured.
@@ -75,6 +77,7 @@ class Traffic:
         self.home_ready: dict[int, Event] = {}
         self.failing: set[int] = set()
         self.changes = 0
+        self.gone: set[int] = set()
         self.patient = False
         self.pacing = pacing
         self.waste = Waste()
@@ -274,6 +277,7 @@ class Traffic:
         self.slots.leave(block_id)
         self.ready.pop(block_id, None)
         self.changes += 1
+        self.gone.add(block_id)
         if block_id in self.waste.pending:
             self._counters.prefetch_wasted += self.waste.left(block_id)
 

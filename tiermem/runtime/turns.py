@@ -37,8 +37,11 @@ class Turns:
         """
         self.uses = 0
         self._space = space
+        self._hbm = space.table.hbm
+        self._at_offset = space.table.at
         self._planner = planner
         self._at = 0
+        self._stays = 0
         self._pass = -1
         self._starts: dict[Schedule, int] = {}
 
@@ -71,18 +74,28 @@ class Turns:
         Raises:
             StorageError: If what must leave cannot be written.
         """
-        space, hbm, soon = self._space, self._space.table.hbm, position or 0
+        hbm, nbytes = self._hbm, block.nbytes
+        extent = hbm.take_at(self._at, nbytes)  # as a rule what a larger one has left behind it
+        if extent is None:
+            self._stays = self._planner.cursor + (position or 0) + self.uses
+            window = hbm.next_window(self._at, nbytes, self._leaves)
+            if window is None or not self._space.clear(window.victims, wait=position is None):
+                return None
+            extent = hbm.take_at(window.extent.offset, nbytes)
+            if extent is None:
+                return None
+        self._at = extent.end
+        return extent
 
-        def leaves(offset: int) -> bool:
-            record = space.table.at(offset)
-            if record is None or space.price(offset, soon) is None:
-                return False
-            return self._planner.distance(record.block.id) > soon + self.uses
-
-        window = hbm.next_window(self._at, block.nbytes, leaves)
-        if window is None or not space.clear(window.victims, wait=position is None):
-            return None
-        if not hbm.is_free(window.extent):
-            return None
-        self._at = window.extent.end
-        return hbm.take(window.extent)
+    def _leaves(self, offset: int) -> bool:
+        """Whether the block at an offset may leave; what :meth:`Space.price` asks, and no more."""
+        record = self._at_offset(offset)
+        if record is None or record.leases or record.fixed or not record.usable:
+            return False
+        planner, block_id, space = self._planner, record.block.id, self._space
+        if planner.schedule.next_use(block_id, planner.cursor) <= self._stays:
+            return False
+        if block_id in space.residents or block_id in space.traffic.failing:
+            return False
+        slot = space.slots.current[block_id]
+        return not slot.wanted and not slot.aliased

@@ -27,6 +27,7 @@ class Uses:
         self._counters = manager.counters
         self._copy = manager.copy
         self._space = manager.space
+        self._moved = manager.space.moved
         self._traffic = manager.traffic
         self._ready = manager.traffic.ready
         self._current = manager.slots.current
@@ -60,7 +61,7 @@ class Uses:
             self._table.lease(block_id)
             self._copy.use(self._ready.get(block_id))
             if moved_on and not self._steady.repeat():
-                self._space.used(block_id)
+                self._moved.add(block_id)
                 self._prefetcher.run()
                 if pacing.sampling:
                     pacing.started(record, self._ready.get(block_id))

@@ -193,8 +193,10 @@ class Fences:
 
     def last(self, extent: Extent) -> Event | None:
         """Returns the last copy that touches ``extent``; the earlier ones are over when it is."""
+        first = extent.offset
+        behind = first + extent.nbytes
         for start, (end, event) in reversed(self.fences.items()):
-            if start < extent.end and extent.offset < end:
+            if start < behind and first < end:
                 return event
         return None
 
