@@ -91,18 +91,18 @@ def loop(blocks: int, slots: int, *, depth: Any = 1, large: int = 0) -> Iterator
     for number, (block, p) in enumerate(zip(made, pages, strict=True)):
         manager.write_home(block, [torch.full((p * PAGE,), number, dtype=torch.uint8)])
     found = Loop(manager, made, list(range(blocks)))
-    up, left = manager.copy.up, manager.traffic.leave
+    up, left = manager.copy.up, manager.traffic.left
 
     def rising(target: torch.Tensor, *args: Any) -> Any:
         found.events.append(("up", target.data_ptr() - manager.arena.address))
         return up(target, *args)
 
-    def leaving(block_id: int, **options: Any) -> None:
+    def leaving(block_id: int) -> None:
         found.events.append(("left", block_id))
-        left(block_id, **options)
+        left(block_id)
 
     manager.copy.up = rising  # type: ignore[method-assign]
-    manager.traffic.leave = leaving  # type: ignore[method-assign]
+    manager.traffic.left = leaving  # type: ignore[method-assign]
     try:
         yield found
     finally:

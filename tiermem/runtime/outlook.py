@@ -116,19 +116,24 @@ class Outlooks:
         elif beside and sum(sizes.values()) > room:
             used = sum(sizes.get(block, 0) for block in order)
             turn = max(1, int(_OF_A_TURN * len(order) * room / used))
+        files = self._manager.mover is not None
         through = (
-            beside
+            files
+            and beside
             and plan.in_dram is None
             and self._by_way_of_dram(order, sizes, plan, compute, fetch)
         )
-        for block in [b for b in fetch if plan.ahead or b in (plan.in_dram or ())]:
-            fetch[block] = self._from_dram(loose[block])
-        inside = {block for block, record in loose.items() if record.usable}
-        away = refetched(order, sizes, plan.residents, plan.reserve, inside)
-        fetches = [
-            fetch[block] if missing else None for block, missing in zip(order, away, strict=True)
-        ]
-        timetable = Timetable(compute, fetches, margin=_MARGIN, latency=_LATENCY)
+        if turn and not files:  # room alone decides, once times are known
+            timetable = Timetable(compute, ())
+        else:
+            for block in [b for b in fetch if plan.ahead or b in (plan.in_dram or ())]:
+                fetch[block] = self._from_dram(loose[block])
+            inside = {block for block, record in loose.items() if record.usable}
+            away = refetched(order, sizes, plan.residents, plan.reserve, inside)
+            fetches = [
+                fetch[b] if missing else None for b, missing in zip(order, away, strict=True)
+            ]
+            timetable = Timetable(compute, fetches, margin=_MARGIN, latency=_LATENCY)
         ahead = self._capacity // 2
         largest = largest_beside(sizes, plan.residents)
         if plan.residents and largest:  # beside the block in use, and one more

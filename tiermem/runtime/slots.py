@@ -139,6 +139,13 @@ class SlotCache:
         self.by_address[slot.address] = slot
         return slot
 
+    def exchange(self, went: int, block: Block, extent: Extent) -> Slot:
+        """Returns the slot of a block that comes to the address of another, which leaves."""
+        slot = self.slot(block, extent)
+        del self.current[went]
+        self.current[block.id] = self.by_address[slot.address] = slot
+        return slot
+
     def leave(self, block_id: int) -> None:
         """Says that a block is nowhere in HBM."""
         slot = self.current.pop(block_id, None)

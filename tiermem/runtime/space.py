@@ -464,8 +464,9 @@ class Space:
         """Unpoints a block; returns whether nothing else needs it where it is."""
         if record.leases or record.fixed or record.extent is None:
             return False
-        self.unpoint(record)
         slot = self.slots.current.get(record.block.id)
+        if slot is not None and slot.pointed:
+            self.unpoint(record)
         return slot is not None and not slot.aliased
 
     def reap(self) -> bool:

@@ -99,13 +99,13 @@ class Traffic:
             meanwhile: For a block that somebody waits for: what to do before the host waits for
                 a disk. Without it, a block whose read into DRAM is under way must not come here.
         """
-        block = record.block
+        block, block_id = record.block, record.block.id
         urgent = meanwhile is not None
         asked = False
         try:
-            move = self.table.begin_fill(block.id, extent)
+            move = self.table.begin_fill(block_id, extent)
             slot = self.slots.enter(block, extent)
-            self.ready.pop(block.id, None)
+            self.ready.pop(block_id, None)
             staged = self._staged(record, meanwhile) if self.ahead.staged else None
             if staged is not None or record.home is Tier.DRAM:
                 started = time.perf_counter_ns()
@@ -113,17 +113,18 @@ class Traffic:
                     source = self.homes.bytes_of(move.source_extent)
                 else:
                     source = self.homes.arena.bytes_of(staged)
-                if self.pacing.sampling:
-                    self.pacing.rising(extent, self.home_ready.get(block.id))
-                event = self.copy.up(slot.bytes, source, extent, self.home_ready.get(block.id))
-                if self.pacing.sampling:
+                after, sampling = self.home_ready.get(block_id), self.pacing.sampling
+                if sampling:
+                    self.pacing.rising(extent, after)
+                event = self.copy.up(slot.bytes, source, extent, after)
+                if sampling:
                     self.pacing.risen(block)
                 if event is not None:
-                    self.ready[block.id] = event
+                    self.ready[block_id] = event
                 if staged is not None:
-                    self.ahead.copied(block.id, event)
+                    self.ahead.copied(block_id, event)
                 self._copied("dram->hbm", block, started)
-                self.table.end_fill(block.id, ok=True)
+                self.table.end_fill(block_id, ok=True)
             else:
                 self.copy.prepare_up(extent)
                 urgent = urgent and not self.patient
@@ -151,10 +152,12 @@ class Traffic:
         came, ready = block.id, self.ready
         try:
             extent = self.table.exchange(leaves, comes)
+            if self._poison:
+                self.copy.poison(self.slots.current[went].bytes, extent)
             again = ready.pop(went, None)  # who waits for that waits no longer
-            self.leave(went)
+            self.left(went)
             started = time.perf_counter_ns()
-            slot = self.slots.enter(block, extent)
+            slot = self.slots.exchange(went, block, extent)
             ready.pop(came, None)
             source = self.homes.bytes_of(comes.home_extent)  # type: ignore[arg-type]
             event = self.copy.up(slot.bytes, source, extent, self.home_ready.get(came), again)
@@ -276,6 +279,10 @@ class Traffic:
             self.copy.poison(slot.bytes, slot.extent)
         self.slots.leave(block_id)
         self.ready.pop(block_id, None)
+        self.left(block_id)
+
+    def left(self, block_id: int) -> None:
+        """Lets everybody know that a block has left HBM."""
         self.changes += 1
         self.gone.add(block_id)
         if block_id in self.waste.pending:
@@ -372,6 +379,7 @@ class Traffic:
 
     def _copied(self, link: str, block: Block, started: int) -> None:
         ended = time.perf_counter_ns()
-        self._counters.moved(link, block.nbytes, ended - started)
-        self._counters.copy_ns += ended - started
+        counters, elapsed = self._counters, ended - started
+        counters.moved(link, block.nbytes, elapsed)
+        counters.copy_ns += elapsed
         self._timeline.add(link, block.name, started, ended, block.nbytes)

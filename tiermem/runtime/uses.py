@@ -36,12 +36,14 @@ class Uses:
 
     def take(self, block: Block) -> Slot:
         """Brings a block into HBM and leases it; see :meth:`BlockManager.acquire`."""
-        if self._manager.closed:
-            self._manager.guard()
+        manager, debts = self._manager, self._debts
+        if manager.closed:
+            manager.guard()
         block_id = block.id
-        if self._debts.owed:
-            self._debts.pay(block_id)
-            self._debts.collect()
+        if debts.owed:
+            if block_id in debts.owed:
+                debts.pay(block_id)
+            debts.collect()
         record = self._get(block_id) or self._table[block_id]
         leases = record.leases
         if self._copy.capturing():
@@ -56,8 +58,8 @@ class Uses:
                 self._counters.hits += 1
             else:
                 self._bring(record)
-            if self._manager.largest_later and not leases:
-                self._space.tidy(record, self._manager.largest_later)
+            if manager.largest_later and not leases:
+                self._space.tidy(record, manager.largest_later)
             self._table.lease(block_id)
             self._copy.use(self._ready.get(block_id))
             if moved_on and not self._steady.repeat():
