@@ -96,6 +96,7 @@ class HomeLender:
                 self._before[block.id] = [event for event in before if event is not None]
                 self._defined[block.id] = table[block.id].defined
                 table.discard(block.id)
+                traffic.gone.add(block.id)  # no copy is to be fetched past it
             self._out[block.id] = self._out.get(block.id, 0) + 1
             events.extend(self._before[block.id])
         return [self._views(block) for block in blocks], events
@@ -122,7 +123,6 @@ class HomeLender:
                 del self._out[block.id], self._before[block.id]
                 if self._defined.pop(block.id):
                     self._manager.table.home_written(block.id)
-                    self._manager.traffic.gone.add(block.id)
 
     def _views(self, block: Block) -> list[torch.Tensor]:
         record = self._manager.table[block.id]

@@ -45,8 +45,8 @@ class Traffic:
         home_ready: The same of the last copy down.
         failing: Blocks whose last write-back failed; they are not written ahead of need.
         changes: Grows whenever a block leaves HBM.
-        gone: Blocks that have left HBM, or whose homes were written without it, and that the
-            prefetcher has not looked at since.
+        gone: Blocks that have left HBM, were lent, or had their homes written without it, and
+            that the prefetcher's walk has not gone back to since.
         patient: Whether what is waited for goes no sooner than the rest: in a sweep that reads
             and writes every block, whatever goes first holds up what has to be made as well.
         pacing: Measures the copies of passes that are measured.
