@@ -22,6 +22,7 @@ _MOST_BLOCKS = 64
 _MOST_STEPS = 4096
 _MOST_PLANS = 16
 _HARVEST = 8
+_BURST = 4  # fetches at one use: what comes first is also wanted by compute, which waits meanwhile
 
 
 class Prefetcher:
@@ -178,6 +179,7 @@ class Prefetcher:
     def _walk(self, schedule: Schedule, end: int) -> None:
         get, residents = self._manager.table.get, self._manager.space.residents
         order, ahead, traffic = schedule.order, self._ahead, self._traffic
+        begun = 0
         while self._next < end and self._wants_more():
             record = get(order[self._next])
             if record is not None:
@@ -186,8 +188,9 @@ class Prefetcher:
                     if self._manager.lender.borrowers(block):
                         return  # once it is back, its copy would wait for those of what follows
                     if self._is_due(record, schedule, self._next):
-                        if not self._fetch(record, schedule):
+                        if begun == _BURST or not self._fetch(record, schedule):
                             return
+                        begun += 1
                         self._changes = traffic.changes
                         traffic.gone.clear()  # what left for it comes after it
                         self._reads = self._cursor  # and is to be read again
