@@ -325,8 +325,8 @@ class InBackward:
             try:
                 for unit in units:
                     began = time.perf_counter_ns()
-                    step = uncompiled(unit.step)
-                    step(self._runtime, self._settings, self._state)
+                    step = uncompiled(StepUnit.step)
+                    step(unit, self._runtime, self._settings, self._state)
                     self.made[id(unit)] = unit
                     made.append(unit)
                     self._spend(unit)
@@ -353,7 +353,7 @@ class InBackward:
             return
         with self._manager.lock, quiet(self._manager.device):
             try:
-                uncompiled(host.begin)(units, self._settings)
+                uncompiled(HostSteps.begin)(host, units, self._settings)
             except (StorageError, CapacityError, StepError):
                 pass
             finally:

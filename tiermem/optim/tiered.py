@@ -233,9 +233,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Makes a step that was put off, wherever we are by now."""
         began = time.perf_counter_ns()
         with quiet(self._manager.device), pipeline.sweeping():
-            step = uncompiled(unit.step)  # the call around it may be a compiled one
+            step = uncompiled(StepUnit.step)  # the call around it may be a compiled one
             try:
-                step(self._runtime, settings, self._state, scaling, owed=True)
+                step(unit, self._runtime, settings, self._state, scaling, owed=True)
             except BaseException as error:
                 self._explain(error, [u.name for u in self._units if id(u) in self._owed])
                 raise
