@@ -195,6 +195,8 @@ class HostSide:
 
     def in_files(self, runtime: ModuleRuntime) -> list[Block]:
         """Returns the blocks of a step that are at home in files."""
+        if self.stage is None:
+            return []
         table = runtime.manager.table
         return [block for block in self._blocks() if table[block.id].home is Tier.NVME]
 

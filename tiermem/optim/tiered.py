@@ -160,7 +160,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Begins the steps that the host makes; returns the other units."""
         if self._host is not None and any(unit.host is not None for unit in units):
             try:
-                self._host.begin(units, self.param_groups, scaling)
+                # a scheduler may write them while the thread is at work
+                settings = [frozen(settings_of(group)) for group in self.param_groups]
+                self._host.begin(units, settings, scaling)
             except BaseException as error:
                 # the rest of them waits for the next call
                 if self._pending or any(id(unit) in self._owed for unit in units):

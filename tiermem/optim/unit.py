@@ -156,9 +156,10 @@ class StepUnit:
                     meanwhile()
                 self._update(runtime, optimizer, stored, slots, state, scaling, owed=owed)
         finally:
-            for entry in stored:
-                entry.param.grad = seen.get(id(entry.param), entry.lazy)
-        for entry in stored:
+            with torch._C.DisableTorchFunctionSubclass():
+                for entry in stored:
+                    entry.param.grad = seen.get(id(entry.param), entry.lazy)
+        for entry in stored if owed else ():
             if entry.param.grad is not entry.lazy:  # forgotten or replaced while the step was owed
                 runtime.grads.clear(entry)
 
