@@ -65,9 +65,8 @@ def quiet(device: torch.device) -> AbstractContextManager[None]:
     others: list[AbstractContextManager[Any]] = []
     if torch.is_inference_mode_enabled():
         others.append(torch.inference_mode(False))
-    for kind in (device.type, "cpu"):
-        if torch.is_autocast_enabled(kind):
-            others.append(torch.autocast(kind, enabled=False))
+    if torch._C._is_any_autocast_enabled():
+        others += [torch.autocast(kind, enabled=False) for kind in (device.type, "cpu")]
     if torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch():
         others.append(_disable_current_modes())
     return _Unrecorded(others)

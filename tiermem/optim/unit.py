@@ -243,10 +243,7 @@ class StepUnit:
                 return False
             if is_viewed(entry.lazy):
                 return False
-        for state, key in self.stored_state():
-            if state is not None and is_viewed(state.get(key)):
-                return False
-        return True
+        return not any(is_viewed(stand_in) for stand_in in self._stand_ins.values())
 
     def _hand_over(self, gradients: dict[int, torch.Tensor]) -> None:
         """Gives the optimizer the gradients, in the dtype of what it steps."""
@@ -282,9 +279,8 @@ class StepUnit:
 
     def flush(self) -> None:
         """Takes in what was written through views of the state."""
-        for state, key in self.stored_state():
-            if state is not None:
-                flush(state.get(key))
+        for stand_in in self._stand_ins.values():
+            flush(stand_in)
 
     def optimizer_for(self, groups: Sequence[dict[str, Any]] | None) -> torch.optim.Optimizer:
         """Returns the plain optimizer of this unit, with the settings of ``groups`` if given."""
