@@ -29,9 +29,8 @@ from tiermem.nn.lazy import LazyTensor, gone
 from tiermem.nn.quiet import quiet, uncompiled
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.finality import accumulates, grad_of, is_nested, is_own, marks_of
-from tiermem.optim.groups import frozen
+from tiermem.optim.groups import frozen_settings
 from tiermem.optim.hoststeps import HostSteps
-from tiermem.optim.probe import settings_of
 from tiermem.optim.scaling import Scaling
 from tiermem.optim.unit import State, StepUnit
 from tiermem.runtime.debts import Debt
@@ -326,7 +325,7 @@ class InBackward:
         self._count += 1
         if self._count == self._micro_batches:
             self._steps, self._watches = self._tried, not self._tried
-            self._settings = [frozen(settings_of(group)) for group in self._groups]
+            self._settings = frozen_settings(self._groups)
             self._marks = marks_of(self._groups)
             self._pipeline = Pipeline(self._manager)
             self._edited.clear()
