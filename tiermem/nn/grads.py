@@ -13,7 +13,7 @@ from tiermem.core.layout import TensorShape, split
 from tiermem.errors import StepError
 from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import LazyTensor, flush, is_held, lazy, orphan, refresh
-from tiermem.nn.quiet import quiet
+from tiermem.nn.quiet import quiet, unrecorded
 from tiermem.nn.shapes import follow, shape_of
 from tiermem.runtime.slots import Slot
 
@@ -272,7 +272,7 @@ class GradStore:
         slot = self.open(unit)
         written = False
         try:
-            with torch.no_grad():
+            with unrecorded():
                 view = slot.views[entry.unit_index]
                 written = True
                 if add and entry.has_grad:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tiermem.nn.placeholder import placeholder
+from tiermem.nn.placeholder import shared_placeholder
 from tiermem.nn.standin import Opened, StandIn, writes
 from tiermem.runtime.slots import use_count
 
@@ -216,7 +216,7 @@ def lazy(
         store: Takes a changed copy back.
         formal: The dtype that torch's C++ is to see, if another.
     """
-    stand_in = placeholder(shape, formal or dtype, device)
+    stand_in = shared_placeholder(shape, formal or dtype, device)
     tensor: LazyTensor = torch.Tensor._make_subclass(LazyTensor, stand_in)
     tensor._dtype = dtype
     tensor._load = load

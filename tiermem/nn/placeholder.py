@@ -11,6 +11,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from tiermem.nn.quiet import unrecorded
+
 _kept: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 _shared: WeakValueDictionary[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = (
     WeakValueDictionary()
@@ -22,7 +24,7 @@ def poison_element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     key = (dtype, device)
     element = _kept.get(key)
     if element is None:
-        with torch.inference_mode(False), torch.no_grad():
+        with unrecorded():
             if dtype is torch.bool:
                 element = torch.ones((), dtype=dtype, device=device)
             else:
@@ -34,7 +36,7 @@ def poison_element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Returns a tensor of this shape that takes one element of memory and reads as poison."""
-    with torch.inference_mode(False), torch.no_grad():
+    with unrecorded():
         return poison_element(dtype, device).expand(shape)
 
 
@@ -42,7 +44,7 @@ def shared_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.devi
     """Returns the same, one tensor for all who ask for it.
 
     Layers are alike, and what was just looked at is in the processor's caches. For who sets
-    ``data`` to it, which copies what it says of itself.
+    ``data`` to it, or makes a subclass of it, which both copy what it says of itself.
     """
     key = (shape, dtype, device)
     found = _shared.get(key)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,9 +29,8 @@ from tiermem.nn.lazy import LazyTensor, gone
 from tiermem.nn.quiet import quiet, uncompiled
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.finality import accumulates, grad_of, is_nested, is_own, marks_of
-from tiermem.optim.groups import frozen
+from tiermem.optim.groups import frozen_settings
 from tiermem.optim.hoststeps import HostSteps
-from tiermem.optim.probe import settings_of
 from tiermem.optim.scaling import Scaling
 from tiermem.optim.unit import State, StepUnit
 from tiermem.runtime.debts import Debt
@@ -75,7 +75,9 @@ class InBackward:
         # the backward under way
         self._task = -1
         self._counted = self._steps = self._watches = False
-        self._left: dict[int, set[int]] = {}
+        self._there: dict[int, set[int]] = {}  # what has arrived, by block
+        self._awaited: dict[int, Entry] = {}  # one that is still to come
+        self._last: dict[int, Entry] = {}  # the last one in the backward before
         self._pipeline = Pipeline(self._manager)
         runtime.backwards.append(self)
         runtime.grads.watchers.append(self)
@@ -219,13 +221,13 @@ class InBackward:
         """A backward begins; returns whether steps are likely to be made in it."""
         self._task = torch._C._current_graph_task_id()
         self._counted = self._steps = self._watches = False
-        self._left.clear()
+        self._forget_arrivals()
         return self._tried and self._count + 1 == self._micro_batches
 
     def ends(self) -> None:
         """It is over."""
         self._task = -1
-        self._left.clear()
+        self._forget_arrivals()
         if self._watches:
             self._watched = True
             self.settle()
@@ -264,12 +266,7 @@ class InBackward:
         if torch._C._current_graph_task_id() != self._task:
             return
         group = entry.group
-        left = self._left.get(id(group))
-        if left is None:
-            members = (e for unit in self._units[id(group)] for e in unit.entries)
-            left = self._left[id(group)] = {id(e.param) for e in members if accumulates(e)}
-        left.discard(id(entry.param))
-        if left or id(group) in self._late:
+        if id(group) in self._late or self._awaits(group, entry):
             return
         if self._steps:
             self._step(group)
@@ -283,6 +280,31 @@ class InBackward:
         self._edited.add(id(entry.param))
 
     # -- inside ----------------------------------------------------------
+
+    def _awaits(self, group: Group, arrived: Entry) -> bool:
+        """Whether gradients of a block are still to come after this one.
+
+        To ask the engine for each of them costs more than to know one of them: that is the last
+        of the backward before, mostly.
+        """
+        key = id(group)
+        there = self._there.setdefault(key, set())
+        there.add(id(arrived.param))
+        awaited = self._awaited.get(key)
+        if awaited is not None and id(awaited.param) not in there:
+            return True
+        likely = [self._last[key]] if key in self._last else []
+        members = (e for unit in self._units[key] for e in unit.entries)
+        for entry in chain(likely, members):
+            if id(entry.param) not in there and accumulates(entry):
+                self._awaited[key] = entry
+                return True
+        self._last[key] = arrived
+        return False
+
+    def _forget_arrivals(self) -> None:
+        self._there.clear()
+        self._awaited.clear()
 
     def _first(self) -> None:
         """The first gradient of a backward arrives: decides whether steps are made in it."""
@@ -303,7 +325,7 @@ class InBackward:
         self._count += 1
         if self._count == self._micro_batches:
             self._steps, self._watches = self._tried, not self._tried
-            self._settings = [frozen(settings_of(group)) for group in self._groups]
+            self._settings = frozen_settings(self._groups)
             self._marks = marks_of(self._groups)
             self._pipeline = Pipeline(self._manager)
             self._edited.clear()
@@ -315,32 +337,35 @@ class InBackward:
         again and says what is wrong.
         """
         units = [u for u in self._units[id(group)] if any(e.has_grad for e in u.entries)]
-        if not all(u.can_wait(self._runtime) for u in units):
-            return
-        if any(u.host is not None for u in units):
-            self._begin(group, units)
-            return
-        made: list[StepUnit] = []
-        with self._manager.lock, quiet(self._manager.device):
-            try:
-                for unit in units:
-                    began = time.perf_counter_ns()
-                    step = uncompiled(unit.step)
-                    step(self._runtime, self._settings, self._state)
-                    self.made[id(unit)] = unit
-                    made.append(unit)
-                    self._spend(unit)
-                    ended = time.perf_counter_ns()
-                    self._manager.timeline.add("optimizer", unit.name, began, ended)
-            except (StorageError, CapacityError):
-                pass
-            if not made:
+        for unit in units:
+            if not unit.can_wait(self._runtime):
                 return
-            self.total += len(made)
-            blocks = [group.block, *(block for unit in made for block in unit.kept_blocks())]
-            ids = [block.id for block in blocks]
-            self._owe(group.block.name, ids, partial(self._refuse_look, group))
-            self._pipeline.write(blocks)
+        on_host = any(unit.host is not None for unit in units)
+        work = uncompiled(InBackward._begin if on_host else InBackward._make)
+        with self._manager.lock, quiet(self._manager.device):
+            work(self, group, units)
+
+    def _make(self, group: Group, units: Sequence[StepUnit]) -> None:
+        """Makes the steps of a block."""
+        made: list[StepUnit] = []
+        try:
+            for unit in units:
+                began = time.perf_counter_ns()
+                unit.step(self._runtime, self._settings, self._state)
+                self.made[id(unit)] = unit
+                made.append(unit)
+                self._spend(unit)
+                ended = time.perf_counter_ns()
+                self._manager.timeline.add("optimizer", unit.name, began, ended)
+        except (StorageError, CapacityError):
+            pass
+        if not made:
+            return
+        self.total += len(made)
+        blocks = [group.block, *(block for unit in made for block in unit.kept_blocks())]
+        ids = [block.id for block in blocks]
+        self._owe(group.block.name, ids, partial(self._refuse_look, group))
+        self._pipeline.write(blocks)
 
     def _begin(self, group: Group, units: Sequence[StepUnit]) -> None:
         """Has the host begin the steps of a block, if they are all the host's.
@@ -351,36 +376,38 @@ class InBackward:
         host = self._host
         if host is None or not all(host.can_begin(unit) for unit in units):
             return
-        with self._manager.lock, quiet(self._manager.device):
-            try:
-                uncompiled(host.begin)(units, self._settings)
-            except (StorageError, CapacityError, StepError):
-                pass
-            finally:
-                begun = [unit for unit in units if host.is_begun(unit)]
-                self.made.update((id(unit), unit) for unit in begun)
-                self.total += len(begun)
-                entries = [e for unit in begun for e in unit.entries if e.has_grad]
-                self._consumed.update(id(entry.param) for entry in entries)
-                ids = [block.id for unit in begun for block in unit.blocks()]
-                if begun:
-                    refuse = partial(self._refuse_look, group)
-                    self._owe(group.block.name, ids, refuse, first=True)
+        try:
+            host.begin(units, self._settings)
+        except (StorageError, CapacityError, StepError):
+            pass
+        finally:
+            begun = [unit for unit in units if host.is_begun(unit)]
+            self.made.update((id(unit), unit) for unit in begun)
+            self.total += len(begun)
+            entries = [e for unit in begun for e in unit.entries if e.has_grad]
+            self._consumed.update(id(entry.param) for entry in entries)
+            ids = [block.id for unit in begun for block in unit.blocks()]
+            if begun:
+                refuse = partial(self._refuse_look, group)
+                self._owe(group.block.name, ids, refuse, first=True)
 
     def _spend(self, unit: StepUnit) -> None:
         """Forgets the gradients that a step has used, and leaves stand-ins that say so."""
-        for entry in unit.entries:
-            if not entry.has_grad:
-                continue
-            self._runtime.grads.clear(entry)
-            param = id(entry.param)
-            if param not in self._spent:
-                shape, formal, where = entry.param.shape, entry.param.dtype, self._manager.device
-                dtype = self._runtime.grads.dtype_of(entry)
-                self._spent[param] = gone(shape, dtype, where, partial(_gone, entry), formal)
-            self._consumed.add(param)
-            with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass():
+            for entry in unit.entries:
+                if not entry.has_grad:
+                    continue
+                self._runtime.grads.clear(entry)
+                param = id(entry.param)
+                if param not in self._spent:
+                    self._spent[param] = self._spent_one(entry)
+                self._consumed.add(param)
                 entry.param.grad = self._spent[param]
+
+    def _spent_one(self, entry: Entry) -> LazyTensor:
+        shape, formal, where = entry.param.shape, entry.param.dtype, self._manager.device
+        dtype = self._runtime.grads.dtype_of(entry)
+        return gone(shape, dtype, where, partial(_gone, entry), formal)
 
     def _owe(
         self, name: str, blocks: Sequence[int], work: Callable[[], None], *, first: bool = False

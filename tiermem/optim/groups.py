@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from tiermem.errors import StepError
-from tiermem.optim.probe import Make
+from tiermem.optim.probe import Make, settings_of
 
 Params = nn.Module | Iterable[Any]
 
@@ -78,3 +78,8 @@ def floating(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
 def frozen(settings: dict[str, Any]) -> dict[str, Any]:
     """Returns settings that stay as they are (a tensor learning rate is written in place)."""
     return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in settings.items()}
+
+
+def frozen_settings(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the settings of groups as they are now; a scheduler may write the groups."""
+    return [frozen(settings_of(group)) for group in groups]

@@ -27,10 +27,11 @@ from tiermem.errors import StepError, TierError
 from tiermem.nn.grads import Change, GradUnit
 from tiermem.nn.group import Entry
 from tiermem.nn.lazy import LazyTensor, forget, is_viewed, refresh
-from tiermem.nn.placeholder import placeholder
+from tiermem.nn.placeholder import shared_placeholder
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.shapes import follow
 from tiermem.optim.casts import cast
+from tiermem.optim.plainstep import run
 from tiermem.optim.probe import Make
 from tiermem.optim.scaling import Scaling
 from tiermem.optim.undo import Undo, cannot_fail_midway
@@ -150,9 +151,10 @@ class HostSide:
         self.stage: HostStage | None = None
         self._scratch: torch.Tensor | None = None
         self._own: dict[int, nn.Parameter] = {}
+        self._away: dict[int, torch.Tensor] = {}
         for param, _ in unit.members:
             dtype = unit.masters.dtype if unit.has_master(param) and unit.masters else param.dtype
-            away = placeholder(param.shape, dtype, _CPU)
+            away = self._away[id(param)] = shared_placeholder(param.shape, dtype, _CPU)
             self._own[id(param)] = nn.Parameter(away, param.requires_grad)
 
     def equip(self, stage: HostStage | None, scratch: torch.Tensor | None) -> None:
@@ -193,6 +195,8 @@ class HostSide:
 
     def in_files(self, runtime: ModuleRuntime) -> list[Block]:
         """Returns the blocks of a step that are at home in files."""
+        if self.stage is None:
+            return []
         table = runtime.manager.table
         return [block for block in self._blocks() if table[block.id].home is Tier.NVME]
 
@@ -340,7 +344,7 @@ class HostSide:
                     for param, _ in unit.members:
                         own = self._own[id(param)]
                         own.grad = None
-                        own.data = placeholder(param.shape, own.dtype, _CPU)
+                        own.data = self._away[id(param)]
         except BaseException:
             if stage is not None and job.order is not None:
                 stage.failed(job.order)
@@ -369,7 +373,7 @@ class HostSide:
         if job.scaling is not None:
             job.scaling.unscale(list(self._own.values()))
         self._attach(optimizer, job)
-        optimizer.step()
+        run(optimizer)
         self._keep(optimizer, job)
         for param, _ in unit.members:
             own = self._own[id(param)]

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from tiermem.errors import StorageError, TierError
+from tiermem.nn.quiet import unrecorded
 from tiermem.nn.runtime import ModuleRuntime
-from tiermem.optim.groups import frozen
 from tiermem.optim.host import HostSide, Job
-from tiermem.optim.probe import settings_of
 from tiermem.optim.scaling import Scaling
 from tiermem.optim.team import team
 from tiermem.optim.unit import State, StepUnit
@@ -59,6 +58,11 @@ class HostSteps:
     ) -> None:
         """Begins the step of every unit that is the host's.
 
+        Args:
+            units: Some of them the host's.
+            groups: Settings of the parameter groups, which nobody writes from now on.
+            scaling: What a GradScaler left to the step, or None.
+
         Raises:
             StepError: If one cannot be stepped there now; none is begun then.
             StorageError: If what is in HBM alone cannot be written; none is begun then.
@@ -66,8 +70,7 @@ class HostSteps:
         hosts = [unit.host for unit in units if unit.host is not None]
         if scaling is not None and scaling.grad_scale is not None:
             scaling = Scaling(scaling.grad_scale.cpu(), None)
-        groups = [frozen(settings_of(group)) for group in groups]  # a scheduler may write them
-        with self._manager.lock, torch.no_grad(), torch.inference_mode(False):
+        with self._manager.lock, unrecorded():
             for host in hosts:  # weights in files may be in the staging of another optimizer
                 for block in host.in_files(self._runtime):
                     self._manager.debts.pay(block.id)

@@ -23,7 +23,8 @@ from torch import nn
 
 from tiermem.core.block import Block
 from tiermem.errors import StepError
-from tiermem.nn.placeholder import placeholder
+from tiermem.nn.placeholder import shared_placeholder
+from tiermem.nn.quiet import unrecorded
 from tiermem.nn.shapes import follow
 from tiermem.runtime.slots import Slot
 
@@ -68,10 +69,9 @@ class Masters:
         self.block: Block | None = None
         self.made = False
         self._params = list(params)
-        self._own: dict[int, nn.Parameter] = {}
         self._index: dict[int, int] = {}
-        for param in params:
-            self._own[id(param)] = nn.Parameter(self._away(param))
+        self._away = {id(p): shared_placeholder(p.shape, dtype, p.device) for p in params}
+        self._own = {id(p): nn.Parameter(self._away[id(p)]) for p in params}
         self._loose: dict[int, torch.Tensor] = {}
 
     def place(self, block: Block, params: Sequence[torch.Tensor]) -> None:
@@ -94,7 +94,7 @@ class Masters:
             slot: Of the block, leased.
             follows: Whether the weights may have been written, so that the masters follow them.
         """
-        with torch.inference_mode(False), torch.no_grad():
+        with unrecorded():
             for param, own in self._pairs():
                 weight = param.data
                 own.data, fresh = self.place_of(param, None if slot is None else slot.views, weight)
@@ -128,17 +128,17 @@ class Masters:
 
     def derive(self) -> None:
         """Writes every work weight whose master has a gradient: it may have been stepped."""
-        with torch.no_grad():
+        with unrecorded():
             for param, own in self._pairs():
                 if own.grad is not None:
                     param.data.copy_(own.data)
 
     def close(self) -> None:
         """Points the masters away again."""
-        with torch.inference_mode(False):
+        with unrecorded():
             for param, own in self._pairs():
                 own.grad = None
-                own.data = self._away(param)
+                own.data = self._away[id(param)]
 
     def values(
         self, stored: Sequence[torch.Tensor], weights: dict[int, torch.Tensor]
@@ -178,6 +178,3 @@ class Masters:
     def _pairs(self) -> Iterator[tuple[torch.Tensor, nn.Parameter]]:
         for param in self._params:
             yield param, self._own[id(param)]
-
-    def _away(self, param: torch.Tensor) -> torch.Tensor:
-        return placeholder(param.shape, self.dtype, param.device)

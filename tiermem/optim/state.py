@@ -211,5 +211,5 @@ def import_masters(unit: StepUnit, runtime: ModuleRuntime, loaded: dict[int, tor
     """Takes masters over, and casts the weights from them; ``loaded`` is by id and fits."""
     if unit.masters is None or not loaded:
         return
-    with torch.no_grad(), unit.held(runtime) as slots, unit.open_masters(slots):
+    with torch.no_grad(), unit.held(runtime):
         unit.masters.take(loaded)

@@ -14,7 +14,7 @@ from tiermem.nn.quiet import quiet, uncompiled
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim import clip
 from tiermem.optim.backward import InBackward
-from tiermem.optim.groups import Params, floating, frozen, groups_of, with_defaults
+from tiermem.optim.groups import Params, floating, frozen_settings, groups_of, with_defaults
 from tiermem.optim.hoststeps import HostSteps, say_how_far
 from tiermem.optim.master import master_dtype_of
 from tiermem.optim.plan import plan_units
@@ -160,7 +160,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Begins the steps that the host makes; returns the other units."""
         if self._host is not None and any(unit.host is not None for unit in units):
             try:
-                self._host.begin(units, self.param_groups, scaling)
+                self._host.begin(units, frozen_settings(self.param_groups), scaling)
             except BaseException as error:
                 # the rest of them waits for the next call
                 if self._pending or any(id(unit) in self._owed for unit in units):
@@ -205,7 +205,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _owe(self, units: Sequence[StepUnit], scaling: Scaling | None) -> list[StepUnit]:
         """Puts off the step of every unit that can wait, settings as now; returns the others."""
-        settings = [frozen(settings_of(group)) for group in self.param_groups]
+        settings = frozen_settings(self.param_groups)
         scaling = None if scaling is None else scaling.frozen()
         now = []
         pipeline = Pipeline(self._manager)
@@ -233,9 +233,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Makes a step that was put off, wherever we are by now."""
         began = time.perf_counter_ns()
         with quiet(self._manager.device), pipeline.sweeping():
-            step = uncompiled(unit.step)  # the call around it may be a compiled one
+            step = uncompiled(StepUnit.step)  # the call around it may be a compiled one
             try:
-                step(self._runtime, settings, self._state, scaling, owed=True)
+                step(unit, self._runtime, settings, self._state, scaling, owed=True)
             except BaseException as error:
                 self._explain(error, [u.name for u in self._units if id(u) in self._owed])
                 raise

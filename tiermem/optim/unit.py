@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,9 @@ from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import LazyTensor, ensure_there, flush, forget, is_viewed, lazy, refresh
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.foreign import ForeignWrites
+from tiermem.optim.held import Held
 from tiermem.optim.master import Masters
+from tiermem.optim.plainstep import run, run_scaled
 from tiermem.optim.probe import Make, settings_of
 from tiermem.optim.scaling import Scaling
 from tiermem.runtime.slots import Slot
@@ -41,6 +42,7 @@ class StepUnit:
         host: Steps it on the host, or None.
         keys: For each tensor of that block, its parameter and the state's key.
         spoils: Whether a step of the class may write the gradients that it is given.
+        scaled: Whether the step under way undoes a scale in them.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class StepUnit:
         self.spoils = True
         self._make = make
         self._optimizer: torch.optim.Optimizer | None = None
-        self._scaled = False
+        self.scaled = False
+        self._places: list[tuple[torch.Tensor, str]] = []
+        self._stand_ins: dict[int, LazyTensor] = {}
         self._numbers = list(dict.fromkeys(number for _, number in members))
 
     def own(self, param: torch.Tensor) -> torch.Tensor:
@@ -152,9 +156,10 @@ class StepUnit:
                     meanwhile()
                 self._update(runtime, optimizer, stored, slots, state, scaling, owed=owed)
         finally:
-            for entry in stored:
-                entry.param.grad = seen.get(id(entry.param), entry.lazy)
-        for entry in stored:
+            with torch._C.DisableTorchFunctionSubclass():
+                for entry in stored:
+                    entry.param.grad = seen.get(id(entry.param), entry.lazy)
+        for entry in stored if owed else ():
             if entry.param.grad is not entry.lazy:  # forgotten or replaced while the step was owed
                 runtime.grads.clear(entry)
 
@@ -169,9 +174,16 @@ class StepUnit:
             "optimizer over it (this one's state_dict() can be loaded there)"
         )
 
-    def state_of(self, param: torch.Tensor) -> State:
-        """Returns the plain optimizer's state of a parameter, empty where there is none."""
-        return {} if self._optimizer is None else self._optimizer.state.get(self.own(param), {})
+    def stored_state(self) -> list[tuple[State | None, str]]:
+        """Returns what there is for each tensor of the block of state.
+
+        It is the plain optimizer's state of the parameter, None where it has none yet, and the key
+        that the tensor has there.
+        """
+        if self._optimizer is None:
+            return []
+        by_own = self._optimizer.state
+        return [(by_own.get(own), key) for own, key in self._places]
 
     def step_on(self, host: HostSide, make: Make) -> None:
         """Has the unit stepped on the host from now on; it has not been stepped yet."""
@@ -199,15 +211,14 @@ class StepUnit:
         }
         slot = slots.get(id(self.block))
         try:
-            with self.open_masters(slots):
-                self._hand_over({**gradients, **views})
-                self._attach(optimizer, slot)
-                try:
-                    self._run(optimizer, scaling)
-                finally:
-                    self.detach(runtime, optimizer, slot, state)
-                if self.masters is not None:
-                    self.masters.derive()
+            self._hand_over({**gradients, **views})
+            self._attach(slot)
+            try:
+                self._run(optimizer, scaling)
+            finally:
+                self.detach(runtime, optimizer, slot, state)
+            if self.masters is not None:
+                self.masters.derive()
         finally:
             for entry in stored:
                 refresh(entry.lazy, views[id(entry.param)])
@@ -232,7 +243,7 @@ class StepUnit:
                 return False
             if is_viewed(entry.lazy):
                 return False
-        return not any(is_viewed(self.state_of(p).get(key)) for p, key in self.keys)
+        return not any(is_viewed(stand_in) for stand_in in self._stand_ins.values())
 
     def _hand_over(self, gradients: dict[int, torch.Tensor]) -> None:
         """Gives the optimizer the gradients, in the dtype of what it steps."""
@@ -249,62 +260,15 @@ class StepUnit:
 
     def _run(self, optimizer: torch.optim.Optimizer, scaling: Scaling | None) -> None:
         if scaling is None:
-            optimizer.step()
+            run(optimizer)
             return
-        if not getattr(optimizer, "_step_supports_amp_scaling", False):
-            scaling.unscale([self.own(param) for param, _ in self.members])
-            optimizer.step()
-            return
-        self._scaled = True  # it undoes the scale in the gradients themselves
-        optimizer.grad_scale = scaling.grad_scale  # type: ignore[attr-defined]
-        optimizer.found_inf = scaling.found_inf  # type: ignore[attr-defined]
-        try:
-            optimizer.step()
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        owns = [self.own(param) for param, _ in self.members]
+        self.scaled = True  # so it is taken to be, where the step fails
+        self.scaled = run_scaled(optimizer, scaling, owns)
 
-    @contextmanager
-    def open_masters(self, slots: dict[int, Slot]) -> Iterator[None]:
-        """Has the masters at hand, beside what is held."""
-        if self.masters is None:
-            yield
-            return
-        try:
-            self.masters.open(slots.get(id(self.masters.block)), follows=self.foreign.look())
-            yield
-        finally:
-            self.masters.close()
-
-    @contextmanager
-    def held(self, runtime: ModuleRuntime) -> Iterator[dict[int, Slot]]:
-        """Holds weights, gradients, state and masters; yields slots by the id of their block."""
-        manager = runtime.manager
-        units = [u for u in self.grad_units() if any(e.has_grad for e in u.entries)]
-        blocks = [u.block for u in units] + self.kept_blocks()
-        stepped = False
-        versions: list[int] = []
-        self.foreign.hold()
-        try:
-            slots = manager.acquire_all(blocks)
-            try:
-                for unit, slot in zip(units, slots, strict=False):
-                    runtime.grads.settle(unit, slot)
-                versions = [_versions(slot) for slot in slots]
-                self._scaled = False
-                stepped = True
-                yield {id(block): slot for block, slot in zip(blocks, slots, strict=True)}
-            finally:
-                # a class may write weights through `param.data`: nobody counts
-                for index, block in enumerate(blocks):
-                    written = stepped
-                    if stepped and index < len(units):
-                        changed = versions[index] != _versions(slots[index])
-                        written = self.sees(units[index]) and (
-                            changed or self.spoils or self._scaled
-                        )
-                    manager.release(block, dirty=written)
-        finally:
-            self.foreign.let_go(dirty=stepped)
+    def held(self, runtime: ModuleRuntime) -> Held:
+        """Returns a context that holds weights, gradients, state and masters."""
+        return Held(self, runtime)
 
     def sees(self, unit: GradUnit) -> bool:
         """Whether the optimizer is given gradients of a block themselves, not casts of them."""
@@ -315,8 +279,8 @@ class StepUnit:
 
     def flush(self) -> None:
         """Takes in what was written through views of the state."""
-        for param, key in self.keys:
-            flush(self.state_of(param).get(key))
+        for stand_in in self._stand_ins.values():
+            flush(stand_in)
 
     def optimizer_for(self, groups: Sequence[dict[str, Any]] | None) -> torch.optim.Optimizer:
         """Returns the plain optimizer of this unit, with the settings of ``groups`` if given."""
@@ -334,24 +298,25 @@ class StepUnit:
                         for number in self._numbers
                     ]
                 )
+            self._places = [(self.own(param), key) for param, key in self.keys]
         if groups is None:
             return self._optimizer
         for mine, number in zip(self._optimizer.param_groups, self._numbers, strict=True):
             fused = mine.get("fused")
-            mine.update(settings_of(groups[number]))
+            settings = groups[number]
+            mine.update(settings_of(settings) if "params" in settings else settings)
             if self.host is not None and "fused" in mine:
                 mine["fused"] = fused
         return self._optimizer
 
-    def _attach(self, optimizer: torch.optim.Optimizer, slot: Slot | None) -> None:
+    def _attach(self, slot: Slot | None) -> None:
         """Points the state at its slot, where there is state already."""
         if slot is None:
             return
-        for (param, key), view in zip(self.keys, slot.views, strict=True):
-            own = optimizer.state.get(self.own(param))
-            if own is not None and isinstance(own.get(key), LazyTensor):
-                forget(own[key])
-                own[key] = view
+        for (state, key), view in zip(self.stored_state(), slot.views, strict=True):
+            if state is not None and isinstance(state.get(key), LazyTensor):
+                forget(state[key])
+                state[key] = view
 
     def detach(
         self,
@@ -362,19 +327,18 @@ class StepUnit:
     ) -> None:
         """Takes what is new into the slot and leaves lazy stand-ins behind."""
         if slot is not None and self.block is not None:
-            for index, (param, key) in enumerate(self.keys):
-                own = optimizer.state.get(self.own(param))
+            for index, (own, key) in enumerate(self.stored_state()):
                 value = own.get(key) if own is not None else None
-                view = slot.views[index]
                 if (
                     own is None
                     or not isinstance(value, torch.Tensor)
                     or isinstance(value, LazyTensor)
                 ):
                     continue
-                if value.shape != view.shape or value.dtype is not view.dtype:
-                    continue  # it became something else: it stays in ordinary memory
+                view = slot.views[index]
                 if value is not view:
+                    if value.shape != view.shape or value.dtype is not view.dtype:
+                        continue  # it became something else: it stays in ordinary memory
                     view.copy_(value)
                 own[key] = self.stand_in(runtime, index)
         self.publish(optimizer, state)
@@ -382,21 +346,30 @@ class StepUnit:
     def publish(self, optimizer: torch.optim.Optimizer, state: State) -> None:
         """Shows the state in the tiered optimizer's."""
         for param, _ in self.members:
-            if self.own(param) in optimizer.state:
-                state[param] = optimizer.state[self.own(param)]
+            kept = optimizer.state.get(self.own(param))
+            if kept is not None:
+                state[param] = kept
 
     def stand_in(self, runtime: ModuleRuntime, index: int) -> LazyTensor:
-        """Returns what stands for a tensor of the state between its uses."""
+        """Returns what stands for a tensor of the state between its uses.
+
+        It is the same one every time: whoever has it sees the state as it is by now.
+        """
+        found = self._stand_ins.get(index)
+        if found is not None:
+            forget(found)
+            return found
         if self.block is None:
             raise RuntimeError(f"{self.name}: no state")
         spec = self.block.tensors[index]
-        return lazy(
+        found = self._stand_ins[index] = lazy(
             torch.Size(spec.shape),
             spec.dtype,  # type: ignore[arg-type]
             runtime.manager.device,
             partial(self._load, runtime, index),
             partial(self._store, runtime, index),
         )
+        return found
 
     def _load(self, runtime: ModuleRuntime, index: int) -> torch.Tensor:
         if self.block is None:
@@ -420,11 +393,7 @@ class StepUnit:
 
     def begin(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State) -> None:
         """Takes in the state that the class makes before any step."""
-        with (
-            torch.no_grad(),
-            self.held(runtime) as slots,
-            self.open_masters(slots),
-        ):
+        with torch.no_grad(), self.held(runtime) as slots:
             optimizer = self.optimizer_for(groups)
             self.detach(runtime, optimizer, slots.get(id(self.block)), state)
 
@@ -486,11 +455,6 @@ class StepUnit:
         ]
         if loose:
             change(loose)
-
-
-def _versions(slot: Slot) -> int:
-    """Returns how often the tensors of a block were written, as far as torch counts it."""
-    return sum(view._version for view in slot.views)
 
 
 def _zero(tensors: Sequence[torch.Tensor]) -> None:

@@ -1,0 +1,68 @@
+"""The step of a plain torch optimizer, with what a GradScaler left to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from tiermem.optim.scaling import Scaling
+
+_AUTOGRAD: Any = torch.autograd
+_BASE: Any = torch.optim.Optimizer
+_WRAPPER = _BASE.profile_hook_step(lambda self: None).__code__
+"""What torch puts around the ``step`` of every class: it names it to the profiler, and calls hooks.
+
+It costs as much as the step itself where that has few tensors.
+"""
+
+
+def run(optimizer: torch.optim.Optimizer) -> None:
+    """Does what ``optimizer.step()`` does; leaves out what nobody would see.
+
+    The class's own ``step`` is called without torch's wrapper where no hook is registered, the
+    profiler is off, and nobody has put anything else in its place.
+    """
+    step = type(optimizer).step
+    if (
+        getattr(step, "__code__", None) is not _WRAPPER
+        or "step" in optimizer.__dict__
+        or _AUTOGRAD._profiler_enabled()
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or type(optimizer)._optimizer_step_code is not _BASE._optimizer_step_code
+    ):
+        optimizer.step()
+        return
+    inner: Callable[[torch.optim.Optimizer], Any] = step.__wrapped__  # type: ignore[attr-defined]
+    inner(optimizer)
+
+
+def run_scaled(
+    optimizer: torch.optim.Optimizer, scaling: Scaling, owns: Sequence[torch.Tensor]
+) -> bool:
+    """Makes a step over gradients that have a scale.
+
+    Args:
+        optimizer: The plain one.
+        scaling: The scale, and whether a gradient is not finite.
+        owns: What the optimizer steps.
+
+    Returns:
+        Whether it was left to the optimizer, which undoes the scale in the gradients themselves.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        scaling.unscale(owns)
+        run(optimizer)
+        return False
+    optimizer.grad_scale = scaling.grad_scale  # type: ignore[attr-defined]
+    optimizer.found_inf = scaling.found_inf  # type: ignore[attr-defined]
+    try:
+        run(optimizer)
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+    return True
