@@ -214,7 +214,7 @@ class Bench:
         options = self.options
         loops = [self.loop(each, tokens, micro) for each in (resident, trainer)]
         for loop in loops:
-            loop.run(options.warm)
+            loop.run(max(2, options.warm // micro))
         settle_python()
         tier = trainer.tier
         self.clock.wait()
@@ -230,6 +230,7 @@ class Bench:
         host = trainer.on_host() / parameters_of(trainer.model)
         compute = statistics.median(plain.forward) + statistics.median(plain.backward)
         compute += statistics.median(plain.step) * (1 - host)
+        row |= {"left to forward": trainer.optimizer.left_to_forward}
         row |= {"host's share": host, "compute s": compute, **speeds_of(trainer.optimizer)}
         took = statistics.median(times[1])
         bound = disk_bound if options.nvme else link_bound

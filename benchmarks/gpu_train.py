@@ -16,7 +16,7 @@ _SMALL = (
 _ACTIVATIONS = f"{_SMALL} --activation-min 4KiB --dram 16MiB"
 _FEW = "--repeats 1 --steps 2"
 _4K_STEPS = (
-    "--tokens 4096 --hbm 2.3GiB --overlap backward --repeats 2 --steps 5 --warm 6 --check-steps 1 "
+    "--tokens 4096 --hbm 2.3GiB --overlap backward --repeats 2 --steps 5 --warm 9 --check-steps 1 "
     "--raw-repeats 1"
 )
 
@@ -38,8 +38,8 @@ STEPS = (
     ),
     step(
         "16k",
-        "--tokens 16384 --micro 1 4 --hbm 4GiB --where both --overlap backward --warm 4 "
-        "--check-steps 1 --raw-repeats 1 --repeats 2 --steps 2",
+        "--tokens 16384 --micro 1 4 --hbm 4GiB --where both --overlap backward --warm 10 "
+        "--check-steps 1 --raw-repeats 1 --repeats 2 --steps 3",
         f"{_SMALL} --micro 1 4",
         170,
     ),

@@ -15,6 +15,7 @@ from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import LazyTensor, flush, is_held, lazy, orphan, refresh
 from tiermem.nn.quiet import quiet, unrecorded
 from tiermem.nn.shapes import follow, shape_of
+from tiermem.runtime.pipeline import Pipeline
 from tiermem.runtime.slots import Slot
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ class GradStore:
         self.watchers: list[Watcher] = []
         self._measures: dict[int, Measure] = {}
         self._measured: dict[int, tuple[Measure, torch.Tensor]] = {}
+        self._arriving: GradUnit | None = None
+        self._pipeline: Pipeline | None = None
 
     def track(self, entry: Entry) -> None:
         """Watches the gradients of a parameter from now on."""
@@ -206,6 +209,12 @@ class GradStore:
             self.clear(entry)
         else:
             flush(entry.lazy)
+
+    def end_backward(self) -> None:
+        """A backward is over: nothing arrives any more."""
+        self.restore()
+        self._arrives(None)
+        self._pipeline = None
 
     def restore(self) -> None:
         """Puts stand-ins back that made way for a gradient that was never accumulated.
@@ -368,4 +377,18 @@ class GradStore:
                 entry.param.grad = joined
             return False
         self.store(entry, gradient, add=True)
+        if entry.unit is not self._arriving:
+            self._arrives(entry.unit)
         return True
+
+    def _arrives(self, unit: GradUnit | None) -> None:
+        """Has the block that was filled before written home, where its gradients are kept.
+
+        Otherwise that would happen when its room is needed, and copies up would wait for it.
+        """
+        before, self._arriving = self._arriving, unit
+        if before is None or not any(entry.has_grad for entry in before.entries):
+            return
+        if self._pipeline is None:
+            self._pipeline = Pipeline(self._manager)
+        self._pipeline.write([before.block], gradients=True)

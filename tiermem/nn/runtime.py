@@ -50,6 +50,8 @@ class ModuleRuntime:
         activations: Saved tensors that leave HBM.
         on_begin: Called before each top-level pass (the optimizers check in here).
         backwards: Told of every backward (optimizers that step in it).
+        last_forward: What the forward before was called, or that under way.
+        last_stepping: The same of the backward in which steps were made.
         worst_chain: Most bytes of blocks that nested calls of one model hold at once.
         stranded: Parameters that a failed disk kept from being taken back after materialize.
     """
@@ -78,7 +80,8 @@ class ModuleRuntime:
         self._backward: deque[Group] = deque()
         self._in_backward = False
         self._backward_began = 0
-        self._last_forward: Hashable = None
+        self.last_forward: Hashable = None
+        self.last_stepping: Hashable = None
         self._homed = 0
 
     @property
@@ -158,7 +161,7 @@ class ModuleRuntime:
             # with optimizer steps in it the pass uses other blocks: it is learned as another
             stepping = self.manager.debts.here
             key = ("forward", scope.name, scope.number, training, stepping)
-            self._last_forward = key
+            self.last_forward = key
             guess: Sequence[int] = ()
             if not self.manager.planner.knows(key):
                 guess = self.manager.debts.order(scope.order())
@@ -222,7 +225,10 @@ class ModuleRuntime:
         order = [b for b in self.manager.planner.schedule.order if b not in trained]
         del order[self.manager.planner.cursor :]
         stepping = [watcher.begins() for watcher in self.backwards]
-        self.manager.begin_pass(("backward", self._last_forward, *stepping), order[::-1])
+        key = ("backward", self.last_forward, *stepping)
+        if any(stepping):
+            self.last_stepping = key
+        self.manager.begin_pass(key, order[::-1])
         self.activations.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
@@ -248,7 +254,7 @@ class ModuleRuntime:
         self._in_backward = False
         for watcher in self.backwards:
             watcher.ends()
-        self.grads.restore()
+        self.grads.end_backward()
         self._drop(self._backward)
         self._backward.clear()
         self.activations.end_backward()
@@ -258,7 +264,8 @@ class ModuleRuntime:
         """Counts host time spent in a pass."""
         ended = time.perf_counter_ns()
         self.manager.counters.busy_ns += ended - began_ns
-        self.manager.end_pass()
+        if not self._in_backward:  # what is computed again there is a part of it
+            self.manager.end_pass()
         lane = "optimizer" if what == "optimizer" else "compute"
         self.manager.timeline.add(lane, what, began_ns, ended)
 

@@ -53,15 +53,23 @@ class Pipeline:
                 if block.id in manager.debts or not manager.try_fill(record, position + 1):
                     return
 
-    def write(self, blocks: Sequence[Block]) -> None:
-        """Begins to write back what a step has written; gradients are about to be forgotten."""
+    def write(self, blocks: Sequence[Block], *, gradients: bool = False) -> None:
+        """Begins to write back what has been written.
+
+        Args:
+            blocks: What is not used any more for now.
+            gradients: Whether gradients, too, where that costs nothing: those of a step are about
+                to be forgotten, and on the CPU a copy to DRAM hides behind nothing.
+        """
         manager = self._manager
-        if not self.leaves:
+        if not self.leaves or (gradients and not self._dram):
             return
         with manager.lock:
             for block in blocks:
                 record = manager.table.get(block.id)
-                if record is None or record.in_hbm is not State.DIRTY or block.role is Role.GRAD:
+                if record is None or record.in_hbm is not State.DIRTY:
+                    continue
+                if block.role is Role.GRAD and not gradients:
                     continue
                 if record.leases or record.fixed or block.id in manager.traffic.failing:
                     continue

@@ -207,12 +207,12 @@ class Prefetcher:
         blocks = len(self._ahead)
         if not self._auto:
             return blocks < self._depth
+        if self._turns.uses:  # in circles as far as there is room
+            return not blocks or self._nbytes < self._most
         if self._timetable.knows(self._next):
             if blocks and self._nbytes >= self._most:
                 return False
-            if blocks < _AUTO_BLOCKS or self._turns.uses:
-                return True  # in circles as far as there is room
-            return self._timetable.due(self._next, self._cursor)
+            return blocks < _AUTO_BLOCKS or self._timetable.due(self._next, self._cursor)
         return blocks < _AUTO_BLOCKS or (self._nbytes < self._least and blocks < _MOST_BLOCKS)
 
     def staged(self, record: Record, position: int) -> bool:
