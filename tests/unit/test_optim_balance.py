@@ -14,6 +14,7 @@ from support_optim import Net, Twins, made, units, watched
 
 import tiermem
 from tiermem.core.block import Role
+from tiermem.core.residency import State
 from tiermem.optim.balance import choose, share_for_forward
 from tiermem.runtime.pacing import PassTimes
 from tiermem.runtime.pipeline import Pipeline
@@ -195,3 +196,32 @@ def test_on_the_cpu_nothing_is_put_off() -> None:
         optimizer = tier.optimizer(model.parameters(), torch.optim.AdamW, overlap="backward")
         assert optimizer._inside._balance.share == 0.0
         assert not optimizer._inside._balance.beside
+
+
+def test_what_forward_begins_with_is_written_once_it_has_got_further() -> None:
+    with watched(Twins(lambda: Net(layers=8), DRAM, overlap="backward")) as pair:
+        manager, runtime = pair.tier._manager, pair.optimizer._runtime
+        first = runtime.groups[0]
+        pair.backward(1)
+        kept = [b for u in pair.optimizer._units if u.group is first for b in u.kept_blocks()]
+        assert kept
+        assert {manager.record(b).in_hbm for b in kept} == {State.DIRTY}
+        assert set(map(id, kept)) <= set(map(id, runtime.unwritten))
+        pair.step()
+        seen: list[set[State]] = []
+
+        def look(*_: Any) -> None:
+            seen.append({manager.record(b).in_hbm for b in kept})
+
+        hooks = [
+            pair.model.embed.register_forward_hook(look),
+            pair.model.layers[0].register_forward_hook(look),
+        ]
+        pair.backward(2)
+        for hook in hooks:
+            hook.remove()
+        assert seen[0] == {State.DIRTY}
+        assert State.DIRTY not in seen[1]
+        assert runtime.unwritten  # of the second step
+        pair.step()
+        pair.check()

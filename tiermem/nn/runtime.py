@@ -19,6 +19,7 @@ from tiermem.nn.grads import GradStore
 from tiermem.nn.group import Entry, Group
 from tiermem.nn.saved import SavedHooks
 from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from tiermem.nn.scope import Scope
@@ -52,6 +53,9 @@ class ModuleRuntime:
         backwards: Told of every backward (optimizers that step in it).
         last_forward: What the forward before was called, or that under way.
         last_stepping: The same of the backward in which steps were made.
+        unwritten: What a step wrote of the block that forward begins with; it goes home once
+            forward has got further. Models read values back as they begin (is a mask needed?), and
+            on CUDA such a read waits for all copies down that are ready to run.
         worst_chain: Most bytes of blocks that nested calls of one model hold at once.
         stranded: Parameters that a failed disk kept from being taken back after materialize.
     """
@@ -74,6 +78,7 @@ class ModuleRuntime:
         self.on_begin: list[Callable[[bool], None]] = []
         self.backwards: list[BackwardWatcher] = []
         self.stranded: list[Entry] = []
+        self.unwritten: list[Block] = []
         self.worst_chain = 0
         self._by_block: dict[int, Group] = {}
         self._ambient: list[Group] = []
@@ -169,6 +174,13 @@ class ModuleRuntime:
             if self.activations.store is not None and training:
                 self._home_gradients()
             self.activations.begin_forward()
+
+    def got_further(self, scope: Scope) -> None:
+        """A block is used in forward; has what is unwritten go home unless it is the first."""
+        if self.groups and self.groups[0] in scope.groups:
+            return
+        blocks, self.unwritten = self.unwritten, []
+        Pipeline(self.manager).write(blocks)
 
     def _home_gradients(self) -> None:
         """Reserves the gradients' homes before saved tensors take what room there is."""

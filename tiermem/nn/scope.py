@@ -167,6 +167,8 @@ class CallInterceptor(Interceptor):
             runtime.manager.guard()
             runtime.begin_forward(scope)
             began = time.perf_counter_ns()
+        elif runtime.unwritten and scope.groups:
+            runtime.got_further(scope)
         held: list[Group] = []
         stack.append(held)
         pushed = entered = inside = False

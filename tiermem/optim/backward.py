@@ -380,7 +380,10 @@ class InBackward:
         blocks = [group.block, *(block for unit in made for block in unit.kept_blocks())]
         ids = [block.id for block in blocks]
         self._owe(group.block.name, ids, partial(self._refuse_look, group))
-        self._pipeline.write(blocks)
+        if group is self._runtime.groups[0]:
+            self._runtime.unwritten = blocks  # until forward has got further
+        else:
+            self._pipeline.write(blocks)
 
     def _begin(self, group: Group, units: Sequence[StepUnit]) -> None:
         """Has the host begin the steps of a block, if they are all the host's.
