@@ -39,7 +39,7 @@ STEPS = (
     step(
         "16k",
         "--tokens 16384 --micro 1 4 --hbm 4GiB --where both --overlap backward --warm 10 "
-        "--check-steps 1 --raw-repeats 1 --repeats 2 --steps 3",
+        "--check-steps 1 --raw-repeats 1 --repeats 2 --steps 2",
         f"{_SMALL} --micro 1 4",
         170,
     ),
