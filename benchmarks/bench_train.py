@@ -230,7 +230,6 @@ class Bench:
         host = trainer.on_host() / parameters_of(trainer.model)
         compute = statistics.median(plain.forward) + statistics.median(plain.backward)
         compute += statistics.median(plain.step) * (1 - host)
-        row |= {"left to forward": trainer.optimizer.left_to_forward}
         row |= {"host's share": host, "compute s": compute, **speeds_of(trainer.optimizer)}
         took = statistics.median(times[1])
         bound = disk_bound if options.nvme else link_bound

@@ -51,8 +51,6 @@ class ModuleRuntime:
         activations: Saved tensors that leave HBM.
         on_begin: Called before each top-level pass (the optimizers check in here).
         backwards: Told of every backward (optimizers that step in it).
-        last_forward: What the forward before was called, or that under way.
-        last_stepping: The same of the backward in which steps were made.
         unwritten: What a step wrote of the block that forward begins with; it goes home once
             forward has got further. Models read values back as they begin (is a mask needed?), and
             on CUDA such a read waits for all copies down that are ready to run.
@@ -85,8 +83,7 @@ class ModuleRuntime:
         self._backward: deque[Group] = deque()
         self._in_backward = False
         self._backward_began = 0
-        self.last_forward: Hashable = None
-        self.last_stepping: Hashable = None
+        self._last_forward: Hashable = None
         self._homed = 0
 
     @property
@@ -166,7 +163,7 @@ class ModuleRuntime:
             # with optimizer steps in it the pass uses other blocks: it is learned as another
             stepping = self.manager.debts.here
             key = ("forward", scope.name, scope.number, training, stepping)
-            self.last_forward = key
+            self._last_forward = key
             guess: Sequence[int] = ()
             if not self.manager.planner.knows(key):
                 guess = self.manager.debts.order(scope.order())
@@ -237,9 +234,7 @@ class ModuleRuntime:
         order = [b for b in self.manager.planner.schedule.order if b not in trained]
         del order[self.manager.planner.cursor :]
         stepping = [watcher.begins() for watcher in self.backwards]
-        key = ("backward", self.last_forward, *stepping)
-        if any(stepping):
-            self.last_stepping = key
+        key = ("backward", self._last_forward, *stepping)
         self.manager.begin_pass(key, order[::-1])
         self.activations.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)

@@ -28,7 +28,6 @@ from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import LazyTensor, gone
 from tiermem.nn.quiet import quiet, uncompiled
 from tiermem.nn.runtime import ModuleRuntime
-from tiermem.optim.balance import Balance
 from tiermem.optim.finality import accumulates, grad_of, is_nested, is_own, marks_of
 from tiermem.optim.groups import frozen_settings
 from tiermem.optim.hoststeps import HostSteps
@@ -68,8 +67,6 @@ class InBackward:
         self._marks: object = None
         self._debts: list[Debt] = []
         self._late: set[int] = set()
-        self._postponed: set[int] = set()
-        self._balance = Balance(runtime, self)
         # the steps that are only watched
         self._trials = 0
         self._watched = self._thrown = False
@@ -111,15 +108,6 @@ class InBackward:
     def leave(self, units: Iterable[StepUnit]) -> None:
         """Leaves blocks to ``step()`` for good: another optimizer steps them as well."""
         self._late.update(id(unit.group) for unit in units)
-
-    def postpone(self, units: Sequence[StepUnit]) -> None:
-        """Leaves these blocks, and no others, to ``step()`` from the next backward on."""
-        self._postponed = {id(unit.group) for unit in units}
-
-    @property
-    def left_to_forward(self) -> float:
-        """Which share of what the device steps is left to the next forward."""
-        return self._balance.share
 
     # -- what the user calls ---------------------------------------------
 
@@ -189,8 +177,6 @@ class InBackward:
             self._trials = 0
         elif self._watched:
             self._trials += 1
-        elif self.made:
-            self._balance.look([unit for of in self._units.values() for unit in of])
         self._watched = self._thrown = False
         self._count = 0
         self.made.clear()
@@ -283,8 +269,7 @@ class InBackward:
         if id(group) in self._late or self._awaits(group, entry):
             return
         if self._steps:
-            if id(group) not in self._postponed:
-                self._step(group)
+            self._step(group)
             return
         self._final += [e for u in self._units[id(group)] for e in u.entries if e.has_grad]
         late = partial(self._late.add, id(group))  # called where the weights are used once more

@@ -276,11 +276,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         return 0 if self._inside is None else self._inside.total
 
     @property
-    def left_to_forward(self) -> float:
-        """Which share of the device's steps is left to the next forward (``"backward"``)."""
-        return 0.0 if self._inside is None else self._inside.left_to_forward
-
-    @property
     def state(self) -> Any:
         """The state by parameter, as in any optimizer; every step asked for is made in it."""
         if self._inside is not None:

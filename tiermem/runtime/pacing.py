@@ -22,7 +22,6 @@ LINK_UP = {Tier.DRAM: "dram->hbm", Tier.NVME: "nvme->hbm"}
 _SAME_DISK = {"nvme->dram": "nvme->hbm"}
 _MOST_USES = 3000
 _MOST_WAITING = 4
-_MOST_TIMES = 64
 _ALL = 1 << 62
 _HOST, _HOST_WAIT = "host", "host wait"
 
@@ -66,21 +65,6 @@ class _Sample:
     waits: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class PassTimes:
-    """What a measured pass took, in seconds.
-
-    Attributes:
-        compute: Of compute, waits left out.
-        up: Of copies up that it submitted, from the begin of each to its end.
-        nbytes: What they moved.
-    """
-
-    compute: float
-    up: float
-    nbytes: int
-
-
 class Pacing:
     """Stamps the passes that are to be measured, and hands what they say to the estimates.
 
@@ -93,7 +77,6 @@ class Pacing:
             uses otherwise.
         pending: Whether measured passes wait to be read.
         estimates: What was learned.
-        times: What the last measured pass of each name took, the first one of it left out.
     """
 
     def __init__(self, clock: Clock, counters: Counters, estimates: Estimates) -> None:
@@ -101,7 +84,6 @@ class Pacing:
         self.sampling = False
         self.pending = False
         self.estimates = estimates
-        self.times: dict[Hashable, PassTimes] = {}
         self._clock = clock
         self._counters = counters
         self._open: _Sample | None = None
@@ -337,7 +319,6 @@ class Pacing:
         estimates.observe(sample.key, compute, sample.flows, fills)
         if first:  # in the first one everything is learned, by tiermem and by torch
             return
-        self._remember(sample)
         self._measured += sample.measured
         for block, (total, count) in sample.compute.items():
             usual = estimates.compute(sample.key, block)
@@ -347,14 +328,6 @@ class Pacing:
         for link, moved in sample.moved.items():
             link = _SAME_DISK.get(link, link)
             self._bytes[link] = self._bytes.get(link, 0) + moved
-
-    def _remember(self, sample: _Sample) -> None:
-        nbytes, up = sample.flows.get("dram->hbm", (0, 0.0))
-        compute = sum(total for total, _ in sample.compute.values())
-        self.times.pop(sample.key, None)
-        self.times[sample.key] = PassTimes(compute, up, nbytes)
-        if len(self.times) > _MOST_TIMES:
-            del self.times[next(iter(self.times))]
 
     def _discard(self, sample: _Sample) -> None:
         for use in sample.uses[sample.at :]:
