@@ -150,6 +150,7 @@ def export_state(
     present = [param for param, _ in unit.members if state.get(param)]
     if not present:
         return
+    unit.flush()
     tensors = runtime.manager.read(unit.block) if unit.block is not None else []
     stored = {(id(p), key): tensors[i] for i, (p, key) in enumerate(unit.keys)}
     for param in present:
