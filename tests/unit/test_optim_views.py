@@ -1,4 +1,4 @@
-"""Views of an optimizer's state, and what is written through them."""
+"""Views of an optimizer's state are live, as those of a plain optimizer's: both ways, at once."""
 
 from __future__ import annotations
 
@@ -91,6 +91,22 @@ def test_what_is_written_through_a_view_is_saved(where: str, overlap: object) ->
         train(model, optimizer)
         row_of(model, optimizer).fill_(3.0)
         return saved(optimizer)
+
+    follow(use, where, overlap)
+
+
+@SIDES
+def test_a_view_shows_every_step_and_what_is_written_to_it_counts(
+    where: str, overlap: object
+) -> None:
+    def use(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+        train(model, optimizer)
+        row, found = row_of(model, optimizer), []
+        for _ in range(4):
+            train(model, optimizer)
+            found.append(row.clone())
+            row.mul_(0.5)
+        return [*found, *saved(optimizer)]
 
     follow(use, where, overlap)
 

@@ -137,7 +137,7 @@ def flush(tensor: torch.Tensor | None) -> None:
             tensor._kept = kept
 
 
-def forget(tensor: torch.Tensor) -> None:
+def forget(tensor: Any) -> None:
     """Lets the views of a lazy tensor be."""
     if isinstance(tensor, LazyTensor):
         tensor._kept = None
