@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,15 +12,33 @@ from typing import Any
 import torch
 
 from tiermem.config import Policy, Settings
-from tiermem.core.block import Block, Role
+from tiermem.core.block import Block, Extent, Role
 from tiermem.core.layout import TensorShape
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.slots import Holder, Slot
 from tiermem.testing.io import ScriptedEngine
+from tiermem.transfer.copy import Event
+from tiermem.transfer.stamps import HostClock
 
 PAGE = 4096
 CHUNK = 64 << 10
 STAGING = 8 * CHUNK
+
+
+class EvenClock(HostClock):
+    """Every reading is ten microseconds after the one before, however busy the machine is.
+
+    By the real clock a pass that the machine was slow in is a reason for another plan.
+    """
+
+    def __init__(self) -> None:
+        self.readings = itertools.count(step=10_000)
+
+    def stamp(self) -> int:
+        return next(self.readings)
+
+    def stamp_copies(self, extent: Extent | None, after: Event | None) -> int:
+        return next(self.readings)
 
 
 class Owner(Holder):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_runtime import EvenClock
 
 from tiermem.config import Policy, Settings
 from tiermem.core.block import Block, Role
@@ -68,7 +69,7 @@ class Loop:
 
 @contextmanager
 def loop(blocks: int, slots: int, *, depth: Any = 1, large: int = 0) -> Iterator[Loop]:
-    """Opens a manager; ``large`` of its blocks have two pages."""
+    """Opens a manager; ``large`` of its blocks have two pages, and all uses take as long."""
     manager = BlockManager(
         Settings(
             device="cpu",
@@ -81,6 +82,7 @@ def loop(blocks: int, slots: int, *, depth: Any = 1, large: int = 0) -> Iterator
         )
     )
     manager.prefetcher._dram = manager.prefetcher._works = True
+    manager.pacing._clock = EvenClock()
     pages = [2 if number < large else 1 for number in range(blocks)]
     made = manager.add_blocks(
         [

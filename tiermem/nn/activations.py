@@ -271,7 +271,7 @@ class Activations:
         """Whether a tensor is an ordinary one, on the device, and nobody's leaf."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return False
-        if tensor.device != self._manager.device or tensor.is_quantized:
+        if tensor.device != self._manager.device or tensor.is_quantized or tensor._is_zerotensor():
             return False
         base = _root(tensor)
         # who wants a leaf's gradient holds the leaf: nothing would be won

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tiermem.nn.placeholder import shared_placeholder
+from tiermem.nn.quiet import unrecorded
 from tiermem.nn.standin import Opened, StandIn, writes
 from tiermem.runtime.slots import use_count
 
@@ -56,7 +57,10 @@ class LazyTensor(StandIn, torch.Tensor):
 
     def _open(self) -> Opened:
         flush(self)
-        return _Copy(self, self._kept if self._kept is not None else self._load())
+        if self._kept is not None:
+            return _Copy(self, self._kept)
+        with unrecorded():  # what inference mode makes does not count its changes
+            return _Copy(self, self._load())
 
     def _in_a_pass(self) -> Any:
         flush(self)
@@ -133,7 +137,7 @@ def flush(tensor: torch.Tensor | None) -> None:
             tensor._kept = kept
 
 
-def forget(tensor: torch.Tensor) -> None:
+def forget(tensor: Any) -> None:
     """Lets the views of a lazy tensor be."""
     if isinstance(tensor, LazyTensor):
         tensor._kept = None

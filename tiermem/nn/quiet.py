@@ -11,6 +11,8 @@ import torch
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tiermem.runtime.transforms import transforming, untransformed
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -46,15 +48,28 @@ class _Unrecorded:
 
 
 def unrecorded() -> AbstractContextManager[None]:
-    """Returns a context with ``torch.inference_mode(False)`` and ``torch.no_grad()`` in it."""
-    return _Unrecorded([torch.inference_mode(False)] if torch.is_inference_mode_enabled() else ())
+    """Returns a context with ``torch.inference_mode(False)`` and ``torch.no_grad()`` in it.
+
+    A transform of ``torch.func`` is off inside as well: what it takes part in dies with it.
+    """
+    return _Unrecorded(_surroundings())
+
+
+def _surroundings() -> list[AbstractContextManager[Any]]:
+    """Returns what switches off, of those that are on, what marks every tensor made."""
+    others: list[AbstractContextManager[Any]] = []
+    if torch.is_inference_mode_enabled():
+        others.append(torch.inference_mode(False))
+    if transforming():
+        others.append(untransformed())
+    return others
 
 
 def quiet(device: torch.device) -> AbstractContextManager[None]:
     """Keeps what the user has switched on for their own operations out of ours.
 
-    Autocast, inference mode and dispatch modes (selective checkpointing) are off inside, and
-    nothing is recorded for autograd.
+    Autocast, inference mode, transforms of ``torch.func`` and dispatch modes (selective
+    checkpointing) are off inside, and nothing is recorded for autograd.
 
     Args:
         device: Where the operations inside run.
@@ -62,9 +77,7 @@ def quiet(device: torch.device) -> AbstractContextManager[None]:
     Returns:
         A context, to be entered at once.
     """
-    others: list[AbstractContextManager[Any]] = []
-    if torch.is_inference_mode_enabled():
-        others.append(torch.inference_mode(False))
+    others = _surroundings()
     if torch._C._is_any_autocast_enabled():
         others += [torch.autocast(kind, enabled=False) for kind in (device.type, "cpu")]
     if torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch():

@@ -19,7 +19,7 @@ import torch
 
 from tiermem.core.block import Block, Role
 from tiermem.nn.activations import Kept, SavedActivation
-from tiermem.runtime.slots import typed_view
+from tiermem.runtime.slots import Slot, typed_view
 
 if TYPE_CHECKING:
     from tiermem.nn.runtime import ModuleRuntime
@@ -118,7 +118,7 @@ class SavedHooks:
         """Returns a reference in place of a view of a weight or large buffer, or None."""
         if tensor.layout is not torch.strided or type(tensor) not in _PLAIN_TYPES:
             return None
-        slot = self._manager.by_address.get(tensor.untyped_storage().data_ptr())
+        slot = self._slot_of(tensor)
         if slot is None or slot.block.role not in _REFERRED:
             return None
         if self._manager.table[slot.block.id].fixed:
@@ -130,8 +130,16 @@ class SavedHooks:
         """Whether a tensor looks into a block that never leaves HBM."""
         if tensor.layout is not torch.strided or type(tensor) not in _PLAIN_TYPES:
             return False
-        slot = self._manager.by_address.get(tensor.untyped_storage().data_ptr())
+        slot = self._slot_of(tensor)
         return slot is not None and self._manager.table[slot.block.id].fixed
+
+    def _slot_of(self, tensor: torch.Tensor) -> Slot | None:
+        """Returns the slot that a tensor looks into, or None."""
+        try:
+            address = tensor.untyped_storage().data_ptr()
+        except RuntimeError:  # zeros without memory, as forward-mode differentiation makes them
+            return None
+        return self._manager.by_address.get(address)
 
     def _pack_plain(self, tensor: torch.Tensor) -> Any:
         found = self.reference(tensor)

@@ -93,6 +93,7 @@ class Job:
         load: The blocks among them whose home is a file.
         order: The load, asked for.
         written: Ids of the blocks that were changed.
+        renewed: Numbers of the tensors of state that the class made anew; views are of the old.
         computed: Whether the step is made; it may still have to go home.
         broken: Whether it is to be begun, or begun anew: its failure was reported.
         future: Its end in the thread.
@@ -111,6 +112,7 @@ class Job:
     settled: set[int] = field(default_factory=set)
     order: Order | None = None
     written: set[int] = field(default_factory=set)
+    renewed: set[int] = field(default_factory=set)
     computed: bool = False
     broken: bool = True
     future: Future[None] | None = None
@@ -306,7 +308,11 @@ class HostSide:
         for index, (param, key) in enumerate(unit.keys):
             own = optimizer.state.get(self.own(param))
             if own is not None and slot is not None and own.get(key) is slot[index]:
-                own[key] = unit.stand_in(runtime, index)
+                own[key] = stand_in = unit.stand_in(runtime, index)
+                if unit.block in job.load.own or index in job.renewed:
+                    forget(stand_in)
+                else:
+                    refresh(stand_in, slot[index])
         unit.publish(optimizer, state)
         for u, changes in job.changes:
             if u.block.id in job.settled:
@@ -450,7 +456,6 @@ class HostSide:
         for (param, key), view in zip(self.unit.keys, job.views[block.id], strict=True):
             own = optimizer.state.get(self.own(param))
             if own is not None and isinstance(own.get(key), LazyTensor):
-                forget(own[key])
                 own[key] = view
 
     def _keep(self, optimizer: torch.optim.Optimizer, job: Job) -> None:
@@ -458,7 +463,9 @@ class HostSide:
         block = self.unit.block
         if block is None:
             return
-        for (param, key), view in zip(self.unit.keys, job.views[block.id], strict=True):
+        job.renewed.clear()
+        views = job.views[block.id]
+        for index, ((param, key), view) in enumerate(zip(self.unit.keys, views, strict=True)):
             own = optimizer.state.get(self.own(param), {})
             value = own.get(key)
             if not isinstance(value, torch.Tensor) or value is view:
@@ -466,6 +473,7 @@ class HostSide:
             if value.shape == view.shape and value.dtype is view.dtype:
                 view.copy_(value)
                 own[key] = view
+                job.renewed.add(index)
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> int:

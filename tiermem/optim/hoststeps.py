@@ -89,6 +89,9 @@ class HostSteps:
                 blocks = [block.id for block in job.blocks]
                 self._manager.debts.add(Debt(host.unit.name, blocks, work, job))
                 host.begin(self._runtime, job, self._pool)
+            for host in hosts:
+                if host.unit.is_viewed():  # who looks through a view waits for nothing
+                    self._manager.debts.pay(host.unit.blocks()[-1].id)
 
     def can_begin(self, unit: StepUnit) -> bool:
         """Whether the step of a unit can be begun now, without a wait for a disk."""

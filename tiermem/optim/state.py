@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tiermem.errors import CheckpointError
-from tiermem.nn.lazy import LazyTensor
+from tiermem.nn.lazy import LazyTensor, forget
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.probe import settings_of
 from tiermem.optim.unit import State, StepUnit
@@ -150,6 +150,7 @@ def export_state(
     present = [param for param, _ in unit.members if state.get(param)]
     if not present:
         return
+    unit.flush()
     tensors = runtime.manager.read(unit.block) if unit.block is not None else []
     stored = {(id(p), key): tensors[i] for i, (p, key) in enumerate(unit.keys)}
     for param in present:
@@ -178,7 +179,8 @@ def import_state(
         try:
             for param, _ in unit.members:
                 own = unit.own(param)
-                optimizer.state.pop(own, None)
+                for value in optimizer.state.pop(own, {}).values():
+                    forget(value)  # as of an optimizer that has other tensors from now on
                 state.pop(param, None)
                 if id(param) in loaded:
                     optimizer.state[own] = dict(loaded[id(param)])

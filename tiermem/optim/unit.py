@@ -243,7 +243,11 @@ class StepUnit:
                 return False
             if is_viewed(entry.lazy):
                 return False
-        return not any(is_viewed(stand_in) for stand_in in self._stand_ins.values())
+        return not self.is_viewed()
+
+    def is_viewed(self) -> bool:
+        """Whether somebody may have a view of the state."""
+        return any(is_viewed(stand_in) for stand_in in self._stand_ins.values())
 
     def _hand_over(self, gradients: dict[int, torch.Tensor]) -> None:
         """Gives the optimizer the gradients, in the dtype of what it steps."""
@@ -315,7 +319,6 @@ class StepUnit:
             return
         for (state, key), view in zip(self.stored_state(), slot.views, strict=True):
             if state is not None and isinstance(state.get(key), LazyTensor):
-                forget(state[key])
                 state[key] = view
 
     def detach(
@@ -340,7 +343,9 @@ class StepUnit:
                     if value.shape != view.shape or value.dtype is not view.dtype:
                         continue  # it became something else: it stays in ordinary memory
                     view.copy_(value)
-                own[key] = self.stand_in(runtime, index)
+                    forget(self._stand_ins.get(index))  # its views are of what it was
+                own[key] = stand_in = self.stand_in(runtime, index)
+                refresh(stand_in, view)
         self.publish(optimizer, state)
 
     def publish(self, optimizer: torch.optim.Optimizer, state: State) -> None:
@@ -357,7 +362,6 @@ class StepUnit:
         """
         found = self._stand_ins.get(index)
         if found is not None:
-            forget(found)
             return found
         if self.block is None:
             raise RuntimeError(f"{self.name}: no state")

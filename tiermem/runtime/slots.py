@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from tiermem.core.block import Block, Extent
+from tiermem.runtime.transforms import transforming, untransformed
 from tiermem.storage.arena import Arena
 
 _KEPT_PER_BLOCK = 8
@@ -175,6 +176,9 @@ class SlotCache:
         self.by_address.clear()
 
     def _make(self, block: Block, extent: Extent) -> Slot:
+        if transforming():
+            with untransformed():
+                return self._make(block, extent)
         with torch.inference_mode(False):
             whole = self._arena.bytes_of(extent)
             storage = whole.untyped_storage()

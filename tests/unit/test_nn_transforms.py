@@ -1,0 +1,123 @@
+"""Under ``torch.func``, forward-mode differentiation and inference mode nothing of ours is marked.
+
+What an operation returns there dies with the transform, has no memory, or counts no changes; what
+is kept in the tiers outlives all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+import tiermem
+
+Use = Callable[[nn.Module, Any], Sequence[torch.Tensor]]
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)])
+
+
+def data() -> torch.Tensor:
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+
+
+def train(model: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model(data()).square().mean().backward()
+    optimizer.step()
+
+
+def values(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    found = list(model.state_dict().values())
+    for _, state in sorted(optimizer.state_dict()["state"].items()):
+        found += [value for _, value in sorted(state.items())]
+    return found
+
+
+def follow(use: Use, hbm: str = "128KiB", **settings: Any) -> None:
+    """Does the same to a plain model and to one in the tiers, and compares every bit."""
+    plain = build()
+    expected = use(plain, torch.optim.Adam(plain.parameters(), lr=0.01))
+    with tiermem.TierManager(
+        device="cpu",
+        hbm=hbm,
+        dram="4MiB",
+        policy=tiermem.Policy(params="dram", grads="dram", optimizer="dram"),
+    ) as tier:
+        model = tier.wrap(build())
+        optimizer = tier.optimizer(model, torch.optim.Adam, lr=0.01, **settings)
+        found = use(model, optimizer)
+        assert len(found) == len(expected)
+        assert all(map(torch.equal, found, expected))
+
+
+def test_slots_first_seen_within_a_transform_outlive_it() -> None:
+    """Their views would be dead with it, and torch would read what it has freed."""
+
+    def use(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+        names = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+        def loss_of(params: Any) -> torch.Tensor:
+            return torch.func.functional_call(model, params, (data(),)).square().mean()
+
+        found = list(torch.func.grad(loss_of)(names).values())
+        train(model, optimizer)
+        return [*found, model(data()).detach(), *values(model, optimizer)]
+
+    follow(use, "40KiB")
+
+
+def test_a_step_that_is_owed_is_made_outside_of_the_transform_that_asks_for_it() -> None:
+    def use(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+        found = []
+        for _ in range(3):
+            train(model, optimizer)
+            inputs = torch.func.grad(lambda x: model(x).square().mean())(data())
+            found.append(inputs.detach().clone())
+        return [*found, *values(model, optimizer)]
+
+    follow(use, overlap=True)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own use of it
+@pytest.mark.parametrize("overlap", [False, True])
+def test_forward_mode_differentiation(overlap: bool) -> None:
+    """It saves zeros that have no memory to ask the address of."""
+
+    def use(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+        found = []
+        for _ in range(2):
+            train(model, optimizer)
+            with forward_ad.dual_level():
+                output = model(forward_ad.make_dual(data(), torch.ones_like(data())))
+                tangent = forward_ad.unpack_dual(output).tangent
+                assert tangent is not None
+                found.append(tangent.detach().clone())
+        return [*found, *values(model, optimizer)]
+
+    follow(use, overlap=overlap)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_and_state_are_used_and_written_in_inference_mode(overlap: bool) -> None:
+    def use(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+        found = []
+        for _ in range(3):
+            train(model, optimizer)
+            with torch.inference_mode():
+                weight = next(model.parameters())
+                norm = weight.grad.norm().item()  # type: ignore[union-attr]
+                optimizer.state[weight]["exp_avg"].mul_(0.5)
+                weight.grad[0].zero_()  # type: ignore[index]
+                found.append(torch.tensor([norm, model(data()).sum().item()]))
+            optimizer.step()
+        return [*found, *values(model, optimizer)]
+
+    follow(use, overlap=overlap)
