@@ -9,6 +9,7 @@ import pytest
 import torch
 from support_runtime import PAGE, Rig, rig
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tiermem
 from tiermem.core.block import Block, Extent, Role, Tier
@@ -486,6 +487,20 @@ def test_a_pass_of_a_model_ends_with_its_last_module() -> None:
         assert tier.stats().efficiency > 0.0
         tier.reset_stats()
         assert tier.stats().efficiency is None and len(tier.pace()) == 4
+
+
+def test_a_backward_that_recomputes_is_measured_to_its_end() -> None:
+    """Each layer that is computed again is called as if it were a pass of its own."""
+    layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+    with tiermem.TierManager("cpu", hbm="96KiB", dram="16MiB") as tier:
+        tier.wrap(layers, blocks=[str(n) for n in range(4)])
+        for _ in range(4):
+            x = torch.zeros(2, 64, requires_grad=True)
+            for layer in layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+            x.sum().backward()
+        seen = {row.block for row in tier.pace() if "backward" in row.during}
+        assert {f"ModuleList.{n}" for n in range(4)} <= seen
 
 
 def test_what_is_held_all_the_while_stays() -> None:
