@@ -223,8 +223,8 @@ _ELSEWHERE = (
     Mutation(
         "gaps that touch are not joined",
         _CORE + "allocator.py",
-        "            last, end = index + 1, sum(self._gaps[index])\n",
-        "            pass\n",
+        "                last, end = last + 1, behind + size\n",
+        "                pass\n",
         ("tests/property/test_core_allocator.py",),
     ),
     Mutation(

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from support_nn import Tiers
 from support_optim import Net, Twins, watched
+from torch import nn
 
+import tiermem
 from tiermem.core.block import Role
 from tiermem.core.residency import State
 from tiermem.runtime.pipeline import Pipeline
@@ -74,3 +77,39 @@ def test_what_forward_begins_with_is_written_once_it_has_got_further() -> None:
         assert runtime.unwritten  # of the second step
         pair.step()
         pair.check()
+
+
+class Body(nn.Module):
+    """As in a Llama, a block of its own surrounds what forward begins with, and ends it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.norm(x)
+
+
+def test_a_block_around_the_first_one_does_not_count() -> None:
+    model = nn.Sequential(Body())
+    names = ["0", "0.embed", *(f"0.layers.{n}" for n in range(4))]
+    with tiermem.TierManager(device="cpu", hbm="64KiB", dram="4MiB") as tier:
+        tier.wrap(model, blocks=names)
+        optimizer = tier.optimizer(model.parameters(), torch.optim.AdamW, overlap="backward")
+        runtime, manager = optimizer._runtime, tier._manager
+        seen: list[int] = []
+        for module in (model[0].embed, model[0].layers[0]):
+            module.register_forward_hook(lambda *_: seen.append(len(runtime.unwritten)))
+        for _ in range(4):
+            seen.clear()
+            model(torch.arange(6)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert runtime.groups[0].block.name.endswith("embed")
+        assert seen[0] > 0 and seen[1] == 0
+        assert {manager.record(b).in_hbm for b in runtime.unwritten} == {State.DIRTY}

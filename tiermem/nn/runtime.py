@@ -77,6 +77,7 @@ class ModuleRuntime:
         self.backwards: list[BackwardWatcher] = []
         self.stranded: list[Entry] = []
         self.unwritten: list[Block] = []
+        self._at_first = False
         self.worst_chain = 0
         self._by_block: dict[int, Group] = {}
         self._ambient: list[Group] = []
@@ -173,11 +174,15 @@ class ModuleRuntime:
             self.activations.begin_forward()
 
     def got_further(self, scope: Scope) -> None:
-        """A block is used in forward; has what is unwritten go home unless it is the first."""
+        """A block is used in forward; has what is unwritten go home if the first one was before.
+
+        Modules around both may be called, and have blocks of their own, before either.
+        """
         if self.groups and self.groups[0] in scope.groups:
-            return
-        blocks, self.unwritten = self.unwritten, []
-        Pipeline(self.manager).write(blocks)
+            self._at_first = True
+        elif self._at_first:
+            blocks, self.unwritten, self._at_first = self.unwritten, [], False
+            Pipeline(self.manager).write(blocks)
 
     def _home_gradients(self) -> None:
         """Reserves the gradients' homes before saved tensors take what room there is."""
