@@ -111,19 +111,24 @@ def test_a_view_shows_every_step_and_what_is_written_to_it_counts(
     follow(use, where, overlap)
 
 
+def around(model: nn.Module, optimizer: Any, change: Callable[[], None]) -> list[torch.Tensor]:
+    """Returns what a view shows before a change and after it, and what writing to it then does."""
+    train(model, optimizer)
+    row = row_of(model, optimizer)
+    before = row.clone()
+    change()
+    found = [before, row.clone()]
+    row.fill_(7.0)
+    train(model, optimizer)
+    return [*found, row, *saved(optimizer)]
+
+
 @SIDES
 def test_views_are_of_what_there_was_before_a_state_was_loaded(where: str, overlap: object) -> None:
     def use(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
         train(model, optimizer)
         kept = copy.deepcopy(optimizer.state_dict())
-        train(model, optimizer)
-        row = row_of(model, optimizer)
-        before = row.clone()
-        optimizer.load_state_dict(kept)
-        found = [before, row.clone()]
-        row.fill_(7.0)
-        train(model, optimizer)
-        return [*found, row, *saved(optimizer)]
+        return around(model, optimizer, lambda: optimizer.load_state_dict(kept))
 
     follow(use, where, overlap)
 
@@ -133,13 +138,6 @@ def test_views_are_of_what_there_was_before_a_step_made_it_anew(
     where: str, overlap: object
 ) -> None:
     def use(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
-        train(model, optimizer)
-        row = row_of(model, optimizer)
-        before = row.clone()
-        train(model, optimizer)
-        found = [before, row.clone()]
-        row.fill_(7.0)
-        train(model, optimizer)
-        return [*found, row, *saved(optimizer)]
+        return around(model, optimizer, lambda: train(model, optimizer))
 
     follow(use, where, overlap, Anew)

@@ -71,7 +71,7 @@ class Timetable:
             compute: Seconds of each use. From the first None on nothing is known, and nothing is
                 due by this rule.
             fetches: Link and seconds of the fetch that each use needs; None where the block is
-                in HBM by then. Nothing is due behind the last of them.
+                in HBM by then.
             margin: Factor on the seconds of a fetch, for what differs from time to time.
             latency: Seconds by which every fetch begins earlier.
         """
@@ -84,7 +84,7 @@ class Timetable:
         self._start_by = start_by = [math.inf] * len(fetches)
         next_start: dict[str, float] = {}
         earliest = math.inf
-        for position in range(min(len(fetches), len(clock) - 1) - 1, -1, -1):
+        for position in range(len(clock) - 2, -1, -1):
             fetch = fetches[position]
             if fetch is not None:
                 link, seconds = fetch

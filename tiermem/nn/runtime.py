@@ -239,8 +239,7 @@ class ModuleRuntime:
         order = [b for b in self.manager.planner.schedule.order if b not in trained]
         del order[self.manager.planner.cursor :]
         stepping = [watcher.begins() for watcher in self.backwards]
-        key = ("backward", self._last_forward, *stepping)
-        self.manager.begin_pass(key, order[::-1])
+        self.manager.begin_pass(("backward", self._last_forward, *stepping), order[::-1])
         self.activations.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from tiermem.nn.grads import GradUnit
 from tiermem.runtime.slots import Slot
@@ -53,7 +56,7 @@ class Held:
         self._slots = runtime.manager.acquire_all(blocks)
         for u, slot in zip(self._gradients, self._slots, strict=False):
             runtime.grads.settle(u, slot)
-        self._versions = [versions(slot) for slot in self._slots[: len(self._gradients)]]
+        self._versions = [versions(slot.views) for slot in self._slots[: len(self._gradients)]]
         unit.scaled = False
         self._stepped = True
         slots = {id(slot.block): slot for slot in self._slots}
@@ -75,13 +78,15 @@ class Held:
                     written = self._stepped
                     if written and index < len(self._gradients):
                         written = unit.sees(self._gradients[index]) and (
-                            unit.spoils or unit.scaled or self._versions[index] != versions(slot)
+                            unit.spoils
+                            or unit.scaled
+                            or self._versions[index] != versions(slot.views)
                         )
                     manager.release(slot.block, dirty=written)
             finally:
                 unit.foreign.let_go(dirty=self._stepped)
 
 
-def versions(slot: Slot) -> int:
+def versions(tensors: Sequence[torch.Tensor]) -> int:
     """Returns how often the tensors of a block were written, as far as torch counts it."""
-    return sum([view._version for view in slot.views])
+    return sum([tensor._version for tensor in tensors])

@@ -31,6 +31,7 @@ from tiermem.nn.placeholder import shared_placeholder
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.shapes import follow
 from tiermem.optim.casts import cast
+from tiermem.optim.held import versions
 from tiermem.optim.plainstep import run
 from tiermem.optim.probe import Make
 from tiermem.optim.scaling import Scaling
@@ -371,7 +372,7 @@ class HostSide:
         for own, gradient in zip(owns, cast(found, [own.dtype for own in owns]), strict=True):
             own.grad = gradient
         seen = [u for u in self._blocks_of_gradients(job) if unit.sees(u)]
-        versions = [_versions(job.views[u.block.id]) for u in seen]
+        counts = [versions(job.views[u.block.id]) for u in seen]
         for own in self._own.values():
             undo.keep_entry(optimizer.state, own)
         if not cannot_fail_midway(optimizer):
@@ -388,8 +389,8 @@ class HostSide:
         if unit.masters is not None:
             unit.masters.made = True
         written = {block.id for block in [*unit.kept_blocks(), job.blocks[-1]]}
-        for u, before in zip(seen, versions, strict=True):
-            if unit.spoils or _versions(job.views[u.block.id]) != before:
+        for u, before in zip(seen, counts, strict=True):
+            if unit.spoils or versions(job.views[u.block.id]) != before:
                 written.add(u.block.id)
         return written
 
@@ -474,7 +475,3 @@ class HostSide:
                 view.copy_(value)
                 own[key] = view
                 job.renewed.add(index)
-
-
-def _versions(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(tensor._version for tensor in tensors)

@@ -67,15 +67,14 @@ def choose_sides(
         weight = next(p.dtype for u in sharers[0] for p, _ in u.members)
         traffic = _traffic([u for units in sharers for u in units], sum(sizes), weight, stepped)
         device = runtime.manager.device
-        if in_backward:
-            with as_team():
+        with as_team():
+            if in_backward:
                 rates = measure_both(on_host, make, device, weight, stepped, traffic)
-            speeds, chosen = rates, spread(sizes[::-1], rates)[::-1]
-        else:
-            kept = traffic.device // 2 - weight.itemsize
-            with as_team():
+                speeds, chosen = rates, spread(sizes[::-1], rates)[::-1]
+            else:
+                kept = traffic.device // 2 - weight.itemsize
                 speeds = measure(on_host, make, device, weight, stepped, kept)
-            chosen = choose_host(sizes, speeds)
+                chosen = choose_host(sizes, speeds)
     mine = [u for on, units in zip(chosen, groups.values(), strict=True) if on for u in units]
     if mine:
         _have_host_step(runtime, mine, on_host, settings, earlier)

@@ -123,8 +123,8 @@ class Outlooks:
             and plan.in_dram is None
             and self._by_way_of_dram(order, sizes, plan, compute, fetch)
         )
-        if turn and not files:  # room alone decides, once times are known
-            timetable = Timetable(compute, ())
+        if turn:  # room alone decides
+            timetable = Timetable((), ())
         else:
             for block in [b for b in fetch if plan.ahead or b in (plan.in_dram or ())]:
                 fetch[block] = self._from_dram(loose[block])
