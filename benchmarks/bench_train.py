@@ -139,9 +139,10 @@ class Bench:
         if options.dram:
             dram = parse_size(options.dram)
         elif options.nvme:
-            dram += parse_size(options.staging)
+            dram += parse_size(options.staging) + parse_size(options.spare)
         below = "nvme" if options.nvme else "dram"
-        policy = {"params": below, "master": below, "optimizer": below, "grads": "dram"}
+        state = "auto" if options.nvme and parse_size(options.spare) else below
+        policy = {"params": below, "master": state, "optimizer": state, "grads": "dram"}
         policy |= settings.pop("policy", {})
         return opened(
             self.device,
@@ -220,10 +221,11 @@ class Bench:
         self.clock.wait()
         tier.reset_stats()
         self.reached("warm")
-        times = taking_turns(loops, options.repeats, options.steps)
+        steps = max(2, options.steps // micro)
+        times = taking_turns(loops, options.repeats, steps)
         self.reached("timed")
         stats = tier.stats()
-        made = options.repeats * (options.steps + 1)
+        made = options.repeats * (steps + 1)
         row = spread_of(times, loops)
         row |= moved_of(stats, made)
         plain = loops[0].split
@@ -366,7 +368,7 @@ class Bench:
         wanted = parse_size(self.options.cap)
         if self.device.type == "cuda":
             total = torch.cuda.mem_get_info(self.device)[1]
-            torch.cuda.set_per_process_memory_fraction(wanted / total, self.device)
+            torch.cuda.set_per_process_memory_fraction(wanted / total)
             torch.cuda.reset_peak_memory_stats(self.device)
         return wanted
 
@@ -420,11 +422,12 @@ def arguments() -> argparse.Namespace:
     add("--dram", default=None, help="default: what is needed")
     add("--nvme", default=None, help="folder: weights, masters and states are there")
     add("--staging", default="512MiB", help="DRAM beside the gradients with --nvme")
+    add("--spare", default="0", help="DRAM that masters and states have with --nvme before files")
     add("--scratch", default="2GiB", help="bytes that raw writes go to")
     add("--cap", default="8GiB", help="of the device's memory, with capped")
     add("--activation-min", default="1MiB")
     add("--repeats", type=int, default=3, help="turns")
-    add("--steps", type=int, default=3, help="that follow one another in a turn and count")
+    add("--steps", type=int, default=4, help="of a turn that count; with micro-batches fewer")
     add("--warm", type=int, default=4, help="steps before those that count")
     add("--check-steps", type=int, default=2, help="deterministic ones to compare; 0 for none")
     add("--raw-repeats", type=int, default=3)

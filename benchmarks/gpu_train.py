@@ -27,6 +27,12 @@ def step(name: str, line: str, small: str, seconds: int) -> Step:
     return Step(f"train-{name}", f"bench_train.py {line} --out {out}", small, seconds, "train")
 
 
+_16K_STEPS = (
+    "--tokens 16384 --micro 1 4 --where both --overlap backward --warm 10 --check-steps 1 "
+    "--raw-repeats 1 --repeats 2 --steps 6"
+)
+
+
 STEPS = (
     step("4k-device", f"{_4K_STEPS} --where device", _SMALL, 80),
     step("4k-both", f"{_4K_STEPS} --where both", _SMALL, 80),
@@ -38,11 +44,11 @@ STEPS = (
     ),
     step(
         "16k",
-        "--tokens 16384 --micro 1 4 --hbm 4GiB --where both --overlap backward --warm 10 "
-        "--check-steps 1 --raw-repeats 1 --repeats 2 --steps 2",
+        f"{_16K_STEPS} --hbm 4GiB",
         f"{_SMALL} --micro 1 4",
         170,
     ),
+    step("16k-8gib", f"{_16K_STEPS} --hbm 8GiB", f"{_SMALL} --micro 1 4", 170),
     step(
         "capped",
         "--what capped --shape 6.7b --tokens 16384 --micro 4 --where both --overlap backward "

@@ -303,19 +303,30 @@ class Loop:
         return losses
 
     def seconds(self, steps: int) -> float:
-        """Returns the seconds of a step, of so many that follow one another."""
+        """Returns the seconds of a step, of so many from an idle device to an idle device."""
         took = self._clock.once(lambda: self.run(steps)) / steps
-        self.read_marks()
+        self._marks.clear()
         return took
 
-    def read_marks(self) -> None:
-        """Adds the time of the steps made since to the split; the device must be through."""
-        for marks in self._marks:
+    def turn(self, steps: int) -> list[float]:
+        """Returns the seconds of each of so many steps in the middle of a loop.
+
+        From the begin of one to that of the next, on the device's own clock. A step before them
+        does not count: it finds the device idle, and what the one before would have left to it
+        done. What the last one leaves to the next is waited for and does not count either, as
+        the first that counts found as much. What is between is added to ``split``.
+        """
+        self._marks.clear()
+        self._clock.once(lambda: self.run(steps + 1))
+        begins = [marks[0] for marks in self._marks] + [self._marks[-1][-1]]
+        taken = [self._between(a, b) for a, b in itertools.pairwise(begins)]
+        for marks in self._marks[1:]:
             between = [self._between(a, b) for a, b in itertools.pairwise(marks)]
             self.split.forward.append(sum(between[0:-1:2]))
             self.split.backward.append(sum(between[1:-1:2]))
             self.split.step.append(between[-1])
         self._marks.clear()
+        return taken[1:]
 
     def _now(self) -> Any:
         if not self._clock.cuda:
@@ -389,22 +400,17 @@ def settle_python() -> None:
 def taking_turns(loops: Sequence[Loop], repeats: int, steps: int) -> list[list[float]]:
     """Times loops in turn, so that a clock that drifts meets them alike.
 
-    A turn begins with a step that does not count: the first one finds the device idle, and what
-    the other loop's turn left time for done already.
-
     Args:
         loops: What takes turns.
         repeats: Turns of each.
         steps: That follow one another in a turn and count.
 
     Returns:
-        Seconds of a step, by loop and turn.
+        Seconds of every step, by loop.
     """
     found: list[list[float]] = [[] for _ in loops]
     for _ in range(repeats):
         for loop, seconds in zip(loops, found, strict=True):
-            loop.seconds(1)
-            loop.split = loop.split if seconds else Split()
-            seconds.append(loop.seconds(steps))
+            seconds += loop.turn(steps)
             loop.trainer.rest()  # not in the other one's turn
     return found
