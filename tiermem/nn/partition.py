@@ -20,6 +20,9 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _SMALL = 1 << 16
 _FINEST = 32 << 20
 _COARSEST = 96 << 20
+_TRAINED = 16
+"""Bytes of a parameter that is trained by Adam: weight, gradient, master and two states, the weight
+of two bytes or of four (Rajbhandari et al., ZeRO, 2020, section 3.1)."""
 _AT_ONCE = 32  # in so many pieces HBM is divided, between the finest and the coarsest
 
 
@@ -33,7 +36,7 @@ def largest_block(model_nbytes: int, hbm: int) -> int:
     where there is room.
 
     Args:
-        model_nbytes: Bytes of all parameters.
+        model_nbytes: Bytes of all parameters, and of what training adds to them.
         hbm: Device budget in bytes.
     """
     if model_nbytes <= hbm:
@@ -44,6 +47,14 @@ def largest_block(model_nbytes: int, hbm: int) -> int:
 def parameter_bytes(module: nn.Module) -> int:
     """Returns the bytes of a module's parameters, descendants included, shared ones once."""
     return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def training_bytes(module: nn.Module) -> int:
+    """Returns what :func:`parameter_bytes` does, with gradients and state of what is trained."""
+    return sum(
+        p.numel() * max(p.element_size(), _TRAINED if p.requires_grad else 0)
+        for p in module.parameters()
+    )
 
 
 def territories(

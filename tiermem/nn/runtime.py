@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _SOFT_IN_BACKWARD = 2
 _LEAST_UNIT = 16 << 20
+_PAST = 3  # blocks that forward has come to after the first one: it "has got further"
 
 
 class BackwardWatcher(Protocol):
@@ -51,7 +52,7 @@ class ModuleRuntime:
         activations: Saved tensors that leave HBM.
         on_begin: Called before each top-level pass (the optimizers check in here).
         backwards: Told of every backward (optimizers that step in it).
-        unwritten: What a step wrote of the block that forward begins with; it goes home once
+        unwritten: What steps wrote of the blocks that forward begins with; it goes home once
             forward has got further. Models read values back as they begin (is a mask needed?), and
             on CUDA such a read waits for all copies down that are ready to run.
         worst_chain: Most bytes of blocks that nested calls of one model hold at once.
@@ -77,7 +78,7 @@ class ModuleRuntime:
         self.backwards: list[BackwardWatcher] = []
         self.stranded: list[Entry] = []
         self.unwritten: list[Block] = []
-        self._at_first = False
+        self._past = -1
         self.worst_chain = 0
         self._by_block: dict[int, Group] = {}
         self._ambient: list[Group] = []
@@ -176,13 +177,25 @@ class ModuleRuntime:
     def got_further(self, scope: Scope) -> None:
         """A block is used in forward; has what is unwritten go home if the first one was before.
 
-        Modules around both may be called, and have blocks of their own, before either.
+        Modules around both may be called, and have blocks of their own, before either. And not
+        before some kernels of what follows are launched: until then the device has nothing to do.
         """
         if self.groups and self.groups[0] in scope.groups:
-            self._at_first = True
-        elif self._at_first:
-            blocks, self.unwritten, self._at_first = self.unwritten, [], False
-            Pipeline(self.manager).write(blocks)
+            self._past = 0
+        elif self._past >= 0:
+            self._past += 1
+            if self._past >= _PAST:
+                self._home_unwritten()
+
+    def _home_unwritten(self) -> None:
+        """Has what is unwritten go home, unless it is in use."""
+        get, blocks = self.manager.table.get, self.unwritten
+        self.unwritten = [b for b in blocks if (record := get(b.id)) is not None and record.leases]
+        if not self.unwritten:
+            self._past = -1
+        if len(self.unwritten) < len(blocks):
+            used = {block.id for block in self.unwritten}
+            Pipeline(self.manager).write([block for block in blocks if block.id not in used])
 
     def _home_gradients(self) -> None:
         """Reserves the gradients' homes before saved tensors take what room there is."""

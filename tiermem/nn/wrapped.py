@@ -18,7 +18,7 @@ from tiermem.nn.group import Entry, Group, Member
 from tiermem.nn.inspect import Found, find, is_uninitialized, link_shared, owners
 from tiermem.nn.lazy import is_gone, ordinary
 from tiermem.nn.names import HeldDict, TieredDict
-from tiermem.nn.partition import Predicate, largest_block, parameter_bytes, territories
+from tiermem.nn.partition import Predicate, largest_block, territories, training_bytes
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.scope import (
     ApplyInterceptor,
@@ -82,7 +82,7 @@ class WrappedModel:
         params = find(model, "_parameters")
         link_shared(params)
         buffers = [f for f in find(model, "_buffers") if self._can_move(f)]
-        largest = largest_block(parameter_bytes(model), self.manager.table.hbm.capacity)
+        largest = largest_block(training_bytes(model), self.manager.table.hbm.capacity)
         roots = territories(model, blocks, largest)
         self._territory = self._territories_of(roots)
         self._plan(params, buffers)

@@ -38,6 +38,9 @@ from tiermem.runtime.pipeline import Pipeline
 
 _ELSE = "or make the optimizer with overlap='forward'"
 _TRIALS = 2
+_HELD_BACK = 0.3
+"""Of HBM: what steps wrote last and goes home in the next forward. Else copies down would still be
+under way when that begins, and a model that reads a value back as it begins waits for them all."""
 
 
 class InBackward:
@@ -79,6 +82,7 @@ class InBackward:
         self._awaited: dict[int, Entry] = {}  # one that is still to come
         self._last: dict[int, Entry] = {}  # the last one in the backward before
         self._pipeline = Pipeline(self._manager)
+        self._held_back: set[int] = set()  # blocks that go home in the next forward
         runtime.backwards.append(self)
         runtime.grads.watchers.append(self)
 
@@ -104,6 +108,18 @@ class InBackward:
             if unit.group is not None:
                 self._units.setdefault(id(unit.group), []).append(unit)
                 self._entries.update((id(entry.param), entry) for entry in unit.entries)
+        self._hold_back()
+
+    def _hold_back(self) -> None:
+        """Chooses the blocks that backward steps last, and forward begins with."""
+        room = int(self._manager.table.hbm.capacity * _HELD_BACK)
+        self._held_back = set()
+        for group in self._runtime.groups:
+            units = self._units.get(id(group), ())
+            room -= sum(b.nbytes for unit in units for b in (group.block, *unit.kept_blocks()))
+            if room < 0 and self._held_back:
+                return
+            self._held_back.add(id(group))
 
     def leave(self, units: Iterable[StepUnit]) -> None:
         """Leaves blocks to ``step()`` for good: another optimizer steps them as well."""
@@ -328,6 +344,7 @@ class InBackward:
             self._settings = frozen_settings(self._groups)
             self._marks = marks_of(self._groups)
             self._pipeline = Pipeline(self._manager)
+            self._runtime.unwritten = []
             self._edited.clear()
 
     def _step(self, group: Group) -> None:
@@ -365,8 +382,8 @@ class InBackward:
         blocks = [group.block, *(block for unit in made for block in unit.kept_blocks())]
         ids = [block.id for block in blocks]
         self._owe(group.block.name, ids, partial(self._refuse_look, group))
-        if group is self._runtime.groups[0]:
-            self._runtime.unwritten = blocks  # until forward has got further
+        if id(group) in self._held_back:
+            self._runtime.unwritten += blocks  # until forward has got further
         else:
             self._pipeline.write(blocks)
 

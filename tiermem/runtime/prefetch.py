@@ -23,6 +23,10 @@ _MOST_STEPS = 4096
 _MOST_PLANS = 16
 _HARVEST = 8
 _BURST = 4  # fetches at one use: what comes first is also wanted by compute, which waits meanwhile
+_FIRST = 4
+"""Uses of a pass at which circles fetch nothing: as a model begins the device often has nothing to
+do (values were read back), and what the host does before it launches kernels is lost."""
+_MANY = 64  # uses of a schedule of which that is a small part
 
 
 class Prefetcher:
@@ -180,6 +184,8 @@ class Prefetcher:
         get, residents = self._manager.table.get, self._manager.space.residents
         order, ahead, traffic = schedule.order, self._ahead, self._traffic
         begun = 0
+        if self._turns.uses and self._cursor <= _FIRST and len(order) >= _MANY:
+            return
         while self._next < end and self._wants_more():
             record = get(order[self._next])
             if record is not None:
