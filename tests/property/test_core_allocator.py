@@ -187,13 +187,15 @@ def test_the_next_window_is_the_first_that_may_be_had(capacity, script, start, p
         allocator.free(oracle.drop(number))
     stays = {n for n in oracle.extents if data.draw(st.booleans())}
     start = min(start, capacity - 1)
+    end = data.draw(st.none() | st.integers(1, capacity), label="end")
 
     def may_be_had(first: int) -> bool:
         inside = oracle.cells[first : first + pages]
         whole = all(
             oracle.cells.index(n) >= low for n in set(inside) - {0}
         )  # one that begins before is not looked at
-        return len(inside) == pages and whole and not stays & set(inside)
+        ends = first + pages <= (capacity if end is None else end)
+        return len(inside) == pages and ends and whole and not stays & set(inside)
 
     expected = None
     for low in (start, 0):
@@ -203,7 +205,10 @@ def test_the_next_window_is_the_first_that_may_be_had(capacity, script, start, p
                 expected = first
     offsets = {e.offset: n for n, e in oracle.extents.items()}
     found = allocator.next_window(
-        start * ALIGNMENT, pages * ALIGNMENT, lambda offset: offsets[offset] not in stays
+        start * ALIGNMENT,
+        pages * ALIGNMENT,
+        lambda offset: offsets[offset] not in stays,
+        None if end is None else end * ALIGNMENT,
     )
     assert (None if found is None else found.extent.offset // ALIGNMENT) == expected
     if found is not None:

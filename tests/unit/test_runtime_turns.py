@@ -11,6 +11,7 @@ from support_runtime import PAGE, Rig, rig
 
 from tiermem.core.block import Block, Extent, Role
 from tiermem.runtime.outlook import Outlooks
+from tiermem.runtime.pipeline import Pipeline
 
 
 def page_of(made: Rig, number: int) -> int:
@@ -124,3 +125,101 @@ def test_copies_are_not_fetched_past_a_block_that_the_host_works_on() -> None:
         manager.lender.give_back([made.blocks[3]])
         for block in made.blocks[1:]:
             made.use(block)
+
+
+def steps(made: Rig, count: int) -> None:
+    """Goes through a loop that reads weights, then writes them and their state, backwards."""
+    half = len(made.blocks) // 2
+    weights, state = made.blocks[:half], made.blocks[half:]
+    for _ in range(count):
+        made.manager.begin_pass("forward")
+        for block in weights:
+            made.use(block)
+        made.manager.begin_pass("backward")
+        for block, own in zip(reversed(weights), reversed(state), strict=True):
+            made.use(block)
+            made.write(own)
+            made.write(block)
+            Pipeline(made.manager).write([block, own])
+
+
+@contextmanager
+def stepping(hbm: int, count: int) -> Iterator[Rig]:
+    """Opens a manager over weights and their state, as on a GPU."""
+    with rig(hbm) as made:
+        manager = made.manager
+        manager.prefetcher._dram = manager.prefetcher._works = True
+        manager.pacing.estimates.wants = lambda _: False  # type: ignore[method-assign]
+        for role in (Role.PARAM, Role.OPTIMIZER):
+            for _ in range(count):
+                made.add(1, "dram", role)
+        yield made
+
+
+def test_what_there_is_room_for_is_neither_fetched_nor_written() -> None:
+    """Ten weights and ten of state, six places for the circle: eleven of twenty stay."""
+    with stepping(6 + 11, 10) as made:
+        steps(made, 5)
+        space, table = made.manager.space, made.manager.table
+        weights = {block.id for block in made.blocks[:10]}
+        assert weights <= space.residents and len(space.residents) == 11
+        assert space.border == 6 * PAGE
+        assert all(space.stays(table[block]) for block in space.residents)
+        before = {block: table[block].extent for block in space.residents}
+        moved: list[int] = []
+        traffic = made.manager.traffic
+        fill, drain = traffic.fill, traffic.drain
+        traffic.fill = lambda r, *a: (moved.append(r.block.id), fill(r, *a))[1]  # type: ignore[method-assign]
+        traffic.drain = lambda r: (moved.append(r.block.id), drain(r))[1]  # type: ignore[method-assign]
+        steps(made, 3)
+        assert moved and not set(moved) & space.residents
+        assert {block: table[block].extent for block in space.residents} == before
+        made.check()
+
+
+def test_the_circle_keeps_out_of_what_stays() -> None:
+    with stepping(6 + 11, 10) as made:
+        steps(made, 5)
+        space, table = made.manager.space, made.manager.table
+        for block in made.blocks:
+            extent = table[block.id].extent
+            if extent is not None and block.id not in space.residents:
+                assert extent.end <= space.border
+        made.check()
+
+
+def test_without_room_beside_the_circle_everything_goes_round() -> None:
+    with stepping(6, 10) as made:
+        steps(made, 4)
+        assert made.manager.space.residents == frozenset()
+        made.check()
+
+
+def test_a_pass_that_foresees_less_state_changes_nothing() -> None:
+    with stepping(6 + 11, 10) as made:
+        steps(made, 4)
+        residents = made.manager.space.residents
+        for _ in range(3):  # micro-batches without a step
+            made.manager.begin_pass("forward")
+            for block in made.blocks[:10]:
+                made.use(block)
+            made.manager.begin_pass("backward, no step")
+            for block in reversed(made.blocks[:10]):
+                made.write(block)
+        steps(made, 2)
+        assert made.manager.space.residents == residents
+        made.check()
+
+
+def test_what_stays_goes_once_it_is_removed() -> None:
+    with stepping(6 + 11, 10) as made:
+        steps(made, 4)
+        made.manager.remove_blocks(made.blocks[10:])
+        del made.blocks[10:]
+        for _ in range(3):
+            made.manager.begin_pass("forward")
+            for block in made.blocks:
+                made.write(block)
+        alive = {block.id for block in made.blocks}
+        assert made.manager.space.residents <= alive
+        made.check()

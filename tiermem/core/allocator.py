@@ -290,7 +290,9 @@ class Allocator:
         begin = max(start, min(first, end - size), low)
         return Window(Extent(begin, size), tuple(sorted(victims)), total)
 
-    def next_window(self, start: int, nbytes: int, leaves: Callable[[int], bool]) -> Window | None:
+    def next_window(
+        self, start: int, nbytes: int, leaves: Callable[[int], bool], end: int | None = None
+    ) -> Window | None:
         """Finds the first run at or behind an address of gaps and extents that may leave.
 
         Handing out one such window behind the other goes through the store in circles: what
@@ -301,11 +303,12 @@ class Allocator:
                 at 0.
             nbytes: Bytes wanted; rounded up to the alignment.
             leaves: Whether the extent at an offset may leave.
+            end: Where the window ends at the latest; by default where the store does.
 
         Returns:
             A window at no cost, or None.
         """
-        size = self._size(nbytes)
+        size, last = self._size(nbytes), self.capacity if end is None else end
         order, taken = self._order, self._taken
         for low in (start, 0) if start else (0,):
             index = bisect_left(order, low)
@@ -317,16 +320,15 @@ class Allocator:
             for offset in islice(order, index, None):
                 if offset - begin >= size:
                     break
-                end = offset + taken[offset]
+                until = offset + taken[offset]
                 if leaves(offset):
                     victims.append(offset)
-                    if end - begin >= size:
+                    if until - begin >= size:
                         break
                 else:
-                    begin, victims = end, []
-            else:
-                if self.capacity - begin < size:
-                    continue
+                    begin, victims = until, []
+            if last - begin < size:
+                continue
             return Window(Extent(begin, size), tuple(victims), 0.0)
         return None
 

@@ -38,9 +38,10 @@ from tiermem.runtime.pipeline import Pipeline
 
 _ELSE = "or make the optimizer with overlap='forward'"
 _TRIALS = 2
-_HELD_BACK = 0.3
-"""Of HBM: what steps wrote last and goes home in the next forward. Else copies down would still be
-under way when that begins, and a model that reads a value back as it begins waits for them all."""
+_HELD_BACK, _BESIDE_MORE = 0.3, 0.5
+"""Of HBM, or beside what stays in it: what steps wrote last and goes home in the next forward. Else
+copies down would still be under way when that begins, and a model that reads a value back as it
+begins waits for them all."""
 
 
 class InBackward:
@@ -108,15 +109,16 @@ class InBackward:
             if unit.group is not None:
                 self._units.setdefault(id(unit.group), []).append(unit)
                 self._entries.update((id(entry.param), entry) for entry in unit.entries)
-        self._hold_back()
 
     def _hold_back(self) -> None:
         """Chooses the blocks that backward steps last, and forward begins with."""
-        room = int(self._manager.table.hbm.capacity * _HELD_BACK)
+        space = self._manager.space
+        room = int(space.border * (_BESIDE_MORE if space.residents else _HELD_BACK))
         self._held_back = set()
         for group in self._runtime.groups:
             units = self._units.get(id(group), ())
-            room -= sum(b.nbytes for unit in units for b in (group.block, *unit.kept_blocks()))
+            blocks = [group.block, *(block for unit in units for block in unit.kept_blocks())]
+            room -= sum(block.nbytes for block in blocks if block.id not in space.residents)
             if room < 0 and self._held_back:
                 return
             self._held_back.add(id(group))
@@ -345,6 +347,7 @@ class InBackward:
             self._marks = marks_of(self._groups)
             self._pipeline = Pipeline(self._manager)
             self._runtime.unwritten = []
+            self._hold_back()
             self._edited.clear()
 
     def _step(self, group: Group) -> None:

@@ -18,6 +18,7 @@ from tiermem.core.residents import (
     share_hbm,
 )
 from tiermem.core.schedule import Schedule
+from tiermem.core.staying import choose_to_stay
 from tiermem.runtime.pacing import LINK_UP
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ _MORE_DRAM = 1.125
 """So many times the spare DRAM that a plan was made for is worth another one."""
 _OF_A_TURN = 0.5
 """Of the uses in which a loop fills HBM once: what comes again within them stays."""
+_STATE = (Role.MASTER, Role.OPTIMIZER)
+_OF_THE_REST = 0.65
+"""Of HBM beside what stays: how far a loop that writes fetches ahead. More than without anything
+that stays, since weights that do are not counted."""
 _READ_ONLY = (Role.PARAM, Role.BUFFER, Role.QUANT)
 
 
@@ -77,6 +82,7 @@ class Outlooks:
         self._capacity = manager.table.hbm.capacity
         self._settled: tuple[tuple[object, int, int | None], int, Plan] | None = None
         self._through_dram = True
+        self._staying: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
 
     def made_of(self, held: set[int]) -> tuple[int, ...]:
         """Returns what an outlook depends on, besides the schedule; it changes with that."""
@@ -113,9 +119,10 @@ class Outlooks:
         turn = 0
         if loose and all(r.block.role in _READ_ONLY for r in loose.values()):
             plan = self._keep_steady(schedule, sizes, room, compute, fetch, held, beside)
-        elif beside and sum(sizes.values()) > room:
-            used = sum(sizes.get(block, 0) for block in order)
-            turn = max(1, int(_OF_A_TURN * len(order) * room / used))
+        elif beside and (self._staying[1] or sum(sizes.values()) > room):
+            plan = self._stay(order, loose, room)
+            used = sum(sizes.get(b, 0) for b in order if b not in plan.residents)
+            turn = max(1, int(_OF_A_TURN * len(order) * plan.reserve / max(1, used)))
         files = self._manager.mover is not None
         through = (
             files
@@ -135,10 +142,31 @@ class Outlooks:
             ]
             timetable = Timetable(compute, fetches, margin=_MARGIN, latency=_LATENCY)
         ahead = self._capacity // 2
+        if turn and plan.residents:
+            ahead = int(_OF_THE_REST * plan.reserve)
         largest = largest_beside(sizes, plan.residents)
-        if plan.residents and largest:  # beside the block in use, and one more
+        if plan.residents and largest and not turn:  # beside the block in use, and one more
             ahead = plan.reserve - 2 * largest + 1
         return Outlook(made_of, plan, ahead, timetable, through, turn)
+
+    def _stay(self, order: Sequence[int], loose: dict[int, Record], room: int) -> Plan:
+        """Decides what stays where a loop writes, once state has been seen in it.
+
+        Passes of one loop foresee different parts of it (a micro-batch without a step), and what
+        stays must be the same in all of them: it is decided again only for more state.
+        """
+        table = self._manager.table
+        state = {b: r for b, r in loose.items() if r.block.role in _STATE}
+        known, kept = self._staying
+        if not state.keys() <= known:
+            sizes = {b: align_up(r.block.nbytes) for b, r in loose.items()}
+            weights = {b: sizes[b] for b, r in loose.items() if r.block.role is Role.PARAM}
+            own = {b: sizes[b] for b in state}
+            kept = choose_to_stay(order, weights, own, max(sizes.values()), room)
+            known = known | state.keys()
+        kept = frozenset(b for b in kept if (r := table.get(b)) is not None and not r.fixed)
+        self._staying = (known, kept)
+        return Plan(kept, room - sum(align_up(table[b].block.nbytes) for b in kept))
 
     def _keep_steady(
         self,

@@ -54,7 +54,7 @@ class Pipeline:
                     return
 
     def write(self, blocks: Sequence[Block], *, gradients: bool = False) -> None:
-        """Begins to write back what has been written.
+        """Begins to write back what has been written and does not stay.
 
         Args:
             blocks: What is not used any more for now.
@@ -72,6 +72,8 @@ class Pipeline:
                 if block.role is Role.GRAD and not gradients:
                     continue
                 if record.leases or record.fixed or block.id in manager.traffic.failing:
+                    continue
+                if manager.space.stays(record):
                     continue
                 slot = manager.slots.current.get(block.id)
                 if slot is not None and not slot.aliased and not slot.wanted:

@@ -74,6 +74,20 @@ class Space:
         self._followed = 0
         self.turns = Turns(self, planner)
 
+    @property
+    def border(self) -> int:
+        """Offset in HBM where the part of what stays begins."""
+        return self._border
+
+    def stays(self, record: Record) -> bool:
+        """Whether a block is there to stay, and need not be written as long as it does."""
+        extent = record.extent
+        return (
+            record.block.id in self.residents
+            and extent is not None
+            and extent.offset >= self._border
+        )
+
     # -- who stays -------------------------------------------------------
 
     def keep(self, residents: frozenset[int], slot: int) -> None:

@@ -74,11 +74,15 @@ class Turns:
         Raises:
             StorageError: If what must leave cannot be written.
         """
-        hbm, nbytes = self._hbm, block.nbytes
+        hbm, nbytes, end = self._hbm, block.nbytes, self._space.border
+        if block.id in self._space.residents:
+            return None  # its place is not in the circle
+        if self._at + nbytes > end:
+            self._at = 0
         extent = hbm.take_at(self._at, nbytes)  # as a rule what a larger one has left behind it
         if extent is None:
             self._stays = self._planner.cursor + (position or 0) + self.uses
-            window = hbm.next_window(self._at, nbytes, self._leaves)
+            window = hbm.next_window(self._at, nbytes, self._leaves, end)
             if window is None or not self._space.clear(window.victims, wait=position is None):
                 return None
             extent = hbm.take_at(window.extent.offset, nbytes)
