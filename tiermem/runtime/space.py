@@ -232,7 +232,7 @@ class Space:
         record = None
         leaves = self._may_leave(position)
         if self._by_lane:
-            leaves = self._in_lane(leaves, size, parts)
+            leaves = self._as_large(leaves, size)
         for block_id in self._queue.last(1, self._beyond(position), leaves):
             record = self.table[block_id]
         if record is None or record.in_hbm is not State.VALID or record.extent is None:
@@ -247,17 +247,12 @@ class Space:
         self.left = record
         return extent
 
-    def _in_lane(
-        self, leaves: Callable[[int], bool], size: int, parts: Sequence[tuple[int, int]]
-    ) -> Callable[[int], bool]:
-        """Returns what tells whether a block may leave and is just where another shall come."""
+    def _as_large(self, leaves: Callable[[int], bool], size: int) -> Callable[[int], bool]:
+        """Returns what tells whether a block may leave and takes up just so many bytes."""
 
         def free(block_id: int) -> bool:
             extent = self.table[block_id].extent
-            if extent is None or extent.nbytes != size:
-                return False
-            low, high = self._part_of(extent.offset, parts)
-            return low <= extent.offset and extent.end <= high and leaves(block_id)
+            return extent is not None and extent.nbytes == size and leaves(block_id)
 
         return free
 
