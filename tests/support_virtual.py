@@ -399,7 +399,7 @@ def streamed(
         manager.mover.close()
         traffic = manager.traffic
         manager.mover = traffic.mover = Mover(world)  # type: ignore[assignment]
-        manager.copy = traffic.copy = Copies(world)  # type: ignore[assignment]
+        manager.copy = traffic.copy = manager.uses._copy = Copies(world)  # type: ignore[assignment]
         traffic._poison = False
         manager.prefetcher._dram = True
         rates = {"dram->hbm": machine.bus, "nvme->hbm": machine.in_place}

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tiermem.core.cost import refetched, streaming_time
+from tiermem.core.lanes import Lanes, laned_time, one_ahead_time
 
 _MOST_CLASSES = 256
 _MOST_BITS = 1 << 20
@@ -16,6 +17,8 @@ _SLOTS = (2, 3, 4, 6, 8, 12, 16)
 _AS_GOOD = 1.002
 _WORTH_IT = 1.05
 """A plan in force has to be that much slower than the best one to be given up."""
+_WORTH_IT_BY_LANES = 1.01
+"""The same for one with lanes: where compute takes longer they have little room to forgive it."""
 _SLOTS_IN_DRAM = (0, 2, 3, 4)
 _FORGIVEN = 1.03
 """A plan by way of DRAM is preferred to a straight one that is no faster than that: a disk that
@@ -24,6 +27,8 @@ _IN_DRAM = 1.25
 """Reads into ever other memory take so many times as long as into a few chunks that stay in the
 processor's cache, or may, some other day: 4.4 beside 5.1 GB/s on the reference machine."""
 _COMMON = 0.9
+_MOST_PAIRED = 4
+"""Of so many sizes two are taken for lanes."""
 
 
 def choose_residents(order: Sequence[int], sizes: Mapping[int, int], room: int) -> frozenset[int]:
@@ -61,6 +66,61 @@ def choose_residents(order: Sequence[int], sizes: Mapping[int, int], room: int) 
     ):
         return simple  # as full, and spread over all sizes together
     return full
+
+
+def keep_largest(
+    order: Sequence[int], sizes: Mapping[int, int], room: int, large: int
+) -> frozenset[int]:
+    """Chooses blocks to keep, the largest ones first, so that the large ones stream one by one.
+
+    What streams is small then, and so is what it streams through. It may keep less than
+    :func:`choose_residents`.
+
+    Of all large blocks in a row at least the first one streams: its slot comes free, and is
+    fetched into, while those after it compute. Of the last row it is the last one, since what
+    computes after all that streams is time in which the link has little to do.
+
+    Args:
+        order: Ids of blocks in order of use; repeats count once.
+        sizes: Bytes by id.
+        room: Bytes that may be kept.
+        large: Size of the large ones. Every other size is spread evenly over the order.
+
+    Returns:
+        The ids of the blocks to keep; their sizes add up to at most ``room``.
+    """
+    blocks = list(dict.fromkeys(order))
+    members = Counter(sizes[block] for block in blocks)
+    kept, left = set(blocks), max(0, room)
+    for size in sorted(members, reverse=True):
+        alike = [block for block in blocks if sizes[block] == size]
+        ranks = _ranks(blocks, sizes, large) if size == large else [alike]
+        goes = max(len(alike) - left // size, len(ranks[0]) if size == large else 0)
+        left -= (len(alike) - goes) * size
+        for rank in ranks:
+            kept -= _ends(rank, min(goes, len(rank)))
+            goes -= min(goes, len(rank))
+    return frozenset(kept)
+
+
+def _ranks(blocks: Sequence[int], sizes: Mapping[int, int], large: int) -> list[list[int]]:
+    """Returns the large blocks that are first in their row, then the second ones, and so on."""
+    rows: list[list[int]] = [[]]
+    for block in blocks:
+        if sizes[block] == large:
+            rows[-1].append(block)
+        elif rows[-1]:
+            rows.append([])
+    rows = [row for row in rows if row]
+    if rows:
+        rows[-1].reverse()
+    return [[row[n] for row in rows if n < len(row)] for n in range(max(map(len, rows), default=0))]
+
+
+def _ends(blocks: Sequence[int], count: int) -> set[int]:
+    """Takes so many of some blocks, evenly from the first to the last."""
+    steps = max(1, count - 1)
+    return {blocks[(2 * n * (len(blocks) - 1) + steps) // (2 * steps)] for n in range(count)}
 
 
 def _filled(
@@ -163,6 +223,8 @@ class Plan:
             plan says nothing of DRAM.
         ahead: Slots of DRAM that a disk reads the other ones into, ahead of room in HBM; 0
             where it reads them straight into HBM.
+        lanes: Bytes of each slot of HBM, the largest first, where blocks of each size have slots
+            of their own; empty where all slots are alike and hold whatever fits.
     """
 
     residents: frozenset[int]
@@ -170,6 +232,7 @@ class Plan:
     slot: int = 0
     in_dram: frozenset[int] | None = None
     ahead: int = 0
+    lanes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +277,7 @@ class Loop:
         transfer: Seconds a block takes to arrive, by id: from DRAM, where its home is a file.
         latency: Seconds between a slot coming free and the next copy into it.
         files: Of the blocks whose homes are files.
+        steady: Whether the same blocks are used in the same order, each once a round.
     """
 
     order: Sequence[int]
@@ -223,10 +287,13 @@ class Loop:
     transfer: Mapping[int, float]
     latency: float
     files: Files | None = None
+    steady: bool = False
 
     def seconds(self, plan: Plan) -> float:
         """Returns how long it takes with a plan, by a model of the links."""
         order, sizes, kept = self.order, self.sizes, plan.residents
+        if plan.lanes:
+            return self._by_lanes(plan)
         slot = largest_beside(sizes, kept) or 1
         taken = {b: s if b in kept else occupied(s, slot) for b, s in sizes.items()}
         # a block that stays is fetched once, whichever plan it is: left out of the comparison
@@ -252,6 +319,36 @@ class Loop:
             plan.ahead,
             self.files.latency,
         )
+
+    def waits_for_link(self, plan: Plan) -> bool:
+        """Whether the copies of what streams take longer than all compute."""
+        order, compute, fetch = self._round()
+        copies = (f for b, f in zip(order, fetch, strict=True) if b not in plan.residents)
+        return sum(copies) > sum(compute)
+
+    def one_by_one(self, plan: Plan) -> float:
+        """Returns how long it takes with a plan of two slots, one block in use and one ahead.
+
+        That is what two slots come to. :meth:`seconds` has small blocks share one, and takes
+        place for free as soon as it is.
+        """
+        order, compute, fetch = self._round()
+        moves = [block not in plan.residents for block in order]
+        one = one_ahead_time(moves, compute, fetch, self.latency)
+        return one * len(self.order) / len(order)
+
+    def _round(self) -> tuple[Sequence[int], Sequence[float], Sequence[float]]:
+        """Returns one round's blocks, their compute, and how long each takes to arrive."""
+        length = len(set(self.order))
+        order = self.order[:length]
+        return order, self.compute[:length], [self.transfer[block] for block in order]
+
+    def _by_lanes(self, plan: Plan) -> float:
+        """Returns how long it takes with lanes, each round like the others."""
+        order, compute, fetch = self._round()
+        moving = {b: self.sizes[b] for b in order if b not in plan.residents}
+        one = laned_time(Lanes(order, plan.lanes, moving), compute, fetch, self.latency)
+        return one * len(self.order) / len(order)
 
 
 def share_hbm(loop: Loop, settled: Plan | None = None) -> Plan:
@@ -291,15 +388,66 @@ def share_hbm(loop: Loop, settled: Plan | None = None) -> Plan:
             plans = [plan] if loop.files is None else _below(plan, loop, loop.files)
             found += [(loop.seconds(plan), plan) for plan in plans]
     best = min(seconds for seconds, _ in found)
-    if settled is not None and loop.seconds(settled) <= best * _WORTH_IT:
-        return settled
+    if settled is not None:
+        worth_it = _WORTH_IT_BY_LANES if settled.lanes else _WORTH_IT
+        if loop.seconds(settled) <= best * worth_it:
+            return settled
     decoupled = [entry for entry in found if entry[1].ahead and entry[0] <= best * _FORGIVEN]
     if decoupled:
         found, best = decoupled, min(seconds for seconds, _ in decoupled)
     good = [plan for seconds, plan in found if seconds <= best * _AS_GOOD]
     if loop.files is not None:  # the fewer streams, the less is read from a disk
         return min(good, key=lambda plan: (plan.reserve, plan.ahead))
-    return max(good, key=lambda plan: plan.reserve)
+    return _faster_by_lanes(loop, max(good, key=lambda plan: plan.reserve))
+
+
+def _faster_by_lanes(loop: Loop, plan: Plan) -> Plan:
+    """Returns the plan with lanes that beats one without, or that one.
+
+    One with many slots is beaten by one that is nearly as fast: it moves less over a link that
+    is shared, and does not leave most of the next pass's fetches to the end of the one before.
+    Where compute takes longer than the copies, room that forgives is worth more.
+    """
+    if not loop.steady or plan.slot == 0 or not loop.waits_for_link(plan):
+        return plan
+    if plan.reserve < 3 * plan.slot:
+        best, fastest = plan, loop.one_by_one(plan)
+    else:
+        best, fastest = plan, loop.seconds(plan) * _WORTH_IT_BY_LANES
+    for pinned in _oversize(loop.sizes, loop.room):
+        rest = {block: size for block, size in loop.sizes.items() if block not in pinned}
+        free = loop.room - sum(loop.sizes[block] for block in pinned)
+        for laned in _laned(loop.order, rest, free, pinned):
+            seconds = loop.seconds(laned)
+            if seconds < fastest:
+                best, fastest = laned, seconds
+    return best
+
+
+def _laned(
+    order: Sequence[int], sizes: Mapping[int, int], room: int, pinned: frozenset[int]
+) -> Iterator[Plan]:
+    """Yields plans by which large blocks stay or stream one at a time, and small ones by twos.
+
+    Two slots as large as the largest block are room that could keep another one. Where small
+    blocks stream between the large ones, their copies give each of those the time to be used up.
+    """
+    passing = [block for block in order if block in sizes]
+    classes = _classes(sizes)
+    for number, large in enumerate(classes):
+        for small in classes[number + 1 :]:
+            reserve = large + 2 * small
+            some = keep_largest(passing, sizes, room - reserve, large)
+            if largest_beside(sizes, some) == large:
+                yield Plan(some | pinned, reserve, large, lanes=(large, small, small))
+
+
+def _classes(sizes: Mapping[int, int]) -> list[int]:
+    """Returns the sizes that most of the bytes are in, the largest first."""
+    nbytes: Counter[int] = Counter()
+    for size in sizes.values():
+        nbytes[size] += size
+    return sorted((size for size, _ in nbytes.most_common(_MOST_PAIRED)), reverse=True)
 
 
 def _below(plan: Plan, loop: Loop, files: Files) -> Iterator[Plan]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tiermem.core.block import Role, Tier, align_up
 from tiermem.core.cost import Timetable, refetched
+from tiermem.core.lanes import Lanes
 from tiermem.core.residency import Record
 from tiermem.core.residents import (
     Files,
@@ -36,6 +37,9 @@ _STAY = 1.25
 and so many times shorter it has to be before that way is taken again."""
 _MORE_DRAM = 1.125
 """So many times the spare DRAM that a plan was made for is worth another one."""
+_MOST_LEFT = 3
+"""So many times lanes are given up because the order of use is no simple round any more. Then they
+are not taken again: blocks that stay would come and go."""
 _OF_A_TURN = 0.5
 """Of the uses in which a loop fills HBM once: what comes again within them stays."""
 _STATE = (Role.MASTER, Role.OPTIMIZER)
@@ -56,6 +60,7 @@ class Outlook:
         timetable: When fetches are due.
         through_dram: Whether blocks come from files by way of DRAM, where the plan does not say.
         turn: Uses within which what comes again stays, where HBM is handed out in circles; else 0.
+        lanes: What goes by which lane, where the plan has lanes.
     """
 
     made_of: tuple[int, ...]
@@ -64,6 +69,7 @@ class Outlook:
     timetable: Timetable
     through_dram: bool
     turn: int = 0
+    lanes: Lanes | None = None
 
 
 class Outlooks:
@@ -80,7 +86,8 @@ class Outlooks:
         self._waste = manager.traffic.waste
         self._least = least
         self._capacity = manager.table.hbm.capacity
-        self._settled: tuple[tuple[object, int, int | None], int, Plan] | None = None
+        self._settled: tuple[tuple[object, int, int | None, bool], int, Plan] | None = None
+        self._left = 0
         self._through_dram = True
         self._staying: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
 
@@ -147,7 +154,11 @@ class Outlooks:
         largest = largest_beside(sizes, plan.residents)
         if plan.residents and largest and not turn:  # beside the block in use, and one more
             ahead = plan.reserve - 2 * largest + 1
-        return Outlook(made_of, plan, ahead, timetable, through, turn)
+        lanes = None
+        if plan.lanes:
+            moving = {b: size for b, size in sizes.items() if b not in plan.residents}
+            lanes = Lanes(schedule.order[: _length(schedule)], plan.lanes, moving)
+        return Outlook(made_of, plan, ahead, timetable, through, turn, lanes)
 
     def _stay(self, order: Sequence[int], loose: dict[int, Record], room: int) -> Plan:
         """Decides what stays where a loop writes, once state has been seen in it.
@@ -190,12 +201,15 @@ class Outlooks:
         rest = {b: size for b, size in sizes.items() if b not in held and b not in unsteady}
         pinned = sum(sizes[block] for block in held)
         slots = 2 * max((sizes[block] for block in unsteady), default=0)
-        plan = self._share(schedule, rest, max(0, room - pinned - slots), compute, fetch, beside)
+        free = max(0, room - pinned - slots)
+        alone = not slots and pinned <= room // 2
+        plan = self._share(schedule, rest, free, compute, fetch, beside, alone=alone)
         slot = max(plan.slot, slots // 2)
         residents = plan.residents if pinned > room // 2 else plan.residents | held
         reserve = plan.reserve + slots + (pinned if pinned > room // 2 else 0)
         in_dram = None if unsteady else plan.in_dram  # what comes and goes needs DRAM as well
-        return Plan(residents, reserve, slot, in_dram, plan.ahead if in_dram is not None else 0)
+        ahead = plan.ahead if in_dram is not None else 0
+        return Plan(residents, reserve, slot, in_dram, ahead, plan.lanes)
 
     def _share(
         self,
@@ -205,6 +219,8 @@ class Outlooks:
         compute: Sequence[float | None],
         fetch: dict[int, tuple[str, float] | None],
         beside: bool,
+        *,
+        alone: bool = False,
     ) -> Plan:
         """Decides what stays, where a loop only reads; elsewhere next use alone decides.
 
@@ -218,17 +234,22 @@ class Outlooks:
         version = self._manager.pacing.estimates.version if learned else None
         files = any(found and found[0] == LINK_UP[Tier.NVME] for found in fetch.values())
         spare = self._spare() if beside and files else 0
-        alike = (frozenset(sizes), room, version)
+        steady = alone and beside and not files and self._left < _MOST_LEFT
+        steady = steady and _goes_round(schedule)
+        alike = (frozenset(sizes), room, version, steady)
         before = None
         if self._settled is not None:
             then, spared, settled = self._settled
-            if then[:2] == alike[:2] and self._fits(settled, sizes, spared, spare):
-                before = settled if then[2] is not None else None
+            if settled.lanes and not steady:
+                self._left += 1
+            elif then[:2] == alike[:2] and self._fits(settled, sizes, spared, spare):
+                before = settled if then[2] is not None and then[3] is steady else None
                 if then == alike:
                     return settled
         order = [block for block in schedule.order if block in sizes]
         if learned:
-            plan = share_hbm(self._loop(schedule, sizes, room, known, fetch, spare), before)
+            loop = self._loop(schedule, sizes, room, known, fetch, spare)
+            plan = share_hbm(replace(loop, steady=steady), before)
         else:
             plan = self._unlearned(order, sizes, room)
         if plan is not before:
@@ -341,3 +362,18 @@ class Outlooks:
         """Returns the same for one whose copy is in DRAM by then."""
         link, block = LINK_UP[Tier.DRAM], record.block
         return link, self._manager.pacing.estimates.transfer(link, block.id, block.nbytes)
+
+
+def _length(schedule: Schedule) -> int:
+    """Returns the uses of the pass that begins a schedule."""
+    return schedule.passes[1][0] if len(schedule.passes) > 1 else len(schedule)
+
+
+def _goes_round(schedule: Schedule) -> bool:
+    """Whether the same blocks are used in the same order pass for pass, each once."""
+    order, length = schedule.order, _length(schedule)
+    if len(order) < 2 * length or len(order) % max(1, length):
+        return False
+    if len(set(order[:length])) != length:
+        return False
+    return all(block == order[at % length] for at, block in enumerate(order))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tiermem.core.block import Tier, align_up
 from tiermem.core.cost import Timetable
+from tiermem.core.lanes import LaneWalk
 from tiermem.core.residency import Record, State
 from tiermem.core.schedule import Planner, Schedule
 from tiermem.runtime.outlook import Outlook, Outlooks
@@ -61,6 +62,7 @@ class Prefetcher:
         self._previous: Record | None = None
         self._timetable = Timetable((), ())
         self._most = self._capacity // 2
+        self._lanes: LaneWalk | None = None
         self._through_dram = True
         self._shared = False
         # the walk so far: for which state of affairs, up to where, and what it met
@@ -133,7 +135,9 @@ class Prefetcher:
         if self._next < cursor:
             self._next = cursor
         end = min(len(schedule.order), cursor + _MOST_STEPS)
-        if self._next < end:
+        if self._lanes is not None:
+            self._walk_lanes(schedule, cursor, self._lanes)
+        elif self._next < end:
             self._walk(schedule, end)
         if self._manager.mover is not None and (self._through_dram or self._shared):
             self._read_on(schedule, end)
@@ -177,6 +181,8 @@ class Prefetcher:
         self._ahead.clear()
         self._nbytes = 0
         self._lacking = cursor > 0
+        if self._lanes is not None:
+            self._lanes.restart(cursor)
         if self._complete == (self._planned, self._changes):
             self._next = len(self._planned.order) if self._planned is not None else cursor
 
@@ -194,7 +200,7 @@ class Prefetcher:
                     if self._manager.lender.borrowers(block):
                         return  # once it is back, its copy would wait for those of what follows
                     if self._is_due(record, schedule, self._next):
-                        if begun == _BURST or not self._fetch(record, schedule):
+                        if begun == _BURST or not self._fetch(record, schedule, self._next):
                             return
                         begun += 1
                         self._changes = traffic.changes
@@ -208,6 +214,28 @@ class Prefetcher:
         if not self._lacking and self._next == len(order):
             # every block is here and stays: no need to look again until one leaves
             self._complete = (schedule, self._changes)
+
+    def _walk_lanes(self, schedule: Schedule, cursor: int, lanes: LaneWalk) -> None:
+        """Fetches whatever there is a slot for, the soonest first.
+
+        The link never catches up, so everything is due.
+        """
+        get, traffic = self._manager.table.get, self._traffic
+        lanes.move_on(cursor)
+        begun = 0
+        while (found := lanes.soonest()) is not None:
+            lane, position = found
+            record = get(schedule.order[position])
+            if record is not None and record.in_hbm is State.ABSENT and position >= cursor:
+                if self._manager.lender.borrowers(record.block):
+                    return
+                if self._is_due(record, schedule, position):
+                    if begun == _BURST or not self._fetch(record, schedule, position):
+                        return
+                    begun += 1
+                    self._changes = traffic.changes
+                    traffic.gone.clear()
+            lanes.take(lane, position)
 
     def _wants_more(self) -> bool:
         blocks = len(self._ahead)
@@ -294,10 +322,10 @@ class Prefetcher:
                 return False
         return self._dram or record.home is not Tier.DRAM
 
-    def _fetch(self, record: Record, schedule: Schedule) -> bool:
-        if not self._manager.try_fill(record, self._next - self._cursor):
+    def _fetch(self, record: Record, schedule: Schedule, position: int) -> bool:
+        if not self._manager.try_fill(record, position - self._cursor):
             return False
-        number, key = self._pass_at(schedule, self._next)
+        number, key = self._pass_at(schedule, position)
         self._waste.fetched(record.block.id, self._number + number, key)
         return True
 
@@ -329,7 +357,12 @@ class Prefetcher:
             del self._outlooks[next(iter(self._outlooks))]
         self._timetable = outlook.timetable
         plan = outlook.plan
-        self._manager.space.keep(plan.residents, plan.slot)
+        self._manager.space.keep(plan.residents, plan.slot, plan.lanes)
+        if outlook.lanes is None:
+            self._lanes = None
+        elif self._lanes is None or self._lanes.lanes is not outlook.lanes:
+            self._lanes = LaneWalk(outlook.lanes)
+            self._lanes.restart(self._planner.cursor)
         self._turns.uses = outlook.turn
         if outlook.turn:
             self._turns.begin(self._number, schedule)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from tiermem.core.allocator import Window
 from tiermem.core.block import Block, Extent, align_up
 from tiermem.core.cost import eviction_cost
+from tiermem.core.lanes import all_fit, even_parts, lane_of, lane_parts
 from tiermem.core.residency import Record, ResidencyTable, State
 from tiermem.core.schedule import Planner
 from tiermem.core.victims import NextUseQueue
@@ -60,6 +61,8 @@ class Space:
         self._border = table.hbm.capacity
         self._base = self._slot = 0
         self._parts = [(0, self._border)]
+        self._lanes: tuple[int, ...] = ()
+        self._by_lane: dict[int, list[tuple[int, int]]] = {}
         self._attempts = 0
         self._rounds: dict[object, None] = {}
         self.places = 0
@@ -90,38 +93,31 @@ class Space:
 
     # -- who stays -------------------------------------------------------
 
-    def keep(self, residents: frozenset[int], slot: int) -> None:
+    def keep(self, residents: frozenset[int], slot: int, lanes: tuple[int, ...] = ()) -> None:
         """Divides HBM between what stays and what streams.
 
         What stays lies at the end, side by side. The rest is used in slots of one size, which
         hold whole blocks, one or several: blocks of many sizes would leave holes too small for
-        the next.
+        the next. Or each size has slots of its own.
 
         Args:
             residents: Blocks that shall stay from now on.
             slot: Bytes of the largest of the others.
+            lanes: Bytes of each slot, the largest first, where they are of several sizes.
         """
-        if (residents, slot) == (self.residents, self._slot):
+        if (residents, slot, lanes) == (self.residents, self._slot, self._lanes):
             return
         self.residents = residents
-        self._slot = slot
+        self._slot, self._lanes = slot, lanes
         self._attempts = 0
         records = map(self.table.get, residents)
         sizes = [align_up(record.block.nbytes) for record in records if record is not None]
         self._border = self.table.hbm.capacity - sum(sizes)
         fixed = (r.extent.end for r in self.table if r.fixed and r.extent is not None)
         self._base = max((end for end in fixed if end <= self._border), default=0)
-        self._parts = self._slots()
-
-    def _slots(self) -> list[tuple[int, int]]:
-        """Returns the bounds of the runs of HBM that what streams may lie in."""
-        size = align_up(self._slot)
-        if not self.residents or size == 0 or self._border - self._base < 2 * size:
-            return [(0, self._border)]
-        begins = range(self._base, self._border - size + 1, size)
-        slots = [(begin, begin + size) for begin in begins]
-        slots[-1] = (slots[-1][0], self._border)
-        return slots
+        slots = align_up(slot) if residents else 0
+        self._parts = even_parts(slots, self._base, self._border) or [(0, self._border)]
+        self._by_lane = lane_parts(lanes, self._base, self._border)
 
     def settle(self, loop: object) -> None:
         """Sends those away who lie in the wrong part, once a loop has come round.
@@ -170,18 +166,14 @@ class Space:
                 runs.append(record.extent.offset - start)
                 start = record.extent.end
         runs.append(self.table.hbm.capacity - start)
-        for size in sorted(rest, reverse=True):
-            fitting = [run for run in runs if run >= size]
-            if not fitting:
-                return False
-            runs.remove(min(fitting))
-            runs.append(min(fitting) - size)
-        return True
+        return all_fit(rest, runs)
 
     def _parts_for(self, block: Block) -> list[tuple[int, int]]:
         """Returns the bounds of the runs of HBM that a block belongs in."""
         if block.id in self.residents:
             return [(self._border, self.table.hbm.capacity)]
+        if self._by_lane:
+            return self._by_lane.get(lane_of(self._lanes, align_up(block.nbytes)), self._parts)
         return self._parts
 
     # -- in --------------------------------------------------------------
@@ -252,7 +244,10 @@ class Space:
             return None
         self._follow_schedule()
         record = None
-        for block_id in self._queue.last(1, self._beyond(position), self._may_leave(position)):
+        leaves = self._may_leave(position)
+        if self._by_lane:
+            leaves = self._as_large(leaves, size)
+        for block_id in self._queue.last(1, self._beyond(position), leaves):
             record = self.table[block_id]
         if record is None or record.in_hbm is not State.VALID or record.extent is None:
             return None
@@ -265,6 +260,15 @@ class Space:
         self.evict(record, free=False)
         self.left = record
         return extent
+
+    def _as_large(self, leaves: Callable[[int], bool], size: int) -> Callable[[int], bool]:
+        """Returns what tells whether a block may leave and takes up just so many bytes."""
+
+        def free(block_id: int) -> bool:
+            extent = self.table[block_id].extent
+            return extent is not None and extent.nbytes == size and leaves(block_id)
+
+        return free
 
     def lose_track(self) -> None:
         """Says that blocks change places and ``moved`` is not told; see :class:`Steady`."""
@@ -289,8 +293,8 @@ class Space:
             for block_id in last[0 if most == 1 else 1 :]:
                 extent = self.table[block_id].extent
                 window = None
-                if extent is not None:
-                    part = self._part_of(extent.offset, parts)
+                part = self._part_of(extent.offset, parts) if extent is not None else (0, 0)
+                if extent is not None and (not self._by_lane or part[0] <= extent.offset < part[1]):
                     window = hbm.window_around(extent.offset, nbytes, price, *part)
                 if window is not None and (best is None or window.cost < best.cost):
                     best = window

@@ -1,0 +1,166 @@
+"""Blocks of two sizes that stream through slots of their own: how near to the bus's bound it comes.
+
+The model is the one of ``support_half``; its bound is the copy of half of its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support_half import BESIDE, BUS, LARGE, SMALL, WEIGHTS, Forward, Host, compute, forward
+from support_virtual import PAGE
+
+from tiermem.config import Policy, Settings
+from tiermem.core.block import Role
+from tiermem.core.layout import TensorShape
+from tiermem.core.residents import Loop, Plan
+from tiermem.runtime import outlook
+from tiermem.runtime.manager import BlockManager
+
+HALF = WEIGHTS // 2 + BESIDE
+LITTLE = 1280
+COPIED = WEIGHTS * PAGE / BUS
+LANES = (LARGE * PAGE, SMALL * PAGE, SMALL * PAGE)
+
+
+@pytest.mark.parametrize(("tokens", "share"), [(1, 0.973), (2048, 0.969)])
+@pytest.mark.parametrize("host", [Host(prelude=3e-4), Host()])
+def test_half_of_the_weights_cost_half_of_the_copies(tokens: int, share: float, host: Host) -> None:
+    with forward(HALF, host) as made:
+        seconds, moved = made.passes(tokens)
+        assert seconds <= COPIED / 2 / share
+        assert made.plan.lanes == LANES
+        assert moved <= WEIGHTS / 2 + sum(LANES) / PAGE + SMALL
+        assert made.manager.steady.repeating
+        made.manager.counters.reset()
+        made.passes(tokens, warm=0)
+        assert made.manager.counters.misses == 0
+        made.manager.table.check()
+
+
+def test_a_host_without_lead_costs_no_more_than_its_prelude() -> None:
+    """However long that is: the link has what the slots hold to do meanwhile."""
+    slow = Host(use=250e-6, copy=150e-6, prelude=4e-3)
+    with forward(HALF, slow) as made:
+        seconds, moved = made.passes(2048)
+        assert seconds <= moved * PAGE / BUS + slow.prelude
+
+
+def test_compute_of_what_stays_does_not_hold_up_the_link() -> None:
+    """Half as much again: between the small blocks there is always a large one to be copied."""
+    with forward(HALF) as made:
+        seconds, moved = made.passes(3072)
+        assert sum(compute(3072)) > 0.7 * COPIED / 2
+        assert seconds <= 1.03 * moved * PAGE / BUS
+
+
+def test_where_most_blocks_stream_all_slots_are_alike() -> None:
+    """Large blocks in a row would wait for each other in the one slot they had."""
+    with forward(LITTLE) as made:
+        for tokens, share in ((1, 0.98), (2048, 0.97)):
+            seconds, moved = made.passes(tokens)
+            assert made.plan.lanes == ()
+            assert moved * PAGE / BUS >= share * seconds
+
+
+def test_where_compute_is_what_takes_long_there_are_many_slots() -> None:
+    """And lanes again, once it is not."""
+
+    def at(made: Forward, tokens: int) -> float:
+        return sum(compute(tokens)) / made.passes(tokens)[0]
+
+    with forward(HALF) as made:
+        at(made, 1)
+        assert made.plan.lanes
+        assert at(made, 8192) >= 0.97 and not made.plan.lanes
+        assert at(made, 16384) >= 0.99
+    with forward(HALF) as made:
+        assert at(made, 8192) >= 0.97 and not made.plan.lanes
+
+
+SIZES = [1, 3, 3, 3, 8, 8] * 4
+ROUND = list(range(len(SIZES)))
+
+
+def laned(loop: Loop, _: Plan | None = None) -> Plan:
+    """A plan with lanes, whatever else there is."""
+    large, small = 8 * PAGE, 3 * PAGE
+    kept = {block for block, size in loop.sizes.items() if size == PAGE}
+    kept |= {block for block in loop.sizes if block % 6 == 5}
+    return Plan(frozenset(kept), large + 2 * small, large, lanes=(large, small, small))
+
+
+orders = st.one_of(
+    st.just(ROUND), st.permutations(ROUND), st.lists(st.sampled_from(ROUND), max_size=40)
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(orders, max_size=6), st.integers(0, 3))
+def test_bytes_are_right_whatever_is_used(passes: Sequence[Sequence[int]], depth: int) -> None:
+    """Lanes were planned for a loop that is left again, with blocks that are held for long."""
+    hbm = (8 + 6 + 4 * 9) * PAGE
+    manager = BlockManager(
+        Settings("cpu", hbm, sum(SIZES) * PAGE, (), None, Policy(params="dram"), "auto")
+    )
+    manager.prefetcher._dram = manager.prefetcher._works = True
+    share, outlook.share_hbm = outlook.share_hbm, laned
+    try:
+        blocks = manager.add_blocks(
+            [
+                (f"b{n}", Role.PARAM, [TensorShape("w", (p * PAGE,), (1,), torch.uint8, 1)])
+                for n, p in enumerate(SIZES)
+            ]
+        )
+        for number, block in enumerate(blocks):
+            manager.write_home(block, [torch.full((block.nbytes,), number, dtype=torch.uint8)])
+        for order in [*[ROUND] * 8, *passes, *[ROUND] * 4]:
+            manager.begin_pass("loop")
+            held = []
+            for number in order:
+                slot = manager.acquire(blocks[number])
+                assert bool((slot.bytes == number).all())
+                held.append(blocks[number])
+                if len(held) > min(depth, 1):
+                    manager.release(held.pop(0))
+            for block in held:
+                manager.release(block)
+            manager.table.check()
+        assert manager.space._lanes
+    finally:
+        outlook.share_hbm = share
+        manager.close()
+
+
+def there_and_back(made: Forward) -> None:
+    """Uses all blocks in order, then in reverse, a few times."""
+    manager, order = made.manager, list(made.blocks)
+    for _ in range(6):
+        for key, blocks in (("there", order), ("back", order[::-1])):
+            manager.begin_pass(key)
+            for block in blocks:
+                made.world.advance(made.world.now + made.host.use)
+                manager.acquire(block)
+                made.world.kernel(1e-4)
+                manager.release(block)
+            manager.end_pass()
+    manager.table.check()
+
+
+def test_lanes_are_left_where_the_loop_is_no_round_any_more() -> None:
+    """There and back the same blocks are used twice: the slots of lanes are not made for that.
+
+    Where that comes again and again, one plan that does for both is better than two.
+    """
+    with forward(HALF) as made:
+        for _ in range(3):
+            made.passes(1)
+            assert made.plan.lanes
+            there_and_back(made)
+            assert not made.plan.lanes and not made.manager.space._lanes
+        made.passes(1)
+        assert not made.plan.lanes
