@@ -120,7 +120,7 @@ class _Copy(Opened):
 
 
 def _seen(tensor: torch.Tensor) -> bool:
-    return use_count(tensor.untyped_storage()) > _OWN_REFERENCES
+    return use_count(tensor.untyped_storage()._cdata) > _OWN_REFERENCES
 
 
 def flush(tensor: torch.Tensor | None) -> None:

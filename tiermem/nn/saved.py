@@ -172,7 +172,9 @@ class SavedHooks:
         self._runtime.enter_backward()
         slot = self._manager.acquire(saved.block)
         try:
-            view = typed_view(slot.reading, saved.dtype, saved.offset, saved.shape, saved.stride)
+            view = typed_view(
+                slot.sight.reading, saved.dtype, saved.offset, saved.shape, saved.stride
+            )
         finally:
             self._manager.release(saved.block)
         if torch.is_grad_enabled():

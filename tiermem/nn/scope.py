@@ -12,7 +12,7 @@ import time
 import types
 from collections.abc import Callable, Sequence
 from functools import partial
-from threading import get_ident
+from threading import active_count, get_ident
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -26,33 +26,64 @@ from tiermem.nn.statedict import check_state
 if TYPE_CHECKING:
     from tiermem.nn.wrapped import WrappedModel
 
+_CALL = "_call_impl"
+
 
 class Inside:
     """Who is inside the modules of one block, all of which need the same groups.
+
+    While the only thread there is is inside and takes no gradients, the calls of the modules below
+    the one where the block begins have nothing to add, and make way.
 
     Attributes:
         thread: The thread that is, if it is one alone; else 0, which no thread is called.
     """
 
-    __slots__ = ("_depth", "thread")
+    __slots__ = ("_calls", "_depth", "_made_way", "thread")
 
     def __init__(self) -> None:
         self.thread = 0
         self._depth = 0
+        self._calls: list[tuple[dict[str, Any], CallInterceptor, Callable[..., Any]]] = []
+        self._made_way = False
+
+    def add(self, call: CallInterceptor) -> None:
+        """Has a module's call make way as well, where it may."""
+        self._calls.append((call.module.__dict__, call, call.inner))
+
+    def drop(self, call: CallInterceptor) -> None:
+        """Has a call make way no more; it is about to be taken out or changed."""
+        self.restore()
+        self._calls = [entry for entry in self._calls if entry[1] is not call]
 
     def enter(self) -> None:
         """This thread holds the groups from now on; called under the manager's lock."""
         self._depth += 1
         if self._depth == 1:
             self.thread = get_ident()
+            if self._calls and not is_grad_enabled() and active_count() == 1:
+                self._made_way = True
+                for names, call, plain in self._calls:
+                    if names[_CALL] is call:
+                        names[_CALL] = plain
         elif self.thread != get_ident():
             self.thread = 0  # until all are out again
+            self.restore()
 
     def leave(self) -> None:
         """It does so no more."""
         self._depth -= 1
         if not self._depth:
             self.thread = 0
+            self.restore()
+
+    def restore(self) -> None:
+        """Puts the calls back that made way."""
+        if self._made_way:
+            for names, call, plain in self._calls:
+                if names[_CALL] is plain:
+                    names[_CALL] = call
+            self._made_way = False
 
 
 _NOBODY = Inside()
@@ -136,7 +167,7 @@ class CallInterceptor(Interceptor):
 
     __slots__ = ("_inside", "compiled")
 
-    method = "_call_impl"
+    method = _CALL
 
     def __init__(self, module: nn.Module, scope: Scope) -> None:
         """Takes over a module that ``module.compile()`` was called on, too."""
@@ -146,9 +177,12 @@ class CallInterceptor(Interceptor):
             self.inner = self.compiled
         # only where a block begins there is something to do although its groups are held
         self._inside = _NOBODY if scope.begins else scope.inside
+        if not scope.begins and self.compiled is None:
+            scope.inside.add(self)
 
     def give_back(self) -> None:
         """Leaves the module as it was found, compiled or not."""
+        self.scope.inside.drop(self)
         if self.compiled is not None:
             self.module.__dict__["_compiled_call_impl"] = self.compiled
 
@@ -162,7 +196,7 @@ class CallInterceptor(Interceptor):
 
     def _within(self, scope: Scope, runtime: ModuleRuntime, args: Any, kwargs: Any) -> Any:
         began = 0
-        stack = runtime.stack
+        stack = runtime.local.stack
         if not stack:
             runtime.manager.guard()
             runtime.begin_forward(scope)
@@ -222,7 +256,9 @@ class CompileInterceptor(Interceptor):
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the module's call."""
+        self.scope.inside.restore()
         call = self.module.__dict__[CallInterceptor.method]
+        self.scope.inside.drop(call)
         plain = getattr(type(self.module), CallInterceptor.method).__get__(self.module)
         call.inner = call.compiled = torch.compile(plain, *args, **kwargs)
         self.scope.wrapped.leave_to_compiler(self.scope.name)

@@ -264,7 +264,11 @@ class ActivationStore:
         else:
             self.manager.copy.use(place.written)
         source, copy.source = copy.source, None
-        if source is not None and self.manager.device.type == "cpu" and use_count(source) == 1:
+        if (
+            source is not None
+            and self.manager.device.type == "cpu"
+            and use_count(source._cdata) == 1
+        ):
             with torch.no_grad():  # nobody may look at it any more; if somebody does, it shows
                 typed_view(source, torch.uint8, 0, (source.nbytes(),), (1,)).fill_(POISON)
 

@@ -17,6 +17,7 @@ def _forked() -> None:
     # another thread of the parent may have had the lock, and will never give it back here
     for owner in list(_locked):
         owner.lock = threading.RLock()
+        owner.usable = False
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -28,5 +29,5 @@ def generation() -> int:
 
 
 def renew_lock(owner: Any) -> None:
-    """Gives ``owner.lock`` a fresh lock in every forked child."""
+    """Gives ``owner.lock`` a fresh lock in every forked child, where ``owner.usable`` is false."""
     _locked.add(owner)

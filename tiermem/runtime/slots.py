@@ -9,22 +9,22 @@ while it is alive the bytes stay too, but nobody writes through it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
-from tiermem.core.block import Block, Extent
+from tiermem.core.block import Block, Extent, Role
 from tiermem.runtime.transforms import transforming, untransformed
 from tiermem.storage.arena import Arena
 
 _KEPT_PER_BLOCK = 8
 
 
-def use_count(storage: torch.UntypedStorage) -> int:
-    """Returns how many tensors and storage objects refer to a storage."""
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count
+use_count: Callable[[int], int] = torch._C._storage_Use_Count
+"""Returns how many tensors and storage objects refer to a storage, by its handle."""
 
 
 def typed_view(
@@ -48,6 +48,35 @@ def typed_view(
         return empty.set_(storage, offset, shape, stride)
 
 
+@dataclass(eq=False)
+class Sight:
+    """What one stretch of HBM looks like to blocks whose tensors lie alike.
+
+    Layers of a model that come to the same place one after the other share it: what was just
+    looked at is in the processor's caches. Of two only one is there at a time, and it does not
+    leave while anything looks at it, so what the references count is the one that is there.
+
+    Attributes:
+        bytes: All of it, 1-D uint8.
+        views: One tensor per spec of the blocks, in order.
+        storage: What they all share.
+        reading: Another storage over the same bytes, of tensors that are only read.
+        handles: Of both storages; they hold as long as the storages are kept here.
+        address: First byte in memory.
+        baseline: References to ``storage`` that are ours.
+        reading_baseline: Likewise to ``reading``.
+    """
+
+    bytes: torch.Tensor
+    views: list[torch.Tensor]
+    storage: torch.UntypedStorage
+    reading: torch.UntypedStorage
+    handles: tuple[int, int]
+    address: int
+    baseline: int
+    reading_baseline: int
+
+
 @dataclass(slots=True, eq=False)
 class Slot:
     """A block at one address of HBM.
@@ -57,25 +86,27 @@ class Slot:
         extent: The address.
         bytes: All of it, 1-D uint8.
         views: One tensor per spec of the block, in order.
-        storage: What they all share.
-        reading: Another storage over the same bytes, of tensors that are only read.
+        storage: Handle of what they all share.
+        reading: The same of another storage over the same bytes, of tensors that are only read.
         address: First byte in memory; identifies the storage of an alias.
         baseline: References to ``storage`` that are ours.
         reading_baseline: Likewise to ``reading``.
         pointed: References of parameters and buffers that point here.
         idle: Whether they only have not been pointed elsewhere: nobody can use them before the
             block is held again, and nobody minds if it leaves.
+        sight: What the rest is from.
     """
 
     block: Block
     extent: Extent
     bytes: torch.Tensor
     views: list[torch.Tensor]
-    storage: torch.UntypedStorage
-    reading: torch.UntypedStorage
+    storage: int
+    reading: int
     address: int
-    baseline: int = 0
-    reading_baseline: int = 0
+    baseline: int
+    reading_baseline: int
+    sight: Sight
     pointed: int = 0
     idle: bool = False
 
@@ -128,6 +159,7 @@ class SlotCache:
         """Makes slots in ``arena``."""
         self._arena = arena
         self._kept: dict[int, dict[int, Slot]] = {}
+        self._sights: WeakValueDictionary[tuple[Extent, Hashable], Sight] = WeakValueDictionary()
         self.current: dict[int, Slot] = {}
         self.by_address: dict[int, Slot] = {}
 
@@ -142,7 +174,10 @@ class SlotCache:
 
     def exchange(self, went: int, block: Block, extent: Extent) -> Slot:
         """Returns the slot of a block that comes to the address of another, which leaves."""
-        slot = self.slot(block, extent)
+        kept = self._kept.get(block.id)
+        slot = None if kept is None else kept.get(extent.offset)
+        if slot is None:
+            slot = self.slot(block, extent)
         del self.current[went]
         self.current[block.id] = self.by_address[slot.address] = slot
         return slot
@@ -176,9 +211,29 @@ class SlotCache:
         self.by_address.clear()
 
     def _make(self, block: Block, extent: Extent) -> Slot:
+        if block.role is Role.PARAM:
+            layout = tuple((s.offset, s.shape, s.stride, s.dtype) for s in block.tensors)
+            sight = self._sights.get((extent, layout))
+            if sight is None:
+                sight = self._sights[extent, layout] = self._look(block, extent)
+        else:
+            sight = self._look(block, extent)
+        return Slot(
+            block,
+            extent,
+            sight.bytes,
+            sight.views,
+            *sight.handles,
+            sight.address,
+            sight.baseline,
+            sight.reading_baseline,
+            sight,
+        )
+
+    def _look(self, block: Block, extent: Extent) -> Sight:
         if transforming():
             with untransformed():
-                return self._make(block, extent)
+                return self._look(block, extent)
         with torch.inference_mode(False):
             whole = self._arena.bytes_of(extent)
             storage = whole.untyped_storage()
@@ -192,6 +247,6 @@ class SlotCache:
                     typed_view(storage, dtype, spec.offset // item, spec.shape, spec.stride)
                 )
             reading = self._arena.bytes_of(extent).untyped_storage()
-        slot = Slot(block, extent, whole, views, storage, reading, storage.data_ptr())
-        slot.baseline, slot.reading_baseline = use_count(storage), use_count(reading)
-        return slot
+        handles = storage._cdata, reading._cdata
+        counts = map(use_count, handles)
+        return Sight(whole, views, storage, reading, handles, storage.data_ptr(), *counts)

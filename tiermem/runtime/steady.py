@@ -21,6 +21,7 @@ from tiermem.core.schedule import Schedule
 if TYPE_CHECKING:
     from tiermem.runtime.manager import BlockManager
 
+_VALID, _ABSENT = State.VALID, State.ABSENT
 _MOST_TAPES = 16
 _HARVEST = 8
 
@@ -169,44 +170,40 @@ class Steady:
         self._cursor = cursor
         if self._pacing.pending:
             self._pacing.harvest(_HARVEST)
-        if self._waste.pending:
+        pending = self._waste.pending
+        if planner.last in pending:
             self._waste.used(planner.last)
         for swap in steps[cursor]:
-            if not self._swap(swap):
+            comes, leaves, went = swap.comes, swap.leaves, swap.leaves.block.id
+            slot = self._current.get(went)
+            if (
+                slot is None
+                or slot.extent.nbytes != swap.nbytes
+                or leaves.in_hbm is not _VALID
+                or leaves.at_home is not _VALID
+                or leaves.leases
+                or leaves.fixed
+                or comes.in_hbm is not _ABSENT
+                or comes.at_home is not _VALID
+            ):
                 return self._stop()
+            if slot.pointed:
+                if not slot.idle:
+                    return self._stop()
+                holder = self._holders.get(went)
+                if holder is not None:
+                    holder.unpoint()
+            if slot.aliased:
+                return self._stop()
+            self._traffic.exchange(leaves, comes)
+            self._changes += 1
+            counters = self._counters
+            counters.evictions += 1
+            counters.prefetches += 1
+            pending[comes.block.id] = (self._number + swap.passes, swap.key)
         return True
 
     # -- inside ----------------------------------------------------------
-
-    def _swap(self, swap: Swap) -> bool:
-        """Makes one exchange, if both blocks are as they were before."""
-        comes, leaves = swap.comes, swap.leaves
-        slot = self._current.get(leaves.block.id)
-        if (
-            slot is None
-            or slot.extent.nbytes != swap.nbytes
-            or leaves.in_hbm is not State.VALID
-            or leaves.at_home is not State.VALID
-            or leaves.leases
-            or leaves.fixed
-            or comes.in_hbm is not State.ABSENT
-            or comes.at_home is not State.VALID
-            or (slot.pointed and not slot.idle)
-        ):
-            return False
-        if slot.pointed:
-            holder = self._holders.get(leaves.block.id)
-            if holder is not None:
-                holder.unpoint()
-        if slot.aliased:
-            return False
-        self._traffic.exchange(leaves, comes)
-        self._changes += 1
-        counters = self._counters
-        counters.evictions += 1
-        counters.prefetches += 1
-        self._waste.pending[comes.block.id] = (self._number + swap.passes, swap.key)
-        return True
 
     def _stop(self) -> bool:
         """Has the rest of the pass be decided, and passes be watched anew."""

@@ -379,7 +379,7 @@ class Traffic:
 
     def _copied(self, link: str, block: Block, started: int) -> None:
         ended = time.perf_counter_ns()
-        counters, elapsed = self._counters, ended - started
-        counters.moved(link, block.nbytes, elapsed)
+        counters, elapsed, nbytes = self._counters, ended - started, block.nbytes
+        counters.moved(link, nbytes, elapsed)
         counters.copy_ns += elapsed
-        self._timeline.add(link, block.name, started, ended, block.nbytes)
+        self._timeline.add(link, block.name, started, ended, nbytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from random import Random
 
@@ -120,6 +120,21 @@ class SimulatedDevice:
         half = nbytes // 2
         self.submit(stream, lambda: ctypes.memmove(target, source, half))
         self.submit(stream, lambda: ctypes.memmove(target + half, source + half, nbytes - half))
+
+    def copy_behind(
+        self,
+        stream: int,
+        others: Iterable[int],
+        target: int,
+        source: int,
+        nbytes: int,
+        again: SimulatedEvent | None = None,
+    ) -> SimulatedEvent:
+        """Submits a copy that waits for what other streams have so far, and marks its end."""
+        for other in others:
+            self.follow(stream, other)
+        self.copy(stream, target, source, nbytes)
+        return self.record(stream, again)
 
     def fill(self, stream: int, target: int, value: int, nbytes: int) -> None:
         """Submits setting every byte to ``value``."""

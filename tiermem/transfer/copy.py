@@ -247,11 +247,16 @@ class StreamCopyEngine:
         again: Event | None = None,
     ) -> Event | None:
         """Submits a copy up; see :class:`CopyEngine`."""
-        self.prepare_up(extent)
+        calls, stream = self.calls, self._up
+        before = self._falling.last(extent) if self._falling.fences else None
+        if before is not None:
+            calls.wait(stream, before)
         if after is not None:
-            self.calls.wait(self._up, after)
-        self.calls.copy(self._up, target.data_ptr(), source.data_ptr(), target.numel())
-        event = self.calls.record(self._up, again)
+            calls.wait(stream, after)
+        self._compute[calls.current()] = None
+        event = calls.copy_behind(
+            stream, self._compute, target.data_ptr(), source.data_ptr(), target.numel(), again
+        )
         self._rising.add(extent, event)
         return event
 

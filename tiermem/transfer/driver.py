@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,6 +21,8 @@ from tiermem.errors import ConfigError, TierError
 
 _NO_TIMING = 2
 _NOT_READY = 600
+
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
 
 class Event:
@@ -106,6 +108,21 @@ class StreamCalls(Protocol):
         """Submits a copy between addresses of the device and of page-locked memory."""
         ...
 
+    def copy_behind(
+        self,
+        stream: int,
+        others: Iterable[int],
+        target: int,
+        source: int,
+        nbytes: int,
+        again: Any = None,
+    ) -> Signal:
+        """Submits a copy that waits for what other streams have so far, and marks its end.
+
+        What :meth:`follow` for each of ``others``, :meth:`copy` and :meth:`record` do.
+        """
+        ...
+
     def fill(self, stream: int, target: int, value: int, nbytes: int) -> None:
         """Submits setting every byte of device memory to ``value``."""
         ...
@@ -179,7 +196,8 @@ class DriverCalls:
         """Has what is submitted to ``stream`` from now on wait for ``event``."""
         if event.waiter == stream:
             return
-        foreign = not (stream and self._local.bound) and self._enter(stream)
+        local = self._local.bound and (stream or _current_device() == self.index)
+        foreign = not local and self._enter(stream)
         code = self._wait(stream, event.handle, 0)
         if foreign:
             self._leave()
@@ -210,6 +228,43 @@ class DriverCalls:
         code = self._copy(target, source, nbytes, stream)
         if code:
             self._check(f"cuMemcpyAsync of {nbytes} bytes", code)
+
+    def copy_behind(
+        self,
+        stream: int,
+        others: Iterable[int],
+        target: int,
+        source: int,
+        nbytes: int,
+        again: Event | None = None,
+    ) -> Event:
+        """Submits a copy that waits for what other streams have so far, and marks its end."""
+        if not (stream and self._local.bound) or _current_device() != self.index:
+            for other in others:
+                self.follow(stream, other)
+            self.copy(stream, target, source, nbytes)
+            return self.record(stream, again)
+        code = 0
+        for other in others:
+            mark = self._marks.get(other)
+            if mark is None:
+                mark = self._marks[other] = self._new_event()
+            code = code or self._record(mark, other) or self._wait(stream, mark, 0)
+        if code:
+            self._check("cuEventRecord or cuStreamWaitEvent", code)
+        code = self._copy(target, source, nbytes, stream)
+        if code:
+            self._check(f"cuMemcpyAsync of {nbytes} bytes", code)
+        if again is None:
+            event = Event(self, self.spare.pop() if self.spare else self._new_event())
+        else:
+            event = again
+            event._over = False
+            event.waiter = -1
+        code = self._record(event.handle, stream)
+        if code:
+            self._check("cuEventRecord", code)
+        return event
 
     def fill(self, stream: int, target: int, value: int, nbytes: int) -> None:
         """Submits setting every byte of device memory to ``value``."""
@@ -254,7 +309,7 @@ class DriverCalls:
         """
         if not self._local.bound:
             self._bind()
-        if stream or torch._C._cuda_getDevice() == self.index:
+        if stream or _current_device() == self.index:
             return False
         self._push()
         return True
@@ -295,8 +350,9 @@ class DriverCalls:
             "cuEventCreate": [out, ctypes.c_uint],
             "cuEventRecord": [pointer, pointer],
             "cuEventQuery": [pointer],
-            "cuStreamWaitEvent": [pointer, pointer, ctypes.c_uint],
-            "cuMemcpyAsync": [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer],
+            # as wide as what the driver declares, or wider, and made fastest of an int
+            "cuStreamWaitEvent": [pointer, pointer, pointer],
+            "cuMemcpyAsync": [pointer, pointer, pointer, pointer],
             "cuMemsetD8Async": [ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, pointer],
         }.items():
             getattr(self._lib, name).argtypes = arguments
