@@ -95,7 +95,7 @@ _ELSEWHERE = (
     Mutation(
         "a block that somebody looks at leaves in a loop that repeats",
         _RUNTIME + "steady.py",
-        "        if slot.aliased:\n            return False\n",
+        "            if slot.aliased:\n                return self._stop()\n",
         "",
         STEADY,
     ),
@@ -367,12 +367,12 @@ _WAITS = (
     ),
     (
         "a copy up does not wait for compute that still reads there",
-        "        self._follow_compute(self._up)\n",
-        "",
+        "            stream, self._compute, target",
+        "            stream, (), target",
     ),
     (
         "a copy up does not wait for copies down from there",
-        "        if event is not None:\n            self.calls.wait(self._up, event)\n",
+        "        if before is not None:\n            calls.wait(stream, before)\n",
         "",
     ),
     (
@@ -394,6 +394,21 @@ _WAITS = (
         "copies wait for one compute stream and not for all",
         "        for stream in self._compute:\n            self.calls.follow(copies",
         "        for stream in [self.calls.current()]:\n            self.calls.follow(copies",
+    ),
+    (
+        "a copy up waits for one compute stream and not for all",
+        "            stream, self._compute, target",
+        "            stream, (calls.current(),), target",
+    ),
+    (
+        "what is overwritten or read from a file does not wait for compute that still reads there",
+        "        self._follow_compute(self._up)\n",
+        "",
+    ),
+    (
+        "what is overwritten or read from a file does not wait for copies down from there",
+        "        if event is not None:\n            self.calls.wait(self._up, event)\n",
+        "",
     ),
 )
 """Event waits of the copy engine. Simulated streams show each; five show on a GPU's as well."""

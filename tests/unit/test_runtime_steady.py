@@ -309,15 +309,59 @@ def test_a_new_plan_is_followed_at_once() -> None:
         until_it_repeats(made)
 
 
-def test_a_pass_that_is_measured_is_decided() -> None:
+def test_of_the_passes_that_are_measured_one_in_four_is_decided() -> None:
     with loop(7, 3) as made:
         until_it_repeats(made)
-        made.manager.pacing.estimates.wants = lambda _: True  # type: ignore[method-assign]
+        manager, estimates = made.manager, made.manager.pacing.estimates
+        estimates.wants = lambda _: True  # type: ignore[method-assign]
+        repeated = []
+        for _ in range(8):
+            made.go_round()
+            repeated.append(manager.steady.repeating)
+            # decided or not, what comes and goes is the same, and what it takes is seen
+            assert manager.pacing.sampling
+        assert sorted(repeated) == [False] * 2 + [True] * 6
+        estimates.wants = lambda _: False  # type: ignore[method-assign]
         made.go_round()
-        assert not made.manager.steady.repeating
-        made.manager.pacing.estimates.wants = lambda _: False  # type: ignore[method-assign]
-        made.go_round()
-        assert made.manager.steady.repeating  # it did what those before it did
+        assert manager.steady.repeating  # it did what those before it did
+        made.check()
+
+
+def test_a_pass_that_repeats_is_measured_as_one_that_is_decided() -> None:
+    with loop(7, 3) as made:
+        until_it_repeats(made)
+        manager = made.manager
+        observed = []
+
+        def observe(key: Any, compute: Any, flows: Any, fills: Any) -> None:
+            observed.append((sorted(compute), sorted(flows), len(fills)))
+
+        manager.pacing.estimates.observe = observe  # type: ignore[method-assign]
+        manager.pacing.estimates.wants = lambda _: True  # type: ignore[method-assign]
+        decided = []
+        for _ in range(8):
+            decided.append(not len(made.go_round()) or not manager.steady.repeating)
+        manager.pacing.estimates.wants = lambda _: False  # type: ignore[method-assign]
+        for _ in range(4):
+            made.go_round()
+        observed = observed[-8:]
+        assert len(observed) == 8 and True in decided and False in decided
+        assert all(entry == observed[0] for entry in observed)
+        ids = [block.id for block in made.blocks[:-1]]  # nobody says when the last one ends
+        assert observed[0][0] == ids and observed[0][1] == ["dram->hbm"] and observed[0][2] > 0
+
+
+def test_what_is_held_beside_others_shows_in_a_measured_pass_that_repeats() -> None:
+    with loop(7, 4) as made:
+        until_it_repeats(made)
+        manager = made.manager
+        manager.pacing.estimates.wants = lambda _: True  # type: ignore[method-assign]
+        manager.begin_pass("loop")
+        assert manager.steady.repeating
+        manager.acquire(made.blocks[0])
+        made.use(1)
+        manager.release(made.blocks[0])
+        assert made.blocks[0].id in manager.prefetcher._held
 
 
 def test_passes_that_write_are_not_repeated() -> None:

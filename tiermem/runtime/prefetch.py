@@ -102,7 +102,7 @@ class Prefetcher:
         if self._manager.mover is not None:
             self._follow_disk(planner)
         if pacing.sampling:
-            self._look_back(planner.last)
+            self.look_back(planner.last)
         self.look_ahead()
 
     def plan(self) -> tuple[object, int]:
@@ -153,7 +153,7 @@ class Prefetcher:
         if ahead.unsettled:
             ahead.lay_out()
 
-    def _look_back(self, block_id: int) -> None:
+    def look_back(self, block_id: int) -> None:
         """Notes whether the block used before is still held, now that another one is."""
         before = self._previous
         if before is not None and before.leases and block_id >= 0:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _VALID, _ABSENT = State.VALID, State.ABSENT
 _MOST_TAPES = 16
 _HARVEST = 8
+_CHECKED = 4  # of the measured passes, which has what is repeated decided once more
 
 
 @dataclass(slots=True, eq=False)
@@ -56,11 +57,13 @@ class _Tape:
         outlook: The plan.
         done: What the last of them did: place in the schedule, who came, who left, size.
         steps: What to do at each place of it; None until two passes did the same.
+        measured: How many passes were measured since.
     """
 
     outlook: object
     done: list[tuple[int, int, int, int]] | None = None
     steps: list[list[Swap]] | None = None
+    measured: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -130,7 +133,9 @@ class Steady:
         self._places = self._space.places
         if not undisturbed:
             tape.done = tape.steps = None
-        if tape.steps is None or self._pacing.sampling or self._disk_at_work():
+        tape.measured += self._pacing.sampling
+        check = self._pacing.sampling and not tape.measured % _CHECKED
+        if tape.steps is None or check or self._disk_at_work():
             self._open = _Pass(schedule, tape, self._places)
             return False
         self._steps, self._schedule = tape.steps, schedule
@@ -170,6 +175,8 @@ class Steady:
         self._cursor = cursor
         if self._pacing.pending:
             self._pacing.harvest(_HARVEST)
+        if self._pacing.sampling:
+            self._manager.prefetcher.look_back(planner.last)
         pending = self._waste.pending
         if planner.last in pending:
             self._waste.used(planner.last)

@@ -160,7 +160,12 @@ class Traffic:
             slot = self.slots.exchange(went, block, extent)
             ready.pop(came, None)
             source = self.homes.bytes_of(comes.home_extent)  # type: ignore[arg-type]
-            event = self.copy.up(slot.bytes, source, extent, self.home_ready.get(came), again)
+            after, sampling = self.home_ready.get(came), self.pacing.sampling
+            if sampling:
+                self.pacing.rising(extent, after)
+            event = self.copy.up(slot.bytes, source, extent, after, again)
+            if sampling:
+                self.pacing.risen(block)
             if event is not None:
                 ready[came] = event
             self._copied("dram->hbm", block, started)

@@ -62,9 +62,10 @@ class Uses:
                 self._space.tidy(record, manager.largest_later)
             self._table.lease(block_id)
             self._copy.use(self._ready.get(block_id))
-            if moved_on and not self._steady.repeat():
-                self._moved.add(block_id)
-                self._prefetcher.run()
+            if moved_on:
+                if not self._steady.repeat():
+                    self._moved.add(block_id)
+                    self._prefetcher.run()
                 if pacing.sampling:
                     pacing.started(record, self._ready.get(block_id))
             return self._current[block_id]

@@ -255,16 +255,7 @@ class DriverCalls:
         code = self._copy(target, source, nbytes, stream)
         if code:
             self._check(f"cuMemcpyAsync of {nbytes} bytes", code)
-        if again is None:
-            event = Event(self, self.spare.pop() if self.spare else self._new_event())
-        else:
-            event = again
-            event._over = False
-            event.waiter = -1
-        code = self._record(event.handle, stream)
-        if code:
-            self._check("cuEventRecord", code)
-        return event
+        return self.record(stream, again)
 
     def fill(self, stream: int, target: int, value: int, nbytes: int) -> None:
         """Submits setting every byte of device memory to ``value``."""
