@@ -128,6 +128,27 @@ _ELSEWHERE = (
         ("tests/unit/test_driver.py",),
     ),
     Mutation(
+        "calls that made way stay away though another thread comes in",
+        "tiermem/nn/scope.py",
+        "                self.thread = 0  # until all are out again\n                self.restore()\n",
+        "                self.thread = 0\n",
+        ("tests/unit/test_nn_inside.py",),
+    ),
+    Mutation(
+        "calls make way though a thread beside may come in unseen",
+        "tiermem/nn/scope.py",
+        " and active_count() == 1:",
+        ":",
+        ("tests/unit/test_nn_inside.py",),
+    ),
+    Mutation(
+        "a pass that repeats is measured without its copies",
+        _RUNTIME + "traffic.py",
+        "after, sampling = self.home_ready.get(came), self.pacing.sampling",
+        "after, sampling = self.home_ready.get(came), False",
+        STEADY,
+    ),
+    Mutation(
         "letting go of weights forgets that they were written",
         "tiermem/nn/group.py",
         "self.manager.table.release(self.block.id, dirty=written)",

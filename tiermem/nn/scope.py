@@ -59,16 +59,20 @@ class Inside:
     def enter(self) -> None:
         """This thread holds the groups from now on; called under the manager's lock."""
         self._depth += 1
-        if self._depth == 1:
-            self.thread = get_ident()
-            if self._calls and not is_grad_enabled() and active_count() == 1:
-                self._made_way = True
-                for names, call, plain in self._calls:
-                    if names[_CALL] is call:
-                        names[_CALL] = plain
-        elif self.thread != get_ident():
-            self.thread = 0  # until all are out again
-            self.restore()
+        try:
+            if self._depth == 1:
+                self.thread = get_ident()
+                if self._calls and not is_grad_enabled() and active_count() == 1:
+                    self._made_way = True
+                    for names, call, plain in self._calls:
+                        if names[_CALL] is call:
+                            names[_CALL] = plain
+            elif self.thread != get_ident():
+                self.thread = 0  # until all are out again
+                self.restore()
+        except BaseException:  # Ctrl-C
+            self.leave()
+            raise
 
     def leave(self) -> None:
         """It does so no more."""

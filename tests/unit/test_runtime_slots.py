@@ -1,0 +1,86 @@
+"""Slots of blocks that lie alike share what they look at; who looks there is told all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tiermem.core.block import Block, Extent, Role, Tier
+from tiermem.core.layout import TensorShape, pack
+from tiermem.runtime.slots import Slot, SlotCache
+from tiermem.storage.arena import HostArena
+
+PAGE = 4096
+
+
+def block(number: int, sizes: tuple[int, ...] = (64, 32), role: Role = Role.PARAM) -> Block:
+    shapes = [TensorShape(f"w{number}.{n}", (n,), (1,), torch.float32, 4) for n in sizes]
+    specs, nbytes = pack(shapes)
+    return Block(number, f"b{number}", role, nbytes, specs)
+
+
+@pytest.fixture
+def cache() -> Iterator[SlotCache]:
+    arena = HostArena(Tier.HBM, 64 * PAGE)
+    yield SlotCache(arena)
+    arena.close()
+
+
+def place(number: int) -> Extent:
+    return Extent(number * PAGE, PAGE)
+
+
+def test_blocks_that_lie_alike_share_their_views_at_one_place(cache: SlotCache) -> None:
+    first, second = cache.slot(block(0), place(1)), cache.slot(block(1), place(1))
+    assert first is not second and first.views is second.views
+    assert first.baseline == second.baseline and not (first.aliased or second.aliased)
+    for other in (
+        cache.slot(block(2), place(2)),
+        cache.slot(block(3, (32, 64)), place(1)),
+        cache.slot(block(4, role=Role.GRAD), place(1)),
+        cache.slot(block(5, role=Role.GRAD), place(1)),
+    ):
+        assert other.views is not first.views and other.storage != first.storage
+    assert cache.slot(block(0), place(1)) is first
+
+
+def test_each_is_told_who_looks_while_it_is_there(cache: SlotCache) -> None:
+    slots = [cache.slot(block(number), place(1)) for number in range(3)]
+    for slot in slots:  # one after the other, as blocks do that take turns at a place
+        weight = torch.nn.Parameter(torch.zeros(64), requires_grad=False)
+        weight.data = slot.views[0]
+        slot.pointed = 1
+        assert not slot.aliased and not slot.others()
+        kept = weight.data[:3]
+        assert slot.aliased and slot.others()
+        del kept
+        assert not slot.aliased and not slot.others()
+        weight.data = torch.zeros(64)
+        assert slot.others()  # it does not point here
+        slot.pointed = 0
+        assert not slot.aliased and not slot.others()
+
+
+def test_what_only_reads_is_told_from_what_may_write(cache: SlotCache) -> None:
+    slot = cache.slot(block(0), place(1))
+    reading = torch.empty(0, dtype=torch.uint8).set_(slot.sight.reading, 0, (8,), (1,))
+    assert slot.aliased and not slot.others()
+    del reading
+    assert not slot.aliased
+
+
+def test_what_no_slot_looks_at_any_more_is_let_go(cache: SlotCache) -> None:
+    for number in range(40):  # more places than are kept of one block
+        cache.slot(block(0), place(number))
+    assert 0 < len(cache._sights) < 40
+    cache.forget(0)
+    assert not cache._sights
+
+
+def test_a_loop_of_layers_makes_one_set_of_views_a_place(cache: SlotCache) -> None:
+    made: list[Slot] = []
+    for turn in range(60):  # five layers take turns in twelve places: none is where it was for long
+        made.append(cache.slot(block(turn % 5), place(turn % 12)))
+    assert len({id(slot.views) for slot in made}) == 12
