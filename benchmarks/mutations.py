@@ -130,8 +130,8 @@ _ELSEWHERE = (
     Mutation(
         "calls that made way stay away though another thread comes in",
         "tiermem/nn/scope.py",
-        "                self.thread = 0  # until all are out again\n                self.restore()\n",
-        "                self.thread = 0\n",
+        "until all are out again\n                self.restore()\n",
+        "until all are out again\n",
         ("tests/unit/test_nn_inside.py",),
     ),
     Mutation(
