@@ -92,6 +92,11 @@ class Trace:
         self.key = key
         self.blocks: list[int] = []
 
+    def add(self, block: int) -> None:
+        """Records a use; what comes after four million of one pass is not remembered."""
+        if len(self.blocks) < _MOST_USES:
+            self.blocks.append(block)
+
 
 class Planner:
     """Follows the passes, and answers what will be used next."""
@@ -151,14 +156,10 @@ class Planner:
         if block == self.last:
             return False
         self.last = block
-        trace = self._trace
-        if trace is not None:
-            used = trace.blocks
-            if len(used) < _MOST_USES:  # later ones of such a pass are not remembered
-                used.append(block)
+        if self._trace is not None:
+            self._trace.add(block)
         schedule, cursor = self.schedule, self.cursor
-        order = schedule.order
-        if cursor < len(order) and order[cursor] == block:
+        if cursor < len(schedule.order) and schedule.order[cursor] == block:
             self.cursor = cursor + 1  # just as foreseen
             return True
         position = schedule.next_use(block, cursor)

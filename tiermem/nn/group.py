@@ -14,7 +14,7 @@ from tiermem.nn.names import HeldDict, TieredDict
 from tiermem.nn.placeholder import shared_placeholder
 from tiermem.runtime.audit import differs_from_home
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.slots import Holder, Slot, use_count
+from tiermem.runtime.slots import Holder, Slot
 
 if TYPE_CHECKING:
     from tiermem.nn.grads import GradUnit
@@ -170,10 +170,7 @@ class Group(Holder):
             group_of[id(member.tensor)] = self
         self._sort_members()
         self._away()
-        for tensor, away in self._hidden:
-            tensor.__class__ = away
-        for names in self._names:
-            names.__class__ = TieredDict
+        self._hide()
 
     def add_names(self, names: HeldDict) -> None:
         """Enters a module's dictionary, all of whose managed names are tensors of this group."""
@@ -212,10 +209,7 @@ class Group(Holder):
             if slot is not self._slot:
                 self._point(slot)
             slot.idle = self.soft = False
-            for tensor, kind in self._shown:
-                tensor.__class__ = kind
-            for names in self._names:
-                names.__class__ = HeldDict
+            self._show()
             if self._versions < 0:
                 self._versions = self._count()
         self.holds += 1
@@ -239,22 +233,16 @@ class Group(Holder):
             return
         slot = self._slot
         # what was written while nobody held the block counts as well, which does no harm
-        versions = 0
-        for param in self._counted:
-            versions += param._version
-        written = dirty or self.writes_hidden or versions != self._versions
-        self._versions = versions
-        if slot is not None and use_count(slot.storage) != slot.baseline + slot.pointed:
+        before, self._versions = self._versions, self._count()
+        written = dirty or self.writes_hidden or self._versions != before
+        if slot is not None and slot.others():
             written = True  # whoever looks at the bytes may write them, or has replaced them
             self._bring_home(slot)
             self._point(slot)
         if self.suspect and not written:
             written = differs_from_home(self.manager, self.block)
         self.holds = 0
-        for tensor, away in self._hidden:  # every operation on them brings the block first
-            tensor.__class__ = away
-        for names in self._names:
-            names.__class__ = TieredDict
+        self._hide()
         if slot is not None:
             self.soft = soft
             slot.idle = not soft
@@ -325,6 +313,20 @@ class Group(Holder):
         self._shown = [(member.tensor, member.kind) for member in managed]
         self._hidden = [(member.tensor, member.away) for member in managed]
         self._counted = [entry.param for entry in self.entries]
+
+    def _show(self) -> None:
+        """Makes the tensors ordinary ones, since their block is held."""
+        for tensor, kind in self._shown:
+            tensor.__class__ = kind
+        for names in self._names:
+            names.__class__ = HeldDict
+
+    def _hide(self) -> None:
+        """Has every operation on the tensors bring the block first."""
+        for tensor, away in self._hidden:
+            tensor.__class__ = away
+        for names in self._names:
+            names.__class__ = TieredDict
 
     def _point(self, slot: Slot) -> None:
         """Points the tensors at the block, held or not."""

@@ -120,7 +120,8 @@ class _Copy(Opened):
 
 
 def _seen(tensor: torch.Tensor) -> bool:
-    return use_count(tensor.untyped_storage()._cdata) > _OWN_REFERENCES
+    storage = tensor.untyped_storage()  # counts as well, as long as it is here
+    return use_count(storage._cdata) > _OWN_REFERENCES
 
 
 def flush(tensor: torch.Tensor | None) -> None:

@@ -41,20 +41,12 @@ class BackwardWatcher(Protocol):
         ...
 
 
-class _Thread(threading.local):
-    """What is known of each thread."""
-
-    def __init__(self) -> None:
-        self.stack: list[list[Group]] = []
-
-
 class ModuleRuntime:
     """State shared by every wrapped module of one manager.
 
     Attributes:
         manager: The blocks.
         groups: Every group of parameters, in the order of the modules.
-        local: Of each thread, the groups held by each scope under way in it; see :attr:`stack`.
         grads: The gradients.
         saved: The saved-tensor hooks.
         activations: Saved tensors that leave HBM.
@@ -71,7 +63,7 @@ class ModuleRuntime:
         """Starts with no module."""
         self.manager = manager
         self.groups: list[Group] = []
-        self.local = _Thread()
+        self._local = threading.local()
         self.grads = GradStore(self)
         self.saved = SavedHooks(self)
         settings = manager.settings
@@ -99,7 +91,11 @@ class ModuleRuntime:
     @property
     def stack(self) -> list[list[Group]]:
         """Groups held by each scope under way in this thread, the outermost first."""
-        return self.local.stack
+        try:
+            found: list[list[Group]] = self._local.stack
+        except AttributeError:
+            found = self._local.stack = []
+        return found
 
     # -- membership ------------------------------------------------------
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tiermem.nn.wrapped import WrappedModel
 
 _CALL = "_call_impl"
+_MOST_CALLS = 32  # of a block of many modules (experts) few are called at a time
 
 
 class Inside:
@@ -39,17 +40,19 @@ class Inside:
         thread: The thread that is, if it is one alone; else 0, which no thread is called.
     """
 
-    __slots__ = ("_calls", "_depth", "_made_way", "thread")
+    __slots__ = ("_calls", "_depth", "_made_way", "_may_make_way", "thread")
 
     def __init__(self) -> None:
         self.thread = 0
         self._depth = 0
         self._calls: list[tuple[dict[str, Any], CallInterceptor, Callable[..., Any]]] = []
+        self._may_make_way = False
         self._made_way = False
 
     def add(self, call: CallInterceptor) -> None:
         """Has a module's call make way as well, where it may."""
         self._calls.append((call.module.__dict__, call, call.inner))
+        self._may_make_way = len(self._calls) <= _MOST_CALLS
 
     def drop(self, call: CallInterceptor) -> None:
         """Has a call make way no more; it is about to be taken out or changed."""
@@ -62,7 +65,7 @@ class Inside:
         try:
             if self._depth == 1:
                 self.thread = get_ident()
-                if self._calls and not is_grad_enabled() and active_count() == 1:
+                if self._may_make_way and not is_grad_enabled() and active_count() == 1:
                     self._made_way = True
                     for names, call, plain in self._calls:
                         if names[_CALL] is call:
@@ -200,7 +203,7 @@ class CallInterceptor(Interceptor):
 
     def _within(self, scope: Scope, runtime: ModuleRuntime, args: Any, kwargs: Any) -> Any:
         began = 0
-        stack = runtime.local.stack
+        stack = runtime.stack
         if not stack:
             runtime.manager.guard()
             runtime.begin_forward(scope)

@@ -44,11 +44,7 @@ _IN_BACKWARD = (Role.GRAD, Role.ACTIVATION)
 
 
 class BlockManager:
-    """Blocks in three tiers, under one roof and one lock.
-
-    Attributes:
-        usable: What :attr:`closed` denies, where it is asked for at every use.
-    """
+    """Blocks in three tiers, under one roof and one lock."""
 
     def __init__(self, settings: Settings, engine: Callable[[], IoEngine] | None = None) -> None:
         """Opens the tiers.
@@ -73,7 +69,6 @@ class BlockManager:
         self.closers: list[Callable[[], object]] = []  # what others have open, by the time of close
         self._generation = generation()
         self._closed = False
-        self.usable = True
         self._given_back = False
         self._next_id = 0
         self.largest_later = 0
@@ -383,7 +378,6 @@ class BlockManager:
             return
         with self.lock:
             self._closed = True
-            self.usable = False
             self._give_back()
 
     def _give_back(self) -> None:

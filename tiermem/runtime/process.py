@@ -17,7 +17,6 @@ def _forked() -> None:
     # another thread of the parent may have had the lock, and will never give it back here
     for owner in list(_locked):
         owner.lock = threading.RLock()
-        owner.usable = False
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -29,5 +28,5 @@ def generation() -> int:
 
 
 def renew_lock(owner: Any) -> None:
-    """Gives ``owner.lock`` a fresh lock in every forked child, where ``owner.usable`` is false."""
+    """Gives ``owner.lock`` a fresh lock in every forked child."""
     _locked.add(owner)

@@ -37,7 +37,7 @@ class Uses:
     def take(self, block: Block) -> Slot:
         """Brings a block into HBM and leases it; see :meth:`BlockManager.acquire`."""
         manager, debts = self._manager, self._debts
-        if not manager.usable:
+        if manager.closed:
             manager.guard()
         block_id = block.id
         if debts.owed:
