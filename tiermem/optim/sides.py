@@ -19,6 +19,7 @@ from tiermem.optim.undo import cannot_fail_midway
 from tiermem.optim.unit import StepUnit
 from tiermem.runtime.homes import HomeRequest
 from tiermem.runtime.staged import HostStage, Load
+from tiermem.transfer.copy import CudaCopyEngine
 
 
 def choose_sides(
@@ -69,7 +70,11 @@ def choose_sides(
         device = runtime.manager.device
         with as_team():
             if in_backward:
-                rates = measure_both(on_host, make, device, weight, stepped, traffic)
+                copy = runtime.manager.copy
+                streams: Sequence[torch.cuda.Stream] = ()
+                if isinstance(copy, CudaCopyEngine):
+                    streams = (copy.up_stream, copy.down_stream)
+                rates = measure_both(on_host, make, device, weight, stepped, traffic, streams)
                 speeds, chosen = rates, spread(sizes[::-1], rates)[::-1]
             else:
                 kept = traffic.device // 2 - weight.itemsize

@@ -138,6 +138,7 @@ def measure_both(
     weight: torch.dtype,
     stepped: torch.dtype,
     traffic: Traffic,
+    streams: Sequence[torch.cuda.Stream] = (),
 ) -> Rates:
     """Measures host steps and copies both ways, each alone and both at once.
 
@@ -152,6 +153,7 @@ def measure_both(
         weight: Dtype of weights and gradients.
         stepped: Dtype of what is stepped.
         traffic: Bytes of an element.
+        streams: Two of a GPU, for the copies; nothing else is submitted to them meanwhile.
     """
     cuda = device.type == "cuda"
     count = 1 << (24 if cuda else 18)
@@ -164,7 +166,7 @@ def measure_both(
     if not cuda:
         return Rates(alone, compute)
     del theirs
-    with _both_ways(device) as copy:
+    with _both_ways(device, streams) as copy:
         copy(1)
         torch.cuda.synchronize(device)
         began = time.perf_counter()
@@ -240,8 +242,10 @@ def _timed(work: Callable[[], None], device: torch.device | None) -> float:
 class _BothWays:
     """Copies between page-locked memory and a GPU, up and down at once."""
 
-    def __init__(self, device: torch.device, arena: HostArena) -> None:
-        self.streams = [torch.cuda.Stream(device) for _ in range(2)]
+    def __init__(
+        self, device: torch.device, streams: Sequence[torch.cuda.Stream], arena: HostArena
+    ) -> None:
+        self.streams = streams
         parts = [arena.bytes_of(Extent(n * _CHUNK, _CHUNK)) for n in range(2 * _CHUNKS)]
         self._sources, self._targets = parts[:_CHUNKS], parts[_CHUNKS:]
         self._above = [torch.zeros(_CHUNK, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -257,10 +261,10 @@ class _BothWays:
 
 
 @contextmanager
-def _both_ways(device: torch.device) -> Iterator[_BothWays]:
+def _both_ways(device: torch.device, streams: Sequence[torch.cuda.Stream]) -> Iterator[_BothWays]:
     arena = HostArena(Tier.DRAM, 2 * _CHUNKS * _CHUNK, page_lock=True)
     try:
-        yield _BothWays(device, arena)
+        yield _BothWays(device, streams, arena)
     finally:
         torch.cuda.synchronize(device)
         arena.close()

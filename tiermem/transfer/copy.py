@@ -8,6 +8,7 @@ CPU there is nothing to wait for.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -15,6 +16,9 @@ import torch
 
 from tiermem.core.block import Extent
 from tiermem.transfer.driver import DriverCalls, Signal, StreamCalls
+
+_SPARE_STREAMS: dict[int, list[int]] = {}
+"""Streams of engines that are gone, by device."""
 
 POISON = 0xFF
 """Fills what must not be read: NaN in every float format, -1 in the integers."""
@@ -346,13 +350,18 @@ class CudaCopyEngine(StreamCopyEngine):
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Makes the streams."""
+        """Makes the streams, or takes those of an engine that is closed."""
         self.device = device
-        self.up_stream = torch.cuda.Stream(device)
-        self.down_stream = torch.cuda.Stream(device)
-        super().__init__(
-            DriverCalls(device), self.up_stream.cuda_stream, self.down_stream.cuda_stream
-        )
+        calls = DriverCalls(device)
+        spare = _SPARE_STREAMS.setdefault(calls.index, [])
+        while len(spare) < 2:
+            spare.append(calls.new_stream())
+        up, down = spare.pop(), spare.pop()
+        self.up_stream: torch.cuda.Stream = torch.cuda.ExternalStream(up, calls.index)
+        self.down_stream: torch.cuda.Stream = torch.cuda.ExternalStream(down, calls.index)
+        super().__init__(calls, up, down)
+        # streams are not destroyed: somebody may still have an event of theirs
+        weakref.finalize(self, spare.extend, (up, down))
 
 
 class CudaChunkCopier:

@@ -20,6 +20,7 @@ import torch
 from tiermem.errors import ConfigError, TierError
 
 _NO_TIMING = 2
+_NON_BLOCKING = 1
 _NOT_READY = 600
 
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
@@ -265,6 +266,21 @@ class DriverCalls:
         if code:
             self._check(f"cuMemsetD8Async of {nbytes} bytes", code)
 
+    def new_stream(self) -> int:
+        """Makes a stream that waits for no other.
+
+        torch hands its own out of a pool that it makes whole at the first one: 32 streams for
+        each of the device's priorities, and each takes of the device's memory.
+        """
+        stream = ctypes.c_void_p()
+        self._push()  # a stream belongs to the context that it is made in
+        try:
+            code = self._lib.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING)
+            self._check("cuStreamCreate", code)
+        finally:
+            self._leave()
+        return stream.value or 0
+
     def synchronize(self) -> None:
         """Makes the host wait for everything on the device."""
         torch.cuda.synchronize(self.index)
@@ -338,6 +354,7 @@ class DriverCalls:
             "cuCtxSetCurrent": [pointer],
             "cuCtxPushCurrent_v2": [pointer],
             "cuCtxPopCurrent_v2": [out],
+            "cuStreamCreate": [out, ctypes.c_uint],
             "cuEventCreate": [out, ctypes.c_uint],
             "cuEventRecord": [pointer, pointer],
             "cuEventQuery": [pointer],
