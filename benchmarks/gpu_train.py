@@ -51,8 +51,8 @@ STEPS = (
     step("16k-8gib", f"{_16K_STEPS} --hbm 8GiB", f"{_SMALL} --micro 1 4", 170),
     step(
         "capped",
-        "--what capped --shape 6.7b --tokens 16384 --micro 4 --where both --overlap backward "
-        "--warm 3 --check-steps 1 --repeats 1 --steps 2",
+        "--what capped --shape 6.7b --hbm 3GiB --tokens 16384 --micro 4 --where both "
+        "--overlap backward --warm 3 --check-steps 1 --repeats 1 --steps 2",
         _SMALL,
         200,
     ),

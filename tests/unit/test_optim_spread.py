@@ -105,7 +105,7 @@ def test_bytes_that_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def measured(*args: object) -> Rates:
-        seen.append(args[-1])
+        seen.append(args[5])
         return REFERENCE
 
     monkeypatch.setattr("tiermem.optim.sides.measure_both", measured)
