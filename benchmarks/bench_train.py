@@ -71,6 +71,8 @@ from tiermem.config import format_size, parse_size
 OVERLAPS = ("forward", "backward")
 WHATS = ("full", "peers", "capped", "residual", "saved")
 _HBM = {"6.7b": "2.25GiB", "3b": "2GiB", "1b": "1.75GiB", "narrow": "64MiB", "tiny": "1MiB"}
+_LEAST_WARM = 4
+"""Steps until a loop's plan is made, and what it keeps in HBM is there."""
 _ZERO_INFINITY_S = 11.4
 """Its best step of the 1.0 B shape from NVMe on the reference machine, in seconds."""
 
@@ -215,7 +217,7 @@ class Bench:
         options = self.options
         loops = [self.loop(each, tokens, micro) for each in (resident, trainer)]
         for loop in loops:
-            loop.run(max(2, options.warm // micro))
+            loop.run(max(_LEAST_WARM, options.warm // micro))
         settle_python()
         tier = trainer.tier
         self.clock.wait()

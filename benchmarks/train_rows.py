@@ -129,6 +129,7 @@ def moved_of(stats: Any, made: int) -> Row:
     """Returns the bytes of a step by link, and what became of uses."""
     row: Row = {f"GB {link}": bytes_of(stats, link, made) / 1e9 for link in stats.links}
     row |= {"hit rate": stats.hit_rate, "stalls ms": stats.stall_seconds / made * 1e3}
+    row["GB kept in HBM"] = stats.kept_in_hbm / 1e9
     return row
 
 

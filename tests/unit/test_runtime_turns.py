@@ -163,7 +163,7 @@ def test_what_there_is_room_for_is_neither_fetched_nor_written() -> None:
         space, table = made.manager.space, made.manager.table
         weights = {block.id for block in made.blocks[:10]}
         assert weights <= space.residents and len(space.residents) == 11
-        assert space.border == 6 * PAGE
+        assert space.border == 6 * PAGE and made.manager.stats().kept_in_hbm == 11 * PAGE
         assert all(space.stays(table[block]) for block in space.residents)
         before = {block: table[block].extent for block in space.residents}
         moved: list[int] = []
@@ -192,6 +192,7 @@ def test_without_room_beside_the_circle_everything_goes_round() -> None:
     with stepping(6, 10) as made:
         steps(made, 4)
         assert made.manager.space.residents == frozenset()
+        assert made.manager.stats().kept_in_hbm == 0
         made.check()
 
 

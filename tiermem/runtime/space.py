@@ -82,6 +82,12 @@ class Space:
         """Offset in HBM where the part of what stays begins."""
         return self._border
 
+    @property
+    def kept(self) -> int:
+        """Bytes of the blocks that are there."""
+        records = map(self.table.get, self.residents)
+        return sum(r.block.nbytes for r in records if r is not None and self.stays(r))
+
     def stays(self, record: Record) -> bool:
         """Whether a block is there to stay, and need not be written as long as it does."""
         extent = record.extent

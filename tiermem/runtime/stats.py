@@ -115,6 +115,7 @@ class Stats:
             ``"dram"``, ahead of room in HBM; ``"none"`` without an NVMe tier.
         kept_in_dram: Bytes of blocks from files of which DRAM keeps copies while the present
             loop goes on, so that they are not read again.
+        kept_in_hbm: Bytes of blocks that are in HBM to stay while the present loop streams others.
         activations: Tensors saved for backward that left HBM.
     """
 
@@ -143,6 +144,7 @@ class Stats:
     losses: dict[str, float] = field(default_factory=dict)
     reads_into: str = "none"
     kept_in_dram: int = 0
+    kept_in_hbm: int = 0
     activations: ActivationStats = field(default_factory=ActivationStats)
 
     @property
@@ -266,6 +268,7 @@ def stats_of(
     direct: bool,
     efficiency: Efficiency | None,
     ahead: tuple[str, int] = ("none", 0),
+    kept: int = 0,
 ) -> Stats:
     """Returns what was counted, for users.
 
@@ -278,6 +281,7 @@ def stats_of(
         direct: Whether the files bypass the page cache.
         efficiency: The measured passes beside their bound.
         ahead: Where streamed blocks are read to from files, and bytes of which DRAM keeps copies.
+        kept: Bytes of what is in HBM to stay.
     """
     busy = counters.busy_ns
     lost = min(busy, counters.stall_ns + counters.copy_ns)
@@ -307,6 +311,7 @@ def stats_of(
         losses={} if efficiency is None else efficiency.losses,
         reads_into=ahead[0],
         kept_in_dram=ahead[1],
+        kept_in_hbm=kept,
     )
 
 
