@@ -228,6 +228,27 @@ _ELSEWHERE = (
         MANAGER,
     ),
     Mutation(
+        "what is in HBM to stay goes down all the same",
+        _RUNTIME + "pipeline.py",
+        "                if manager.space.division.stays(record):\n                    continue\n",
+        "",
+        ("tests/unit/test_runtime_turns.py",),
+    ),
+    Mutation(
+        "the circle goes over what stays",
+        _RUNTIME + "turns.py",
+        "end = self._hbm, block.nbytes, self._space.division.border",
+        "end = self._hbm, block.nbytes, self._hbm.capacity",
+        ("tests/unit/test_runtime_turns.py",),
+    ),
+    Mutation(
+        "a pass that foresees no state forgets what stays",
+        _RUNTIME + "outlook.py",
+        "        if not state.keys() <= known:\n",
+        "        if state.keys() != known:\n",
+        ("tests/unit/test_runtime_turns.py",),
+    ),
+    Mutation(
         "a block that was moved is not pointed anew",
         _RUNTIME + "compact.py",
         "            holder.repoint(target)\n",

@@ -130,7 +130,7 @@ def test_bytes_are_right_whatever_is_used(passes: Sequence[Sequence[int]], depth
             for block in held:
                 manager.release(block)
             manager.table.check()
-        assert manager.space._lanes
+        assert manager.space.division.by_lane
     finally:
         outlook.share_hbm = share
         manager.close()
@@ -161,6 +161,6 @@ def test_lanes_are_left_where_the_loop_is_no_round_any_more() -> None:
             made.passes(1)
             assert made.plan.lanes
             there_and_back(made)
-            assert not made.plan.lanes and not made.manager.space._lanes
+            assert not made.plan.lanes and not made.manager.space.division.by_lane
         made.passes(1)
         assert not made.plan.lanes

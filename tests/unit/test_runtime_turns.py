@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from support_runtime import PAGE, Rig, rig
@@ -163,8 +164,8 @@ def test_what_there_is_room_for_is_neither_fetched_nor_written() -> None:
         space, table = made.manager.space, made.manager.table
         weights = {block.id for block in made.blocks[:10]}
         assert weights <= space.residents and len(space.residents) == 11
-        assert space.border == 6 * PAGE and made.manager.stats().kept_in_hbm == 11 * PAGE
-        assert all(space.stays(table[block]) for block in space.residents)
+        assert space.division.border == 6 * PAGE and made.manager.stats().kept_in_hbm == 11 * PAGE
+        assert all(space.division.stays(table[block]) for block in space.residents)
         before = {block: table[block].extent for block in space.residents}
         moved: list[int] = []
         traffic = made.manager.traffic
@@ -177,6 +178,35 @@ def test_what_there_is_room_for_is_neither_fetched_nor_written() -> None:
         made.check()
 
 
+def test_a_pass_begins_with_kernels_not_with_fetches() -> None:
+    """What its first four uses want comes at once; what comes later is fetched by later uses."""
+    with stepping(6, 32) as made:
+        steps(made, 3)
+        planner, traffic = made.manager.planner, made.manager.traffic
+        ahead: list[int] = []
+        fill = traffic.fill
+
+        def filling(record: Any, *args: Any) -> None:
+            if record.block.id != planner.last:
+                ahead.append(planner.cursor)
+            fill(record, *args)
+
+        traffic.fill = filling  # type: ignore[method-assign]
+        steps(made, 2)
+        assert len(planner.schedule) >= 64
+        assert ahead and min(ahead) > 4
+        made.check()
+
+
+def test_a_short_loop_is_fetched_ahead_from_its_first_use_on() -> None:
+    with stepping(6, 10) as made:
+        steps(made, 3)
+        made.manager.counters.reset()
+        steps(made, 2)
+        assert made.manager.stats().prefetches > 0
+        made.check()
+
+
 def test_the_circle_keeps_out_of_what_stays() -> None:
     with stepping(6 + 11, 10) as made:
         steps(made, 5)
@@ -184,7 +214,7 @@ def test_the_circle_keeps_out_of_what_stays() -> None:
         for block in made.blocks:
             extent = table[block.id].extent
             if extent is not None and block.id not in space.residents:
-                assert extent.end <= space.border
+                assert extent.end <= space.division.border
         made.check()
 
 

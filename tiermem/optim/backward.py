@@ -113,7 +113,7 @@ class InBackward:
     def _hold_back(self) -> None:
         """Chooses the blocks that backward steps last, and forward begins with."""
         space = self._manager.space
-        room = int(space.border * (_BESIDE_MORE if space.residents else _HELD_BACK))
+        room = int(space.division.border * (_BESIDE_MORE if space.residents else _HELD_BACK))
         self._held_back = set()
         for group in self._runtime.groups:
             units = self._units.get(id(group), ())

@@ -360,7 +360,7 @@ class BlockManager:
                 direct=homes.swap is not None and homes.swap.direct,
                 efficiency=self.pacing.efficiency(),
                 ahead=(self.prefetcher.reads_into, self.traffic.ahead.kept),
-                kept=self.space.kept,
+                kept=self.space.division.kept,
             )
 
     def residency(self) -> list[ResidencyRow]:

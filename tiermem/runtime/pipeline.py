@@ -73,7 +73,7 @@ class Pipeline:
                     continue
                 if record.leases or record.fixed or block.id in manager.traffic.failing:
                     continue
-                if manager.space.stays(record):
+                if manager.space.division.stays(record):
                     continue
                 slot = manager.slots.current.get(block.id)
                 if slot is not None and not slot.aliased and not slot.wanted:

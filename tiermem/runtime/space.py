@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from tiermem.core.allocator import Window
 from tiermem.core.block import Block, Extent, align_up
 from tiermem.core.cost import eviction_cost
-from tiermem.core.lanes import all_fit, even_parts, lane_of, lane_parts
 from tiermem.core.residency import Record, ResidencyTable, State
 from tiermem.core.schedule import Planner
 from tiermem.core.victims import NextUseQueue
 from tiermem.runtime.compact import Compactor
+from tiermem.runtime.division import Division
 from tiermem.runtime.refusal import too_small
 from tiermem.runtime.slots import Holder, Slot, SlotCache
 from tiermem.runtime.stats import Counters
@@ -34,7 +34,7 @@ class Space:
 
     Attributes:
         holders: Who points parameters at which block.
-        residents: Blocks that shall stay while the present loop goes on.
+        division: Of HBM between what stays and what streams.
         turns: Hands HBM out in circles, where a loop writes what it streams.
         unseen: Leases under way of whom nobody has seen an address yet, by block.
         places: How often room was asked for.
@@ -57,12 +57,7 @@ class Space:
         self.slots = slots
         self.traffic = traffic
         self.holders = holders
-        self.residents: frozenset[int] = frozenset()
-        self._border = table.hbm.capacity
-        self._base = self._slot = 0
-        self._parts = [(0, self._border)]
-        self._lanes: tuple[int, ...] = ()
-        self._by_lane: dict[int, list[tuple[int, int]]] = {}
+        self.division = Division(table)
         self._attempts = 0
         self._rounds: dict[object, None] = {}
         self.places = 0
@@ -77,53 +72,17 @@ class Space:
         self._followed = 0
         self.turns = Turns(self, planner)
 
-    @property
-    def border(self) -> int:
-        """Offset in HBM where the part of what stays begins."""
-        return self._border
-
-    @property
-    def kept(self) -> int:
-        """Bytes of the blocks that are there."""
-        records = map(self.table.get, self.residents)
-        return sum(r.block.nbytes for r in records if r is not None and self.stays(r))
-
-    def stays(self, record: Record) -> bool:
-        """Whether a block is there to stay, and need not be written as long as it does."""
-        extent = record.extent
-        return (
-            record.block.id in self.residents
-            and extent is not None
-            and extent.offset >= self._border
-        )
-
     # -- who stays -------------------------------------------------------
 
+    @property
+    def residents(self) -> frozenset[int]:
+        """Blocks that shall stay while the present loop goes on."""
+        return self.division.residents
+
     def keep(self, residents: frozenset[int], slot: int, lanes: tuple[int, ...] = ()) -> None:
-        """Divides HBM between what stays and what streams.
-
-        What stays lies at the end, side by side. The rest is used in slots of one size, which
-        hold whole blocks, one or several: blocks of many sizes would leave holes too small for
-        the next. Or each size has slots of its own.
-
-        Args:
-            residents: Blocks that shall stay from now on.
-            slot: Bytes of the largest of the others.
-            lanes: Bytes of each slot, the largest first, where they are of several sizes.
-        """
-        if (residents, slot, lanes) == (self.residents, self._slot, self._lanes):
-            return
-        self.residents = residents
-        self._slot, self._lanes = slot, lanes
-        self._attempts = 0
-        records = map(self.table.get, residents)
-        sizes = [align_up(record.block.nbytes) for record in records if record is not None]
-        self._border = self.table.hbm.capacity - sum(sizes)
-        fixed = (r.extent.end for r in self.table if r.fixed and r.extent is not None)
-        self._base = max((end for end in fixed if end <= self._border), default=0)
-        slots = align_up(slot) if residents else 0
-        self._parts = even_parts(slots, self._base, self._border) or [(0, self._border)]
-        self._by_lane = lane_parts(lanes, self._base, self._border)
+        """Has blocks stay from now on, and HBM divided for that; see :meth:`Division.keep`."""
+        if self.division.keep(residents, slot, lanes):
+            self._attempts = 0
 
     def settle(self, loop: object) -> None:
         """Sends those away who lie in the wrong part, once a loop has come round.
@@ -143,44 +102,22 @@ class Space:
         if not self.residents or self._attempts >= _ATTEMPTS:
             return
         self._attempts += 1
-        misplaced, placed = [], []
+        misplaced, placed, division = [], [], self.division
         for extent in self.table.hbm.extents():
             record = self.table.at(extent.offset)
-            if record is None or record.fixed or record.in_hbm is not State.VALID:
+            if record is None or record.fixed or not record.usable:
                 continue
-            stays = record.block.id in self.residents
-            if (extent.offset < self._border) if stays else (extent.end > self._border):
+            if division.misplaced(record):
                 misplaced.append(record)
-            elif stays:
+            elif record.block.id in division.residents:
                 placed.append(record)
-        if not self._rest_fits(placed):
+        if not division.rest_fits(placed):
             misplaced += placed  # they lie with holes between them
-        for record in misplaced:
-            if self._let_loose(record):
+        for record in misplaced:  # what is written first goes another time
+            if record.in_hbm is State.VALID and self._let_loose(record):
                 self.evict(record)
         if not misplaced:
             self._attempts = _ATTEMPTS
-
-    def _rest_fits(self, placed: Sequence[Record]) -> bool:
-        """Whether what shall stay and is not in its part finds room between what is."""
-        there = {record.block.id for record in placed}
-        records = map(self.table.get, self.residents - there)
-        rest = [align_up(record.block.nbytes) for record in records if record is not None]
-        runs, start = [], self._border
-        for record in placed:
-            if record.extent is not None:
-                runs.append(record.extent.offset - start)
-                start = record.extent.end
-        runs.append(self.table.hbm.capacity - start)
-        return all_fit(rest, runs)
-
-    def _parts_for(self, block: Block) -> list[tuple[int, int]]:
-        """Returns the bounds of the runs of HBM that a block belongs in."""
-        if block.id in self.residents:
-            return [(self._border, self.table.hbm.capacity)]
-        if self._by_lane:
-            return self._by_lane.get(lane_of(self._lanes, align_up(block.nbytes)), self._parts)
-        return self._parts
 
     # -- in --------------------------------------------------------------
 
@@ -206,7 +143,7 @@ class Space:
             if extent is not None:
                 return extent
         resorts = 0
-        parts = self._parts_for(block)
+        parts = self.division.parts_for(block)
         extent = self._exchange(block, position, parts)
         if extent is not None:
             return extent
@@ -251,7 +188,7 @@ class Space:
         self._follow_schedule()
         record = None
         leaves = self._may_leave(position)
-        if self._by_lane:
+        if self.division.by_lane:
             leaves = self._as_large(leaves, size)
         for block_id in self._queue.last(1, self._beyond(position), leaves):
             record = self.table[block_id]
@@ -300,7 +237,9 @@ class Space:
                 extent = self.table[block_id].extent
                 window = None
                 part = self._part_of(extent.offset, parts) if extent is not None else (0, 0)
-                if extent is not None and (not self._by_lane or part[0] <= extent.offset < part[1]):
+                if extent is not None and (
+                    not self.division.by_lane or part[0] <= extent.offset < part[1]
+                ):
                     window = hbm.window_around(extent.offset, nbytes, price, *part)
                 if window is not None and (best is None or window.cost < best.cost):
                     best = window

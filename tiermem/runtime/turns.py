@@ -74,7 +74,7 @@ class Turns:
         Raises:
             StorageError: If what must leave cannot be written.
         """
-        hbm, nbytes, end = self._hbm, block.nbytes, self._space.border
+        hbm, nbytes, end = self._hbm, block.nbytes, self._space.division.border
         if block.id in self._space.residents:
             return None  # its place is not in the circle
         if self._at + nbytes > end:

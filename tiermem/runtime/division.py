@@ -1,0 +1,106 @@
+"""How HBM is divided between what stays and what streams past it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tiermem.core.block import Block, align_up
+from tiermem.core.lanes import all_fit, even_parts, lane_of, lane_parts
+from tiermem.core.residency import Record, ResidencyTable
+
+Part = tuple[int, int]
+
+
+class Division:
+    """Knows where what stays lies, and in which runs of the rest what streams may lie.
+
+    Attributes:
+        residents: Blocks that shall stay while the present loop goes on.
+        border: Offset where the part of what stays begins.
+        by_lane: Bounds of the slots by their bytes, where they are of several sizes.
+    """
+
+    def __init__(self, table: ResidencyTable) -> None:
+        """Leaves all of the HBM of ``table`` to what streams."""
+        self.residents: frozenset[int] = frozenset()
+        self.border = table.hbm.capacity
+        self.by_lane: dict[int, list[Part]] = {}
+        self._table = table
+        self._slot = 0
+        self._lanes: tuple[int, ...] = ()
+        self._parts = [(0, self.border)]
+
+    def keep(self, residents: frozenset[int], slot: int, lanes: tuple[int, ...] = ()) -> bool:
+        """Divides HBM anew.
+
+        What stays lies at the end, side by side. The rest is used in slots of one size, which
+        hold whole blocks, one or several: blocks of many sizes would leave holes too small for
+        the next. Or each size has slots of its own.
+
+        Args:
+            residents: Blocks that shall stay from now on.
+            slot: Bytes of the largest of the others.
+            lanes: Bytes of each slot, the largest first, where they are of several sizes.
+
+        Returns:
+            Whether that is another division than before.
+        """
+        if (residents, slot, lanes) == (self.residents, self._slot, self._lanes):
+            return False
+        self.residents = residents
+        self._slot, self._lanes = slot, lanes
+        self.border = self._table.hbm.capacity - sum(self._sizes(residents))
+        fixed = (r.extent.end for r in self._table if r.fixed and r.extent is not None)
+        base = max((end for end in fixed if end <= self.border), default=0)
+        slots = align_up(slot) if residents else 0
+        self._parts = even_parts(slots, base, self.border) or [(0, self.border)]
+        self.by_lane = lane_parts(lanes, base, self.border)
+        return True
+
+    def parts_for(self, block: Block) -> list[Part]:
+        """Returns the bounds of the runs of HBM that a block belongs in."""
+        if block.id in self.residents:
+            return [(self.border, self._table.hbm.capacity)]
+        if self.by_lane:
+            return self.by_lane.get(lane_of(self._lanes, align_up(block.nbytes)), self._parts)
+        return self._parts
+
+    def stays(self, record: Record) -> bool:
+        """Whether a block is there to stay, and need not be written as long as it does."""
+        extent = record.extent
+        shall = record.block.id in self.residents
+        return shall and extent is not None and extent.offset >= self.border
+
+    def misplaced(self, record: Record) -> bool:
+        """Whether a block in HBM lies, in whole or in part, where it does not belong."""
+        extent = record.extent
+        if extent is None:
+            return False
+        if record.block.id in self.residents:
+            return extent.offset < self.border
+        return extent.end > self.border
+
+    @property
+    def kept(self) -> int:
+        """Bytes of the blocks that are there to stay."""
+        records = map(self._table.get, self.residents)
+        return sum(r.block.nbytes for r in records if r is not None and self.stays(r))
+
+    def rest_fits(self, placed: Sequence[Record]) -> bool:
+        """Whether what shall stay and is not there yet finds room between what is.
+
+        Args:
+            placed: What is, by offset.
+        """
+        there = {record.block.id for record in placed}
+        runs, start = [], self.border
+        for record in placed:
+            if record.extent is not None:
+                runs.append(record.extent.offset - start)
+                start = record.extent.end
+        runs.append(self._table.hbm.capacity - start)
+        return all_fit(self._sizes(self.residents - there), runs)
+
+    def _sizes(self, blocks: frozenset[int]) -> list[int]:
+        records = map(self._table.get, blocks)
+        return [align_up(record.block.nbytes) for record in records if record is not None]
