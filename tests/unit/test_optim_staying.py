@@ -1,0 +1,89 @@
+"""Training where weights and state stay in HBM, written and not at home, beside the circle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from support_nn import Tiers
+from support_optim import Layer, Net, Twins, loss_of
+
+from tiermem.core.block import Role
+from tiermem.core.residency import State
+
+ROOMY = Tiers("dram", extra_hbm=5 << 16)
+
+
+class Even(Net):
+    """Layers of one size, so that none of them needs most of HBM."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=0)
+        self.layers = torch.nn.ModuleList(Layer(24, 48) for _ in range(16)).to(torch.bfloat16)
+
+
+@contextmanager
+def staying(**options: Any) -> Iterator[Twins]:
+    """Opens twins whose loops go in circles as on a GPU."""
+    with Twins(Even, ROOMY, **options) as pair:
+        manager = pair.tier._manager
+        manager.prefetcher._dram = manager.prefetcher._works = True
+        yield pair
+
+
+def dirty(pair: Twins) -> set[int]:
+    """Returns the blocks that stay and whose home is behind."""
+    manager = pair.tier._manager
+    records = (manager.table[block] for block in manager.space.residents)
+    return {r.block.id for r in records if r.in_hbm is State.DIRTY}
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_weights_and_state_that_stay_are_those_of_the_resident_run(overlap: str) -> None:
+    with staying(overlap=overlap) as pair:
+        for step in range(6):
+            pair.backward(step)
+            pair.step()
+        manager = pair.tier._manager
+        roles = {manager.table[block].block.role for block in manager.space.residents}
+        assert Role.PARAM in roles and roles & {Role.OPTIMIZER, Role.MASTER}
+        assert pair.tier.stats().kept_in_hbm > 0
+        assert dirty(pair)
+        pair.check()  # reads what is at home nowhere else
+        for step in range(6, 9):
+            pair.backward(step)
+            pair.step()
+        pair.check()
+
+
+def test_weights_that_stay_and_that_the_host_steps() -> None:
+    """What the host writes at home is newer than the copy that was to stay."""
+    settings = {"lr": 0.01, "fused": True}  # as the host steps
+    with staying(overlap="backward", where="host", settings=settings) as pair:
+        manager = pair.tier._manager
+        for step in range(3):
+            pair.backward(step)
+            pair.step()
+        weights = {r.block.id for r in manager.table if r.block.role is Role.PARAM}
+        manager.prefetcher._maker._staying = (frozenset(), frozenset(weights))
+        for step in range(3, 8):
+            pair.backward(step)
+            pair.step()
+        assert weights <= manager.space.residents
+        pair.check()
+
+
+def test_micro_batches_and_passes_without_gradients_in_between() -> None:
+    with staying(overlap="backward") as pair:
+        pair.optimizer.accumulate(2)
+        for step in range(5):
+            for micro in range(2):
+                pair.backward(2 * step + micro, scale=0.5)
+            pair.step()
+            with torch.no_grad():
+                assert torch.equal(loss_of(pair.plain, step), loss_of(pair.model, step))
+        assert pair.tier.stats().kept_in_hbm > 0
+        pair.check()
