@@ -151,6 +151,7 @@ def stepping(hbm: int, count: int) -> Iterator[Rig]:
         manager = made.manager
         manager.prefetcher._dram = manager.prefetcher._works = True
         manager.pacing.estimates.wants = lambda _: False  # type: ignore[method-assign]
+        manager.pacing.estimates.rate = lambda *_: 1.0  # type: ignore[method-assign]
         for role in (Role.PARAM, Role.OPTIMIZER):
             for _ in range(count):
                 made.add(1, "dram", role)

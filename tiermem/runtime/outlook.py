@@ -173,7 +173,8 @@ class Outlooks:
             sizes = {b: align_up(r.block.nbytes) for b, r in loose.items()}
             weights = {b: sizes[b] for b, r in loose.items() if r.block.role is Role.PARAM}
             own = {b: sizes[b] for b in state}
-            kept = choose_to_stay(order, weights, own, max(sizes.values()), room)
+            rate = self._manager.pacing.estimates.rate(LINK_UP[Tier.DRAM])
+            kept = choose_to_stay(order, weights, own, max(sizes.values()), room, rate)
             known = known | state.keys()
         kept = frozenset(b for b in kept if (r := table.get(b)) is not None and not r.fixed)
         self._staying = (known, kept)
