@@ -70,7 +70,7 @@ def test_weights_that_stay_and_that_the_host_steps() -> None:
             pair.backward(step)
             pair.step()
         weights = {r.block.id for r in manager.table if r.block.role is Role.PARAM}
-        manager.prefetcher._maker._staying = (frozenset(), frozenset(weights))
+        manager.prefetcher._maker._staying = (frozenset(), frozenset(weights), 0)
         for step in range(3, 8):
             pair.backward(step)
             pair.step()

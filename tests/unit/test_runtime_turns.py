@@ -243,6 +243,17 @@ def test_a_pass_that_foresees_less_state_changes_nothing() -> None:
         made.check()
 
 
+def test_less_stays_once_there_is_less_room() -> None:
+    with stepping(6 + 11, 10) as made:
+        steps(made, 4)
+        made.add(4, "hbm")
+        fixed = made.blocks.pop()
+        steps(made, 4)
+        assert len(made.manager.space.residents) == 11 - 4
+        made.blocks.append(fixed)
+        made.check()
+
+
 def test_what_stays_goes_once_it_is_removed() -> None:
     with stepping(6 + 11, 10) as made:
         steps(made, 4)

@@ -89,7 +89,8 @@ class Outlooks:
         self._settled: tuple[tuple[object, int, int | None, bool], int, Plan] | None = None
         self._left = 0
         self._through_dram = True
-        self._staying: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
+        # state that has been seen in loops that write, what stays because of it, and for what room
+        self._staying: tuple[frozenset[int], frozenset[int], int] = (frozenset(), frozenset(), 0)
 
     def made_of(self, held: set[int]) -> tuple[int, ...]:
         """Returns what an outlook depends on, besides the schedule; it changes with that."""
@@ -168,7 +169,9 @@ class Outlooks:
         """
         table = self._manager.table
         state = {b: r for b, r in loose.items() if r.block.role in _STATE}
-        known, kept = self._staying
+        known, kept, then = self._staying
+        if room < then:
+            known, kept = frozenset(), frozenset()
         if not state.keys() <= known:
             sizes = {b: align_up(r.block.nbytes) for b, r in loose.items()}
             weights = {b: sizes[b] for b, r in loose.items() if r.block.role is Role.PARAM}
@@ -177,7 +180,7 @@ class Outlooks:
             kept = choose_to_stay(order, weights, own, max(sizes.values()), room, rate)
             known = known | state.keys()
         kept = frozenset(b for b in kept if (r := table.get(b)) is not None and not r.fixed)
-        self._staying = (known, kept)
+        self._staying = (known, kept, room)
         return Plan(kept, room - sum(align_up(table[b].block.nbytes) for b in kept))
 
     def _keep_steady(
