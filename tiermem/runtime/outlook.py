@@ -165,7 +165,8 @@ class Outlooks:
         """Decides what stays where a loop writes, once state has been seen in it.
 
         Passes of one loop foresee different parts of it (a micro-batch without a step), and what
-        stays must be the same in all of them: it is decided again only for more state.
+        stays must be the same in all of them: it is decided again only for more state or less
+        room.
         """
         table = self._manager.table
         state = {b: r for b, r in loose.items() if r.block.role in _STATE}
