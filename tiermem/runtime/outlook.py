@@ -149,11 +149,10 @@ class Outlooks:
                 fetch[b] if missing else None for b, missing in zip(order, away, strict=True)
             ]
             timetable = Timetable(compute, fetches, margin=_MARGIN, latency=_LATENCY)
-        ahead = self._capacity // 2
-        if turn and plan.residents:
+        ahead, largest = self._capacity // 2, largest_beside(sizes, plan.residents)
+        if plan.residents and turn:
             ahead = int(_OF_THE_REST * plan.reserve)
-        largest = largest_beside(sizes, plan.residents)
-        if plan.residents and largest and not turn:  # beside the block in use, and one more
+        elif plan.residents and largest:  # beside the block in use, and one more
             ahead = plan.reserve - 2 * largest + 1
         lanes = None
         if plan.lanes:

@@ -212,9 +212,7 @@ class DriverCalls:
         Nobody sees the event in between, so it can be recorded anew at once: waits submitted
         before keep what they saw.
         """
-        mark = self._marks.get(other)
-        if mark is None:
-            mark = self._marks[other] = self._new_event()
+        mark = self._marks.get(other) or self._new_mark(other)
         foreign = not (stream and other and self._local.bound) and self._enter(stream and other)
         code = self._record(mark, other) or self._wait(stream, mark, 0)
         if foreign:
@@ -247,9 +245,7 @@ class DriverCalls:
             return self.record(stream, again)
         code = 0
         for other in others:
-            mark = self._marks.get(other)
-            if mark is None:
-                mark = self._marks[other] = self._new_event()
+            mark = self._marks.get(other) or self._new_mark(other)
             code = code or self._record(mark, other) or self._wait(stream, mark, 0)
         if code:
             self._check("cuEventRecord or cuStreamWaitEvent", code)
@@ -337,6 +333,11 @@ class DriverCalls:
         self._local.bound = True
 
     # -- inside ----------------------------------------------------------
+
+    def _new_mark(self, stream: int) -> int:
+        """Makes the event with which other streams are told to follow one."""
+        mark = self._marks[stream] = self._new_event()
+        return mark
 
     def _new_event(self) -> int:
         event = ctypes.c_void_p()
