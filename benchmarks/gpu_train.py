@@ -49,6 +49,7 @@ STEPS = (
         170,
     ),
     step("16k-8gib", f"{_16K_STEPS} --hbm 8GiB", f"{_SMALL} --micro 1 4", 170),
+    step("16k-12gib", f"{_16K_STEPS} --hbm 12GiB", f"{_SMALL} --micro 1 4", 170),
     step(
         "capped",
         "--what capped --shape 6.7b --hbm 3GiB --tokens 16384 --micro 4 --where both "
@@ -62,6 +63,13 @@ STEPS = (
         f"--raw-share 0.5 {_FEW}",
         f"{_SMALL} --tokens 16 32",
         220,
+    ),
+    step(
+        "nvme-spare",
+        "--shape 1b --nvme {folder} --spare 5GiB --tokens 4096 --warm 2 --check-steps 1 "
+        f"--raw-repeats 1 --raw-share 0.5 {_FEW}",
+        f"{_SMALL} --spare 1MiB",
+        115,
     ),
     step(
         "residual",
@@ -121,8 +129,10 @@ _KINDS = (
     *_4K,
     "train_16k",
     "train_16k_8gib",
+    "train_16k_12gib",
     "train_capped",
     "train_nvme",
+    "train_nvme_spare",
     "train_residual",
     "train_saved",
 )
@@ -140,7 +150,11 @@ CHECKS = (
             cell(kind, "of resident", micro=micro),
             least,
         )
-        for hbm, kind in (("4 GiB", "train_16k"), ("8 GiB", "train_16k_8gib"))
+        for hbm, kind in (
+            ("4 GiB", "train_16k"),
+            ("8 GiB", "train_16k_8gib"),
+            ("12 GiB", "train_16k_12gib"),
+        )
         for micro, least in ((1, 0.95), (4, 0.98))
     ),
     check("the same, 4096 tokens, of the bound", fastest("of bound"), 0.9),
@@ -178,6 +192,16 @@ CHECKS = (
             1.5,
         )
         for tokens in (4096, 16384)
+    ),
+    check(
+        "the same with 5 GiB of DRAM to spare, of the bound",
+        cell("train_nvme_spare", "of bound"),
+        0.9,
+    ),
+    check(
+        "with these, times as fast as ZeRO-Infinity",
+        cell("train_nvme_spare", "times as fast as ZeRO-Infinity"),
+        1.5,
     ),
     check(
         "residual stream to DRAM, of the speed without",
