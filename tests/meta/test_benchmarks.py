@@ -297,7 +297,7 @@ def test_run_gpu_of_training(tmp_path) -> None:
     found = json.loads((tmp_path / "found" / "required_train_x.json").read_text())
     assert [step["ended"] for step in found["steps"]] == ["exit 0"]
     reached = {row["work"]: row["reached"] for row in found["rows"]}
-    assert isinstance(reached["the same, 4 micro-batches"], float)
+    assert isinstance(reached["3.02 B, 16384 tokens, 4 GiB of HBM, 4 micro-batches"], float)
     assert reached["bits as resident, share of rows"] == "not measured", "the host rounds otherwise"
     assert reached["every saved tensor to DRAM, of the bound"] == "not measured"
 
