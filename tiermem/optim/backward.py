@@ -371,7 +371,8 @@ class InBackward:
         try:
             for unit in units:
                 began = time.perf_counter_ns()
-                unit.step(self._runtime, self._settings, self._state)
+                write = self._pipeline.write if id(group) not in self._held_back else None
+                unit.step(self._runtime, self._settings, self._state, write=write)
                 self.made[id(unit)] = unit
                 made.append(unit)
                 self._spend(unit)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from tiermem.nn.group import Entry
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.shapes import shape_of
 from tiermem.optim.master import Masters, master_dtype_of
+from tiermem.optim.parted import PartedUnit, parts_of
 from tiermem.optim.probe import Make, StateProbe, settings_of
 from tiermem.optim.unit import StepUnit
 from tiermem.runtime.staged import MOST_LOADS
@@ -32,6 +34,7 @@ def plan_units(
     *,
     overlap: bool = False,
     on_host: bool = False,
+    elementwise: bool = False,
 ) -> list[StepUnit]:
     """Plans the units of parameter groups and reserves homes for gradients and state.
 
@@ -45,6 +48,7 @@ def plan_units(
         overlap: Whether a unit may be stepped while a forward holds other blocks.
         on_host: Whether units may be stepped on the host: what ``"auto"`` puts in DRAM then
             leaves room for the staging of the rest.
+        elementwise: Whether a large parameter may be stepped in parts.
 
     Raises:
         CapacityError: If a step or the state does not fit; nothing is reserved then.
@@ -78,8 +82,63 @@ def plan_units(
             probe.spoils(unit.own(param), number, settings_of(groups[number - first]))
             for param, number in unit.members
         )
+    if elementwise:
+        units = [_in_parts(runtime, unit, groups, first, probe) for unit in units]
     _reserve(runtime, units, groups, first, probe, overlap=overlap, on_host=on_host)
     return units
+
+
+def _in_parts(
+    runtime: ModuleRuntime,
+    unit: StepUnit,
+    groups: Sequence[dict[str, Any]],
+    first: int,
+    probe: StateProbe,
+) -> StepUnit:
+    """Returns a unit that steps a large parameter in parts, or the same where it is not large."""
+    if len(unit.members) != 1 or len(unit.entries) != 1 or probe.sparse:
+        return unit
+    (entry,), ((param, number),) = unit.entries, unit.members
+    if entry.unit is None or not param.requires_grad:
+        return unit
+    weight = entry.group.block.tensors[entry.index]
+    gradient = entry.unit.block.tensors[entry.unit_index]
+    rows = torch.empty(weight.shape, device="meta").stride()
+    own = unit.own(param)
+    found = probe.state_of(own, weight.stride, number, settings_of(groups[number - first]))
+    whole = all(value.shape == param.shape for value in found.values())
+    if not whole or not weight.stride == gradient.stride == rows:
+        return unit
+    each = sum(v.dtype.itemsize for v in found.values()) + (own.itemsize if own is not param else 0)
+    runs = parts_of(param.numel(), param.numel() * each, runtime.manager.table.hbm.capacity)
+    return PartedUnit(unit, runs) if len(runs) > 1 else unit
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A parameter, or a run of one, whose state and master have homes of their own."""
+
+    param: torch.Tensor
+    name: str
+    stride: tuple[int, ...]
+
+
+def _leaves(units: Sequence[StepUnit]) -> Iterator[tuple[StepUnit, list[_Kept]]]:
+    """Yields the units that keep something, and for what."""
+    for unit in units:
+        if isinstance(unit, PartedUnit):
+            (entry,) = unit.entries
+            for number, part in enumerate(unit.parts):
+                yield part.unit, [_Kept(part.param, f"{entry.name}[part {number}]", (1,))]
+            continue
+        yield (
+            unit,
+            [
+                _Kept(e.param, e.name, e.group.block.tensors[e.index].stride)
+                for e in unit.entries
+                if e.param.requires_grad
+            ],
+        )
 
 
 def _give_masters(unit: StepUnit, master_dtype: torch.dtype) -> None:
@@ -103,22 +162,22 @@ def _reserve(
     states: list[tuple[StepUnit, list[tuple[torch.Tensor, str]]]] = []
     masters: list[tuple[Masters, list[torch.Tensor]]] = []
     sizes = {id(unit): sum(b.nbytes for b in unit.blocks()) for unit in units}
-    for unit in units:
-        shapes, keys = _state_of(unit, groups, first, probe)
+    leaves = list(_leaves(units))
+    for unit, kept in leaves:
+        shapes, keys = _state_of(unit, kept, groups, first, probe)
         if shapes:
             wanted.append((f"{unit.name}.state", Role.OPTIMIZER, shapes))
             states.append((unit, keys))
-            sizes[id(unit)] += pack(shapes)[1]
-    for unit in units:
+            sizes[id(unit)] = sizes.get(id(unit), 0) + pack(shapes)[1]
+    for unit, kept in leaves:
         if unit.masters is None:
             continue
-        kept = [
-            e for e in unit.entries if e.param.requires_grad and unit.own(e.param) is not e.param
-        ]
-        if kept:
-            wanted.append((f"{unit.name}.master", Role.MASTER, _master_shapes(unit, kept)))
-            masters.append((unit.masters, [e.param for e in kept]))
-            sizes[id(unit)] += pack(wanted[-1][2])[1]
+        mine = [k for k in kept if unit.own(k.param) is not k.param]
+        if mine:
+            shapes = [shape_of(f"{k.name}.master", unit.own(k.param), k.stride) for k in mine]
+            wanted.append((f"{unit.name}.master", Role.MASTER, shapes))
+            masters.append((unit.masters, [k.param for k in mine]))
+            sizes[id(unit)] = sizes.get(id(unit), 0) + pack(shapes)[1]
     held = _hold_staging(runtime, list(sizes.values())) if on_host else []
     try:
         blocks = runtime.manager.add_blocks(wanted)
@@ -159,30 +218,23 @@ def _let_go(runtime: ModuleRuntime, held: list[Extent]) -> None:
 
 
 def _state_of(
-    unit: StepUnit, groups: Sequence[dict[str, Any]], first: int, probe: StateProbe
+    unit: StepUnit,
+    kept: Sequence[_Kept],
+    groups: Sequence[dict[str, Any]],
+    first: int,
+    probe: StateProbe,
 ) -> tuple[list[TensorShape], list[tuple[torch.Tensor, str]]]:
     """Returns the tensors of a unit's state, and whose they are by which key."""
     shapes: list[TensorShape] = []
     keys: list[tuple[torch.Tensor, str]] = []
     number_of = {id(param): number for param, number in unit.members}
-    for entry in unit.entries:
-        if not entry.param.requires_grad:
-            continue
-        number = number_of[id(entry.param)]
-        spec = entry.group.block.tensors[entry.index]
+    for k in kept:
+        number = number_of[id(k.param)]
         settings = settings_of(groups[number - first])
-        like = unit.own(entry.param)
-        for key, value in probe.state_of(like, spec.stride, number, settings).items():
-            shapes.append(shape_of(f"{entry.name}.{key}", value))
-            keys.append((entry.param, key))
+        for key, value in probe.state_of(unit.own(k.param), k.stride, number, settings).items():
+            shapes.append(shape_of(f"{k.name}.{key}", value))
+            keys.append((k.param, key))
     return shapes, keys
-
-
-def _master_shapes(unit: StepUnit, entries: Sequence[Entry]) -> list[TensorShape]:
-    return [
-        shape_of(f"{e.name}.master", unit.own(e.param), e.group.block.tensors[e.index].stride)
-        for e in entries
-    ]
 
 
 def _check_step(runtime: ModuleRuntime, units: Sequence[StepUnit], held: int) -> None:
@@ -196,7 +248,7 @@ def _check_step(runtime: ModuleRuntime, units: Sequence[StepUnit], held: int) ->
     table = runtime.manager.table
     fixed = sum(r.block.nbytes for r in table if r.fixed)
     for unit in units:
-        blocks = [b for b in unit.blocks() if not table[b.id].fixed]
+        blocks = [b for b in unit.at_once() if not table[b.id].fixed]
         need = fixed + sum(b.nbytes for b in blocks)
         if held and unit.group is not None:
             weights = 0 if table[unit.group.block.id].fixed else unit.group.block.nbytes

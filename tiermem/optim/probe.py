@@ -160,6 +160,7 @@ class StateProbe:
     """Learns the state that a class keeps for a parameter of a given shape.
 
     Attributes:
+        sparse: Whether gradients have to be sparse.
         eager: Whether the class makes the state when it is made, not at the first step.
     """
 
@@ -167,7 +168,7 @@ class StateProbe:
         """Uses ``make``; tries the meta device, then the CPU, then ``device``."""
         self._make = make
         self._devices = (torch.device("meta"), torch.device("cpu"), device)
-        self._sparse = sparse
+        self.sparse = sparse
         self._known: dict[Any, dict[str, torch.Tensor]] = {}
         self._spoils: dict[Any, bool] = {}
         self.eager = False
@@ -213,7 +214,7 @@ class StateProbe:
                     (tiny,) = _tiny([(4,) * param.dim()], param.dtype, device)
                     optimizer = self._make([{**settings, "params": [tiny]}])
                     for _ in range(_STEPS):
-                        tiny.grad = _gradient(tiny, sparse=self._sparse)
+                        tiny.grad = _gradient(tiny, sparse=self.sparse)
                         with torch.no_grad():
                             tiny.grad *= 100.0 if large else 0.01
                         kept, before = tiny.grad, tiny.grad.to_dense().clone()
@@ -230,7 +231,7 @@ class StateProbe:
     ) -> dict[str, torch.Tensor]:
         problem: Exception | None = None
         for device in self._devices:
-            if self._sparse and device.type == "meta":
+            if self.sparse and device.type == "meta":
                 continue
             try:
                 with _own_randomness(), torch.inference_mode(False):
@@ -253,7 +254,7 @@ class StateProbe:
             raw.zero_()
         stand_in = nn.Parameter(raw)
         stand_in.grad = torch.zeros_like(stand_in)
-        if self._sparse:
+        if self.sparse:
             stand_in.grad = stand_in.grad.to_sparse(1)
         optimizer = self._make([{**settings, "params": [stand_in]}])
         self.eager = bool(optimizer.state)

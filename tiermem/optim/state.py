@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from tiermem.errors import CheckpointError
 from tiermem.nn.lazy import LazyTensor, forget
 from tiermem.nn.runtime import ModuleRuntime
+from tiermem.optim.parted import PartedUnit
 from tiermem.optim.probe import settings_of
 from tiermem.optim.unit import State, StepUnit
 
@@ -50,20 +52,33 @@ def load_state(
     for group, other in zip(groups, saved_groups, strict=True):
         group.update(settings_of(other))
     for unit in units:
-        import_state(unit, runtime, groups, state, _cast(unit, groups, saved))
+        if isinstance(unit, PartedUnit):
+            take = partial(_take_part, runtime, groups)
+            unit.take_state(runtime, state, saved.get(unit.ids()[0]), take)
+        else:
+            import_state(unit, runtime, groups, state, _cast(unit, groups, saved))
         import_masters(unit, runtime, {i: masters[i] for i in unit.ids() if i in masters})
+
+
+def _take_part(
+    runtime: ModuleRuntime,
+    groups: Sequence[dict[str, Any]],
+    unit: StepUnit,
+    state: State,
+    share: dict[int, State],
+) -> None:
+    """Has the unit of a part take its share of a parameter's state."""
+    import_state(unit, runtime, groups, state, _cast(unit, groups, share))
 
 
 def _check_shapes(units: Sequence[StepUnit], saved: dict[int, State]) -> None:
     for unit in units:
-        if unit.block is None:
-            continue
-        for (param, key), spec in zip(unit.keys, unit.block.tensors, strict=True):
+        for param, key, name, shape in unit.state_shapes():
             value = saved.get(id(param), {}).get(key)
-            if isinstance(value, torch.Tensor) and tuple(value.shape) != spec.shape:
+            if isinstance(value, torch.Tensor) and tuple(value.shape) != shape:
                 raise CheckpointError(
-                    f"the state dict's {spec.name!r} has shape {tuple(value.shape)}, the "
-                    f"optimizer's has {spec.shape}; nothing was loaded"
+                    f"the state dict's {name!r} has shape {tuple(value.shape)}, the "
+                    f"optimizer's has {shape}; nothing was loaded"
                 )
 
 
@@ -147,6 +162,9 @@ def export_state(
     unit: StepUnit, runtime: ModuleRuntime, state: State
 ) -> Iterator[tuple[torch.Tensor, State]]:
     """Yields each parameter that has state, with copies of it in host memory."""
+    if isinstance(unit, PartedUnit):
+        yield from unit.state_in(runtime, state)
+        return
     present = [param for param, _ in unit.members if state.get(param)]
     if not present:
         return
@@ -206,12 +224,18 @@ def export_masters(
             id(e.param): e.param.detach().cpu() if e.materialized else tensors[e.index]
             for e in unit.entries
         }
+    if isinstance(unit, PartedUnit):
+        yield from unit.masters_in(runtime, weights[unit.ids()[0]])
+        return
     yield from unit.masters.values(stored, weights)
 
 
 def import_masters(unit: StepUnit, runtime: ModuleRuntime, loaded: dict[int, torch.Tensor]) -> None:
     """Takes masters over, and casts the weights from them; ``loaded`` is by id and fits."""
     if unit.masters is None or not loaded:
+        return
+    if isinstance(unit, PartedUnit):
+        unit.take_master(runtime, loaded[unit.ids()[0]])
         return
     with torch.no_grad(), unit.held(runtime):
         unit.masters.take(loaded)

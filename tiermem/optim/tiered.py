@@ -17,6 +17,7 @@ from tiermem.optim.backward import InBackward
 from tiermem.optim.groups import Params, floating, frozen_settings, groups_of, with_defaults
 from tiermem.optim.hoststeps import HostSteps, say_how_far
 from tiermem.optim.master import master_dtype_of
+from tiermem.optim.parted import ELEMENTWISE
 from tiermem.optim.plan import plan_units
 from tiermem.optim.probe import StateProbe, check_separable, settings_of
 from tiermem.optim.scaling import Scaling
@@ -106,8 +107,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Makes one step, each block of weights in turn.
 
         A step that an error cuts short has stepped some blocks and not the others, never part
-        of one. Calling ``step()`` again finishes it; until then gradients cannot be cleared and
-        no training forward can begin.
+        of one (of a large parameter, some parts). Calling ``step()`` again finishes it; until
+        then gradients cannot be cleared and no training forward can begin.
 
         Args:
             closure: Evaluated once, first, with gradients on.
@@ -186,13 +187,14 @@ class TieredOptimizer(torch.optim.Optimizer):
             with torch.no_grad(), pipeline.sweeping():
                 while remaining:
                     unit, following = remaining[0], remaining[1:2]
-                    ahead = [block for other in following for block in other.blocks()]
+                    ahead = [block for other in following for block in other.begins_with()]
                     unit.step(
                         self._runtime,
                         self.param_groups,
                         self._state,
                         scaling,
                         meanwhile=partial(pipeline.fetch, ahead),
+                        write=pipeline.write,
                     )
                     del remaining[0]
                     pipeline.write([block for block in unit.blocks() if block not in ahead])
@@ -233,7 +235,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Makes a step that was put off, wherever we are by now."""
         began = time.perf_counter_ns()
         with quiet(self._manager.device), pipeline.sweeping():
-            step = uncompiled(StepUnit.step)  # the call around it may be a compiled one
+            step = uncompiled(type(unit).step)  # the call around it may be a compiled one
             try:
                 step(unit, self._runtime, settings, self._state, scaling, owed=True)
             except BaseException as error:
@@ -434,6 +436,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._master_dtype,
             overlap=self._overlap,
             on_host=self._where != "device",
+            elementwise=self._cls in ELEMENTWISE and self._where != "host",
         )
         try:
             self._choose_sides(planned)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +40,11 @@ class StepUnit:
         block: The block of their state, or None.
         masters: Their masters, or None where the parameters themselves are stepped.
         host: Steps it on the host, or None.
+        make: Makes its plain optimizer.
         keys: For each tensor of that block, its parameter and the state's key.
         spoils: Whether a step of the class may write the gradients that it is given.
         scaled: Whether the step under way undoes a scale in them.
+        given: Gradients that are neither in the tiers nor ``param.grad``, by the parameter's id.
     """
 
     def __init__(
@@ -63,9 +65,10 @@ class StepUnit:
         self.host: HostSide | None = None
         self.keys: list[tuple[torch.Tensor, str]] = []
         self.spoils = True
-        self._make = make
+        self.make = make
         self._optimizer: torch.optim.Optimizer | None = None
         self.scaled = False
+        self.given: dict[int, torch.Tensor] = {}
         self._places: list[tuple[torch.Tensor, str]] = []
         self._stand_ins: dict[int, LazyTensor] = {}
         self._numbers = list(dict.fromkeys(number for _, number in members))
@@ -96,6 +99,20 @@ class StepUnit:
         if self.masters is not None and self.masters.block is not None:
             found.append(self.masters.block)
         return found
+
+    def state_shapes(self) -> Iterator[tuple[torch.Tensor, str, str, tuple[int, ...]]]:
+        """Yields what its state has in the tiers: parameter, key, name and shape."""
+        if self.block is not None:
+            for (param, key), spec in zip(self.keys, self.block.tensors, strict=True):
+                yield param, key, spec.name, spec.shape
+
+    def begins_with(self) -> list[Block]:
+        """Returns the blocks that a step begins with."""
+        return self.blocks()
+
+    def at_once(self) -> list[Block]:
+        """Returns the blocks that are in HBM at once in a step, at most."""
+        return self.blocks()
 
     def grad_units(self) -> list[GradUnit]:
         """Returns the blocks of gradients of these parameters; normally one."""
@@ -129,6 +146,7 @@ class StepUnit:
         *,
         owed: bool = False,
         meanwhile: Callable[[], None] | None = None,
+        write: Callable[[Sequence[Block]], None] | None = None,
     ) -> None:
         """Steps the unit: everything it needs is brought up first, so it happens whole or not.
 
@@ -140,6 +158,7 @@ class StepUnit:
             owed: Whether the step was asked for some time ago: then it uses the gradients that
                 were there, and leaves ``param.grad`` as the user has it by now.
             meanwhile: Called once everything is at hand.
+            write: Called with blocks that the rest of a step does not use, if it has parts.
         """
         if self.group is not None and self.group.freed:
             self.refuse_freed()
@@ -187,7 +206,7 @@ class StepUnit:
 
     def step_on(self, host: HostSide, make: Make) -> None:
         """Has the unit stepped on the host from now on; it has not been stepped yet."""
-        self.host, self._make = host, make
+        self.host, self.make = host, make
 
     def _update(
         self,
@@ -211,7 +230,7 @@ class StepUnit:
         }
         slot = slots.get(id(self.block))
         try:
-            self._hand_over({**gradients, **views})
+            self._hand_over({**gradients, **views, **self.given})
             self._attach(slot)
             try:
                 self._run(optimizer, scaling)
@@ -291,7 +310,7 @@ class StepUnit:
         if self._optimizer is None:
             if groups is None:
                 raise RuntimeError(f"{self.name}: no optimizer yet")
-            make = self._make
+            make = self.make
             with torch.enable_grad():
                 self._optimizer = make(
                     [
@@ -374,6 +393,14 @@ class StepUnit:
             partial(self._store, runtime, index),
         )
         return found
+
+    def load(self, runtime: ModuleRuntime, key: str) -> torch.Tensor:
+        """Returns a copy of what the state of its one parameter has by a key."""
+        return self._load(runtime, [k for _, k in self.keys].index(key))
+
+    def store(self, runtime: ModuleRuntime, key: str, value: torch.Tensor) -> None:
+        """Writes what the state of its one parameter has by a key."""
+        self._store(runtime, [k for _, k in self.keys].index(key), value)
 
     def _load(self, runtime: ModuleRuntime, index: int) -> torch.Tensor:
         if self.block is None:

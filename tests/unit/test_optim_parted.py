@@ -1,0 +1,261 @@
+"""Large parameters stepped in parts: the bits of the whole, and room for a part of the state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support_nn import Tiers, assert_same
+from support_optim import Layer, Twins, one_group, two_groups
+from torch import nn
+
+import tiermem
+from tiermem.optim import parted
+from tiermem.optim.parted import ELEMENTWISE, PartedUnit, parts_of
+
+HOMES = st.sampled_from(["dram", "nvme"])
+OPTIONS: dict[type, list[dict[str, Any]]] = {
+    torch.optim.Adam: [{"amsgrad": True}, {"maximize": True, "weight_decay": 0.1}],
+    torch.optim.AdamW: [{"fused": True}, {"foreach": True}, {"lr": torch.tensor(0.01)}],
+    torch.optim.RMSprop: [{"centered": True, "momentum": 0.9}],
+    torch.optim.SGD: [{"momentum": 0.9, "nesterov": True}, {"momentum": 0.5, "dampening": 0.1}],
+}
+CASES = [
+    (cls, {"lr": 0.01, **({} if "fused" in more else {"foreach": False}), **more})
+    for cls in ELEMENTWISE
+    for more in ({}, *OPTIONS.get(cls, []))
+]
+
+
+class Wide(nn.Module):
+    """A tied embedding that is most of it."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(150, 24)
+        self.layers = nn.ModuleList(Layer(24, 16 + 8 * i) for i in range(2))
+        self.to(dtype)
+
+    def forward(self, ids: torch.Tensor, use_extra: bool = True) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return torch.nn.functional.linear(x, self.embed.weight)[..., :20]
+
+
+@pytest.fixture(autouse=True)
+def small_parts() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parted, "_ALIGNED", 64)
+        yield
+
+
+def in_parts(twins: Twins) -> list[PartedUnit]:
+    return [unit for unit in twins.optimizer._units if isinstance(unit, PartedUnit)]
+
+
+@given(st.integers(1, 10**9), st.integers(1, 64), st.integers(1, 1 << 40))
+def test_parts_are_runs_of_all_elements(elements: int, each: int, hbm: int) -> None:
+    nbytes = elements * each
+    runs = parts_of(elements, nbytes, hbm) if nbytes < 4096 * hbm else [(0, elements)]
+    assert [begin for begin, _ in runs] == [0, *(end for _, end in runs[:-1])]
+    assert runs[-1][1] == elements
+    assert all(begin % 64 == 0 and end > begin for begin, end in runs)
+    if nbytes <= hbm // 8:
+        assert len(runs) == 1
+    if len(runs) > 1:
+        assert max(end - begin for begin, end in runs) * each <= hbm // 16 + 64 * each
+
+
+@settings(max_examples=30 if settings.default.max_examples <= 100 else 600)
+@given(
+    homes=st.fixed_dictionaries(dict.fromkeys(("params", "grads", "master", "optimizer"), HOMES)),
+    case=st.sampled_from(CASES),
+    groups=st.sampled_from([one_group, two_groups]),
+    masters=st.booleans(),
+    grad_dtype=st.sampled_from([None, torch.float32]),
+    overlap=st.sampled_from([False, True, "backward"]),
+    micro=st.integers(1, 2),
+    clip=st.booleans(),
+    looks=st.lists(st.booleans(), min_size=4, max_size=4),
+)
+def test_bits_are_those_of_the_whole(
+    tmp_path_factory: pytest.TempPathFactory,
+    homes: dict[str, str],
+    case: tuple[type[torch.optim.Optimizer], dict[str, Any]],
+    groups: Any,
+    masters: bool,
+    grad_dtype: torch.dtype | None,
+    overlap: Any,
+    micro: int,
+    clip: bool,
+    looks: list[bool],
+) -> None:
+    tiers = Tiers("mixed", nvme=str(tmp_path_factory.mktemp("swap")), policy=homes)
+    options: dict[str, Any] = {"grad_dtype": grad_dtype, "overlap": overlap}
+    options["master_dtype"] = torch.float32 if masters else None
+    with Twins(Wide, tiers, *case, groups=groups, **options) as twins:
+        assert in_parts(twins)
+        if overlap == "backward":
+            twins.optimizer.accumulate(micro)
+        for step, look in enumerate(looks):
+            for number in range(micro):
+                twins.backward(step * micro + number)
+            if clip and overlap != "backward":
+                twins.clip_norm(0.05)
+            twins.step()
+            if look:
+                twins.check()
+        twins.check()
+
+
+def test_a_part_of_the_state_has_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(torch.optim.AdamW):
+        """May do anything, so it is stepped as a whole."""
+
+    budgets = []
+    for cls in (torch.optim.AdamW, Own):
+        with Twins(Wide, Tiers("dram"), cls) as twins:
+            budgets.append(twins.tier._manager.table.hbm.capacity)
+            assert bool(in_parts(twins)) == (cls is torch.optim.AdamW)
+            twins.backward(0)
+            twins.step()
+            twins.check()
+    least, whole = budgets
+    state = 150 * 24 * 12
+    assert whole - least > state // 2
+
+
+def test_neither_the_host_nor_small_ones_have_parts() -> None:
+    with Twins(Wide, Tiers("dram"), where="host") as twins:
+        assert not in_parts(twins)
+    with Twins(Wide, Tiers("dram"), where="both") as twins:
+        assert in_parts(twins)
+        assert not any(unit.host is not None for unit in in_parts(twins))
+    with Twins(Wide, Tiers("dram", extra_hbm=1 << 20)) as twins:
+        assert not in_parts(twins)
+
+
+def test_the_state_is_seen_as_a_whole_and_can_be_written() -> None:
+    with Twins(Wide, Tiers("dram"), settings={"lr": 0.01, "foreach": False}) as twins:
+        for step in range(2):
+            twins.backward(step)
+            twins.step()
+        mine, theirs = twins.model.embed.weight, twins.by_hand.masters[0]
+        for key, change in (("exp_avg", 2.0), ("exp_avg_sq", 3.0)):
+            here, there = (
+                twins.optimizer.state[mine][key],
+                twins.by_hand.optimizer.state[theirs][key],
+            )
+            assert here.shape == (150, 24)
+            assert torch.equal(here.clone(), there)
+            here.mul_(change)
+            there.mul_(change)
+            view = here[100:]  # seen while steps go on
+            twins.backward(7)
+            twins.step()
+            assert torch.equal(view, there[100:])
+            view.zero_()
+            there[100:].zero_()
+            del view
+        for state, one in ((twins.optimizer.state, mine), (twins.by_hand.optimizer.state, theirs)):
+            state[one]["step"].fill_(1.0)  # as if it had just begun: all parts follow
+        twins.backward(8)
+        twins.step()
+        twins.check()
+
+
+def test_weights_that_were_written_and_masters_that_follow() -> None:
+    with Twins(Wide, Tiers("dram")) as twins:
+        twins.backward(0)
+        twins.step()
+        new = torch.randn(150, 24, dtype=torch.bfloat16)
+        state = twins.model.state_dict() | {"embed.weight": new}
+        twins.model.load_state_dict(state)
+        with torch.no_grad():
+            plain, master = twins.plain.embed.weight, twins.by_hand.masters[0]
+            changed = master.to(torch.bfloat16) != new
+            plain.copy_(new)
+            master.copy_(torch.where(changed, new.float(), master))
+        twins.backward(1)
+        twins.step()
+        twins.check()
+
+
+@pytest.mark.parametrize("home", ["dram", "nvme"])
+def test_state_dicts_go_into_parts_and_out_of_them(home: str, tmp_path: Path) -> None:
+    policy = {"optimizer": home, "master": home, "params": "dram", "grads": "dram"}
+    roomy = Tiers("roomy", nvme=str(tmp_path), policy=policy, extra_hbm=1 << 20)
+    tight = Tiers("tight", nvme=str(tmp_path), policy=policy)
+    saved, weights = None, None
+    for tiers in (roomy, tight, roomy):
+        with Twins(Wide, tiers) as twins:
+            assert bool(in_parts(twins)) == (tiers is tight)
+            if saved is not None:
+                for model in (twins.plain, twins.model):
+                    model.load_state_dict(weights)
+                twins.optimizer.load_state_dict(saved)
+                twins.by_hand.optimizer.load_state_dict(
+                    copy.deepcopy({key: saved[key] for key in ("state", "param_groups")})
+                )
+                with torch.no_grad():
+                    for number, master in saved["master"].items():
+                        twins.by_hand.masters[number].copy_(master)
+                twins.by_hand.derive()
+                twins.check()
+            for step in range(2):
+                twins.backward(step)
+                twins.step()
+            twins.check()
+            saved, weights = twins.optimizer.state_dict(), dict(twins.plain.state_dict())
+            wrong = {**saved, "state": {**saved["state"], 0: dict(saved["state"][0])}}
+            wrong["state"][0]["exp_avg"] = torch.zeros(24, 150)
+            with pytest.raises(tiermem.CheckpointError, match="shape"):
+                twins.optimizer.load_state_dict(wrong)
+            twins.check()
+
+
+@pytest.mark.parametrize("overlap", [False, True, "backward"])
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_step_goes_on_after_the_part_where_it_failed(overlap: Any, forgets: bool) -> None:
+    with Twins(Wide, Tiers("dram"), overlap=overlap) as twins:
+        for step in range(2):
+            twins.backward(step)
+            twins.step()
+        twins.optimizer.finish()
+        (unit,) = in_parts(twins)
+        broken = unit.parts[2].unit
+        error = tiermem.StorageError("cannot read", block="state", path="swap")
+
+        def held(*_: object) -> Any:
+            raise error
+
+        broken.held = held  # type: ignore[method-assign]
+        twins.backward(2)
+        twins.by_hand.step()
+        with pytest.raises(tiermem.StorageError, match=rf"2 of {len(unit.parts)} parts stepped"):
+            twins.optimizer.step()
+            twins.optimizer.finish()
+        del broken.held
+        if overlap:
+            twins.optimizer.finish()
+        else:
+            twins.optimizer.step()
+        twins.by_hand.zero_grad()
+        twins.optimizer.zero_grad()
+        assert "parts" not in unit.name
+        twins.check()
+        if forgets and overlap != "backward":  # what is begun anew has nothing of what was
+            twins.backward(3)
+            twins.optimizer.zero_grad()
+            twins.by_hand.zero_grad()
+        twins.backward(4)
+        twins.step()
+        twins.check()
+        assert_same(dict(twins.plain.state_dict()), dict(twins.model.state_dict()), "weights")

@@ -1,0 +1,437 @@
+"""A large parameter stepped in parts: its state and masters pass through HBM one part at a time.
+
+The step of an embedding works on eight times the bytes of its bf16 weights. Those of a vocabulary
+of 128 Ki tokens, 4,096 wide, are 1 GiB, and master and AdamW's state 6 GiB more, all at once;
+and while they come up and go down, nothing else can. In parts, weights and gradient are there as
+a whole, as the model has them, and the rest is one part in use, one arriving and one leaving.
+
+Only for classes of torch's whose update of an element depends on that element, its state and
+numbers that all of them share. Each part has a plain optimizer of its own, over a run of elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.core.block import Block
+from tiermem.nn.lazy import LazyTensor, flush, forget, is_viewed, lazy, refresh
+from tiermem.nn.placeholder import shared_placeholder
+from tiermem.nn.runtime import ModuleRuntime
+from tiermem.optim.foreign import ForeignWrites
+from tiermem.optim.held import versions
+from tiermem.optim.master import Masters
+from tiermem.optim.scaling import Scaling
+from tiermem.optim.unit import State, StepUnit
+from tiermem.runtime.pipeline import Pipeline
+
+ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+"""Classes that may be stepped in parts; no subclasses, which may do anything."""
+
+_MOST = 8
+"""What is kept for a parameter may take one of so many parts of HBM before it is parted."""
+_EACH = 16
+"""And a part of it then takes one of so many: three of them, weights and gradient fit beside what
+else streams, and a layer's own state is seldom as large as that."""
+_ALIGNED = 1024
+"""Elements. Runs begin and end where vectors and cache lines do, so that every element goes through
+the same instructions as in the whole."""
+
+
+def parts_of(elements: int, nbytes: int, hbm: int) -> list[tuple[int, int]]:
+    """Cuts a parameter into runs of elements for its steps.
+
+    Args:
+        elements: How many it has.
+        nbytes: Of its state and master.
+        hbm: Bytes of HBM.
+
+    Returns:
+        Where each begins and ends; one where it is small beside HBM.
+    """
+    if nbytes * _MOST <= hbm:
+        return [(0, elements)]
+    count = -(-nbytes * _EACH // max(1, hbm))
+    length = -(-elements // count)
+    length += -length % _ALIGNED
+    return [(at, min(elements, at + length)) for at in range(0, elements, length)]
+
+
+class _AsSeen(ForeignWrites):
+    """Passes on what the whole parameter's unit has seen."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.written = True
+
+    def look(self) -> bool:
+        return self.written
+
+
+class Part:
+    """One run of a parameter's elements.
+
+    Attributes:
+        begin: Its first element.
+        end: The first after it.
+        param: Stands for the run; its data is there during a step.
+        unit: Steps it.
+        seen: Says whether the weights may have been written.
+        state: What the unit shows of its state.
+    """
+
+    def __init__(self, whole: StepUnit, begin: int, end: int, number: int) -> None:
+        """Describes a run of the one parameter of a unit."""
+        (param, group), count = whole.members[0], end - begin
+        self.begin, self.end = begin, end
+        self._away = shared_placeholder(torch.Size((count,)), param.dtype, param.device)
+        self.param = nn.Parameter(self._away)
+        name = f"{whole.name}[part {number}]"
+        self.unit = StepUnit(name, [(self.param, group)], [], whole.make)
+        self.seen = self.unit.foreign = _AsSeen()
+        self.unit.spoils = whole.spoils
+        self.state: State = {}
+        if whole.masters is not None:
+            self.unit.masters = Masters([self.param], whole.masters.dtype)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns its run of a contiguous tensor of the whole."""
+        return tensor.detach().view(-1)[self.begin : self.end]
+
+    def take_numbers(self, numbers: State) -> None:
+        """Gives it the numbers that all parts have (how many steps were made)."""
+        kept = self.state.get(self.param)
+        if kept is not None:
+            for key, value in numbers.items():
+                kept[key] = value.clone() if isinstance(value, torch.Tensor) else value
+
+    @contextmanager
+    def over(self, weight: torch.Tensor, gradient: torch.Tensor | None = None) -> Iterator[None]:
+        """Points its parameter at its run of the weights, and the gradient."""
+        self.param.data = self.of(weight)
+        if gradient is not None:  # torch takes none of another dtype for `param.grad`
+            self.unit.given = {id(self.param): self.of(gradient)}
+        del weight, gradient
+        try:
+            yield
+        finally:
+            self.unit.given = {}
+            self.param.grad = None
+            self.param.data = self._away
+
+
+class PartedUnit(StepUnit):
+    """A unit of one parameter, stepped in parts.
+
+    A step that fails has stepped some of them; the next goes on after these, with the numbers
+    that it began with.
+
+    Attributes:
+        parts: In order.
+    """
+
+    def __init__(self, whole: StepUnit, runs: Sequence[tuple[int, int]]) -> None:
+        """Takes the place of a unit that has neither state nor masters in the tiers yet."""
+        self._base = whole.name
+        self._made = 0
+        super().__init__(whole.name, whole.members, whole.entries, whole.make)
+        self.masters, self.spoils = whole.masters, whole.spoils
+        self.parts = [Part(self, *run, number) for number, run in enumerate(runs)]
+        self._param = whole.members[0][0]
+        self._numbers_then: State | None = None  # those of a step that is begun
+        self._follows = False
+        self._gradient: torch.Tensor | None = None
+        self._shown: dict[str, LazyTensor] = {}
+
+    @property
+    def name(self) -> str:
+        """For messages; says how far a step got that failed."""
+        if not self._made:
+            return self._base
+        return f"{self._base} ({self._made} of {len(self.parts)} parts stepped)"
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._base = name
+
+    def kept_blocks(self) -> list[Block]:
+        """Returns the blocks of state and masters of all parts."""
+        return [block for part in self.parts for block in part.unit.kept_blocks()]
+
+    def state_shapes(self) -> Iterator[tuple[torch.Tensor, str, str, tuple[int, ...]]]:
+        """Yields what its state has in the tiers: parameter, key, name and shape."""
+        (entry,), first = self.entries, self.parts[0].unit
+        for _, key in first.keys:
+            yield self._param, key, f"{entry.name}.{key}", tuple(self._param.shape)
+
+    def begins_with(self) -> list[Block]:
+        """Returns what the first part needs."""
+        return [*self._whole_blocks(), *self.parts[0].unit.kept_blocks()]
+
+    def at_once(self) -> list[Block]:
+        """Returns what the largest part needs."""
+        kept = (part.unit.kept_blocks() for part in self.parts)
+        return [*self._whole_blocks(), *max(kept, key=lambda found: sum(b.nbytes for b in found))]
+
+    def _whole_blocks(self) -> list[Block]:
+        weights = [] if self.group is None else [self.group.block]
+        return weights + [unit.block for unit in self.grad_units()]
+
+    # -- the step --------------------------------------------------------
+
+    def step(
+        self,
+        runtime: ModuleRuntime,
+        groups: Sequence[dict[str, Any]],
+        state: State,
+        scaling: Scaling | None = None,
+        *,
+        owed: bool = False,
+        meanwhile: Callable[[], None] | None = None,
+        write: Callable[[Sequence[Block]], None] | None = None,
+    ) -> None:
+        """Steps part by part, each whole or not; see :meth:`StepUnit.step`."""
+        if self.group is not None and self.group.freed:
+            self.refuse_freed()
+        (entry,) = self.entries
+        if not owed:
+            runtime.grads.sync(entry)
+        self.flush()
+        stored = entry.has_grad
+        with self._open(runtime):
+            if entry.param.grad is not None and not owed and (entry.materialized or not stored):
+                self._gradient = entry.param.grad.to(self._param.device).contiguous()
+            if self._gradient is None:
+                return
+            if self._numbers_then is None:
+                self._numbers_then = _numbers(state.get(self._param, {}))
+            for part in self.parts[self._made :]:
+                fetch, following = meanwhile, self.parts[self._made + 1 : self._made + 2]
+                if meanwhile is not None and following:
+                    coming = following[0].unit.kept_blocks()
+                    fetch = partial(Pipeline(runtime.manager).fetch, coming)
+                part.take_numbers(self._numbers_then)
+                with part.over(self._param, self._gradient):
+                    part.unit.step(runtime, groups, part.state, scaling, meanwhile=fetch)
+                self.scaled |= part.unit.scaled
+                self._made += 1
+                if write is not None:
+                    write(part.unit.kept_blocks())
+            self._begin_anew()
+            self._follows = False
+            if stored and entry.lazy is not None:
+                refresh(entry.lazy, self._gradient)
+        self._publish(runtime, state)
+        if stored and owed and entry.param.grad is not entry.lazy:
+            runtime.grads.clear(entry)  # forgotten or replaced while the step was owed
+
+    @contextmanager
+    def _open(self, runtime: ModuleRuntime) -> Iterator[None]:
+        """Holds weights and gradient, if that is in the tiers.
+
+        No frame has them: with the traceback of a failure it would keep their places.
+        """
+        (entry,), manager = self.entries, runtime.manager
+        units = [u for u in self.grad_units() if entry.has_grad]
+        self.foreign.hold()
+        slots = []
+        stepped = False
+        before = 0
+        try:
+            slots = manager.acquire_all([u.block for u in units])
+            for unit, slot in zip(units, slots, strict=True):
+                runtime.grads.settle(unit, slot)
+                before += versions(slot.views)
+            self._follows |= self.foreign.look()
+            for part in self.parts:
+                part.seen.written = self._follows
+            stepped, self.scaled = True, False
+            self._gradient = slots[0].views[entry.unit_index] if slots else None
+            yield
+        finally:
+            self._gradient = None
+            try:
+                written = stepped and (
+                    self.spoils or self.scaled or sum(versions(s.views) for s in slots) != before
+                )
+                for unit, slot in zip(units, slots, strict=False):
+                    manager.release(slot.block, dirty=written and self.sees(unit))
+            finally:
+                self.foreign.let_go(dirty=stepped)
+
+    def _begin_anew(self) -> None:
+        self._made, self._numbers_then = 0, None
+
+    def begin(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State) -> None:
+        """Takes in the state that the class makes before any step."""
+        with torch.no_grad(), self._open(runtime):
+            for part in self.parts:
+                with part.over(self._param):
+                    part.unit.begin(runtime, groups, part.state)
+            self._follows = False
+        self._publish(runtime, state)
+
+    def zero_grad(self, runtime: ModuleRuntime, *, set_to_none: bool) -> None:
+        """Forgets the gradient, or sets it to zero."""
+        self._begin_anew()
+        super().zero_grad(runtime, set_to_none=set_to_none)
+
+    # -- the state, as users see it --------------------------------------
+
+    def is_viewed(self) -> bool:
+        """Whether somebody may have a view of the state."""
+        return any(map(is_viewed, self._shown.values()))
+
+    def flush(self) -> None:
+        """Takes in what was written through views of the state."""
+        for shown in self._shown.values():
+            flush(shown)
+
+    def _publish(self, runtime: ModuleRuntime, state: State) -> None:
+        """Shows the state of all parts as the parameter's."""
+        first = self.parts[0].state.get(self.parts[0].param)
+        if first is None:
+            return
+        kept = state.setdefault(self._param, {})
+        kept.clear()
+        for key, value in first.items():
+            if not isinstance(value, LazyTensor):
+                kept[key] = value
+                continue
+            kept[key] = self._show(runtime, key, value.dtype)
+            if is_viewed(kept[key]):
+                refresh(kept[key], self._load_whole(runtime, key))
+
+    def _show(self, runtime: ModuleRuntime, key: str, dtype: torch.dtype) -> LazyTensor:
+        found = self._shown.get(key)
+        if found is None:
+            found = self._shown[key] = lazy(
+                self._param.shape,
+                dtype,
+                runtime.manager.device,
+                partial(self._load_whole, runtime, key),
+                partial(self._store_whole, runtime, key),
+            )
+        return found
+
+    def _load_whole(self, runtime: ModuleRuntime, key: str) -> torch.Tensor:
+        runs = [part.unit.load(runtime, key) for part in self.parts]
+        return torch.cat(runs).view(self._param.shape)
+
+    def _store_whole(self, runtime: ModuleRuntime, key: str, value: torch.Tensor) -> None:
+        flat = value.reshape(-1)
+        for part in self.parts:
+            part.unit.store(runtime, key, flat[part.begin : part.end])
+
+    # -- into and out of state dicts -------------------------------------
+
+    def state_in(
+        self, runtime: ModuleRuntime, state: State
+    ) -> Iterator[tuple[torch.Tensor, State]]:
+        """Yields the parameter with copies of its state in host memory, if it has any."""
+        if not state.get(self._param):
+            return
+        self.flush()
+        values = _numbers(state[self._param])
+        runs: dict[str, list[torch.Tensor]] = {}
+        for part in self.parts:
+            block = part.unit.block
+            tensors = runtime.manager.read(block) if block is not None else []
+            for (_, key), tensor in zip(part.unit.keys, tensors, strict=True):
+                runs.setdefault(key, []).append(tensor)
+        for key, value in state[self._param].items():
+            if isinstance(value, LazyTensor):
+                values[key] = torch.cat(runs[key]).view(self._param.shape)
+        yield self._param, {key: values[key] for key in state[self._param]}
+
+    def take_state(
+        self,
+        runtime: ModuleRuntime,
+        state: State,
+        loaded: State | None,
+        take: Callable[[StepUnit, State, dict[int, State]], None],
+    ) -> None:
+        """Takes state over.
+
+        Args:
+            runtime: The modules' runtime.
+            state: The tiered optimizer's, to be kept up to date.
+            loaded: The parameter's, which fits; None for none.
+            take: Has a part's unit take its share: given the unit, where it shows it, and the
+                share by the id of the part's parameter.
+        """
+        self._begin_anew()
+        for shown in self._shown.values():
+            forget(shown)
+        state.pop(self._param, None)
+        for part in self.parts:
+            part.state.clear()
+            share: dict[int, State] = {}
+            if loaded is not None:
+                share[id(part.param)] = {k: self._share(part, v) for k, v in loaded.items()}
+            take(part.unit, part.state, share)
+        self._publish(runtime, state)
+
+    def _share(self, part: Part, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.dim() and value.shape == self._param.shape:
+            return value.reshape(-1)[part.begin : part.end]
+        return value.clone()
+
+    def masters_in(
+        self, runtime: ModuleRuntime, weight: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields the parameter with a copy of its master in host memory.
+
+        Args:
+            runtime: The modules' runtime.
+            weight: The parameter's value in host memory.
+        """
+        runs = []
+        flat = weight.reshape(-1)
+        for part in self.parts:
+            masters = part.unit.masters
+            if masters is None:
+                return
+            stored = []
+            if masters.block is not None and masters.made:
+                stored = runtime.manager.read(masters.block)
+            mine = {id(part.param): flat[part.begin : part.end]}
+            runs += [value.reshape(-1) for _, value in masters.values(stored, mine)]
+        yield self._param, torch.cat(runs).view(weight.shape)
+
+    def take_master(self, runtime: ModuleRuntime, loaded: torch.Tensor) -> None:
+        """Takes a loaded master over, and casts the weights from it."""
+        flat = loaded.reshape(-1)
+        with torch.no_grad(), self._open(runtime):
+            for part in self.parts:
+                with part.over(self._param), part.unit.held(runtime):
+                    if part.unit.masters is not None:
+                        part.unit.masters.take({id(part.param): flat[part.begin : part.end]})
+            self._follows = False
+
+
+def _numbers(state: State) -> State:
+    """Returns what is not in the tiers, as it is now."""
+    return {
+        key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for key, value in state.items()
+        if not isinstance(value, LazyTensor)
+    }
