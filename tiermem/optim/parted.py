@@ -49,6 +49,8 @@ _MOST = 8
 _EACH = 16
 """And a part of it then takes one of so many: three of them, weights and gradient fit beside what
 else streams, and a layer's own state is seldom as large as that."""
+_LEAST = 64 << 20
+"""Bytes: what is smaller is up and down in milliseconds, and is stepped as a whole."""
 _ALIGNED = 1024
 """Elements. Runs begin and end where vectors and cache lines do, so that every element goes through
 the same instructions as in the whole."""
@@ -63,9 +65,9 @@ def parts_of(elements: int, nbytes: int, hbm: int) -> list[tuple[int, int]]:
         hbm: Bytes of HBM.
 
     Returns:
-        Where each begins and ends; one where it is small beside HBM.
+        Where each begins and ends; one where it is small, or small beside HBM.
     """
-    if nbytes * _MOST <= hbm:
+    if nbytes < _LEAST or nbytes * _MOST <= hbm:
         return [(0, elements)]
     count = -(-nbytes * _EACH // max(1, hbm))
     length = -(-elements // count)
@@ -185,9 +187,14 @@ class PartedUnit(StepUnit):
         return [*self._whole_blocks(), *self.parts[0].unit.kept_blocks()]
 
     def at_once(self) -> list[Block]:
-        """Returns what the largest part needs."""
+        """Returns what the largest part needs, three times.
+
+        Weights and gradient stay where they are while parts come and go, and the rest of HBM may be
+        on both sides of either: one of three runs has room for a part then.
+        """
         kept = (part.unit.kept_blocks() for part in self.parts)
-        return [*self._whole_blocks(), *max(kept, key=lambda found: sum(b.nbytes for b in found))]
+        largest = max(kept, key=lambda found: sum(block.nbytes for block in found))
+        return [*self._whole_blocks(), *largest, *largest, *largest]
 
     def _whole_blocks(self) -> list[Block]:
         weights = [] if self.group is None else [self.group.block]

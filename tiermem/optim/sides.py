@@ -11,6 +11,7 @@ from torch import nn
 from tiermem.core.block import Extent, Tier, align_up
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.host import HostSide, can_be_on_host, with_fused
+from tiermem.optim.parted import PartedUnit
 from tiermem.optim.probe import Make, settings_of
 from tiermem.optim.share import Speeds, choose_host, measure
 from tiermem.optim.spread import Traffic, measure_both, spread
@@ -54,8 +55,9 @@ def choose_sides(
         CapacityError: If the DRAM budget does not hold the staging; nothing is changed.
     """
     groups: dict[int, list[StepUnit]] = {}
-    for unit in units:
-        if can_be_on_host(runtime, unit):
+    parted = {id(unit.group) for unit in units if isinstance(unit, PartedUnit)}
+    for unit in units:  # all of a block of weights is on one side
+        if id(unit.group) not in parted and can_be_on_host(runtime, unit):
             groups.setdefault(id(unit.group), []).append(unit)
     if not groups:
         return False, None
