@@ -239,6 +239,11 @@ def test_a_step_goes_on_after_the_part_where_it_failed(overlap: Any, forgets: bo
 
         broken.held = held  # type: ignore[method-assign]
         twins.backward(2)
+        if overlap == "backward":
+            with pytest.raises(tiermem.StepError, match="zero_grad"):
+                twins.optimizer.zero_grad()
+            with pytest.raises(tiermem.StepError, match=r"2 of .* parts stepped"):
+                unit.zero_grad(twins.tier._runtime, set_to_none=True)
         twins.by_hand.step()
         with pytest.raises(tiermem.StorageError, match=rf"2 of {len(unit.parts)} parts stepped"):
             twins.optimizer.step()

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from tiermem.core.block import Block
+from tiermem.errors import StepError
 from tiermem.nn.lazy import LazyTensor, flush, forget, is_viewed, lazy, refresh
 from tiermem.nn.placeholder import shared_placeholder
 from tiermem.nn.runtime import ModuleRuntime
@@ -295,8 +296,16 @@ class PartedUnit(StepUnit):
         self._publish(runtime, state)
 
     def zero_grad(self, runtime: ModuleRuntime, *, set_to_none: bool) -> None:
-        """Forgets the gradient, or sets it to zero."""
-        self._begin_anew()
+        """Forgets the gradient, or sets it to zero.
+
+        Raises:
+            StepError: If some parts were stepped with it, and the others were not.
+        """
+        if self._made:
+            raise StepError(
+                f"zero_grad() while the step of {self.name!r} is unfinished: call "
+                "optimizer.step(), it goes on where it stopped"
+            )
         super().zero_grad(runtime, set_to_none=set_to_none)
 
     # -- the state, as users see it --------------------------------------
