@@ -54,6 +54,7 @@ def small_parts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parted, "_ALIGNED", 64)
         patch.setattr(parted, "_LEAST", 0)
+        patch.setattr(parted, "_MOST", 8)
         yield
 
 
