@@ -46,7 +46,7 @@ class Mutation:
 
 _RUNTIME, _CORE = "tiermem/runtime/", "tiermem/core/"
 _PIECES, _SAVED = "tiermem/transfer/filepieces.py", "tiermem/nn/saved.py"
-_COPY = "tiermem/transfer/copy.py"
+_COPY, _PARTS = "tiermem/transfer/copy.py", "tiermem/optim/parted.py"
 
 _ELSEWHERE = (
     # leases, aliases, dirty marks
@@ -495,8 +495,41 @@ _ACTIVATIONS = (
 )
 """Saved tensors below HBM. Copies are as late as their order allows in these tests."""
 
+_PARTED = (
+    (
+        "a part begins with numbers of its own",
+        "                part.take_numbers(self._numbers_then)\n",
+        "",
+    ),
+    (
+        "a step begins anew with its first part",
+        "for part in self.parts[self._made :]:",
+        "for part in self.parts:",
+    ),
+    (
+        "masters of parts do not follow their weights",
+        "part.seen.written = self._follows",
+        "part.seen.written = False",
+    ),
+    (
+        "views of the whole state are not brought up to date",
+        "            if is_viewed(kept[key]):\n",
+        "            if False:\n",
+    ),
+    (
+        "a gradient that parts have unscaled is not written back",
+        "                    manager.release(slot.block, dirty=written and self.sees(unit))",
+        "                    manager.release(slot.block, dirty=False)",
+    ),
+)
+"""A large parameter's step in parts."""
+
 MUTATIONS = (
     *_ELSEWHERE,
+    *(
+        Mutation(name, _PARTS, old, new, ("tests/unit/test_optim_parted.py",))
+        for name, old, new in _PARTED
+    ),
     *(
         Mutation(
             name,

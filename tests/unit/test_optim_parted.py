@@ -266,3 +266,25 @@ def test_a_step_goes_on_after_the_part_where_it_failed(overlap: Any, forgets: bo
         twins.step()
         twins.check()
         assert_same(dict(twins.plain.state_dict()), dict(twins.model.state_dict()), "weights")
+
+
+def test_gradients_that_the_step_unscales_are_kept_like_that() -> None:
+    """torch's fused kernels undo a loss scale in the gradients themselves."""
+    options = {"settings": {"lr": 0.01, "fused": True}, "master_dtype": None}
+    with Twins(lambda: Wide(torch.float32), Tiers("dram"), **options) as twins:
+        assert in_parts(twins)
+        plain = twins.by_hand.optimizer
+        scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+        for step in range(2):
+            twins.backward(step, scale=8.0)
+            for scaler, optimizer in zip(scalers, (plain, twins.optimizer), strict=True):
+                scaler.scale(torch.zeros(()))
+                scaler.step(optimizer)
+                scaler.update()
+            mine, theirs = twins.model.embed.weight.grad, twins.plain.embed.weight.grad
+            assert mine is not None
+            assert theirs is not None
+            assert torch.equal(mine.clone(), theirs)
+            twins.by_hand.zero_grad()
+            twins.optimizer.zero_grad()
+        twins.check()
