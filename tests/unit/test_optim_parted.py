@@ -54,7 +54,7 @@ def small_parts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parted, "_ALIGNED", 64)
         patch.setattr(parted, "_LEAST", 0)
-        patch.setattr(parted, "_MOST", 8)
+        patch.setattr(parted, "_MOST", 0.125)
         yield
 
 
@@ -65,13 +65,14 @@ def in_parts(twins: Twins) -> list[PartedUnit]:
 @given(st.integers(1, 10**9), st.integers(1, 64), st.integers(1, 1 << 40))
 def test_parts_are_runs_of_all_elements(elements: int, each: int, hbm: int) -> None:
     nbytes = elements * each
-    runs = parts_of(elements, nbytes, hbm) if nbytes < 4096 * hbm else [(0, elements)]
+    runs = parts_of(elements, nbytes, hbm)
     assert [begin for begin, _ in runs] == [0, *(end for _, end in runs[:-1])]
     assert runs[-1][1] == elements
     assert all(begin % 64 == 0 and end > begin for begin, end in runs)
-    if nbytes <= hbm // 8:
+    if nbytes <= 0.125 * hbm:
         assert len(runs) == 1
-    if len(runs) > 1:
+    assert len(runs) <= 256
+    if 1 < len(runs) and nbytes <= 16 * hbm:
         assert max(end - begin for begin, end in runs) * each <= hbm // 16 + 64 * each
 
 

@@ -45,12 +45,14 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 )
 """Classes that may be stepped in parts; no subclasses, which may do anything."""
 
-_MOST = 2
-"""What is kept for a parameter may take one of so many parts of HBM before it is parted. With an
-eighth, training at 16,384 tokens was some percent slower on an H200, not faster as simulated."""
+_MOST = 0.8
+"""So much of what weights and gradient leave of HBM may a parameter's state and master take before
+they are parted. With an eighth, training at 16,384 tokens was some percent slower on an H200, not
+faster as simulated."""
 _EACH = 16
-"""And a part of it then takes one of so many: three of them, weights and gradient fit beside what
-else streams."""
+"""And a part takes one of so many parts of it: three of them fit beside what else streams."""
+_PARTS = 256
+"""No parameter has more: where there is next to no room, HBM is refused and the least asked for."""
 _LEAST = 64 << 20
 """Bytes: what is smaller is up and down in milliseconds, and is stepped as a whole."""
 _ALIGNED = 1024
@@ -58,20 +60,20 @@ _ALIGNED = 1024
 the same instructions as in the whole."""
 
 
-def parts_of(elements: int, nbytes: int, hbm: int) -> list[tuple[int, int]]:
+def parts_of(elements: int, nbytes: int, room: int) -> list[tuple[int, int]]:
     """Cuts a parameter into runs of elements for its steps.
 
     Args:
         elements: How many it has.
         nbytes: Of its state and master.
-        hbm: Bytes of HBM.
+        room: Bytes of HBM beside its weights and gradient.
 
     Returns:
-        Where each begins and ends; one where it is small, or small beside HBM.
+        Where each begins and ends; one where it is small, or there is room enough.
     """
-    if nbytes < _LEAST or nbytes * _MOST <= hbm:
+    if nbytes < _LEAST or nbytes <= _MOST * room:
         return [(0, elements)]
-    count = -(-nbytes * _EACH // max(1, hbm))
+    count = min(_PARTS, -(-nbytes * _EACH // max(1, room)))
     length = -(-elements // count)
     length += -length % _ALIGNED
     return [(at, min(elements, at + length)) for at in range(0, elements, length)]

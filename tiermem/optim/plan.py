@@ -110,7 +110,11 @@ def _in_parts(
     if not whole or not weight.stride == gradient.stride == rows:
         return unit
     each = sum(v.dtype.itemsize for v in found.values()) + (own.itemsize if own is not param else 0)
-    runs = parts_of(param.numel(), param.numel() * each, runtime.manager.table.hbm.capacity)
+    table = runtime.manager.table
+    beside = {r.block.id: r.block.nbytes for r in table if r.fixed}
+    beside |= {block.id: block.nbytes for block in (entry.group.block, entry.unit.block)}
+    room = max(0, table.hbm.capacity - sum(beside.values()))
+    runs = parts_of(param.numel(), param.numel() * each, room)
     return PartedUnit(unit, runs) if len(runs) > 1 else unit
 
 
