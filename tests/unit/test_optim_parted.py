@@ -72,7 +72,7 @@ def test_parts_are_runs_of_all_elements(elements: int, each: int, hbm: int) -> N
     if nbytes <= 0.125 * hbm:
         assert len(runs) == 1
     assert len(runs) <= 256
-    if 1 < len(runs) and nbytes <= 16 * hbm:
+    if len(runs) > 1 and nbytes <= 16 * hbm:
         assert max(end - begin for begin, end in runs) * each <= hbm // 16 + 64 * each
 
 
