@@ -27,7 +27,7 @@ _LATE = 1.1
 _BUSY = 1.3
 """So many times the time that a step takes beside copies alone, it takes while a model is trained
 besides. On an H200's host with 16 cores 25 Mi elements of AdamW took 19 ms beside copies and 25 to
-28 ms in backward; where the host had a third by the first figure, forward waited 0.16 s for it."""
+28 ms in backward; with a third of the steps at that speed, forward waits 0.16 s (simulated)."""
 _FORWARD = 0.25
 """Of backward's time for a block: the time of forward, with recomputation."""
 _SLACK = 0.05
