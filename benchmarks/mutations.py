@@ -516,11 +516,6 @@ _PARTED = (
         "            if is_viewed(kept[key]):\n",
         "            if False:\n",
     ),
-    (
-        "a gradient that parts have unscaled is not written back",
-        "                    manager.release(slot.block, dirty=written and self.sees(unit))",
-        "                    manager.release(slot.block, dirty=False)",
-    ),
 )
 """A large parameter's step in parts."""
 
@@ -529,6 +524,13 @@ MUTATIONS = (
     *(
         Mutation(name, _PARTS, old, new, ("tests/unit/test_optim_parted.py",))
         for name, old, new in _PARTED
+    ),
+    Mutation(
+        "a gradient that a step has unscaled is not written back",
+        "tiermem/optim/held.py",
+        "                        written = unit.sees(self._gradients[index]) and (",
+        "                        written = False and (",
+        ("tests/unit/test_optim_parted.py",),
     ),
     *(
         Mutation(

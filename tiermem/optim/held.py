@@ -22,10 +22,18 @@ class Held:
     made, and the masters point at their bytes.
     """
 
-    def __init__(self, unit: StepUnit, runtime: ModuleRuntime) -> None:
-        """Holds nothing yet."""
+    def __init__(self, unit: StepUnit, runtime: ModuleRuntime, *, kept: bool = True) -> None:
+        """Holds nothing yet.
+
+        Args:
+            unit: Whose step it is.
+            runtime: The modules' runtime.
+            kept: Whether state and masters are held as well.
+        """
         self._unit = unit
         self._runtime = runtime
+        self._kept = unit.kept_blocks() if kept else []
+        self._masters = unit.masters if kept else None
         self._gradients: list[GradUnit] = []
         self._slots: list[Slot] = []
         self._versions: list[int] = []
@@ -52,7 +60,7 @@ class Held:
     def _open(self) -> dict[int, Slot]:
         unit, runtime = self._unit, self._runtime
         self._gradients = [u for u in unit.grad_units() if any(e.has_grad for e in u.entries)]
-        blocks = [u.block for u in self._gradients] + unit.kept_blocks()
+        blocks = [u.block for u in self._gradients] + self._kept
         self._slots = runtime.manager.acquire_all(blocks)
         for u, slot in zip(self._gradients, self._slots, strict=False):
             runtime.grads.settle(u, slot)
@@ -60,17 +68,17 @@ class Held:
         unit.scaled = False
         self._stepped = True
         slots = {id(slot.block): slot for slot in self._slots}
-        if unit.masters is not None:
+        if self._masters is not None:
             follows = unit.foreign.look()
-            unit.masters.open(slots.get(id(unit.masters.block)), follows=follows)
+            self._masters.open(slots.get(id(self._masters.block)), follows=follows)
         return slots
 
     def _close(self) -> None:
         """Lets go of all of it, and says what was written."""
         unit, manager = self._unit, self._runtime.manager
         try:
-            if self._stepped and unit.masters is not None:
-                unit.masters.close()
+            if self._stepped and self._masters is not None:
+                self._masters.close()
         finally:
             try:
                 for index, slot in enumerate(self._slots):

@@ -32,7 +32,6 @@ from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.shapes import follow
 from tiermem.optim.casts import cast
 from tiermem.optim.held import versions
-from tiermem.optim.parted import PartedUnit
 from tiermem.optim.plainstep import run
 from tiermem.optim.probe import Make
 from tiermem.optim.scaling import Scaling
@@ -73,9 +72,9 @@ def with_fused(make: Make) -> Make:
 def can_be_on_host(runtime: ModuleRuntime, unit: StepUnit) -> bool:
     """Whether everything that a unit's step uses has its home below HBM."""
     table = runtime.manager.table
-    if unit.group is None or isinstance(unit, PartedUnit):
-        return False
-    return all(table[block.id].home is not Tier.HBM for block in unit.blocks())
+    return unit.group is not None and all(
+        table[block.id].home is not Tier.HBM for block in unit.blocks()
+    )
 
 
 @dataclass(slots=True, eq=False)

@@ -25,7 +25,8 @@ from tiermem.nn.lazy import LazyTensor, flush, forget, is_viewed, lazy, refresh
 from tiermem.nn.placeholder import shared_placeholder
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.foreign import ForeignWrites
-from tiermem.optim.held import versions
+from tiermem.optim.groups import frozen
+from tiermem.optim.held import Held
 from tiermem.optim.master import Masters
 from tiermem.optim.scaling import Scaling
 from tiermem.optim.unit import State, StepUnit
@@ -124,8 +125,7 @@ class Part:
         """Gives it the numbers that all parts have (how many steps were made)."""
         kept = self.state.get(self.param)
         if kept is not None:
-            for key, value in numbers.items():
-                kept[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            kept.update(frozen(numbers))
 
     @contextmanager
     def over(self, weight: torch.Tensor, gradient: torch.Tensor | None = None) -> Iterator[None]:
@@ -258,33 +258,17 @@ class PartedUnit(StepUnit):
 
         No frame has them: with the traceback of a failure it would keep their places.
         """
-        (entry,), manager = self.entries, runtime.manager
-        units = [u for u in self.grad_units() if entry.has_grad]
-        self.foreign.hold()
-        slots = []
-        stepped = False
-        before = 0
-        try:
-            slots = manager.acquire_all([u.block for u in units])
-            for unit, slot in zip(units, slots, strict=True):
-                runtime.grads.settle(unit, slot)
-                before += versions(slot.views)
+        (entry,) = self.entries
+        with Held(self, runtime, kept=False) as slots:
             self._follows |= self.foreign.look()
             for part in self.parts:
                 part.seen.written = self._follows
-            stepped, self.scaled = True, False
-            self._gradient = slots[0].views[entry.unit_index] if slots else None
-            yield
-        finally:
-            self._gradient = None
+            if entry.unit is not None and entry.has_grad:
+                self._gradient = slots[id(entry.unit.block)].views[entry.unit_index]
             try:
-                written = stepped and (
-                    self.spoils or self.scaled or sum(versions(s.views) for s in slots) != before
-                )
-                for unit, slot in zip(units, slots, strict=False):
-                    manager.release(slot.block, dirty=written and self.sees(unit))
+                yield
             finally:
-                self.foreign.let_go(dirty=stepped)
+                self._gradient = None
 
     def _begin_anew(self) -> None:
         self._made, self._numbers_then = 0, None
@@ -449,8 +433,4 @@ class PartedUnit(StepUnit):
 
 def _numbers(state: State) -> State:
     """Returns what is not in the tiers, as it is now."""
-    return {
-        key: value.detach().clone() if isinstance(value, torch.Tensor) else value
-        for key, value in state.items()
-        if not isinstance(value, LazyTensor)
-    }
+    return frozen({k: value for k, value in state.items() if not isinstance(value, LazyTensor)})

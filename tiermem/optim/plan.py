@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tiermem.config import format_size
-from tiermem.core.block import Extent, Role, Tier
+from tiermem.core.block import Block, Extent, Role, Tier
 from tiermem.core.layout import TensorShape, pack
 from tiermem.errors import CapacityError
 from tiermem.nn.group import Entry
@@ -83,7 +83,8 @@ def plan_units(
             for param, number in unit.members
         )
     if elementwise:
-        units = [_in_parts(runtime, unit, groups, first, probe) for unit in units]
+        room = runtime.manager.table.hbm.capacity - _fixed_nbytes(runtime)
+        units = [_in_parts(runtime, unit, groups, first, probe, room) for unit in units]
     _reserve(runtime, units, groups, first, probe, overlap=overlap, on_host=on_host)
     return units
 
@@ -94,8 +95,12 @@ def _in_parts(
     groups: Sequence[dict[str, Any]],
     first: int,
     probe: StateProbe,
+    room: int,
 ) -> StepUnit:
-    """Returns a unit that steps a large parameter in parts, or the same where it is not large."""
+    """Returns a unit that steps a large parameter in parts, or the same where it is not large.
+
+    ``room`` is what HBM has for blocks that come and go, in bytes.
+    """
     if len(unit.members) != 1 or len(unit.entries) != 1 or probe.sparse:
         return unit
     (entry,), ((param, number),) = unit.entries, unit.members
@@ -110,11 +115,8 @@ def _in_parts(
     if not whole or not weight.stride == gradient.stride == rows:
         return unit
     each = sum(v.dtype.itemsize for v in found.values()) + (own.itemsize if own is not param else 0)
-    table = runtime.manager.table
-    beside = {r.block.id: r.block.nbytes for r in table if r.fixed}
-    beside |= {block.id: block.nbytes for block in (entry.group.block, entry.unit.block)}
-    room = max(0, table.hbm.capacity - sum(beside.values()))
-    runs = parts_of(param.numel(), param.numel() * each, room)
+    beside = _loose_nbytes(runtime, [entry.group.block, entry.unit.block])
+    runs = parts_of(param.numel(), param.numel() * each, max(0, room - beside))
     return PartedUnit(unit, runs) if len(runs) > 1 else unit
 
 
@@ -241,6 +243,17 @@ def _state_of(
     return shapes, keys
 
 
+def _fixed_nbytes(runtime: ModuleRuntime) -> int:
+    """Returns the bytes of HBM that are taken for good."""
+    return sum(record.block.nbytes for record in runtime.manager.table if record.fixed)
+
+
+def _loose_nbytes(runtime: ModuleRuntime, blocks: Sequence[Block]) -> int:
+    """Returns the bytes of those of some blocks that come and go."""
+    table = runtime.manager.table
+    return sum(block.nbytes for block in blocks if not table[block.id].fixed)
+
+
 def _check_step(runtime: ModuleRuntime, units: Sequence[StepUnit], held: int) -> None:
     """Refuses a device budget in which a step could not be made.
 
@@ -250,13 +263,11 @@ def _check_step(runtime: ModuleRuntime, units: Sequence[StepUnit], held: int) ->
         held: Bytes of blocks that may be held beside it, its own weights among them.
     """
     table = runtime.manager.table
-    fixed = sum(r.block.nbytes for r in table if r.fixed)
+    fixed = _fixed_nbytes(runtime)
     for unit in units:
-        blocks = [b for b in unit.at_once() if not table[b.id].fixed]
-        need = fixed + sum(b.nbytes for b in blocks)
+        need = fixed + _loose_nbytes(runtime, unit.at_once())
         if held and unit.group is not None:
-            weights = 0 if table[unit.group.block.id].fixed else unit.group.block.nbytes
-            need += max(0, held - weights)
+            need += max(0, held - _loose_nbytes(runtime, [unit.group.block]))
         if need > table.hbm.capacity:
             raise CapacityError(
                 f"an optimizer step of block {unit.name!r} takes {format_size(need)} in tier hbm: "
