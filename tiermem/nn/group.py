@@ -190,11 +190,14 @@ class Group(Holder):
         """Takes a tensor back that was freed."""
         member.materialized = False
         self._sort_members()
-        if self._slot is None:
+        slot = self._slot
+        if slot is not self.manager.slots.current.get(self.block.id):
+            slot = self._slot = None  # nothing pointed at it, so nobody said that the block left
+        if slot is None:
             member.point(member.placeholder, member.away)
         else:
-            member.point(self._slot.views[member.index], member.kind if self.holds else member.away)
-            self._slot.pointed += 1
+            member.point(slot.views[member.index], member.kind if self.holds else member.away)
+            slot.pointed += 1
 
     def hold(self) -> None:
         """Leases the block and points its tensors at it."""

@@ -1,0 +1,35 @@
+"""After ``materialize`` nothing looks at a place that its block has left meanwhile."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import tiermem
+from tests.support_nn import same_bits, seed
+
+WIDTH, COUNT = 64, 6
+NBYTES = WIDTH * WIDTH * 4
+LAYER = st.integers(0, COUNT - 1)
+
+
+@given(st.lists(st.tuples(LAYER, st.lists(LAYER, max_size=6)), min_size=1, max_size=6))
+def test_who_comes_to_a_place_is_not_taken_for_seen(turns: list[tuple[int, list[int]]]) -> None:
+    seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT)]
+    before = [layer.weight.detach().clone() for layer in layers]
+    with tiermem.TierManager("cpu", hbm=3 * NBYTES, dram="1MiB") as tier, torch.no_grad():
+        tier.wrap(nn.Sequential(*layers))
+        table, current = tier._manager.table, tier._manager.slots.current
+        for chosen, others in turns:
+            layers[chosen](torch.ones(1, WIDTH))
+            with tier.materialize(layers[chosen]):
+                for other in others:
+                    layers[other](torch.ones(1, WIDTH))
+            assert not any(slot.aliased for slot in current.values())
+            assert not any(record.leases for record in table)
+        for layer, weight in zip(layers, before, strict=True):
+            with tier.materialize(layer):
+                assert same_bits(layer.weight, weight)
