@@ -87,6 +87,7 @@ class GradStore:
         self._measured: dict[int, tuple[Measure, torch.Tensor]] = {}
         self._arriving: GradUnit | None = None
         self._pipeline: Pipeline | None = None
+        self._unheard: dict[int, Entry] = {}  # whose gradients once came without being announced
 
     def track(self, entry: Entry) -> None:
         """Watches the gradients of a parameter from now on."""
@@ -202,13 +203,26 @@ class GradStore:
     def sync(self, entry: Entry) -> None:
         """Takes up what a user did to ``param.grad``: another tensor or None ends our own."""
         if self._displaced:
-            self.restore()
-        if not entry.has_grad:
+            self.restore(unheard=torch._C._current_graph_task_id() == -1)
+        if not entry.has_grad or entry.displaced:
             return
         if entry.param.grad is not entry.lazy:
             self.clear(entry)
         else:
             flush(entry.lazy)
+
+    def begin_backward(self) -> None:
+        """A backward begins: makes way for gradients that are not going to be announced.
+
+        torch 2.6 forgets the hooks of a parameter when Python code (a compiled block's backward,
+        a ``torch.autograd.Function``) has looked at what was saved of it, under any pair of
+        saved-tensor hooks; what runs after it was accumulated is still called.
+        """
+        for key, entry in list(self._unheard.items()):
+            if entry.group.freed:
+                del self._unheard[key]
+            else:
+                self._before(entry)
 
     def end_backward(self) -> None:
         """A backward is over: nothing arrives any more."""
@@ -216,16 +230,23 @@ class GradStore:
         self._arrives(None)
         self._pipeline = None
 
-    def restore(self) -> None:
+    def restore(self, *, unheard: bool = True) -> None:
         """Puts stand-ins back that made way for a gradient that was never accumulated.
 
         ``torch.autograd.grad`` computes gradients of parameters and leaves ``param.grad`` alone.
+
+        Args:
+            unheard: Whether also for those that come unannounced, and may still.
         """
+        waiting: list[Entry] = []
         for entry in self._displaced:
+            if entry.displaced and not unheard and id(entry.param) in self._unheard:
+                waiting.append(entry)
+                continue
             if entry.displaced and entry.has_grad and entry.param.grad is None:
                 self.expose(entry)
             entry.displaced = False
-        self._displaced.clear()
+        self._displaced = waiting
 
     def dtype_of(self, entry: Entry) -> torch.dtype:
         """Returns the dtype that gradients of a parameter are kept in."""
@@ -324,8 +345,9 @@ class GradStore:
         like = torch.empty(entry.param.shape, dtype=self.dtype_of(entry), device="meta")
         return shape_of(entry.name, like, entry.group.block.tensors[entry.index].stride)
 
-    def _before(self, entry: Entry, _gradient: torch.Tensor) -> None:
+    def _before(self, entry: Entry, _gradient: torch.Tensor | None = None) -> None:
         """Runs before autograd accumulates: gets the lazy stand-in out of its way."""
+        entry.announced = True
         if entry.materialized:
             return
         self._runtime.enter_backward()
@@ -354,6 +376,11 @@ class GradStore:
 
     def _after(self, entry: Entry, _param: torch.Tensor) -> None:
         """Runs after autograd has put a new gradient into ``param.grad``."""
+        if not entry.announced:
+            self._unheard[id(entry.param)] = entry
+            for watcher in self.watchers:
+                watcher.arriving(entry)
+        entry.announced = False
         with torch._C.DisableTorchFunctionSubclass():
             stored = self._take_in(entry)
         if stored:

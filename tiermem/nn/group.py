@@ -69,10 +69,21 @@ class Entry(Member):
         has_grad: Whether a gradient is in the tiers.
         displaced: Whether its stand-in made way for a new gradient that is not there yet.
         tracked: Whether gradients of it are taken.
+        announced: Whether one was said to come and has not come yet.
         lazy: What stands for the gradient in ``param.grad``.
     """
 
-    __slots__ = ("displaced", "has_grad", "lazy", "name", "param", "tracked", "unit", "unit_index")
+    __slots__ = (
+        "announced",
+        "displaced",
+        "has_grad",
+        "lazy",
+        "name",
+        "param",
+        "tracked",
+        "unit",
+        "unit_index",
+    )
 
     def __init__(self, param: nn.Parameter, name: str, group: Group, index: int) -> None:
         """Describes ``param``; moves nothing."""
@@ -84,6 +95,7 @@ class Entry(Member):
         self.has_grad = False
         self.displaced = False
         self.tracked = False
+        self.announced = False
         self.lazy: torch.Tensor | None = None
 
 

@@ -254,6 +254,7 @@ class ModuleRuntime:
         stepping = [watcher.begins() for watcher in self.backwards]
         self.manager.begin_pass(("backward", self._last_forward, *stepping), order[::-1])
         self.activations.begin_backward()
+        self.grads.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def before_backward(self, scope: Scope) -> None:

@@ -19,13 +19,13 @@ import torch
 
 from tiermem.core.block import Block, Role
 from tiermem.nn.activations import Kept, SavedActivation
+from tiermem.nn.hookpair import Pair, top_pair
 from tiermem.runtime.slots import Slot, typed_view
 
 if TYPE_CHECKING:
     from tiermem.nn.runtime import ModuleRuntime
 
 _REFERRED = (Role.PARAM, Role.BUFFER)
-Pair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class SavedView:
@@ -53,12 +53,6 @@ class _Handed:
     def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
         self.packed = packed
         self.unpack = unpack
-
-
-def top_pair() -> Pair | None:
-    """Returns the pair of saved-tensor hooks in force, or None."""
-    pair: Pair | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return pair
 
 
 class SavedHooks:

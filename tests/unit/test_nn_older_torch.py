@@ -1,0 +1,139 @@
+"""What torch 2.6 does not do, played on whatever torch there is.
+
+It does not tell which saved-tensor hooks are on top, and it forgets the hooks of parameters once
+Python code has looked at what was saved of them under such hooks.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support_nn import Tiers
+from support_optim import Net, Twins, watched
+from torch import nn
+
+from tiermem.nn.hookpair import follow, top_pair
+
+autograd = torch._C._autograd
+told = getattr(autograd, "_top_saved_tensors_default_hooks", None)
+
+
+@pytest.mark.skipif(told is None, reason="this torch does not tell which pair is on top")
+@given(st.lists(st.booleans(), max_size=20))
+def test_who_is_listened_to_tells_what_torch_tells(pushes: list[bool]) -> None:
+    listened = SimpleNamespace(
+        _push_saved_tensors_default_hooks=autograd._push_saved_tensors_default_hooks,
+        _pop_saved_tensors_default_hooks=autograd._pop_saved_tensors_default_hooks,
+    )
+    top = follow(listened)
+    depth = 0
+    try:
+        for number, push in enumerate(pushes):
+            if push:
+                pair: Any = (lambda t, n=number: (n, t), lambda p: p[1])
+                listened._push_saved_tensors_default_hooks(*pair)
+                depth += 1
+            elif depth:
+                listened._pop_saved_tensors_default_hooks()
+                depth -= 1
+            assert top() == top_pair() == told(False)
+    finally:
+        for _ in range(depth):
+            listened._pop_saved_tensors_default_hooks()
+    assert top_pair() is None
+
+
+_WITHOUT = """
+import torch
+if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+    del torch._C._autograd._top_saved_tensors_default_hooks
+import copy, tiermem
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+    def forward(self, x):
+        for layer in self.layers[:2]:
+            x = checkpoint(lambda y: torch.tanh(layer(y)), x, use_reentrant=False)
+        with torch.autograd.graph.save_on_cpu():
+            x = torch.tanh(self.layers[2](x))
+        return self.layers[3](x)
+
+torch.manual_seed(0)
+plain = Net()
+model = copy.deepcopy(plain)
+with tiermem.TierManager("cpu", hbm="16KiB", dram="64KiB") as tier:
+    tier.wrap(model)
+    mine = tier.optimizer(model, torch.optim.AdamW)
+    theirs = torch.optim.AdamW(plain.parameters())
+    for step in range(3):
+        for net, optimizer in ((plain, theirs), (model, mine)):
+            torch.manual_seed(step)
+            net(torch.randn(4, 16, requires_grad=True)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    expected, found = plain.state_dict(), model.state_dict()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert tier.stats().links["dram->hbm"].moves > 12
+"""
+
+
+def test_a_torch_that_does_not_tell_trains_the_same_bits() -> None:
+    subprocess.run([sys.executable, "-W", "error", "-c", _WITHOUT], check=True)
+
+
+def forget_hooks(model: nn.Module) -> None:
+    """Has torch forget the hooks that run before gradients of a model are accumulated."""
+    for param in model.parameters():
+        torch.Tensor._backward_hooks.__set__(param, None)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("overlap", [False, "forward", "backward"])
+@pytest.mark.parametrize("micro", [1, 3])
+def test_gradients_that_are_not_announced(micro: int, overlap: Any) -> None:
+    with watched(Twins(Net, Tiers("dram"), overlap=overlap)) as pair:
+        if overlap == "backward":
+            pair.optimizer.accumulate(micro)
+        forget_hooks(pair.model)
+        for step in range(4):
+            for number in range(micro):
+                pair.backward(micro * step + number, use_extra=number < 2)
+            pair.step()
+            pair.check()
+
+
+def test_a_model_that_was_taken_out_is_forgotten() -> None:
+    with watched(Twins(Net, Tiers("dram"))) as pair:
+        forget_hooks(pair.model)
+        pair.backward(0)
+        unheard = pair.model._call_impl.runtime.grads._unheard
+        assert unheard
+        pair.step()
+        pair.tier.unwrap(pair.model)
+        other = pair.tier.wrap(nn.Linear(8, 8))
+        other(torch.ones(1, 8)).sum().backward()
+        assert not unheard
+
+
+def test_one_that_is_not_accumulated_is_back_after_backward() -> None:
+    with watched(Twins(Net, Tiers("dram"))) as pair:
+        forget_hooks(pair.model)
+        pair.backward(0)
+        assert all(p.grad is not None for p in pair.model.parameters())
+        before = [p.grad.clone() for p in pair.model.parameters()]
+        out = pair.model.layers[0](torch.ones(2, 24, dtype=torch.bfloat16))
+        out.sum().backward()  # of one layer only
+        assert all(p.grad is not None for p in pair.model.parameters())
+        mine = {id(p) for p in pair.model.layers[0].parameters()}
+        for param, old in zip(pair.model.parameters(), before, strict=True):
+            assert id(param) in mine or torch.equal(param.grad, old)

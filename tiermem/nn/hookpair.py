@@ -1,0 +1,67 @@
+"""Which pair of saved-tensor hooks is in force: torch says, or is listened to.
+
+Before 2.7 torch pushed and popped pairs and told nobody which one is on top. There, what pushes and
+pops them (``torch.autograd.graph.saved_tensors_hooks`` and all that derives from it go through two
+functions of ``torch._C._autograd``) is followed from the import of this module on, thread by
+thread. A pair that was pushed before is not known; nor is one that a thread of autograd's takes
+over from the thread that called ``backward()`` inside such a pair.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Pair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+class _Pairs(threading.local):
+    """The pairs that a thread has pushed, the last one on top."""
+
+    def __init__(self) -> None:
+        self.pushed: list[Pair] = []
+
+
+def follow(autograd: Any) -> Callable[[], Pair | None]:
+    """Follows the pairs that are pushed and popped from now on.
+
+    Args:
+        autograd: Has the two functions, which are replaced by such as note what they do.
+
+    Returns:
+        What tells the calling thread's pair on top, or None.
+    """
+    pairs = _Pairs()
+    push: Callable[..., None] = autograd._push_saved_tensors_default_hooks
+    pop: Callable[[], None] = autograd._pop_saved_tensors_default_hooks
+
+    def noted_push(pack: Callable[..., Any], unpack: Callable[..., torch.Tensor]) -> None:
+        push(pack, unpack)
+        pairs.pushed.append((pack, unpack))
+
+    def noted_pop() -> None:
+        pop()
+        if pairs.pushed:
+            pairs.pushed.pop()
+
+    def top() -> Pair | None:
+        return pairs.pushed[-1] if pairs.pushed else None
+
+    autograd._push_saved_tensors_default_hooks = noted_push
+    autograd._pop_saved_tensors_default_hooks = noted_pop
+    return top
+
+
+def _teller(autograd: Any) -> Callable[[], Pair | None]:
+    told: Callable[[bool], Pair | None] | None
+    told = getattr(autograd, "_top_saved_tensors_default_hooks", None)
+    if told is None:
+        return follow(autograd)
+    return lambda: told(False)
+
+
+top_pair: Callable[[], Pair | None] = _teller(torch._C._autograd)
+"""Returns the pair of saved-tensor hooks in force, or None."""
