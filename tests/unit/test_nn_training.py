@@ -717,6 +717,7 @@ def test_compiled_with_the_eager_backend(whole: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning")  # torch is about to drop it
 def test_tracing_is_refused() -> None:
     with Pair(Net, DRAM) as pair:
         with pytest.raises(tiermem.WrapError, match=r"tier\.unwrap"):

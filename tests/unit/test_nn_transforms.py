@@ -87,6 +87,7 @@ def test_a_step_that_is_owed_is_made_outside_of_the_transform_that_asks_for_it()
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own use of it
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:FutureWarning")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_forward_mode_differentiation(overlap: bool) -> None:
     """It saves zeros that have no memory to ask the address of."""

@@ -45,6 +45,17 @@ class SavedView:
         self.version = tensor._version if owner is not None else -1
 
 
+def _passed_over(pack: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a pack hook that covers no other as none of a user's.
+
+    From torch 2.15 on, selective checkpoints hand what they keep to the user's hooks if they are
+    told to, and warn where they are not told. They pass over hooks of checkpoints, which they know
+    by these two names; and what is ours has to be passed over as well.
+    """
+    pack.__dict__.update(_checkpoint_internal=True, _user_hooks=None)
+    return pack
+
+
 class _Handed:
     """What a covered pair made of a tensor, and how to undo it."""
 
@@ -135,6 +146,7 @@ class SavedHooks:
             return None
         return self._manager.by_address.get(address)
 
+    @_passed_over
     def _pack_plain(self, tensor: torch.Tensor) -> Any:
         found = self.reference(tensor)
         if found is not None:
@@ -193,6 +205,16 @@ class _Covering:
         self.outer = outer
         # a checkpoint computes with the weights of then, changed or not
         self.recomputes = getattr(outer[0], "__module__", "") == "torch.utils.checkpoint"
+
+    @property
+    def _checkpoint_internal(self) -> bool:
+        """As :func:`_passed_over` says, where it covers a checkpoint's pair."""
+        return getattr(self.outer[0], "_checkpoint_internal", False)
+
+    @property
+    def _user_hooks(self) -> Pair | None:
+        """The user's pair that such a pair covers."""
+        return getattr(self.outer[0], "_user_hooks", None)
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         found = self.hooks.reference(tensor)

@@ -1,13 +1,16 @@
-"""What torch 2.6 does not do, played on whatever torch there is.
+"""What other versions of torch do or do not do, played on whatever torch there is.
 
-It does not tell which saved-tensor hooks are on top, and it forgets the hooks of parameters once
-Python code has looked at what was saved of them under such hooks.
+2.6 does not tell which saved-tensor hooks are on top, and forgets the hooks of parameters once
+Python code has looked at what was saved of them under such hooks. From 2.15 on selective
+checkpoints look for the user's hooks behind those of checkpoints.
 """
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +21,9 @@ from hypothesis import strategies as st
 from support_nn import Tiers
 from support_optim import Net, Twins, watched
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import tiermem
 from tiermem.nn.hookpair import follow, top_pair
 
 autograd = torch._C._autograd
@@ -137,3 +142,77 @@ def test_one_that_is_not_accumulated_is_back_after_backward() -> None:
         mine = {id(p) for p in pair.model.layers[0].parameters()}
         for param, old in zip(pair.model.parameters(), before, strict=True):
             assert id(param) in mine or torch.equal(param.grad, old)
+
+
+def users_pair() -> Any:
+    """Returns the user's pair as selective checkpoints of torch 2.15 look for it."""
+    pair = top_pair()
+    while pair is not None and getattr(pair[0], "_checkpoint_internal", False):
+        pair = pair[0]._user_hooks  # type: ignore[attr-defined]
+    return pair
+
+
+@pytest.mark.parametrize("users", [False, True])
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_selective_checkpoints_find_the_users_pair(users: bool, checkpoints: bool) -> None:
+    """As if we were not there; where nothing lies between, ours hands on to it."""
+    found: list[Any] = []
+
+    class Looks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found.append(users_pair())
+            return super().forward(x)
+
+    def pack(tensor: torch.Tensor) -> Any:
+        seen.append(tensor)
+        return tensor
+
+    def pack_inside(tensor: torch.Tensor) -> Any:
+        return tensor
+
+    seen: list[torch.Tensor] = []
+    pair = pack, lambda packed: packed
+    pack_inside.__dict__.update(_checkpoint_internal=True, _user_hooks=pair if users else None)
+    with tiermem.TierManager("cpu", hbm="16KiB", dram="64KiB") as tier, ExitStack() as stack:
+        model = tier.wrap(nn.Sequential(Looks(8, 8)))
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        if users:
+            stack.enter_context(hooks(*pair))
+        if checkpoints:
+            stack.enter_context(hooks(pack_inside, lambda packed: packed))
+        out = model(torch.ones(2, 8, requires_grad=True))
+        del out
+    (user,) = found
+    assert (user is not None) is users
+    if users:
+        before = len(seen)
+        user[1](user[0](torch.ones(3)))
+        assert len(seen) == before + 1
+
+
+def opts_in() -> bool:
+    return "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+
+
+@pytest.mark.skipif(not opts_in(), reason="this torch's selective checkpoints know no hooks")
+@pytest.mark.parametrize("users", [False, True])
+def test_selective_checkpoints_that_respect_hooks(users: bool) -> None:
+    class Selective(Net):
+        def forward(self, ids: torch.Tensor, use_extra: bool = True) -> torch.Tensor:
+            keep = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+            whole = super().forward
+            return checkpoint(
+                lambda ids: whole(ids, use_extra),
+                ids,
+                use_reentrant=False,
+                context_fn=lambda: create_selective_checkpoint_contexts(keep),
+                respect_saved_tensors_hooks=True,
+            )
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with watched(Twins(Selective, Tiers("dram"))) as pair:
+        for number in range(3):
+            with hooks if users else nullcontext():
+                pair.backward(number)
+            pair.step()
+            pair.check()
