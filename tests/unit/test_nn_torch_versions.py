@@ -56,10 +56,13 @@ def test_who_is_listened_to_tells_what_torch_tells(pushes: list[bool]) -> None:
 
 
 _WITHOUT = """
+import copy
 import torch
-if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
-    del torch._C._autograd._top_saved_tensors_default_hooks
-import copy, tiermem
+autograd, name = torch._C._autograd, "_top_saved_tensors_default_hooks"
+told = autograd.__dict__.pop(name, None)
+import tiermem
+if told is not None:  # later versions ask for it themselves
+    setattr(autograd, name, told)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

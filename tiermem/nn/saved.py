@@ -74,7 +74,6 @@ class SavedHooks:
         self._runtime = runtime
         self._manager = runtime.manager
         self._plain: Pair = (self._pack_plain, self._unpack)
-        self._ours: dict[int, Pair] = {id(self._plain[0].__func__): self._plain}  # type: ignore[attr-defined]
 
     def on_top(self) -> bool:
         """Whether a pair of ours sees what is saved, or nothing is."""
