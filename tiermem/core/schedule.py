@@ -92,12 +92,6 @@ class Trace:
         self.key = key
         self.blocks: list[int] = []
 
-    def add(self, block: int) -> None:
-        """Records a use; what comes after four million of one pass is not remembered."""
-        if len(self.blocks) < _MOST_USES:
-            self.blocks.append(block)
-
-
 class Planner:
     """Follows the passes, and answers what will be used next."""
 
@@ -156,8 +150,9 @@ class Planner:
         if block == self.last:
             return False
         self.last = block
-        if self._trace is not None:
-            self._trace.add(block)
+        trace = self._trace
+        if trace is not None and len(trace.blocks) < _MOST_USES:  # the rest is not remembered
+            trace.blocks.append(block)
         schedule, cursor = self.schedule, self.cursor
         if cursor < len(schedule.order) and schedule.order[cursor] == block:
             self.cursor = cursor + 1  # just as foreseen
