@@ -54,7 +54,7 @@ def test_chrome_trace(tmp_path) -> None:
 def _size_of_png(path) -> tuple[int, int]:
     data = path.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    return int.from_bytes(data[16:20]), int.from_bytes(data[20:24])
+    return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
 
 
 def test_picture_of_many_events(tmp_path) -> None:

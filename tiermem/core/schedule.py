@@ -92,6 +92,7 @@ class Trace:
         self.key = key
         self.blocks: list[int] = []
 
+
 class Planner:
     """Follows the passes, and answers what will be used next."""
 

@@ -182,7 +182,7 @@ class GradStore:
         if isinstance(stand_in, LazyTensor):
             if entry.param.grad is stand_in:
                 entry.param.grad = None
-            if entry.has_grad and is_held(stand_in, 1):
+            if entry.has_grad and is_held(stand_in):
                 orphan(stand_in)
         entry.has_grad = False
         unit = entry.unit

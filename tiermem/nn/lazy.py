@@ -175,22 +175,22 @@ def orphan(tensor: LazyTensor) -> None:
     tensor._store = lambda value: None if value is kept else kept.copy_(value) and None
 
 
-def _references(thing: object) -> int:
-    return sys.getrefcount(thing)
+def is_held(thing: object) -> bool:
+    """Whether anybody has a reference to an object besides one local variable of the caller."""
+    return sys.getrefcount(thing) > _ALONE
 
 
 def _alone() -> int:
     thing = object()
-    return _references(thing)
+    return _counted(thing)
 
 
-ALONE = _alone()
-"""What :func:`_references` counts for an object that one local variable holds."""
+def _counted(thing: object) -> int:
+    """Counts just as :func:`is_held` does: what a call adds differs between versions of Python."""
+    return sys.getrefcount(thing)
 
 
-def is_held(tensor: LazyTensor, own: int) -> bool:
-    """Whether anybody has a reference to a lazy tensor besides ``own`` of the caller's."""
-    return _references(tensor) > ALONE + own
+_ALONE = _alone()
 
 
 def refresh(tensor: torch.Tensor | None, value: torch.Tensor) -> None:
