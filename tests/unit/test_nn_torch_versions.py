@@ -120,6 +120,18 @@ def test_gradients_that_are_not_announced(micro: int, overlap: Any) -> None:
             pair.check()
 
 
+def test_gradients_that_are_announced_after_all() -> None:
+    with watched(Twins(Net, Tiers("dram"))) as pair:
+        pair.backward(0)
+        grads = pair.model._call_impl.runtime.grads
+        entries = [entry for group in grads._runtime.groups for entry in group.entries]
+        grads._unheard.update((id(entry.param), entry) for entry in entries)
+        for number in range(1, 3):
+            pair.backward(number)
+        pair.step()
+        pair.check()
+
+
 def test_a_model_that_was_taken_out_is_forgotten() -> None:
     with watched(Twins(Net, Tiers("dram"))) as pair:
         forget_hooks(pair.model)

@@ -361,7 +361,7 @@ class GradStore:
     def _make_way(self, entry: Entry) -> None:
         current = entry.param.grad
         if current is None:
-            if entry.has_grad:
+            if entry.has_grad and not entry.displaced:
                 self.clear(entry)
         elif isinstance(current, LazyTensor):
             if entry.has_grad and current is not entry.lazy:

@@ -1,7 +1,7 @@
 """Which pair of saved-tensor hooks is in force: torch says, or is listened to.
 
-Before 2.7 torch pushed and popped pairs and told nobody which one is on top. There, what pushes and
-pops them (``torch.autograd.graph.saved_tensors_hooks`` and all that derives from it go through two
+torch 2.6 pushes and pops pairs and tells nobody which one is on top. There, what pushes and pops
+them (``torch.autograd.graph.saved_tensors_hooks`` and all that derives from it go through two
 functions of ``torch._C._autograd``) is followed from the import of this module on, thread by
 thread. A pair that was pushed before is not known; nor is one that a thread of autograd's takes
 over from the thread that called ``backward()`` inside such a pair.
