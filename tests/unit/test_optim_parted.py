@@ -269,6 +269,37 @@ def test_a_step_goes_on_after_the_part_where_it_failed(overlap: Any, forgets: bo
         assert_same(dict(twins.plain.state_dict()), dict(twins.model.state_dict()), "weights")
 
 
+def test_parts_are_not_left_apart_where_the_gradient_is_gone() -> None:
+    with Twins(Wide, Tiers("dram")) as twins:
+        for step in range(2):
+            twins.backward(step)
+            twins.step()
+        (unit,) = in_parts(twins)
+        broken = unit.parts[1].unit
+        error = tiermem.StorageError("cannot read", block="state", path="swap")
+
+        def held(*_: object) -> Any:
+            raise error
+
+        broken.held = held  # type: ignore[method-assign]
+        twins.backward(2)
+        with pytest.raises(tiermem.StorageError):
+            twins.optimizer.step()
+        del broken.held
+        weight = twins.model.embed.weight
+        kept = weight.grad.clone()
+        weight.grad = None
+        for _ in range(2):
+            with pytest.raises(tiermem.StepError, match=r"1 of .* set to None"):
+                twins.optimizer.step()
+        weight.grad = kept
+        twins.step()
+        twins.check()
+        twins.backward(3)
+        twins.step()
+        twins.check()
+
+
 def test_gradients_that_the_step_unscales_are_kept_like_that() -> None:
     """torch's fused kernels undo a loss scale in the gradients themselves."""
     options = {"settings": {"lr": 0.01, "fused": True}, "master_dtype": None}

@@ -146,7 +146,7 @@ class PartedUnit(StepUnit):
     """A unit of one parameter, stepped in parts.
 
     A step that fails has stepped some of them; the next goes on after these, with the numbers
-    that it began with.
+    that it began with. The gradient has to stay until then.
 
     Attributes:
         parts: In order.
@@ -229,6 +229,7 @@ class PartedUnit(StepUnit):
             if entry.param.grad is not None and not owed and (entry.materialized or not stored):
                 self._gradient = entry.param.grad.to(self._param.device).contiguous()
             if self._gradient is None:
+                self._refuse_other_gradient()
                 return
             if self._numbers_then is None:
                 self._numbers_then = _numbers(state.get(self._param, {}))
@@ -269,6 +270,19 @@ class PartedUnit(StepUnit):
                 yield
             finally:
                 self._gradient = None
+
+    def _refuse_other_gradient(self) -> None:
+        """Refuses to leave parts apart: some were stepped with a gradient that is gone.
+
+        Raises:
+            StepError: If some were.
+        """
+        if self._made:
+            raise StepError(
+                f"the step of {self.name!r} was cut short, and the gradient for the other parts "
+                "was set to None since: set it to what it was and call optimizer.step() again, "
+                "or begin anew from a checkpoint"
+            )
 
     def _begin_anew(self) -> None:
         self._made, self._numbers_then = 0, None
