@@ -171,6 +171,25 @@ def test_a_step_that_fails_is_finished_by_the_next(
             twins.check()
 
 
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_write_whose_failure_another_wait_takes_up(tmp_path: Path, seed: int, times: int) -> None:
+    """Gradients that are in HBM alone are all written before a step, those that failed again."""
+    homes = {"params": "dram", "grads": "nvme", "master": "dram", "optimizer": "dram"}
+    tiers = Tiers("mixed", nvme=str(tmp_path), policy=homes, extra_hbm=1 << 18)
+    disk = Disk()
+    chosen = (torch.optim.AdamW, {"lr": 0.01, "foreach": False})
+    with scripted(disk, seed), Twins(Net, tiers, *chosen, where="host") as twins:
+        twins.backward(0)
+        twins.by_hand.step()
+        disk.arm("write-eio", 0, times)
+        until_done(twins.optimizer.step, disk, times + 1)
+        assert disk.times == 0
+        twins.by_hand.zero_grad()
+        twins.optimizer.zero_grad()
+        twins.check()
+
+
 def homes_of(manager: Any, unit: Any) -> list[bytes]:
     """What the homes of a unit's weights, masters and state hold, past the manager."""
     found = []

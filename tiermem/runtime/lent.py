@@ -59,8 +59,14 @@ class HomeLender:
         Raises:
             StorageError: If one of them cannot be written; it is in HBM still.
         """
+        traffic = self._manager.traffic
         for block in blocks:
-            error = self._manager.traffic.settle(block.id)
+            error = traffic.settle(block.id)
+            record = self._manager.table[block.id]
+            if error is None and record.home is Tier.NVME and record.in_hbm is State.DIRTY:
+                # its write has failed, and somebody who waited for another has taken that up
+                traffic.drain(record)
+                error = traffic.settle(block.id)
             if error is not None:
                 raise error
 
