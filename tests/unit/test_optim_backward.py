@@ -350,6 +350,22 @@ def test_parameters_without_gradient_and_frozen_parts() -> None:
             pair.check()
 
 
+@pytest.mark.parametrize("frozen", [["norm.weight", "norm.bias"], ["norm.weight", "up.bias"]])
+def test_parts_of_a_block_that_are_frozen_later(frozen: list[str]) -> None:
+    """What was its last gradient comes no more, and its weights are used after the one before."""
+    with tried() as pair:
+        before = pair.optimizer.stepped_in_backward
+        for requires_grad in (False, True):
+            for model in (pair.plain, pair.model):
+                for name in frozen:
+                    model.layers[1].get_parameter(name).requires_grad_(requires_grad)
+            for number in range(1, 5):
+                pair.backward(number)
+                pair.step()
+                pair.check()
+        assert pair.optimizer.stepped_in_backward > before
+
+
 def test_recomputation() -> None:
     with tried(with_attributes()) as pair:
         for number in range(1, 4):

@@ -52,8 +52,9 @@ class InBackward:
         total: How many units were so far.
     """
 
-    def __init__(self, runtime: ModuleRuntime) -> None:
-        """Watches the backwards of ``runtime``."""
+    def __init__(self, runtime: ModuleRuntime, take_in: Callable[[], None]) -> None:
+        """Watches the backwards of ``runtime``; ``take_in`` takes in edits of the state."""
+        self._take_in = take_in
         self.made: dict[int, StepUnit] = {}
         self.total = 0
         self._runtime = runtime
@@ -74,6 +75,7 @@ class InBackward:
         # the steps that are only watched
         self._trials = 0
         self._watched = self._thrown = False
+        self._trained: list[bool] = []
         self._final: list[Entry] = []
         self._edited: set[int] = set()
         # the backward under way
@@ -342,6 +344,10 @@ class InBackward:
         self._counted = True
         self._count += 1
         if self._count == self._micro_batches:
+            with torch._C.DisableTorchFunctionSubclass():
+                trained = [entry.param.requires_grad for entry in self._entries.values()]
+            if trained != self._trained:  # a block's last gradient may be another from now on
+                self._trained, self._trials = trained, 0
             self._steps, self._watches = self._tried, not self._tried
             self._settings = frozen_settings(self._groups)
             self._marks = marks_of(self._groups)
@@ -349,6 +355,9 @@ class InBackward:
             self._runtime.unwritten = []
             self._hold_back()
             self._edited.clear()
+            if self._steps:
+                with self._manager.lock, quiet(self._manager.device):
+                    self._take_in()
 
     def _step(self, group: Group) -> None:
         """Steps the units of a block whose gradients are final.

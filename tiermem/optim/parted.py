@@ -164,6 +164,8 @@ class PartedUnit(StepUnit):
         self._follows = False
         self._gradient: torch.Tensor | None = None
         self._shown: dict[str, LazyTensor] = {}
+        self._published: dict[str, LazyTensor] = {}  # of these, what there is now
+        self._has_state = False
 
     @property
     def name(self) -> str:
@@ -323,6 +325,8 @@ class PartedUnit(StepUnit):
     def _publish(self, runtime: ModuleRuntime, state: State) -> None:
         """Shows the state of all parts as the parameter's."""
         first = self.parts[0].state.get(self.parts[0].param)
+        self._published.clear()
+        self._has_state = bool(first)
         if first is None:
             return
         kept = state.setdefault(self._param, {})
@@ -331,7 +335,7 @@ class PartedUnit(StepUnit):
             if not isinstance(value, LazyTensor):
                 kept[key] = value
                 continue
-            kept[key] = self._show(runtime, key, value.dtype)
+            kept[key] = self._published[key] = self._show(runtime, key, value.dtype)
             if is_viewed(kept[key]):
                 refresh(kept[key], self._load_whole(runtime, key))
 
@@ -355,6 +359,16 @@ class PartedUnit(StepUnit):
         flat = value.reshape(-1)
         for part in self.parts:
             part.unit.store(runtime, key, flat[part.begin : part.end])
+
+    def is_edited(self, state: State) -> bool:
+        """Whether a user has put other tensors there, or deleted some; not while a step is begun.
+
+        Numbers are taken from what is shown anyway, as a step begins.
+        """
+        shown = state.get(self._param)
+        if self._made or bool(shown) != self._has_state:
+            return not self._made
+        return any((shown or {}).get(key) is not value for key, value in self._published.items())
 
     # -- into and out of state dicts -------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -50,7 +51,7 @@ def load_state(
     _check_shapes(units, saved)
     _check_masters(units, masters)
     for group, other in zip(groups, saved_groups, strict=True):
-        group.update(settings_of(other))
+        group.update(deepcopy(settings_of(other)))  # a tensor learning rate is written in place
     for unit in units:
         if isinstance(unit, PartedUnit):
             take = partial(_take_part, runtime, groups)
@@ -158,6 +159,45 @@ def export_all(
     }
 
 
+def take_in_edits(
+    runtime: ModuleRuntime,
+    units: Sequence[StepUnit],
+    groups: Sequence[dict[str, Any]],
+    state: State,
+) -> None:
+    """Has units step with the state that is shown, where a user put or deleted any there.
+
+    Args:
+        runtime: The modules' runtime.
+        units: Those that are owed no step.
+        groups: The parameter groups.
+        state: The tiered optimizer's, as the user has left it.
+    """
+    for unit in units:
+        if isinstance(unit, PartedUnit):
+            if unit.is_edited(state):
+                kept = state.get(unit.members[0][0], {})
+                values = {key: _value_of(value) for key, value in kept.items()}
+                take = partial(_take_part, runtime, groups)
+                unit.take_state(runtime, state, values or None, take)
+            continue
+        for param, _ in unit.members:
+            optimizer = unit.optimizer_for(groups)
+            own, shown = unit.own(param), state.get(param)
+            mine = optimizer.state.get(own)
+            if shown is mine or not (shown or mine):
+                continue
+            for value in (mine or {}).values():
+                forget(value)
+            optimizer.state.pop(own, None)
+            if shown:
+                optimizer.state[own] = shown
+
+
+def _value_of(value: Any) -> Any:
+    return value.clone() if isinstance(value, LazyTensor) else value
+
+
 def export_state(
     unit: StepUnit, runtime: ModuleRuntime, state: State
 ) -> Iterator[tuple[torch.Tensor, State]]:
@@ -202,6 +242,10 @@ def import_state(
                 state.pop(param, None)
                 if id(param) in loaded:
                     optimizer.state[own] = dict(loaded[id(param)])
+            # as torch does: a class makes of old checkpoints what it has today
+            optimizer.__setstate__(
+                {"state": optimizer.state, "param_groups": optimizer.param_groups}
+            )
             unit.detach(runtime, optimizer, slot, state)
         finally:
             if unit.block is not None:

@@ -23,7 +23,7 @@ from tiermem.optim.probe import StateProbe, check_separable, settings_of
 from tiermem.optim.scaling import Scaling
 from tiermem.optim.share import Speeds
 from tiermem.optim.sides import choose_sides
-from tiermem.optim.state import MASTER, export_all, load_state
+from tiermem.optim.state import MASTER, export_all, load_state, take_in_edits
 from tiermem.optim.unit import StepUnit
 from tiermem.runtime.debts import Debt
 from tiermem.runtime.pipeline import Pipeline
@@ -78,12 +78,13 @@ class TieredOptimizer(torch.optim.Optimizer):
         if overlap not in (False, True, "forward", "backward"):
             raise StepError(f"overlap={overlap!r}: it is False, True, 'forward' or 'backward'")
         self._overlap = bool(overlap)
-        self._inside = InBackward(runtime) if overlap == "backward" else None
+        self._inside = InBackward(runtime, self._take_in_edits) if overlap == "backward" else None
         self._owed: set[int] = set()
         if where not in ("device", "host", "both"):
             raise StepError(f"where={where!r}: a step is made on 'device', 'host' or 'both'")
         self._where = where
         self._host: HostSteps | None = None
+        self._looked_into = False  # so that users may have edited the state
         self._begun = False  # and not ended: by a step on the host that failed
         self.speeds: Speeds | None = None
         self._master_dtype = floating("master_dtype", master_dtype)
@@ -132,6 +133,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._norms.forget(self._units)  # a class may write gradients
         units = self._pending
         if not again:
+            self._take_in_edits()
             units = [unit for unit in self._units if self._is_left(unit)]
             self._tell_others(units)
         units = self._begin_on_host(units, scaling)
@@ -283,11 +285,25 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self._inside is not None:
             self._inside.refuse("optimizer.state")
         self.finish()
+        self._looked_into = True
         return self._state
 
     @state.setter
     def state(self, value: Any) -> None:
-        self._state = value
+        if not hasattr(self, "_state"):
+            self._state = value
+            return
+        shown = self.state
+        if value is not shown:  # which others have as well
+            given = dict(value)
+            shown.clear()
+            shown.update(given)
+
+    def _take_in_edits(self) -> None:
+        """Has blocks that are owed no step be stepped with the state as users have left it."""
+        if self._looked_into:
+            units = [unit for unit in self._units if id(unit) not in self._owed]
+            take_in_edits(self._runtime, units, self.param_groups, self._state)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients, or sets them to zero."""
@@ -377,7 +393,13 @@ class TieredOptimizer(torch.optim.Optimizer):
             CheckpointError: If it is of other groups or shapes; nothing is changed.
         """
         self._settle("load_state_dict()")
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         load_state(self._runtime, self._units, self.param_groups, self._state, state_dict)
+        for post in self._optimizer_load_state_dict_post_hooks.values():
+            post(self)
 
     def __getstate__(self) -> dict[str, Any]:
         raise StepError("a tiered optimizer cannot be pickled; save its state_dict()")

@@ -1,0 +1,156 @@
+"""State that users put, delete or load: taken as a plain optimizer takes it."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support_nn import Tiers
+from support_optim import Net, Twins
+
+from tiermem.optim import parted
+from tiermem.optim.parted import PartedUnit
+
+LARGE = "layers.2.up.weight"
+Edit = Callable[[Any, torch.Tensor], None]
+
+
+def _set(optimizer: Any, param: torch.Tensor) -> None:
+    optimizer.state[param] = {
+        "step": torch.tensor(5.0),
+        "exp_avg": torch.full(param.shape, 0.5),
+        "exp_avg_sq": torch.full(param.shape, 0.25),
+    }
+
+
+def _one_key(optimizer: Any, param: torch.Tensor) -> None:
+    optimizer.state[param]["exp_avg"] = torch.full(param.shape, 0.25)
+
+
+def _anew(optimizer: Any, _param: torch.Tensor) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+EDITS: dict[str, Edit] = {
+    "cleared": lambda optimizer, param: optimizer.state.clear(),
+    "replaced": _anew,
+    "one deleted": lambda optimizer, param: optimizer.state.pop(param),
+    "one emptied": lambda optimizer, param: optimizer.state.update({param: {}}),
+    "one set": _set,
+    "one key set": _one_key,
+    "written": lambda optimizer, param: optimizer.state[param]["exp_avg"].mul_(3.0),
+}
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "parts"])
+def in_parts(request: pytest.FixtureRequest) -> Iterator[bool]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param:
+            patch.setattr(parted, "_ALIGNED", 64)
+            patch.setattr(parted, "_LEAST", 0)
+            patch.setattr(parted, "_MOST", 0.0)
+        yield request.param
+
+
+def twins_of(overlap: Any = False, where: str = "device", **settings: Any) -> Twins:
+    tiers = Tiers("edits", policy="dram")
+    settings = {"lr": 0.01, "foreach": False, **settings}
+    options = {"master_dtype": None, "overlap": overlap, "where": where}
+    # every parameter in a block of its own, so that the large ones may have parts
+    blocks = [name for name, _ in Net().named_modules() if name.count(".") == 2] + ["embed"]
+    return Twins(
+        lambda: Net(torch.float32), tiers, torch.optim.AdamW, settings, blocks=blocks, **options
+    )
+
+
+def train(twins: Twins, *numbers: int) -> None:
+    for number in numbers:
+        twins.backward(number)
+        twins.step()
+
+
+def both(twins: Twins, name: str) -> list[tuple[Any, torch.Tensor]]:
+    models = (twins.plain, twins.by_hand.optimizer), (twins.model, twins.optimizer)
+    return [(optimizer, dict(model.named_parameters())[name]) for model, optimizer in models]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("where", ["device", "host"])
+@pytest.mark.parametrize("overlap", [False, "forward", "backward"])
+def test_what_is_put_there_is_what_is_stepped_with(
+    edit: str, overlap: Any, where: str, in_parts: bool
+) -> None:
+    if in_parts and where == "host":
+        pytest.skip("the host steps nothing in parts")
+    with twins_of(overlap, where) as twins:
+        parts = [unit.name for unit in twins.optimizer._units if isinstance(unit, PartedUnit)]
+        assert in_parts == (f"step[{LARGE}]" in parts)
+        train(twins, 0, 1, 2)
+        for optimizer, param in both(twins, LARGE):
+            EDITS[edit](optimizer, param)
+        twins.check()
+        train(twins, 3, 4)
+        twins.check()
+
+
+@pytest.mark.parametrize("overlap", [False, "forward"])
+def test_state_before_the_first_step(overlap: Any, in_parts: bool) -> None:
+    with twins_of(overlap) as twins:
+        for optimizer, param in both(twins, LARGE):
+            _set(optimizer, param)
+        train(twins, 0, 1)
+        twins.check()
+
+
+def test_what_is_loaded_is_no_others(in_parts: bool) -> None:
+    """A rate that is a tensor is written in place, by a scheduler say: of one optimizer alone."""
+    with twins_of(lr=torch.tensor(0.01)) as first, twins_of(lr=torch.tensor(0.01)) as second:
+        for twins in (first, second):
+            train(twins, 0)
+        for mine, other in zip(both(first, LARGE), both(second, LARGE), strict=True):
+            other[0].load_state_dict(mine[0].state_dict())
+            other[0].param_groups[0]["lr"].fill_(0.5)
+            assert mine[0].param_groups[0]["lr"].item() == pytest.approx(0.01)
+        train(first, 1)
+        first.check()
+
+
+def test_hooks_around_loading() -> None:
+    with twins_of() as twins:
+        train(twins, 0)
+        calls: list[list[str]] = []
+        for optimizer, _ in both(twins, LARGE):
+            heard: list[str] = []
+
+            def before(_optimizer: Any, state_dict: Any, heard: list[str] = heard) -> Any:
+                heard.append("before")
+                groups = [{**group, "lr": 0.25} for group in state_dict["param_groups"]]
+                return {**state_dict, "param_groups": groups}
+
+            def after(optimizer: Any, heard: list[str] = heard) -> None:
+                heard.append(f"after {optimizer.param_groups[0]['lr']}")
+
+            optimizer.register_load_state_dict_pre_hook(before)
+            optimizer.register_load_state_dict_post_hook(after)
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            calls.append(heard)
+        assert calls[0] == calls[1] == ["before", "after 0.25"]
+        train(twins, 1)
+        twins.check()
+
+
+def test_checkpoints_of_old(in_parts: bool) -> None:
+    """Their numbers of steps are no tensors; the class makes some of them."""
+    with twins_of() as twins:
+        train(twins, 0, 1)
+        for optimizer, _ in both(twins, LARGE):
+            state_dict = copy.deepcopy(optimizer.state_dict())
+            for state in state_dict["state"].values():
+                state["step"] = int(state["step"])
+            optimizer.load_state_dict(state_dict)
+        train(twins, 2)
+        twins.check()
