@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -12,7 +13,15 @@ from tiermem.core.block import Block, Role
 from tiermem.core.layout import TensorShape, split
 from tiermem.errors import StepError
 from tiermem.nn.group import Entry, Group
-from tiermem.nn.lazy import LazyTensor, flush, is_held, lazy, orphan, refresh
+from tiermem.nn.lazy import (
+    LazyTensor,
+    flush,
+    is_gone,
+    is_held,
+    lazy,
+    orphan,
+    refresh,
+)
 from tiermem.nn.quiet import quiet, unrecorded
 from tiermem.nn.shapes import follow, shape_of
 from tiermem.runtime.pipeline import Pipeline
@@ -69,6 +78,25 @@ def divide(group: Group, limit: int) -> list[list[Entry]]:
     return [[entries[i] for i in run] for run in split(sizes, limit)]
 
 
+class _Hook:
+    """Calls a method for a parameter, as long as its entry and the method's object are there.
+
+    torch shows the garbage collector nothing of what runs after accumulation: what that kept
+    would keep the parameter in turn, for ever.
+    """
+
+    __slots__ = ("_entry", "_method")
+
+    def __init__(self, method: Callable[[Entry, torch.Tensor], None], entry: Entry) -> None:
+        self._method = weakref.WeakMethod(method)
+        self._entry = weakref.ref(entry)
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        method, entry = self._method(), self._entry()
+        if method is not None and entry is not None:
+            method(entry, tensor)
+
+
 class GradStore:
     """Takes gradients into the tiers and gives them back.
 
@@ -94,8 +122,21 @@ class GradStore:
         if entry.tracked or not entry.param.requires_grad:
             return
         entry.tracked = True
-        entry.param.register_hook(partial(self._before, entry))
-        entry.param.register_post_accumulate_grad_hook(partial(self._after, entry))
+        before, after = _Hook(self._before, entry), _Hook(self._after, entry)
+        param = entry.param
+        entry.hooks += [
+            param.register_hook(before),
+            param.register_post_accumulate_grad_hook(after),
+        ]
+
+    def forget(self, entries: Iterable[Entry]) -> None:
+        """Watches the gradients of parameters no more, which leave the tiers."""
+        for entry in entries:
+            while entry.hooks:
+                entry.hooks.pop().remove()
+            self._dtypes.pop(id(entry.param), None)
+            self._measures.pop(id(entry), None)
+            self._measured.pop(id(entry), None)
 
     def keep_in(self, dtype: torch.dtype | None, params: Iterable[torch.Tensor]) -> None:
         """Has gradients summed up and kept in another dtype than their parameters'.
@@ -364,13 +405,16 @@ class GradStore:
             if entry.has_grad and not entry.displaced:
                 self.clear(entry)
         elif isinstance(current, LazyTensor):
-            if entry.has_grad and current is not entry.lazy:
+            own = entry.has_grad and current is entry.lazy
+            if entry.has_grad and not own:
                 self.clear(entry)
             flush(current)
             entry.param.grad = None
-            if entry.has_grad:
+            if own:
                 entry.displaced = True
                 self._displaced.append(entry)
+            elif not is_gone(current):  # put aside before, or another parameter's: is added to
+                entry.param.grad = current._load().to(entry.param.device, entry.param.dtype)
         elif entry.has_grad:
             self.clear(entry)  # the user put a gradient of their own in its place
 

@@ -94,7 +94,7 @@ def _close(runtime: ModuleRuntime, opened: list[Entry]) -> None:
     """Takes everything back that can be; the rest stays ordinary, to be tried again later."""
     wrong: list[str] = []
     failed: StorageError | None = None
-    for members in _by_block(opened).values():
+    for members in _by_block([e for e in opened if not e.group.freed]).values():
         try:
             _close_block(runtime, members, wrong)
         except StorageError as error:
