@@ -76,7 +76,21 @@ def change_aside(model: nn.Module, _: Any) -> None:
         param.grad.add_(gradient)
 
 
-@pytest.mark.parametrize("use", [put_back, exchange, exchange_and_step, change_aside])
+def change_what_was_taken_off(model: Any, _: Any) -> None:
+    loss(model).backward()
+    first, second, third = (layer.weight for layer in list(model)[:3])
+    aside, first.grad = first.grad, None
+    aside.mul_(2)
+    assert first.grad is None
+    second.grad, third.grad = third.grad, second.grad
+    second.grad.mul_(2)
+    third.grad.view(-1)[:3] = aside.view(-1)[:3]
+
+
+ASIDE = [put_back, exchange, exchange_and_step, change_aside, change_what_was_taken_off]
+
+
+@pytest.mark.parametrize("use", ASIDE)
 def test_a_gradient_that_was_put_aside_is_an_ordinary_one(use: Callable[..., None]) -> None:
     with pair() as both:
         both.both(use)

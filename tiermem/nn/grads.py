@@ -375,11 +375,21 @@ class GradStore:
                 dtype,
                 self._manager.device,
                 partial(self.load, entry, dtype),
-                partial(self.store, entry),
+                partial(self._written, entry),
                 formal=entry.param.dtype,
             )
         if entry.param.grad is not entry.lazy:
             entry.param.grad = entry.lazy
+
+    def _written(self, entry: Entry, gradient: torch.Tensor) -> None:
+        """A user wrote to a stand-in, which need not be in ``param.grad`` any more."""
+        stand_in = entry.lazy
+        aside = entry.param.grad is not stand_in and not entry.displaced
+        if aside and isinstance(stand_in, LazyTensor):
+            self.clear(entry)
+            stand_in._store(gradient)
+        else:
+            self.store(entry, gradient)
 
     def _shape(self, entry: Entry) -> TensorShape:
         """Describes an entry's gradient: laid out as the parameter, in the dtype asked for."""

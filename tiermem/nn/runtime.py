@@ -264,6 +264,9 @@ class ModuleRuntime:
             if self._ending is not None and self._ending() is not None:
                 return
             self.end_backward()  # that was another one
+        ending = _Ending(self)
+        self._ending = weakref.ref(ending, self._cut_short)
+        torch.autograd.Variable._execution_engine.queue_callback(ending)
         self._in_backward = True
         self._backward_began = time.perf_counter_ns()
         trained = {e.unit.block.id for g in self.groups for e in g.entries if e.unit is not None}
@@ -273,9 +276,6 @@ class ModuleRuntime:
         self.manager.begin_pass(("backward", self._last_forward, *stepping), order[::-1])
         self.activations.begin_backward()
         self.grads.begin_backward()
-        ending = _Ending(self)
-        self._ending = weakref.ref(ending, self._cut_short)
-        torch.autograd.Variable._execution_engine.queue_callback(ending)
 
     def before_backward(self, scope: Scope) -> None:
         """The gradient of a module's output is there: its backward comes next."""
