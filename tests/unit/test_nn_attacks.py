@@ -66,6 +66,17 @@ def exchange_and_step(model: Any, optimizer: Any) -> None:
     optimizer.step()
 
 
+def exchange_and_clip(model: Any, optimizer: Any) -> Any:
+    exchange(model, None)
+    model[2].weight.grad, model[3].weight.grad = model[3].weight.grad, model[2].weight.grad
+    if isinstance(optimizer, tiermem.TieredOptimizer):
+        norm = optimizer.clip_grad_norm_(0.5)
+    else:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return norm
+
+
 def change_aside(model: nn.Module, _: Any) -> None:
     loss(model).backward()
     aside = [p.grad for p in model.parameters()]
@@ -87,11 +98,18 @@ def change_what_was_taken_off(model: Any, _: Any) -> None:
     third.grad.view(-1)[:3] = aside.view(-1)[:3]
 
 
-ASIDE = [put_back, exchange, exchange_and_step, change_aside, change_what_was_taken_off]
+ASIDE = [
+    put_back,
+    exchange,
+    exchange_and_step,
+    exchange_and_clip,
+    change_aside,
+    change_what_was_taken_off,
+]
 
 
 @pytest.mark.parametrize("use", ASIDE)
-def test_a_gradient_that_was_put_aside_is_an_ordinary_one(use: Callable[..., None]) -> None:
+def test_a_gradient_that_was_put_aside_is_an_ordinary_one(use: Callable[..., Any]) -> None:
     with pair() as both:
         both.both(use)
 
@@ -148,6 +166,18 @@ def test_a_model_unwrapped_inside_materialize_is_left_alone(part: bool) -> None:
         for name, value in both.plain.state_dict().items():
             assert same_bits(value, both.model.state_dict()[name])
         both.both(lambda model, _: loss(model, 2))
+
+
+def test_a_frozen_parameter_keeps_the_gradient_it_came_with() -> None:
+    def prepare(model: Any) -> None:
+        loss(model).backward()
+        model[1].requires_grad_(False)
+
+    with Pair(net, Tiers("dram"), prepare=prepare) as both:
+        with both.tier.materialize(both.model):
+            both.check_gradients("lazy")
+        both.check_gradients("lazy")
+        both.finish()
 
 
 @pytest.mark.parametrize("other", [False, True])

@@ -245,12 +245,22 @@ class GradStore:
         """Takes up what a user did to ``param.grad``: another tensor or None ends our own."""
         if self._displaced:
             self.restore(unheard=torch._C._current_graph_task_id() == -1)
-        if not entry.has_grad or entry.displaced:
+        if entry.displaced:
             return
-        if entry.param.grad is not entry.lazy:
+        current = entry.param.grad
+        if current is entry.lazy:
+            if entry.has_grad:
+                flush(current)
+            return
+        if entry.has_grad:
             self.clear(entry)
-        else:
-            flush(entry.lazy)
+        if isinstance(current, LazyTensor) and not is_gone(current):
+            self._adopt(entry, current)
+
+    def _adopt(self, entry: Entry, other: LazyTensor) -> None:
+        """Makes an ordinary gradient of one put aside before, or of another parameter's."""
+        flush(other)
+        entry.param.grad = other._load().to(entry.param.device, entry.param.dtype)
 
     def begin_backward(self) -> None:
         """A backward begins: makes way for gradients that are not going to be announced.
@@ -418,13 +428,14 @@ class GradStore:
             own = entry.has_grad and current is entry.lazy
             if entry.has_grad and not own:
                 self.clear(entry)
+            if not own and not is_gone(current):
+                self._adopt(entry, current)  # is added to
+                return
             flush(current)
             entry.param.grad = None
             if own:
                 entry.displaced = True
                 self._displaced.append(entry)
-            elif not is_gone(current):  # put aside before, or another parameter's: is added to
-                entry.param.grad = current._load().to(entry.param.device, entry.param.dtype)
         elif entry.has_grad:
             self.clear(entry)  # the user put a gradient of their own in its place
 

@@ -148,7 +148,8 @@ def _take_gradient(runtime: ModuleRuntime, entry: Entry, gradient: torch.Tensor 
     elif is_gone(gradient):
         entry.param.grad = gradient
     elif (
-        gradient.layout is torch.strided
+        (entry.unit is not None or entry.param.requires_grad)  # else it has no place for one
+        and gradient.layout is torch.strided
         and gradient.shape == entry.param.shape
         and gradient.dtype is entry.param.dtype
         and not isinstance(gradient, LazyTensor)
