@@ -36,6 +36,14 @@ class Away(StandIn):
 
     __slots__ = ()
 
+    def set_(self, *source: Any, **kwargs: Any) -> Any:
+        """Takes the values over, as ``data = ...`` does; torch sends this nowhere."""
+        away: Any = self
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            value = torch.empty(0, dtype=away.dtype, device=away.device)
+            _take_data(away, value.set_(*source, **kwargs))
+        return self
+
     def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
         if func == _SET_DATA:
             _take_data(self, args[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -12,7 +13,15 @@ from tiermem.core.block import Block, Role
 from tiermem.core.layout import TensorShape, split
 from tiermem.errors import StepError
 from tiermem.nn.group import Entry, Group
-from tiermem.nn.lazy import LazyTensor, flush, is_held, lazy, orphan, refresh
+from tiermem.nn.lazy import (
+    LazyTensor,
+    flush,
+    is_gone,
+    is_held,
+    lazy,
+    orphan,
+    refresh,
+)
 from tiermem.nn.quiet import quiet, unrecorded
 from tiermem.nn.shapes import follow, shape_of
 from tiermem.runtime.pipeline import Pipeline
@@ -69,6 +78,25 @@ def divide(group: Group, limit: int) -> list[list[Entry]]:
     return [[entries[i] for i in run] for run in split(sizes, limit)]
 
 
+class _Hook:
+    """Calls a method for a parameter, as long as its entry and the method's object are there.
+
+    torch shows the garbage collector nothing of what runs after accumulation: what that kept
+    would keep the parameter in turn, for ever.
+    """
+
+    __slots__ = ("_entry", "_method")
+
+    def __init__(self, method: Callable[[Entry, torch.Tensor], None], entry: Entry) -> None:
+        self._method = weakref.WeakMethod(method)
+        self._entry = weakref.ref(entry)
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        method, entry = self._method(), self._entry()
+        if method is not None and entry is not None:
+            method(entry, tensor)
+
+
 class GradStore:
     """Takes gradients into the tiers and gives them back.
 
@@ -94,8 +122,21 @@ class GradStore:
         if entry.tracked or not entry.param.requires_grad:
             return
         entry.tracked = True
-        entry.param.register_hook(partial(self._before, entry))
-        entry.param.register_post_accumulate_grad_hook(partial(self._after, entry))
+        before, after = _Hook(self._before, entry), _Hook(self._after, entry)
+        param = entry.param
+        entry.hooks += [
+            param.register_hook(before),
+            param.register_post_accumulate_grad_hook(after),
+        ]
+
+    def forget(self, entries: Iterable[Entry]) -> None:
+        """Watches the gradients of parameters no more, which leave the tiers."""
+        for entry in entries:
+            while entry.hooks:
+                entry.hooks.pop().remove()
+            self._dtypes.pop(id(entry.param), None)
+            self._measures.pop(id(entry), None)
+            self._measured.pop(id(entry), None)
 
     def keep_in(self, dtype: torch.dtype | None, params: Iterable[torch.Tensor]) -> None:
         """Has gradients summed up and kept in another dtype than their parameters'.
@@ -204,12 +245,22 @@ class GradStore:
         """Takes up what a user did to ``param.grad``: another tensor or None ends our own."""
         if self._displaced:
             self.restore(unheard=torch._C._current_graph_task_id() == -1)
-        if not entry.has_grad or entry.displaced:
+        if entry.displaced:
             return
-        if entry.param.grad is not entry.lazy:
+        current = entry.param.grad
+        if current is entry.lazy:
+            if entry.has_grad:
+                flush(current)
+            return
+        if entry.has_grad:
             self.clear(entry)
-        else:
-            flush(entry.lazy)
+        if isinstance(current, LazyTensor) and not is_gone(current):
+            self._adopt(entry, current)
+
+    def _adopt(self, entry: Entry, other: LazyTensor) -> None:
+        """Makes an ordinary gradient of one put aside before, or of another parameter's."""
+        flush(other)
+        entry.param.grad = other._load().to(entry.param.device, entry.param.dtype)
 
     def begin_backward(self) -> None:
         """A backward begins: makes way for gradients that are not going to be announced.
@@ -334,11 +385,21 @@ class GradStore:
                 dtype,
                 self._manager.device,
                 partial(self.load, entry, dtype),
-                partial(self.store, entry),
+                partial(self._written, entry),
                 formal=entry.param.dtype,
             )
         if entry.param.grad is not entry.lazy:
             entry.param.grad = entry.lazy
+
+    def _written(self, entry: Entry, gradient: torch.Tensor) -> None:
+        """A user wrote to a stand-in, which need not be in ``param.grad`` any more."""
+        stand_in = entry.lazy
+        aside = entry.param.grad is not stand_in and not entry.displaced
+        if aside and isinstance(stand_in, LazyTensor):
+            self.clear(entry)
+            stand_in._store(gradient)
+        else:
+            self.store(entry, gradient)
 
     def _shape(self, entry: Entry) -> TensorShape:
         """Describes an entry's gradient: laid out as the parameter, in the dtype asked for."""
@@ -364,11 +425,15 @@ class GradStore:
             if entry.has_grad and not entry.displaced:
                 self.clear(entry)
         elif isinstance(current, LazyTensor):
-            if entry.has_grad and current is not entry.lazy:
+            own = entry.has_grad and current is entry.lazy
+            if entry.has_grad and not own:
                 self.clear(entry)
+            if not own and not is_gone(current):
+                self._adopt(entry, current)  # is added to
+                return
             flush(current)
             entry.param.grad = None
-            if entry.has_grad:
+            if own:
                 entry.displaced = True
                 self._displaced.append(entry)
         elif entry.has_grad:

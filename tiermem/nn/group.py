@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from tiermem.core.block import Block
 from tiermem.nn.away import away_class, group_of
@@ -36,7 +37,16 @@ class Member:
         materialized: Whether a user has it as an ordinary tensor.
     """
 
-    __slots__ = ("away", "group", "index", "kind", "materialized", "placeholder", "tensor")
+    __slots__ = (
+        "__weakref__",
+        "away",
+        "group",
+        "index",
+        "kind",
+        "materialized",
+        "placeholder",
+        "tensor",
+    )
 
     def __init__(self, tensor: torch.Tensor, group: Group, index: int) -> None:
         """Describes ``tensor``; moves nothing."""
@@ -70,6 +80,7 @@ class Entry(Member):
         displaced: Whether its stand-in made way for a new gradient that is not there yet.
         tracked: Whether gradients of it are taken.
         announced: Whether one was said to come and has not come yet.
+        hooks: What to remove to take them no more.
         lazy: What stands for the gradient in ``param.grad``.
     """
 
@@ -77,6 +88,7 @@ class Entry(Member):
         "announced",
         "displaced",
         "has_grad",
+        "hooks",
         "lazy",
         "name",
         "param",
@@ -96,6 +108,7 @@ class Entry(Member):
         self.displaced = False
         self.tracked = False
         self.announced = False
+        self.hooks: list[RemovableHandle] = []
         self.lazy: torch.Tensor | None = None
 
 

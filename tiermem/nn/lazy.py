@@ -172,7 +172,7 @@ def orphan(tensor: LazyTensor) -> None:
     kept = tensor._kept if tensor._kept is not None else tensor._load()
     tensor._kept = None
     tensor._load = lambda: kept
-    tensor._store = lambda value: None if value is kept else kept.copy_(value) and None
+    tensor._store = kept.copy_
 
 
 def is_held(thing: object) -> bool:

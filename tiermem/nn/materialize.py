@@ -94,7 +94,7 @@ def _close(runtime: ModuleRuntime, opened: list[Entry]) -> None:
     """Takes everything back that can be; the rest stays ordinary, to be tried again later."""
     wrong: list[str] = []
     failed: StorageError | None = None
-    for members in _by_block(opened).values():
+    for members in _by_block([e for e in opened if not e.group.freed]).values():
         try:
             _close_block(runtime, members, wrong)
         except StorageError as error:
@@ -148,7 +148,8 @@ def _take_gradient(runtime: ModuleRuntime, entry: Entry, gradient: torch.Tensor 
     elif is_gone(gradient):
         entry.param.grad = gradient
     elif (
-        gradient.layout is torch.strided
+        (entry.unit is not None or entry.param.requires_grad)  # else it has no place for one
+        and gradient.layout is torch.strided
         and gradient.shape == entry.param.shape
         and gradient.dtype is entry.param.dtype
         and not isinstance(gradient, LazyTensor)

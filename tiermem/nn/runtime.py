@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -39,6 +40,18 @@ class BackwardWatcher(Protocol):
     def ends(self) -> None:
         """It is over."""
         ...
+
+
+class _Ending:
+    """Ends a backward; autograd drops it uncalled where that is cut short by an error."""
+
+    __slots__ = ("__weakref__", "_runtime")
+
+    def __init__(self, runtime: ModuleRuntime) -> None:
+        self._runtime = runtime
+
+    def __call__(self) -> None:
+        self._runtime.end_backward()
 
 
 class ModuleRuntime:
@@ -85,6 +98,7 @@ class ModuleRuntime:
         self._backward: deque[Group] = deque()
         self._in_backward = False
         self._backward_began = 0
+        self._ending: weakref.ref[_Ending] | None = None
         self._last_forward: Hashable = None
         self._homed = 0
 
@@ -244,8 +258,15 @@ class ModuleRuntime:
 
     def enter_backward(self) -> None:
         """Backward has reached something of ours: a new pass, the first time."""
-        if self._in_backward or torch._C._current_graph_task_id() == -1:
+        if torch._C._current_graph_task_id() == -1:
             return
+        if self._in_backward:
+            if self._ending is not None and self._ending() is not None:
+                return
+            self.end_backward()  # that was another one
+        ending = _Ending(self)
+        self._ending = weakref.ref(ending, self._cut_short)
+        torch.autograd.Variable._execution_engine.queue_callback(ending)
         self._in_backward = True
         self._backward_began = time.perf_counter_ns()
         trained = {e.unit.block.id for g in self.groups for e in g.entries if e.unit is not None}
@@ -255,7 +276,6 @@ class ModuleRuntime:
         self.manager.begin_pass(("backward", self._last_forward, *stepping), order[::-1])
         self.activations.begin_backward()
         self.grads.begin_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def before_backward(self, scope: Scope) -> None:
         """The gradient of a module's output is there: its backward comes next."""
@@ -271,6 +291,11 @@ class ModuleRuntime:
             self._backward.append(group)
         while len(self._backward) > _SOFT_IN_BACKWARD:
             self._backward.popleft().unpoint()
+
+    def _cut_short(self, ending: weakref.ref[_Ending]) -> None:
+        """An error has ended backward; gradients that made way for others are seen again."""
+        if self._in_backward and ending is self._ending:
+            self.grads.restore()
 
     def end_backward(self) -> None:
         """Backward is over, or was cut short by an error some time ago."""

@@ -77,7 +77,7 @@ class WrappedModel:
         self.entries: list[Entry] = []
         self.scopes: dict[str, Scope] = {}
         self._modules = dict(model.named_modules())
-        self._states: dict[int, dict[int, torch.Tensor]] = {}
+        self._states: dict[int, tuple[dict[int, torch.Tensor], set[tuple[int, str]]]] = {}
         self._name = type(model).__name__ if number == 0 else f"{type(model).__name__}#{number}"
         params = find(model, "_parameters")
         link_shared(params)
@@ -356,6 +356,9 @@ class WrappedModel:
         """
         for group in self.groups:
             group.unpoint()
+        for entry in self.entries:
+            if not entry.materialized:
+                self.runtime.grads.sync(entry)
         values = {g.block.id: self.manager.read(g.block) for g in self.groups}
         gradients = {id(e): self.runtime.grads.load(e) for e in self.entries if e.has_grad}
         target = device or torch.device("cpu")
@@ -376,7 +379,7 @@ class WrappedModel:
         self._uninstall()
 
     def _free_entry(self, entry: Entry, value: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """Makes a parameter an ordinary one; the hooks on it stay, and do nothing."""
+        """Makes a parameter an ordinary one."""
         own = entry.param.grad
         if entry.has_grad or is_gone(own):
             own = None
@@ -391,6 +394,7 @@ class WrappedModel:
     def _uninstall(self) -> None:
         for group in self.groups:
             group.freed = True
+        self.runtime.grads.forget(self.entries)
         self._restore_calls()
         for name in self.scopes:
             module = self._modules[name]
@@ -417,7 +421,7 @@ class WrappedModel:
 
     def export(self, module: nn.Module, destination: Any, prefix: str) -> None:
         """Replaces a module's own entries of a state dict by copies in host memory."""
-        cache = self._state_of(destination)
+        cache = self._state_of(destination, (id(module), prefix))
         for which in ("_parameters", "_buffers"):
             for name, tensor in module.__dict__[which].items():
                 key = prefix + name
@@ -429,16 +433,24 @@ class WrappedModel:
                 elif self._resident is not None and which == "_buffers":
                     destination[key] = tensor.detach().clone()
 
-    def _state_of(self, destination: Any) -> dict[int, torch.Tensor]:
-        """Returns the copies made for one state dict, so that tied tensors stay tied in it."""
+    def _state_of(self, destination: Any, part: tuple[int, str]) -> dict[int, torch.Tensor]:
+        """Returns the copies made for one state dict, so that tied tensors stay tied in it.
+
+        A part that comes once more, or the whole model, is of another call, with values of now.
+        """
         key = id(destination)
         if key not in self._states:
             try:
                 weakref.finalize(destination, self._states.pop, key, None)
             except TypeError:
                 return {}
-            self._states[key] = {}
-        return self._states[key]
+            self._states[key] = ({}, set())
+        copies, parts = self._states[key]
+        if part in parts or part[0] == id(self.model):
+            copies.clear()
+            parts.clear()
+        parts.add(part)
+        return copies
 
     def _copy_of(
         self, tensor: torch.Tensor, group: Group, cache: dict[int, torch.Tensor]
