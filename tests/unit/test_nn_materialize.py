@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support_nn import same_bits, seed
 from torch import nn
 
 import tiermem
-from tests.support_nn import same_bits, seed
 
 WIDTH, COUNT = 64, 6
 NBYTES = WIDTH * WIDTH * 4

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from support_nn import Pair, Tiers, check_table, same_bits, seed
 from torch import nn
 
 import tiermem
-from tests.support_nn import Pair, Tiers, check_table, same_bits, seed
 
 WIDTH = 16
 
