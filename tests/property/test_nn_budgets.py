@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -113,3 +114,22 @@ def test_the_least_dram_works() -> None:
             stepper.step()
             stepper.zero_grad()
         check_table(tier)
+
+
+def test_homes_in_hbm_that_do_not_fit_are_asked_for_together() -> None:
+    """Not one block after another, a budget at a time."""
+    budget, rounds = 1 << 16, 0
+    while True:
+        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+        try:
+            with tiermem.TierManager("cpu", hbm=budget, dram="1MiB", policy="hbm") as tier:
+                tier.wrap(model)
+                optimizer = tier.optimizer(model, torch.optim.AdamW)
+                model(torch.ones(2, 64)).sum().backward()
+                optimizer.step()
+            break
+        except tiermem.CapacityError as error:
+            found = re.search(r"hbm= at least (\d+)", str(error))
+        assert found is not None and int(found[1]) > budget
+        budget, rounds = int(found[1]), rounds + 1
+    assert rounds <= 4

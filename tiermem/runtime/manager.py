@@ -15,12 +15,12 @@ from contextlib import ExitStack
 
 import torch
 
-from tiermem.config import Settings
-from tiermem.core.block import Block, Role, Tier
+from tiermem.config import Settings, format_size
+from tiermem.core.block import Block, Role, Tier, align_up
 from tiermem.core.layout import TensorShape, pack
 from tiermem.core.residency import Record, ResidencyTable
 from tiermem.core.schedule import Planner
-from tiermem.errors import ClosedError, InvariantError
+from tiermem.errors import CapacityError, ClosedError, InvariantError
 from tiermem.io.engine import IoEngine
 from tiermem.runtime.contents import Contents
 from tiermem.runtime.debts import Debts
@@ -418,7 +418,23 @@ class BlockManager:
     # -- inside ----------------------------------------------------------
 
     def _fix(self, blocks: Sequence[Block]) -> None:
-        """Gives blocks whose home is HBM their place for good."""
+        """Gives blocks whose home is HBM their place for good.
+
+        Raises:
+            CapacityError: If it has no room for all of them.
+        """
+        if not blocks:
+            return
+        capacity, largest = self.table.hbm.capacity, max(blocks, key=lambda block: block.nbytes)
+        there = sum(align_up(record.block.nbytes) for record in self.table if record.fixed)
+        least = there + sum(align_up(block.nbytes) for block in blocks)
+        if least > capacity:
+            raise CapacityError(
+                f"blocks whose home tier is hbm take {format_size(least)} of it for good, "
+                f"{format_size(there)} of them before these ({largest.name!r} is the largest, "
+                f"{format_size(largest.nbytes)}); the budget is {format_size(capacity)}; give hbm= "
+                f"at least {least}, and room for what streams, or another home tier to some roles"
+            )
         for block in blocks:
             record = self.table[block.id]
             self.uses.place_blank(record)
