@@ -16,6 +16,7 @@ from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import (
     LazyTensor,
     flush,
+    is_elsewhere,
     is_gone,
     is_held,
     lazy,
@@ -223,7 +224,7 @@ class GradStore:
         if isinstance(stand_in, LazyTensor):
             if entry.param.grad is stand_in:
                 entry.param.grad = None
-            if entry.has_grad and is_held(stand_in):
+            if entry.has_grad and (is_held(stand_in) or is_elsewhere(stand_in)):
                 orphan(stand_in)
         entry.has_grad = False
         unit = entry.unit

@@ -180,6 +180,16 @@ def is_held(thing: object) -> bool:
     return sys.getrefcount(thing) > _ALONE
 
 
+def is_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether torch has a reference to a tensor, besides the object that Python has.
+
+    Another parameter's ``grad`` has one, which not every version of torch counts as Python's too.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        count: int = tensor._use_count()  # type: ignore[attr-defined]
+    return count > 1
+
+
 def _alone() -> int:
     thing = object()
     return _counted(thing)
