@@ -62,6 +62,17 @@ def in_parts(twins: Twins) -> list[PartedUnit]:
     return [unit for unit in twins.optimizer._units if isinstance(unit, PartedUnit)]
 
 
+def unreadable(part: parted.Part) -> Any:
+    """Has the disk not read a part; returns its unit, whose ``held`` is to be deleted again."""
+    error = tiermem.StorageError("cannot read", block="state", path="swap")
+
+    def held(*_: object) -> Any:
+        raise error
+
+    part.unit.held = held  # type: ignore[method-assign]
+    return part.unit
+
+
 @given(st.integers(1, 10**9), st.integers(1, 64), st.integers(1, 1 << 40))
 def test_parts_are_runs_of_all_elements(elements: int, each: int, hbm: int) -> None:
     nbytes = elements * each
@@ -233,13 +244,7 @@ def test_a_step_goes_on_after_the_part_where_it_failed(overlap: Any, forgets: bo
             twins.step()
         twins.optimizer.finish()
         (unit,) = in_parts(twins)
-        broken = unit.parts[2].unit
-        error = tiermem.StorageError("cannot read", block="state", path="swap")
-
-        def held(*_: object) -> Any:
-            raise error
-
-        broken.held = held  # type: ignore[method-assign]
+        broken = unreadable(unit.parts[2])
         twins.backward(2)
         if overlap == "backward":
             with pytest.raises(tiermem.StepError, match="zero_grad"):
@@ -275,13 +280,7 @@ def test_parts_are_not_left_apart_where_the_gradient_is_gone() -> None:
             twins.backward(step)
             twins.step()
         (unit,) = in_parts(twins)
-        broken = unit.parts[1].unit
-        error = tiermem.StorageError("cannot read", block="state", path="swap")
-
-        def held(*_: object) -> Any:
-            raise error
-
-        broken.held = held  # type: ignore[method-assign]
+        broken = unreadable(unit.parts[1])
         twins.backward(2)
         with pytest.raises(tiermem.StorageError):
             twins.optimizer.step()

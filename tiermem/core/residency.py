@@ -110,6 +110,10 @@ class ResidencyTable:
     def __len__(self) -> int:
         return len(self._records)
 
+    def fixed_nbytes(self) -> int:
+        """Returns the bytes of HBM that are taken for good."""
+        return sum(record.block.nbytes for record in self if record.fixed)
+
     def add(
         self, block: Block, home: Tier, home_extent: Extent | None, *, defined: bool = False
     ) -> Record:

@@ -123,11 +123,9 @@ class GradStore:
         if entry.tracked or not entry.param.requires_grad:
             return
         entry.tracked = True
-        before, after = _Hook(self._before, entry), _Hook(self._after, entry)
-        param = entry.param
         entry.hooks += [
-            param.register_hook(before),
-            param.register_post_accumulate_grad_hook(after),
+            entry.param.register_hook(_Hook(self._before, entry)),
+            entry.param.register_post_accumulate_grad_hook(_Hook(self._after, entry)),
         ]
 
     def forget(self, entries: Iterable[Entry]) -> None:
@@ -135,6 +133,7 @@ class GradStore:
         for entry in entries:
             while entry.hooks:
                 entry.hooks.pop().remove()
+            self._unheard.pop(id(entry.param), None)
             self._dtypes.pop(id(entry.param), None)
             self._measures.pop(id(entry), None)
             self._measured.pop(id(entry), None)
@@ -248,20 +247,23 @@ class GradStore:
             self.restore(unheard=torch._C._current_graph_task_id() == -1)
         if entry.displaced:
             return
+        self._follow(entry)
+        if entry.has_grad:
+            flush(entry.lazy)
+
+    def _follow(self, entry: Entry) -> None:
+        """Ends our own gradient where ``param.grad`` is another tensor, or None.
+
+        A stand-in put aside before, or another parameter's, becomes an ordinary gradient.
+        """
         current = entry.param.grad
         if current is entry.lazy:
-            if entry.has_grad:
-                flush(current)
             return
         if entry.has_grad:
             self.clear(entry)
         if isinstance(current, LazyTensor) and not is_gone(current):
-            self._adopt(entry, current)
-
-    def _adopt(self, entry: Entry, other: LazyTensor) -> None:
-        """Makes an ordinary gradient of one put aside before, or of another parameter's."""
-        flush(other)
-        entry.param.grad = other._load().to(entry.param.device, entry.param.dtype)
+            flush(current)
+            entry.param.grad = current._load().to(entry.param.device, entry.param.dtype)
 
     def begin_backward(self) -> None:
         """A backward begins: makes way for gradients that are not going to be announced.
@@ -270,11 +272,8 @@ class GradStore:
         a ``torch.autograd.Function``) has looked at what was saved of it, under any pair of
         saved-tensor hooks; what runs after it was accumulated is still called.
         """
-        for key, entry in list(self._unheard.items()):
-            if entry.group.freed:
-                del self._unheard[key]
-            else:
-                self._before(entry)
+        for entry in self._unheard.values():
+            self._before(entry)
 
     def end_backward(self) -> None:
         """A backward is over: nothing arrives any more."""
@@ -421,24 +420,16 @@ class GradStore:
             self._make_way(entry)
 
     def _make_way(self, entry: Entry) -> None:
+        if entry.displaced and entry.param.grad is None:
+            return
+        self._follow(entry)
         current = entry.param.grad
-        if current is None:
-            if entry.has_grad and not entry.displaced:
-                self.clear(entry)
-        elif isinstance(current, LazyTensor):
-            own = entry.has_grad and current is entry.lazy
-            if entry.has_grad and not own:
-                self.clear(entry)
-            if not own and not is_gone(current):
-                self._adopt(entry, current)  # is added to
-                return
+        if isinstance(current, LazyTensor):
             flush(current)
             entry.param.grad = None
-            if own:
+            if entry.has_grad:
                 entry.displaced = True
                 self._displaced.append(entry)
-        elif entry.has_grad:
-            self.clear(entry)  # the user put a gradient of their own in its place
 
     def _after(self, entry: Entry, _param: torch.Tensor) -> None:
         """Runs after autograd has put a new gradient into ``param.grad``."""

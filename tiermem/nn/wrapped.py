@@ -218,7 +218,7 @@ class WrappedModel:
         Raises:
             CapacityError: Naming the largest block of the worst moment, and the least budget.
         """
-        fixed = sum(r.block.nbytes for r in self.manager.table if r.fixed)
+        fixed = self.manager.table.fixed_nbytes()
         worst, chain = self._worst_chain()
         self.runtime.worst_chain = max(self.runtime.worst_chain, worst)
         trainable = any(e.param.requires_grad for e in self.entries)

@@ -356,8 +356,7 @@ class InBackward:
             self._hold_back()
             self._edited.clear()
             if self._steps:
-                with self._manager.lock, quiet(self._manager.device):
-                    self._take_in()
+                self._take_in()
 
     def _step(self, group: Group) -> None:
         """Steps the units of a block whose gradients are final.

@@ -164,8 +164,6 @@ class PartedUnit(StepUnit):
         self._follows = False
         self._gradient: torch.Tensor | None = None
         self._shown: dict[str, LazyTensor] = {}
-        self._published: dict[str, LazyTensor] = {}  # of these, what there is now
-        self._has_state = False
 
     @property
     def name(self) -> str:
@@ -325,8 +323,6 @@ class PartedUnit(StepUnit):
     def _publish(self, runtime: ModuleRuntime, state: State) -> None:
         """Shows the state of all parts as the parameter's."""
         first = self.parts[0].state.get(self.parts[0].param)
-        self._published.clear()
-        self._has_state = bool(first)
         if first is None:
             return
         kept = state.setdefault(self._param, {})
@@ -335,7 +331,7 @@ class PartedUnit(StepUnit):
             if not isinstance(value, LazyTensor):
                 kept[key] = value
                 continue
-            kept[key] = self._published[key] = self._show(runtime, key, value.dtype)
+            kept[key] = self._show(runtime, key, value.dtype)
             if is_viewed(kept[key]):
                 refresh(kept[key], self._load_whole(runtime, key))
 
@@ -365,10 +361,14 @@ class PartedUnit(StepUnit):
 
         Numbers are taken from what is shown anyway, as a step begins.
         """
-        shown = state.get(self._param)
-        if self._made or bool(shown) != self._has_state:
-            return not self._made
-        return any((shown or {}).get(key) is not value for key, value in self._published.items())
+        if self._made:
+            return False
+        shown, first = state.get(self._param) or {}, self.parts[0]
+        mine = first.state.get(first.param) or {}
+        if bool(shown) != bool(mine):
+            return True
+        kept = [key for key, value in mine.items() if isinstance(value, LazyTensor)]
+        return any(shown.get(key) is not self._shown.get(key) for key in kept)
 
     # -- into and out of state dicts -------------------------------------
 

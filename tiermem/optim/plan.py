@@ -83,7 +83,7 @@ def plan_units(
             for param, number in unit.members
         )
     if elementwise:
-        room = runtime.manager.table.hbm.capacity - _fixed_nbytes(runtime)
+        room = runtime.manager.table.hbm.capacity - runtime.manager.table.fixed_nbytes()
         units = [_in_parts(runtime, unit, groups, first, probe, room) for unit in units]
     _reserve(runtime, units, groups, first, probe, overlap=overlap, on_host=on_host)
     return units
@@ -243,11 +243,6 @@ def _state_of(
     return shapes, keys
 
 
-def _fixed_nbytes(runtime: ModuleRuntime) -> int:
-    """Returns the bytes of HBM that are taken for good."""
-    return sum(record.block.nbytes for record in runtime.manager.table if record.fixed)
-
-
 def _loose_nbytes(runtime: ModuleRuntime, blocks: Sequence[Block]) -> int:
     """Returns the bytes of those of some blocks that come and go."""
     table = runtime.manager.table
@@ -263,7 +258,7 @@ def _check_step(runtime: ModuleRuntime, units: Sequence[StepUnit], held: int) ->
         held: Bytes of blocks that may be held beside it, its own weights among them.
     """
     table = runtime.manager.table
-    fixed = _fixed_nbytes(runtime)
+    fixed = table.fixed_nbytes()
     for unit in units:
         need = fixed + _loose_nbytes(runtime, unit.at_once())
         if held and unit.group is not None:

@@ -301,8 +301,10 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _take_in_edits(self) -> None:
         """Has blocks that are owed no step be stepped with the state as users have left it."""
-        if self._looked_into:
-            units = [unit for unit in self._units if id(unit) not in self._owed]
+        if not self._looked_into:
+            return
+        units = [unit for unit in self._units if id(unit) not in self._owed]
+        with self._manager.lock, quiet(self._manager.device):
             take_in_edits(self._runtime, units, self.param_groups, self._state)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

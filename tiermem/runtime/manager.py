@@ -16,7 +16,7 @@ from contextlib import ExitStack
 import torch
 
 from tiermem.config import Settings, format_size
-from tiermem.core.block import Block, Role, Tier, align_up
+from tiermem.core.block import Block, Role, Tier
 from tiermem.core.layout import TensorShape, pack
 from tiermem.core.residency import Record, ResidencyTable
 from tiermem.core.schedule import Planner
@@ -426,8 +426,8 @@ class BlockManager:
         if not blocks:
             return
         capacity, largest = self.table.hbm.capacity, max(blocks, key=lambda block: block.nbytes)
-        there = sum(align_up(record.block.nbytes) for record in self.table if record.fixed)
-        least = there + sum(align_up(block.nbytes) for block in blocks)
+        there = self.table.fixed_nbytes()
+        least = there + sum(block.nbytes for block in blocks)
         if least > capacity:
             raise CapacityError(
                 f"blocks whose home tier is hbm take {format_size(least)} of it for good, "

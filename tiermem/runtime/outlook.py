@@ -121,8 +121,7 @@ class Outlooks:
         sizes = {block: align_up(record.block.nbytes) for block, record in loose.items()}
         compute = self._compute(schedule, order)
         fetch = {block: self._seconds(record, beside) for block, record in loose.items()}
-        fixed = sum(record.block.nbytes for record in table if record.fixed)
-        room = self._capacity - fixed
+        room = self._capacity - table.fixed_nbytes()
         plan = Plan(frozenset(), room)
         turn = 0
         if loose and all(r.block.role in _READ_ONLY for r in loose.values()):
