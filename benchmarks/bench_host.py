@@ -5,6 +5,10 @@ take next to no time, so the device never makes the host wait, and what a wrappe
 takes longer than a plain one is tiermem's own. Forwards of the two take turns, each begins
 with the device idle, and medians of the differences count.
 
+On CUDA a third model has its weights in HBM, and beside them as many copies and waits for them
+as a streamed forward has, asked for with nothing but the driver's calls: what any ring of slots
+costs the host. What a streamed block takes beyond that is hooks and scheduling.
+
 The parts are timed in a run of their own, each with what it calls in it; their timers add
 about 0.3 µs a call.
 
@@ -24,7 +28,7 @@ from typing import Any
 
 import torch
 from common import report
-from llama import SHAPES, Call, Clock, budget_of, build, forward, nbytes_of
+from llama import SHAPES, Call, Clock, budget_of, build, forward, layers_of, nbytes_of
 
 import tiermem
 from tiermem.core.schedule import Planner
@@ -35,7 +39,7 @@ from tiermem.runtime.space import Space
 from tiermem.runtime.steady import Steady
 from tiermem.runtime.traffic import Traffic
 from tiermem.runtime.uses import Uses
-from tiermem.transfer.copy import HostCopyEngine, StreamCopyEngine
+from tiermem.transfer.copy import CudaCopyEngine, HostCopyEngine, StreamCopyEngine
 
 PARTS: tuple[tuple[type, str], ...] = (
     (Group, "hold_locked"),
@@ -89,6 +93,68 @@ def timers(spent: dict[str, float], calls: dict[str, int]) -> Iterator[None]:
     finally:
         for owner, name, function in kept:
             setattr(owner, name, function)
+
+
+class Ring:
+    """Copies of a model's layers into two slots, a layer ahead, beside a model that stays.
+
+    Args:
+        model: Has its weights on a CUDA device, and computes with those.
+        copies: How many of its layers have a copy; the others none.
+    """
+
+    def __init__(self, model: Any, copies: int) -> None:
+        device = next(model.parameters()).device
+        layers = layers_of(model)[:copies]
+        self._copy = CudaCopyEngine(device)
+        sizes = [nbytes_of(layer.parameters()) for layer in layers]
+        self._slots = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in "ab"]
+        self._sources = [torch.empty(size, dtype=torch.uint8).pin_memory() for size in sizes]
+        self._stream = self._copy.up_stream.cuda_stream
+        self._events = [self._copy.calls.record(self._stream) for _ in layers]
+        for number, layer in enumerate(layers):
+            layer.forward = functools.partial(self._run, layer.forward, number)
+
+    def _run(self, inner: Callable[..., Any], number: int, *args: Any, **settings: Any) -> Any:
+        """Waits for a layer's copy, computes, and has a later layer take its slot."""
+        calls, compute = self._copy.calls, self._copy.calls.current()
+        calls.wait(compute, self._events[number])
+        result = inner(*args, **settings)
+        slot, later = self._slots[number % 2], (number + 2) % len(self._events)
+        source = self._sources[later]
+        self._events[later] = calls.copy_behind(
+            self._stream,
+            (compute,),
+            slot.data_ptr(),
+            source.data_ptr(),
+            source.numel(),
+            self._events[later],
+        )
+        return result
+
+
+def measure_ring(options: argparse.Namespace, plain: Any, streamed: dict[str, Any]) -> None:
+    """Measures what the same copies cost without us, and enters it into the row of a run."""
+    device = torch.device(options.device)
+    clock = Clock(device)
+    model = build(options.shape, device)
+    Ring(model, round(streamed["copies per forward"]))  # its layers keep it
+    call, reference = forward(model, 1, device), forward(plain, 1, device)
+    for _ in range(10):
+        call()
+        reference()
+    gc.collect()
+    gc.disable()
+    try:
+        pairs = [
+            (host_time(clock, reference), host_time(clock, call)) for _ in range(options.repeats)
+        ]
+    finally:
+        gc.enable()
+    clock.wait()  # its memory is in use until then
+    extra = statistics.median(mine - theirs for theirs, mine in pairs) / streamed["blocks"] * 1e6
+    streamed["of it the driver's us"] = extra
+    streamed["hooks and scheduling us"] = streamed["us per block"] - extra
 
 
 def measure(options: argparse.Namespace, what: str, plain: Any) -> list[dict[str, Any]]:
@@ -161,6 +227,8 @@ def main() -> None:
     rows = []
     for what in ("streamed", "resident"):
         rows += measure(options, what, plain)
+    if options.device != "cpu":
+        measure_ring(options, plain, rows[0])
     report(f"Host time per block, Llama {options.shape}, 1 token", rows, options.out)
 
 

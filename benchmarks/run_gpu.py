@@ -169,6 +169,11 @@ CHECKS = (
         "host time per block, streamed, us", cell("host", "us per block", what="streamed"), most=80
     ),
     Check(
+        "the same beyond the driver's calls, us",
+        cell("host", "hooks and scheduling us", what="streamed"),
+        most=80,
+    ),
+    Check(
         "host time per block, resident, us", cell("host", "us per block", what="resident"), most=80
     ),
     Check("arena's start beside cudaHostAlloc, times", startup_gain, 4),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+from types import SimpleNamespace
 from typing import Any
 
-from tiermem.transfer.driver import DriverCalls, _Thread
+from tiermem.transfer.driver import DriverCalls, _destroy, _Thread
 
 
 class Logged(DriverCalls):
@@ -62,3 +65,26 @@ def test_a_stream_follows_another_by_one_mark() -> None:
     calls.follow(2, 7)
     calls.follow(2, 7)
     assert calls.log == 2 * [("record", 9, 7), ("wait", 2, 9, 0)]
+
+
+def test_the_time_between_two_events_is_in_seconds() -> None:
+    calls = Logged()
+
+    def elapsed(out: Any, first: int, second: int) -> int:
+        ctypes.cast(out, ctypes.POINTER(ctypes.c_float))[0] = 500.0 * (second - first)
+        return 0
+
+    calls._elapsed = elapsed
+    for event in (2, 5):
+        calls.mark(event, 1)
+    assert calls.log == [("record", 2, 1), ("record", 5, 1)]
+    assert calls.seconds(2, 5) == 1.5
+
+
+def test_events_are_destroyed_where_there_is_a_driver() -> None:
+    gone: list[int] = []
+    library = SimpleNamespace(cuEventDestroy_v2=gone.append)
+    _destroy(library, [3, 4], os.getpid() + 1)  # in a forked child there is none
+    assert not gone
+    _destroy(library, [3, 4], os.getpid())
+    assert gone == [3, 4]

@@ -521,19 +521,41 @@ def test_what_is_held_all_the_while_stays() -> None:
         assert made.manager.stats().hits == 1
 
 
-def test_a_change_of_length_is_measured_at_once() -> None:
-    """Between two passes that are measured, by the host's clock."""
+def sampled(lengths: list[tuple[float, float]]) -> list[bool]:
+    """Plays passes of one name; returns which of them were measured.
+
+    Args:
+        lengths: Seconds on the host's clock, and how many more where a pass is measured.
+    """
     clock = FakeClock()
     pacing = Pacing(clock, Counters(), Estimates())
     measured = []
-    for seconds in [1.0] * 9 + [5.0] * 3:
+    for seconds, longer in lengths:
         pacing.begin("loop")
         measured.append(pacing.sampling)
         if pacing.sampling:
             pacing.arrived()
             pacing.started(record(1), None)
+            seconds += longer
         pacing.ended()
         clock.late.clear()
         pacing.harvest(9)
         clock.host_now += seconds
-    assert measured[0] and not any(measured[5:10]) and measured[10]
+    return measured
+
+
+def test_a_change_of_length_is_measured_soon() -> None:
+    """Between two passes that are measured, by the host's clock; the second like it says so."""
+    found = sampled([(1.0, 0.0)] * 9 + [(5.0, 0.0)] * 7)
+    assert found[0] and not any(found[5:11]) and all(found[11:15]) and not found[15]
+
+
+def test_one_pass_of_another_length_is_chance() -> None:
+    usual, other = (1.0, 0.0), (5.0, 0.0)
+    assert not any(sampled([usual] * 6 + [other] + [usual] * 4 + [other, usual])[3:])
+
+
+def test_what_measuring_takes_the_host_is_no_change() -> None:
+    """A forward that the host limits took half as long again where it was measured."""
+    found = sampled([(0.12, 0.08)] * 160)
+    assert sum(found) <= 3 + 160 // 16

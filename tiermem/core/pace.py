@@ -66,16 +66,17 @@ class _Pass:
     since: int = 0
     extra: int = 0
     typical: float = 0.0
+    odd: bool = False
     whole: Recent = field(default_factory=Recent)
 
 
 class Estimates:
     """Seconds of compute by pass and block, and of transfers by link and block.
 
-    A pass is measured the first three times, then one time in sixteen; one that took a quarter
-    more or less than foreseen (measured, or by the host's clock) is measured the next four times
-    as well, so that the medians
-    follow. Memory is bounded: 64 passes, and of each the blocks that still occur in it.
+    A pass is measured the first three times, then one time in sixteen; after one that took a
+    quarter more or less than foreseen (where it was measured; by the host's clock, two in a row)
+    it is measured the next four times as well, so that the medians follow. Memory is bounded: 64
+    passes, and of each the blocks that still occur in it.
 
     Attributes:
         version: Grows when plans made with the estimates have become stale.
@@ -110,7 +111,9 @@ class Estimates:
         return False
 
     def took(self, key: Hashable, seconds: float) -> None:
-        """Says how long it was from the begin of a pass to that of the next, measured or not.
+        """Says how long it was from the begin of a pass that was not measured to that of the next.
+
+        One that took a quarter more or less than usual may be chance; with the next it is a change.
 
         Args:
             key: Name of the pass.
@@ -119,11 +122,16 @@ class Estimates:
         known = self._passes.get(key)
         if known is None or seconds <= 0.0:
             return
-        usual = known.whole.value
-        known.whole.add(seconds)
-        noise = _NOISE * len(known.blocks)
-        if usual and abs(seconds - usual) > _CHANGED * usual + noise and not known.extra:
+        usual, noise = known.whole.value, _NOISE * len(known.blocks)
+        odd = usual > 0.0 and abs(seconds - usual) > _CHANGED * usual + noise
+        if odd and not known.odd:
+            known.odd = True
+            return
+        if odd:
+            known.whole = Recent()
             known.extra = _EXTRA
+        known.odd = False
+        known.whole.add(seconds)
 
     def ask_again(self) -> None:
         """Has the next pass of every name measured."""

@@ -89,6 +89,7 @@ class Pacing:
         self._open: _Sample | None = None
         self._key: Hashable = None
         self._began = 0.0
+        self._slowed = False
         self._waiting: deque[_Sample] = deque()
         self._before: Stamp | None = None
         self._stalled = 0
@@ -106,7 +107,9 @@ class Pacing:
         """Says that a pass begins, which ends the one before."""
         self._close()
         now = self._clock.host()
-        if self._key is not None:
+        # measuring takes the host time: where it is what limits, such a pass would look like a
+        # change, be measured again for that, and so on
+        if self._key is not None and not self._slowed:
             self.estimates.took(self._key, now - self._began)
         self._key, self._began = key, now
         if self._older or self._fills:
@@ -117,6 +120,7 @@ class Pacing:
             self.sampling = self._clock.usable()
             if self.sampling:
                 self._open = _Sample(key, self._counters.bytes_by_link())
+        self._slowed = self.sampling or self.pending
 
     def arrived(self) -> None:
         """Says that the compute stream has come to a use, before it waits for anything."""
@@ -266,7 +270,7 @@ class Pacing:
         use = sample.uses[sample.at]
         last = sample.at + 1 == len(sample.uses)
         end = sample.end if last else sample.uses[sample.at + 1].before
-        for stamp in (use.before, use.after, end, use.fill and use.fill.end):
+        for stamp in (end, use.fill and use.fill.end, use.after, use.before):  # the last first
             if stamp is not None and not clock.passed(stamp):
                 return False
         wait = clock.seconds(use.before, use.after)

@@ -10,7 +10,9 @@ reference, sections "Stream Management", "Event Management" and "Memory Manageme
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
@@ -58,6 +60,13 @@ class Event:
     def __del__(self) -> None:
         # nobody can wait for it any more, and waits submitted before keep what they saw
         self._calls.spare.append(self.handle)
+
+
+def _destroy(library: Any, events: Iterable[int], process: int) -> None:
+    """Destroys events; what still waits for one keeps what it saw."""
+    if os.getpid() == process:  # a forked child has no driver
+        for event in events:
+            library.cuEventDestroy_v2(event)
 
 
 class _Thread(threading.local):
@@ -136,6 +145,26 @@ class StreamCalls(Protocol):
         """Whether the current compute stream is recorded into a graph."""
         ...
 
+    def new_event(self, *, timing: bool = False) -> int:
+        """Makes an event for :meth:`mark`; it lives as long as these calls do.
+
+        Args:
+            timing: Whether :meth:`seconds` may be asked about it.
+        """
+        ...
+
+    def mark(self, event: int, stream: int) -> None:
+        """Has an event mark the end of what was submitted to ``stream`` so far."""
+        ...
+
+    def passed(self, event: int) -> bool:
+        """Whether the stream has come past an event."""
+        ...
+
+    def seconds(self, first: int, second: int) -> float:
+        """Returns the time between two timing events that have passed."""
+        ...
+
 
 class DriverCalls:
     """The calls of one device.
@@ -155,6 +184,7 @@ class DriverCalls:
             ConfigError: If there is no CUDA driver to be loaded.
         """
         self.spare: list[int] = []
+        self._events: list[int] = []
         self._marks: dict[int, int] = {}
         self._local = _Thread()
         try:
@@ -175,23 +205,29 @@ class DriverCalls:
             context = ctypes.c_void_p()
             self._check("cuCtxGetCurrent", self._lib.cuCtxGetCurrent(ctypes.byref(context)))
         self._context = context
+        # every event refers to this object, or is known to nobody else
+        weakref.finalize(self, _destroy, self._lib, self._events, os.getpid()).atexit = False
         self.current: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, self.index)
 
     def record(self, stream: int, again: Event | None = None) -> Event:
         """Marks the end of what was submitted to ``stream`` so far, with a new event or again."""
         if again is None:
-            event = Event(self, self.spare.pop() if self.spare else self._new_event())
+            event = Event(self, self.spare.pop() if self.spare else self.new_event())
         else:
             event = again  # as it was when it was made
             event._over = False
             event.waiter = -1
+        self.mark(event.handle, stream)
+        return event
+
+    def mark(self, event: int, stream: int) -> None:
+        """Has an event mark the end of what was submitted to ``stream`` so far."""
         foreign = not (stream and self._local.bound) and self._enter(stream)
-        code = self._record(event.handle, stream)
+        code = self._record(event, stream)
         if foreign:
             self._leave()
         if code:
             self._check("cuEventRecord", code)
-        return event
 
     def wait(self, stream: int, event: Event) -> None:
         """Has what is submitted to ``stream`` from now on wait for ``event``."""
@@ -289,12 +325,20 @@ class DriverCalls:
         under_way: bool = torch._C._cuda_isCurrentStreamCapturing()
         return under_way
 
-    def passed(self, handle: int) -> bool:
+    def passed(self, event: int) -> bool:
         """Whether the stream has come past an event."""
-        code: int = self._lib.cuEventQuery(handle)
+        code: int = self._query(event)
         if code not in (0, _NOT_READY):
             self._check("cuEventQuery", code)
         return code == 0
+
+    def seconds(self, first: int, second: int) -> float:
+        """Returns the time between two timing events that have passed."""
+        milliseconds = ctypes.c_float()
+        code = self._elapsed(ctypes.byref(milliseconds), first, second)
+        if code:
+            self._check("cuEventElapsedTime", code)
+        return milliseconds.value / 1e3
 
     def wait_for(self, handle: int) -> None:
         """Makes the host wait until the stream has come past an event."""
@@ -336,16 +380,19 @@ class DriverCalls:
 
     def _new_mark(self, stream: int) -> int:
         """Makes the event with which other streams are told to follow one."""
-        mark = self._marks[stream] = self._new_event()
+        mark = self._marks[stream] = self.new_event()
         return mark
 
-    def _new_event(self) -> int:
+    def new_event(self, *, timing: bool = False) -> int:
+        """Makes an event; it is destroyed with this object."""
         event = ctypes.c_void_p()
         self._push()  # an event belongs to the context that it is made in
         try:
-            self._check("cuEventCreate", self._lib.cuEventCreate(ctypes.byref(event), _NO_TIMING))
+            flags = 0 if timing else _NO_TIMING
+            self._check("cuEventCreate", self._lib.cuEventCreate(ctypes.byref(event), flags))
         finally:
             self._leave()
+        self._events.append(event.value or 0)
         return event.value or 0
 
     def _declare(self) -> None:
@@ -359,6 +406,8 @@ class DriverCalls:
             "cuEventCreate": [out, ctypes.c_uint],
             "cuEventRecord": [pointer, pointer],
             "cuEventQuery": [pointer],
+            "cuEventElapsedTime": [ctypes.POINTER(ctypes.c_float), pointer, pointer],
+            "cuEventDestroy_v2": [pointer],
             # as wide as what the driver declares, or wider, and made fastest of an int
             "cuStreamWaitEvent": [pointer, pointer, pointer],
             "cuMemcpyAsync": [pointer, pointer, pointer, pointer],
@@ -369,6 +418,8 @@ class DriverCalls:
         self._record = self._lib.cuEventRecord
         self._wait = self._lib.cuStreamWaitEvent
         self._copy = self._lib.cuMemcpyAsync
+        self._query = self._lib.cuEventQuery
+        self._elapsed = self._lib.cuEventElapsedTime
 
     def _check(self, what: str, code: int) -> None:
         if code:

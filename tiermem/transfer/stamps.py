@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any, Protocol
 
-import torch
-
 from tiermem.core.block import Extent
 from tiermem.transfer.copy import CudaCopyEngine, Event
 
@@ -95,29 +93,30 @@ class CudaClock:
     def __init__(self, engine: CudaCopyEngine) -> None:
         """Times the streams of ``engine``."""
         self._engine = engine
-        self._free: list[torch.cuda.Event] = []
+        self._calls = engine.calls
+        self._up = engine.up_stream.cuda_stream
+        self._free: list[int] = []
         self._made = 0
 
     def stamp(self) -> Stamp | None:
         """Records an event on the current stream; None when too many are out."""
-        return self._record(torch.cuda.current_stream(self._engine.device))
+        return self._record(self._calls.current())
 
     def stamp_copies(self, extent: Extent | None, after: Event | None) -> Stamp | None:
         """Records an event on the stream of the copies up, after what the next copy waits for."""
-        stream = self._engine.up_stream
         if extent is not None:
             self._engine.prepare_up(extent)
             if after is not None:
-                self._engine.calls.wait(stream.cuda_stream, after)
-        return self._record(stream)
+                self._calls.wait(self._up, after)
+        return self._record(self._up)
 
     def passed(self, stamp: Stamp) -> bool:
         """Asks the event, which does not wait."""
-        return bool(stamp.query())
+        return self._calls.passed(stamp)
 
     def seconds(self, begin: Stamp, end: Stamp) -> float:
         """Reads the time between two events."""
-        return float(begin.elapsed_time(end)) / 1e3
+        return self._calls.seconds(begin, end)
 
     def free(self, stamp: Stamp) -> None:
         """Keeps the event for the next stamp."""
@@ -131,15 +130,15 @@ class CudaClock:
         """Whether no CUDA graph is captured on the current stream."""
         return not self._engine.capturing()
 
-    def _record(self, stream: torch.cuda.Stream) -> Stamp | None:
+    def _record(self, stream: int) -> Stamp | None:
         if not self.usable():
             return None
         if self._free:
             event = self._free.pop()
         elif self._made < _MOST_EVENTS:
             self._made += 1
-            event = torch.cuda.Event(enable_timing=True)
+            event = self._calls.new_event(timing=True)
         else:
             return None
-        event.record(stream)
+        self._calls.mark(event, stream)
         return event
