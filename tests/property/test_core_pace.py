@@ -510,6 +510,16 @@ def test_a_pass_of_another_length_is_measured_again_at_once() -> None:
     assert 3 <= asked <= 12 and found.compute("loop", 1) == 8.0
 
 
+def test_what_is_never_the_same_twice_is_not_measured_for_ever() -> None:
+    """A host that limits, and has other things to do: every measured pass is a surprise."""
+    found, asked = Estimates(), 0
+    for _ in range(400):
+        if found.wants("loop"):
+            found.observe("loop", {1: (1.0, 2.0, 4.0)[asked % 3]}, {}, ())
+            asked += 1
+    assert asked <= 3 + 5 * 400 // 20
+
+
 def test_a_length_of_nothing_says_nothing() -> None:
     """A clock that stands still, or a pass that was never begun."""
     found = Estimates()

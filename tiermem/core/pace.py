@@ -65,6 +65,7 @@ class _Pass:
     samples: int = 0
     since: int = 0
     extra: int = 0
+    excused: int = 0
     typical: float = 0.0
     odd: bool = False
     whole: Recent = field(default_factory=Recent)
@@ -104,11 +105,14 @@ class Estimates:
         if len(self._passes) > _MOST_PASSES:
             del self._passes[next(iter(self._passes))]
         known.since += 1
-        if known.samples < _SAMPLES_AT_FIRST or known.extra or known.since >= _EVERY:
-            known.extra = max(0, known.extra - 1)
-            known.since = 0
-            return True
-        return False
+        if known.extra:
+            known.extra -= 1
+        elif known.samples < _SAMPLES_AT_FIRST or known.since >= _EVERY:
+            known.excused = 0
+        else:
+            return False
+        known.since = 0
+        return True
 
     def took(self, key: Hashable, seconds: float) -> None:
         """Says how long it was from the begin of a pass that was not measured to that of the next.
@@ -129,7 +133,7 @@ class Estimates:
             return
         if odd:
             known.whole = Recent()
-            known.extra = _EXTRA
+            known.extra = known.excused = _EXTRA
         known.odd = False
         known.whole.add(seconds)
 
@@ -168,8 +172,10 @@ class Estimates:
             values = sorted(recent.value for recent in known.blocks.values())
             known.typical = values[len(values) // 2]
         known.samples += 1
-        if surprised and not known.extra and known.samples > _SAMPLES_AT_FIRST:
-            known.extra = _EXTRA
+        if known.excused:  # what is measured once more for a surprise is no reason to go on so
+            known.excused -= 1
+        elif surprised and known.samples > _SAMPLES_AT_FIRST:
+            known.extra = known.excused = _EXTRA
         if known.samples >= _SURE and _stale(known.blocks.values()):
             self.version += 1
 
