@@ -13,8 +13,9 @@ ARGS ?=
 demo: $(STAMP)
 	$(BIN)/tiermem train $(ARGS)
 
+# Tests run in as many processes as there are processors, eight at most.
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=8 --dist=worksteal $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
