@@ -519,8 +519,31 @@ _PARTED = (
 )
 """A large parameter's step in parts."""
 
+PACE = ("tests/unit/test_pacing.py", "tests/property/test_core_pace.py")
+_MEASURING = (
+    (
+        "what measuring takes the host counts as a change",
+        "tiermem/runtime/pacing.py",
+        "if self._key is not None and not self._slowed:",
+        "if self._key is not None:",
+    ),
+    (
+        "one pass of another length is a change",
+        "tiermem/core/pace.py",
+        "        if odd and not known.odd:\n            known.odd = True\n            return\n",
+        "",
+    ),
+    (
+        "a surprise while measuring once more has it go on",
+        "tiermem/core/pace.py",
+        "        if known.excused:",
+        "        if False and known.excused:",
+    ),
+)
+
 MUTATIONS = (
     *_ELSEWHERE,
+    *(Mutation(name, file, old, new, PACE) for name, file, old, new in _MEASURING),
     *(
         Mutation(name, _PARTS, old, new, ("tests/unit/test_optim_parted.py",))
         for name, old, new in _PARTED
