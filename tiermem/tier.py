@@ -185,6 +185,10 @@ class TierManager:
                 speed, so that both sides finish together.
             **settings: The class's own settings.
 
+        Returns:
+            The optimizer. Its state and masters take their room until its ``close()``, or until
+            the manager is closed.
+
         Raises:
             StepError: If the class cannot be stepped block by block, or a dtype cannot be had.
             CapacityError: If a budget cannot hold its state or a step.

@@ -257,5 +257,18 @@ def gone(
         formal: The dtype that torch's C++ is to see, if another.
     """
     tensor = lazy(shape, dtype, device, refuse, refuse, formal)
-    tensor._gone = True
+    end(tensor, refuse)
     return tensor
+
+
+def end(tensor: Any, refuse: Callable[..., Any]) -> None:
+    """Has a lazy tensor stand for what is kept nowhere any more.
+
+    Args:
+        tensor: Any other is left as it is.
+        refuse: Raises, with the reason, when its values are asked for or written.
+    """
+    if isinstance(tensor, LazyTensor):
+        tensor._load = tensor._store = refuse
+        tensor._kept = None
+        tensor._gone = True

@@ -125,6 +125,11 @@ class InBackward:
                 return
             self._held_back.add(id(group))
 
+    def close(self) -> None:
+        """Watches no backward any more."""
+        self._runtime.backwards.remove(self)
+        self._runtime.grads.watchers.remove(self)
+
     def leave(self, units: Iterable[StepUnit]) -> None:
         """Leaves blocks to ``step()`` for good: another optimizer steps them as well."""
         self._late.update(id(unit.group) for unit in units)

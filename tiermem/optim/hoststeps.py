@@ -93,6 +93,11 @@ class HostSteps:
                 if host.unit.is_viewed():  # who looks through a view waits for nothing
                     self._manager.debts.pay(host.unit.blocks()[-1].id)
 
+    def close(self) -> None:
+        """Ends the thread; no step is under way."""
+        self._pool.shutdown()
+        self._manager.closers.remove(self._pool.shutdown)
+
     def can_begin(self, unit: StepUnit) -> bool:
         """Whether the step of a unit can be begun now, without a wait for a disk."""
         return unit.host is not None and unit.host.at_rest(self._runtime)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from tiermem.errors import CapacityError, StepError, StorageError
+from tiermem.nn.lazy import end
 from tiermem.nn.quiet import quiet, uncompiled
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim import clip
@@ -86,6 +87,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._host: HostSteps | None = None
         self._looked_into = False  # so that users may have edited the state
         self._begun = False  # and not ended: by a step on the host that failed
+        self._closed = False
         self.speeds: Speeds | None = None
         self._master_dtype = floating("master_dtype", master_dtype)
         self._grad_dtype = floating("grad_dtype", grad_dtype)
@@ -118,6 +120,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             What ``closure`` returned.
         """
         loss = None
+        self._refuse_if_closed("step()")
         self._manager.guard()
         again = bool(self._pending) or (self._begun and bool(self._unfinished()))
         if closure is not None and not again:
@@ -271,6 +274,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         Raises:
             StepError: If it is no such number, or blocks are stepped and ``step()`` is to come.
         """
+        self._refuse_if_closed("accumulate()")
         if self._inside is not None:
             self._inside.accumulate(micro_batches)
 
@@ -282,6 +286,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """The state by parameter, as in any optimizer; every step asked for is made in it."""
+        self._refuse_if_closed("optimizer.state")
         if self._inside is not None:
             self._inside.refuse("optimizer.state")
         self.finish()
@@ -309,6 +314,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients, or sets them to zero."""
+        self._refuse_if_closed("zero_grad()")
         if self._inside is not None:
             self._inside.refuse("zero_grad()")
         self._refuse_if_pending("zero_grad()")
@@ -402,6 +408,38 @@ class TieredOptimizer(torch.optim.Optimizer):
         load_state(self._runtime, self._units, self.param_groups, self._state, state_dict)
         for post in self._optimizer_load_state_dict_post_hooks.values():
             post(self)
+
+    def close(self) -> None:
+        """Gives the room of state and masters back; what it has not stepped is stepped first.
+
+        Weights and gradients stay as they are. Without it, the room is taken until the manager is
+        closed. Closed, it refuses to be used; closing it once more does nothing.
+
+        Raises:
+            StepError: If a step was cut short, or is to be asked for by ``step()``; it stays open.
+            StorageError: If a step that was put off fails; likewise.
+        """
+        if self._closed or self._manager.closed:
+            return
+        self._settle("close()")
+        runtime, units = self._runtime, self._units
+        with self._manager.lock:
+            self._manager.remove_blocks([b for unit in units for b in unit.kept_blocks()])
+            self._closed = True
+            runtime.on_begin.remove(self._before_forward)
+            self._norms.forget(units)
+            for kept in self._state.values():
+                for value in kept.values():
+                    end(value, partial(self._refuse_if_closed, "its state"))
+            self._units = []
+        if self._inside is not None:
+            self._inside.close()
+        if self._host is not None:
+            self._host.close()
+        hosts = [unit.host for unit in units if unit.host is not None]
+        for stage in {id(host.stage): host.stage for host in hosts}.values():
+            if stage is not None:
+                stage.close()
 
     def __getstate__(self) -> dict[str, Any]:
         raise StepError("a tiered optimizer cannot be pickled; save its state_dict()")
@@ -508,6 +546,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _settle(self, what: str) -> None:
         """Makes sure that no step is unfinished."""
+        self._refuse_if_closed(what)
         if self._inside is not None:
             self._inside.refuse(what)
         self.finish()
@@ -517,6 +556,13 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self._inside is not None:
             self._inside.refuse_clipping(what)
         self._settle(what)
+
+    def _refuse_if_closed(self, what: str, *_: Any) -> None:
+        if self._closed:
+            raise StepError(
+                f"{what}: this optimizer is closed, its state and masters are gone; make another "
+                "with tier.optimizer (a state_dict() that was taken before can be loaded there)"
+            )
 
     def _refuse_if_pending(self, what: str) -> None:
         if self._pending:
