@@ -130,6 +130,22 @@ def test_closed_it_refuses_to_be_used() -> None:
     ours.close()
 
 
+def test_no_norm_is_taken_any_more() -> None:
+    model = net()
+    with tiermem.TierManager("cpu", hbm="96KiB", dram="1MiB") as tier:
+        tier.wrap(model)
+        first, second = (tier.optimizer(model, torch.optim.SGD, lr=0.1) for _ in "ab")
+        for optimizer in (first, second, first):
+            model(torch.randn(4, WIDTH)).sum().backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        second.close()  # what is measured is the first one's
+        assert len(tier._runtime.grads._measures) == len(list(model.parameters()))
+        first.close()
+        assert not tier._runtime.grads._measures
+
+
 def test_after_the_manager_there_is_nothing_to_close() -> None:
     model = net()
     with tiermem.TierManager("cpu", hbm="96KiB", dram="1MiB") as tier:

@@ -201,6 +201,13 @@ class GradStore:
         """
         self._measures.update((id(entry), measure) for entry in entries)
 
+    def stop_measuring(self, entries: Iterable[Entry], measure: Measure) -> None:
+        """Has it measured no more, where it still is what is measured, and forgets what was."""
+        for entry in entries:
+            if self._measures.get(id(entry)) is measure:
+                del self._measures[id(entry)]
+                self._measured.pop(id(entry), None)
+
     def unmeasure(self, entries: Iterable[Entry]) -> None:
         """Forgets what was measured of gradients that may be written now."""
         if self._measured:

@@ -94,6 +94,12 @@ class Norms:
         self._measure: Measure | None = None
         self.taken = self.swept = 0
 
+    def close(self, units: Sequence[StepUnit]) -> None:
+        """Has nothing measured any more."""
+        if self._measure is not None:
+            entries = (entry for unit in units for entry in unit.entries)
+            self._runtime.grads.stop_measuring(entries, self._measure)
+
     def forget(self, units: Sequence[StepUnit]) -> None:
         """Forgets what was measured."""
         self._runtime.grads.unmeasure(e for unit in units for e in unit.entries)

@@ -426,12 +426,12 @@ class TieredOptimizer(torch.optim.Optimizer):
         with self._manager.lock:
             self._manager.remove_blocks([b for unit in units for b in unit.kept_blocks()])
             self._closed = True
-            runtime.on_begin.remove(self._before_forward)
-            self._norms.forget(units)
-            for kept in self._state.values():
-                for value in kept.values():
-                    end(value, partial(self._refuse_if_closed, "its state"))
             self._units = []
+            runtime.on_begin.remove(self._before_forward)
+            self._norms.close(units)
+            for kept in self._state.values():
+                for value in kept.values() if isinstance(kept, dict) else ():
+                    end(value, partial(self._refuse_if_closed, "its state"))
         if self._inside is not None:
             self._inside.close()
         if self._host is not None:
