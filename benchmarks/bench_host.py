@@ -70,6 +70,22 @@ def host_time(clock: Clock, call: Call) -> float:
 
 
 @contextmanager
+def no_collection() -> Iterator[None]:
+    """Has Python's garbage collector wait."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def in_turn(clock: Clock, first: Call, second: Call, repeats: int) -> list[tuple[float, float]]:
+    """Returns the host times of two calls that take turns."""
+    return [(host_time(clock, first), host_time(clock, second)) for _ in range(repeats)]
+
+
+@contextmanager
 def timers(spent: dict[str, float], calls: dict[str, int]) -> Iterator[None]:
     """Times the parts: seconds and calls by name."""
 
@@ -143,14 +159,8 @@ def measure_ring(options: argparse.Namespace, plain: Any, streamed: dict[str, An
     for _ in range(10):
         call()
         reference()
-    gc.collect()
-    gc.disable()
-    try:
-        pairs = [
-            (host_time(clock, reference), host_time(clock, call)) for _ in range(options.repeats)
-        ]
-    finally:
-        gc.enable()
+    with no_collection():
+        pairs = in_turn(clock, reference, call, options.repeats)
     clock.wait()  # its memory is in use until then
     extra = statistics.median(mine - theirs for theirs, mine in pairs) / streamed["blocks"] * 1e6
     streamed["of it the driver's us"] = extra
@@ -173,21 +183,14 @@ def measure(options: argparse.Namespace, what: str, plain: Any) -> list[dict[str
             call()
             reference()
         tier.reset_stats()
-        gc.collect()
-        gc.disable()
-        try:
-            pairs = [
-                (host_time(clock, reference), host_time(clock, call))
-                for _ in range(options.repeats)
-            ]
+        with no_collection():
+            pairs = in_turn(clock, reference, call, options.repeats)
             stats = tier.stats()
             spent: dict[str, float] = {}
             calls: dict[str, int] = {}
             with timers(spent, calls):
                 for _ in range(options.repeats):
                     host_time(clock, call)
-        finally:
-            gc.enable()
     extra = [(mine - theirs) / blocks * 1e6 for theirs, mine in pairs]
     quarters = statistics.quantiles(extra, n=4) if len(extra) > 1 else extra * 3
     row = {

@@ -79,8 +79,9 @@ def test_what_was_put_off_is_stepped_first() -> None:
         assert same(plain, model)
 
 
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.NAdam])
 @pytest.mark.parametrize("where", ["host", "both"])
-def test_the_host_s_thread_ends_and_its_staging_goes(where: Any, tmp_path: Path) -> None:
+def test_the_host_s_thread_ends_and_its_staging_goes(where: Any, cls: Any, tmp_path: Path) -> None:
     model = net()
     policy = tiermem.Policy(params="dram", grads="dram", optimizer="nvme", master="nvme")
     with tiermem.TierManager(
@@ -89,13 +90,31 @@ def test_the_host_s_thread_ends_and_its_staging_goes(where: Any, tmp_path: Path)
         tier.wrap(model)
         dram, threads = tier._manager.homes.dram, threading.active_count()
         beside = dram.used - room(tier)[Tier.DRAM]  # what files pass through
-        ours = tier.optimizer(model, torch.optim.AdamW, where=where)
+        ours = tier.optimizer(model, cls, where=where)
         train([(model, ours)])
         assert threading.active_count() > threads
         assert dram.used > beside + room(tier)[Tier.DRAM]  # by the staging
         ours.close()
         assert threading.active_count() == threads
         assert dram.used == beside + room(tier)[Tier.DRAM] and not room(tier)[Tier.NVME]
+
+
+def test_what_more_groups_need_on_the_host_takes_the_place_of_what_was() -> None:
+    """Room for what a class without a fused kernel may have to take back."""
+    model = net()
+    policy = tiermem.Policy(params="dram", grads="dram", optimizer="dram")
+    with tiermem.TierManager("cpu", hbm="192KiB", dram="1MiB", policy=policy) as tier:
+        tier.wrap(model)
+        dram = tier._manager.homes.dram
+        first, *others = model
+        ours = tier.optimizer(first.parameters(), torch.optim.NAdam, where="host")
+        beside = dram.used - room(tier)[Tier.DRAM]
+        for layer in others:
+            ours.add_param_group({"params": list(layer.parameters())})
+            assert dram.used - room(tier)[Tier.DRAM] == beside > 0
+        train([(model, ours)])
+        ours.close()
+        assert dram.used == room(tier)[Tier.DRAM]
 
 
 _USES: tuple[Callable[[Any], object], ...] = (

@@ -32,6 +32,7 @@ from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.shapes import follow
 from tiermem.optim.casts import cast
 from tiermem.optim.held import versions
+from tiermem.optim.hostroom import HostRoom
 from tiermem.optim.plainstep import run
 from tiermem.optim.probe import Make
 from tiermem.optim.scaling import Scaling
@@ -75,6 +76,12 @@ def can_be_on_host(runtime: ModuleRuntime, unit: StepUnit) -> bool:
     return unit.group is not None and all(
         table[block.id].home is not Tier.HBM for block in unit.blocks()
     )
+
+
+def rooms_of(units: Sequence[StepUnit]) -> list[HostRoom]:
+    """Returns what the host's steps of some units have in DRAM, each once."""
+    rooms = [unit.host.room for unit in units if unit.host is not None]
+    return list({id(room): room for room in rooms if room is not None}.values())
 
 
 @dataclass(slots=True, eq=False)
@@ -145,14 +152,13 @@ class HostSide:
 
     Attributes:
         unit: The unit.
-        stage: Brings what is at home in files.
+        room: What the steps of its optimizer have in DRAM; no step is under way when it changes.
     """
 
     def __init__(self, unit: StepUnit) -> None:
         """Gives a unit, whose blocks are all at home below HBM, what its optimizer works on."""
         self.unit = unit
-        self.stage: HostStage | None = None
-        self._scratch: torch.Tensor | None = None
+        self.room: HostRoom | None = None
         self._own: dict[int, nn.Parameter] = {}
         self._away: dict[int, torch.Tensor] = {}
         for param, _ in unit.members:
@@ -160,9 +166,10 @@ class HostSide:
             away = self._away[id(param)] = shared_placeholder(param.shape, dtype, _CPU)
             self._own[id(param)] = nn.Parameter(away, param.requires_grad)
 
-    def equip(self, stage: HostStage | None, scratch: torch.Tensor | None) -> None:
-        """Gives it staging, and memory for what may have to be taken back; no step is under way."""
-        self.stage, self._scratch = stage, scratch
+    @property
+    def stage(self) -> HostStage | None:
+        """Brings what is at home in files; None where nothing is."""
+        return None if self.room is None else self.room.stage
 
     def own(self, param: torch.Tensor) -> torch.Tensor:
         """Returns the host's parameter for a model's, and any that is not of the unit as it is."""
@@ -340,7 +347,7 @@ class HostSide:
             began = time.perf_counter_ns()
             for event in job.events:
                 manager.copy.wait(event)
-            undo = Undo(self._scratch)
+            undo = Undo(None if self.room is None else self.room.scratch)
             with torch.no_grad():
                 try:
                     job.written = self._update(optimizer, job, undo)

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem.core.block import Extent, Tier, align_up
+from tiermem.core.block import Tier, align_up
 from tiermem.nn.runtime import ModuleRuntime
-from tiermem.optim.host import HostSide, can_be_on_host, with_fused
+from tiermem.optim.host import HostSide, can_be_on_host, rooms_of, with_fused
+from tiermem.optim.hostroom import HostRoom
 from tiermem.optim.parted import PartedUnit
 from tiermem.optim.probe import Make, settings_of
 from tiermem.optim.share import Speeds, choose_host, measure
@@ -18,8 +19,7 @@ from tiermem.optim.spread import Traffic, measure_both, spread
 from tiermem.optim.team import as_team
 from tiermem.optim.undo import cannot_fail_midway
 from tiermem.optim.unit import StepUnit
-from tiermem.runtime.homes import HomeRequest
-from tiermem.runtime.staged import HostStage, Load
+from tiermem.runtime.staged import Load
 from tiermem.transfer.copy import CudaCopyEngine
 
 
@@ -119,28 +119,15 @@ def _have_host_step(
     in_files = {r.block.id for r in manager.table if r.home is Tier.NVME}
     loads = [_load(unit, in_files) for unit in units]
     undone = max(_bytes_to_keep(unit, in_files, make, settings) for unit in units)
-    places: list[tuple[Tier, Extent | None]] = []
-    if undone:
-        places = manager.homes.reserve([HomeRequest("undo of steps on the host", undone, "dram")])
-    stage = None
-    try:
-        if any(load.blocks for load in loads):
-            stage = HostStage(manager, loads)
-    except BaseException:
-        for tier, extent in places:
-            if extent is not None:
-                manager.homes.release(tier, extent)
-        raise
-    scratch = [manager.homes.arena.bytes_of(extent) for _, extent in places if extent is not None]
+    room = HostRoom(manager, loads, undone)
+    before = rooms_of(earlier)
     for unit in new:
         unit.step_on(HostSide(unit), make)
-    before = {id(u.host.stage): u.host.stage for u in earlier if u.host is not None}
     for unit in units:
         if unit.host is not None:
-            unit.host.equip(stage, scratch[0] if scratch else None)
-    for old in before.values():
-        if old is not None:
-            old.close()
+            unit.host.room = room
+    for old in before:
+        old.close()
 
 
 def _load(unit: StepUnit, in_files: set[int]) -> Load:

@@ -16,6 +16,7 @@ from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim import clip
 from tiermem.optim.backward import InBackward
 from tiermem.optim.groups import Params, floating, frozen_settings, groups_of, with_defaults
+from tiermem.optim.host import rooms_of
 from tiermem.optim.hoststeps import HostSteps, say_how_far
 from tiermem.optim.master import master_dtype_of
 from tiermem.optim.parted import ELEMENTWISE
@@ -436,10 +437,8 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._inside.close()
         if self._host is not None:
             self._host.close()
-        hosts = [unit.host for unit in units if unit.host is not None]
-        for stage in {id(host.stage): host.stage for host in hosts}.values():
-            if stage is not None:
-                stage.close()
+        for room in rooms_of(units):
+            room.close()
 
     def __getstate__(self) -> dict[str, Any]:
         raise StepError("a tiered optimizer cannot be pickled; save its state_dict()")
