@@ -1,13 +1,14 @@
 """Host time per block, streamed and resident: hooks and scheduling, nothing to wait for.
 
-A Llama with the blocks of the 6.74 B shape but narrow, at one token: copies and kernels
-take next to no time, so the device never makes the host wait, and what a wrapped forward
-takes longer than a plain one is tiermem's own. Forwards of the two take turns, each begins
-with the device idle, and medians of the differences count.
+At one token the host asks for work faster than the device makes it, and waits for nothing:
+what a wrapped forward takes longer than a plain one, until the call comes back, is tiermem's
+own. Forwards of the two take turns, each begins with the device idle, and medians of the
+differences count. In the 6.74 B shape a block is a layer's matrix; in the narrow one it is a
+whole layer, with as many tensors as that has, and copies and kernels take next to no time.
 
-On CUDA a third model has its weights in HBM, and beside them as many copies and waits for them
-as a streamed forward has, asked for with nothing but the driver's calls: what any ring of slots
-costs the host. What a streamed block takes beyond that is hooks and scheduling.
+On CUDA a third model has its weights in HBM, and beside them a copy for each block that a
+streamed forward copies and a wait for it, asked for with nothing but the driver's calls: what
+any ring of slots costs the host. What a streamed block takes beyond that is hooks and scheduling.
 
 The parts are timed in a run of their own, each with what it calls in it; their timers add
 about 0.3 µs a call.
@@ -22,13 +23,13 @@ import functools
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from common import report
-from llama import SHAPES, Call, Clock, budget_of, build, forward, layers_of, nbytes_of
+from llama import SHAPES, Call, Clock, budget_of, build, forward, nbytes_of
 
 import tiermem
 from tiermem.core.schedule import Planner
@@ -48,6 +49,7 @@ PARTS: tuple[tuple[type, str], ...] = (
     (Group, "_away"),
     (BlockManager, "begin_pass"),
     (Uses, "take"),
+    (Steady, "take"),
     (Steady, "repeat"),
     (Traffic, "exchange"),
     (Planner, "touch"),
@@ -112,20 +114,21 @@ def timers(spent: dict[str, float], calls: dict[str, int]) -> Iterator[None]:
 
 
 class Ring:
-    """Copies of a model's layers into two slots, a layer ahead, beside a model that stays.
+    """Copies of a model's blocks into two slots, a block ahead, beside a model that stays.
 
     Args:
         model: Has its weights on a CUDA device, and computes with those.
-        copies: How many of its layers have a copy; the others none.
+        blocks: Names of the modules where blocks begin that have a copy, and its bytes.
     """
 
-    def __init__(self, model: Any, copies: int) -> None:
+    def __init__(self, model: Any, blocks: Sequence[tuple[str, int]]) -> None:
         device = next(model.parameters()).device
-        layers = layers_of(model)[:copies]
+        layers = [model.get_submodule(name) for name, _ in blocks]
         self._copy = CudaCopyEngine(device)
-        sizes = [nbytes_of(layer.parameters()) for layer in layers]
+        sizes = [nbytes for _, nbytes in blocks]
         self._slots = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in "ab"]
-        self._sources = [torch.empty(size, dtype=torch.uint8).pin_memory() for size in sizes]
+        source = torch.empty(max(sizes), dtype=torch.uint8).pin_memory()
+        self._sources = [source[:size] for size in sizes]
         self._stream = self._copy.up_stream.cuda_stream
         self._events = [self._copy.calls.record(self._stream) for _ in layers]
         for number, layer in enumerate(layers):
@@ -149,12 +152,25 @@ class Ring:
         return result
 
 
-def measure_ring(options: argparse.Namespace, plain: Any, streamed: dict[str, Any]) -> None:
+def blocks_of(model: Any) -> list[tuple[str, int]]:
+    """Returns where the blocks of a wrapped model begin, by name, and their bytes."""
+    calls = [(name, module.__dict__.get("_call_impl")) for name, module in model.named_modules()]
+    scopes = [(name, call.scope) for name, call in calls if call is not None and name]
+    return [(name, s.groups[0].block.nbytes) for name, s in scopes if s.begins and s.groups]
+
+
+def measure_ring(
+    options: argparse.Namespace,
+    plain: Any,
+    streamed: dict[str, Any],
+    blocks: Sequence[tuple[str, int]],
+) -> None:
     """Measures what the same copies cost without us, and enters it into the row of a run."""
     device = torch.device(options.device)
     clock = Clock(device)
     model = build(options.shape, device)
-    Ring(model, round(streamed["copies per forward"]))  # its layers keep it
+    copies = round(streamed["copies per forward"])
+    Ring(model, [blocks[len(blocks) * i // copies] for i in range(copies)])  # modules keep it
     call, reference = forward(model, 1, device), forward(plain, 1, device)
     for _ in range(10):
         call()
@@ -167,8 +183,10 @@ def measure_ring(options: argparse.Namespace, plain: Any, streamed: dict[str, An
     streamed["hooks and scheduling us"] = streamed["us per block"] - extra
 
 
-def measure(options: argparse.Namespace, what: str, plain: Any) -> list[dict[str, Any]]:
-    """Measures one state of residency; returns a row, and one for each of its parts."""
+def measure(
+    options: argparse.Namespace, what: str, plain: Any
+) -> tuple[list[dict[str, Any]], list[tuple[str, int]]]:
+    """Measures one state of residency; returns a row, one for each of its parts, and the blocks."""
     device = torch.device(options.device)
     clock = Clock(device)
     model = build(options.shape, device)
@@ -178,6 +196,7 @@ def measure(options: argparse.Namespace, what: str, plain: Any) -> list[dict[str
     with tiermem.TierManager(device, hbm=hbm, dram=2 * weights + (1 << 20)) as tier:
         tier.wrap(model)
         call = forward(model, 1, device)
+        begins = blocks_of(model)
         blocks = sum(r.block.role is tiermem.Role.PARAM for r in tier._manager.table)
         for _ in range(10):
             call()
@@ -213,7 +232,7 @@ def measure(options: argparse.Namespace, what: str, plain: Any) -> list[dict[str
         }
         for name, seconds in sorted(spent.items(), key=lambda item: -item[1])
     ]
-    return [row, *parts]
+    return [row, *parts], begins
 
 
 def main() -> None:
@@ -227,11 +246,10 @@ def main() -> None:
     if options.device == "cpu":
         torch.set_num_threads(1)
     plain = build(options.shape, torch.device(options.device))
-    rows = []
-    for what in ("streamed", "resident"):
-        rows += measure(options, what, plain)
+    rows, blocks = measure(options, "streamed", plain)
     if options.device != "cpu":
-        measure_ring(options, plain, rows[0])
+        measure_ring(options, plain, rows[0], blocks)
+    rows += measure(options, "resident", plain)[0]
     report(f"Host time per block, Llama {options.shape}, 1 token", rows, options.out)
 
 

@@ -85,12 +85,15 @@ class Owner(Holder):
 
     def point(self, slot: Slot) -> None:
         self.param.data = slot.views[0]
-        self.slot, slot.pointed = slot, 1
+        if self.slot is not None:
+            self.slot.points(0)
+        self.slot = slot
+        slot.points(1)
 
     def go_away(self) -> None:
         self.param.data = self.away
         if self.slot is not None:
-            self.slot.pointed = 0
+            self.slot.points(0)
         self.slot = None
 
     def unpoint(self) -> None:

@@ -138,7 +138,8 @@ class Residency(RuleBasedStateMachine):
         if allowed and new.pages < old.pages:
             return  # it may be done; what is left over is then the caller's to know of
         table = self.table
-        extent = self.ask(allowed, lambda: table.exchange(table[gone], table[here]))
+        extent = table.exchange(table[gone], table[here])
+        assert (extent is not None) == allowed
         if allowed:
             assert extent.offset // PAGE == old.at
             new.here, new.at = "coming", old.at

@@ -1,4 +1,4 @@
-"""Calls of modules below a held block make way for a forward, and are back wherever it matters."""
+"""Calls of modules below the one where a block begins are out of the way, save where it matters."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Model(nn.Module):
 
 
 @contextmanager
-def wrapped(monkeypatch: pytest.MonkeyPatch, threads: int = 1) -> Iterator[tuple[Any, Any]]:
+def wrapped(monkeypatch: pytest.MonkeyPatch, threads: int = 0) -> Iterator[tuple[Any, Any]]:
     """Yields a model in the tiers, one block a layer, and the manager's front."""
-    monkeypatch.setattr("tiermem.nn.scope.active_count", lambda: threads)
+    monkeypatch.setattr("tiermem.nn.scope.other_threads", lambda: threads)
     model = Model()
     with tiermem.TierManager("cpu", hbm=4 * 4096, dram=1 << 20) as tier:
         yield tier.wrap(model, blocks=[f"layers.{i}" for i in range(4)]), tier
@@ -57,7 +57,7 @@ def intercepted(layer: Layer) -> list[bool]:
     return [isinstance(m.__dict__.get(CALL), CallInterceptor) for m in (layer.first, layer.last)]
 
 
-def test_calls_make_way_for_a_forward_and_are_back_after_it(
+def test_calls_are_out_of_the_way_from_the_first_one_of_their_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x = torch.randn(3, 8)
@@ -68,27 +68,72 @@ def test_calls_make_way_for_a_forward_and_are_back_after_it(
         found = model(x)
         assert seen == [[False, False, True, True]]
         assert isinstance(layer.__dict__[CALL], CallInterceptor)  # where a block begins it stays
-        assert all(all(intercepted(each)) for each in model.layers)
-        layer.meanwhile = lambda layer: 1 / 0
-        with pytest.raises(ZeroDivisionError):
-            model(x)
-        assert all(all(intercepted(each)) for each in model.layers)
-        layer.meanwhile = lambda layer: None
+        assert not any(any(intercepted(each)) for each in model.layers)
+        assert torch.equal(model(x), found)
         tier.unwrap(model)
         assert all(CALL not in module.__dict__ for module in model.modules())
         assert torch.equal(model(x), found)
 
 
-@pytest.mark.parametrize(("threads", "grad"), [(2, False), (1, True)], ids=["threads", "grad"])
-def test_calls_stay_where_they_have_something_to_add(
-    monkeypatch: pytest.MonkeyPatch, threads: int, grad: bool
+@pytest.mark.parametrize("how", ["threads", "gradients"])
+def test_calls_come_back_where_they_have_something_to_add(
+    monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    with wrapped(monkeypatch, threads) as (model, _), torch.set_grad_enabled(grad):
+    with wrapped(monkeypatch) as (model, _):
+        with torch.no_grad():
+            model(torch.randn(3, 8))
+        if how == "threads":
+            monkeypatch.setattr("tiermem.nn.scope.other_threads", lambda: 1)
         seen: list[bool] = []
         for layer in model.layers:
             layer.meanwhile = lambda layer: seen.extend(intercepted(layer))
-        model(torch.randn(3, 8))
-        assert seen == [True] * 8
+        with torch.set_grad_enabled(how == "gradients"):
+            model(torch.randn(3, 8))
+        assert seen == [True] * 8 and all(all(intercepted(each)) for each in model.layers)
+        for layer in model.layers:
+            layer.meanwhile = lambda layer: None
+        monkeypatch.setattr("tiermem.nn.scope.other_threads", lambda: 0)
+        with torch.no_grad():
+            model(torch.randn(3, 8))
+        assert not any(any(intercepted(each)) for each in model.layers)
+
+
+@pytest.mark.parametrize("hbm", [2 * 4096, 6 * 4096], ids=["streamed", "resident"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda layer, x: layer.last(layer.first(x)),
+        lambda layer, x: nn.functional.linear(x, layer.first.weight) * layer.last.weight.sum(),
+        lambda layer, x: next(layer.parameters()) * 2,
+    ],
+    ids=["modules", "weights", "a weight kept"],
+)
+def test_modules_called_by_themselves_are_right_and_intercepted_again(
+    monkeypatch: pytest.MonkeyPatch, hbm: int, use: Callable[[Layer, torch.Tensor], torch.Tensor]
+) -> None:
+    monkeypatch.setattr("tiermem.nn.scope.other_threads", lambda: 0)
+    x = torch.randn(3, 8)
+    model, plain = Model(), Model()
+    plain.load_state_dict(model.state_dict())
+    with tiermem.TierManager("cpu", hbm=hbm, dram=1 << 20) as tier, torch.no_grad():
+        tier.wrap(model, blocks=[f"layers.{i}" for i in range(4)])
+        for _ in range(3):
+            assert torch.equal(model(x), plain(x))
+            for mine, theirs in zip(model.layers, plain.layers, strict=True):
+                assert not any(intercepted(mine))
+                assert torch.equal(use(mine, x), use(theirs, x))
+                assert all(intercepted(mine))
+
+
+def test_calls_of_recurrent_modules_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They use their weights by a list, where nobody sees it."""
+    monkeypatch.setattr("tiermem.nn.scope.other_threads", lambda: 0)
+    model = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 8)) for _ in range(2)])
+    with tiermem.TierManager("cpu", hbm=1 << 16, dram=1 << 20) as tier, torch.no_grad():
+        tier.wrap(model, blocks=["0", "1"])
+        for layer in model:
+            layer(torch.randn(3, 8))
+            assert all(isinstance(m.__dict__.get(CALL), CallInterceptor) for m in layer)
 
 
 def test_calls_are_back_as_soon_as_another_thread_comes_in(
@@ -116,9 +161,60 @@ def test_calls_are_back_as_soon_as_another_thread_comes_in(
         layer.meanwhile = beside
         alone = layer(x)
         assert seen == [[False, False], [True, True]] and torch.equal(found[0], alone)
-        assert all(intercepted(layer))
         layer(x)
-        assert all(intercepted(layer))
+        assert not any(intercepted(layer))
+
+
+class Slow(nn.Linear):
+    """Stops before it uses its weight, where the test says so."""
+
+    stop: Callable[[], None] = staticmethod(lambda: None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.stop()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("unwrap", [False, True])
+def test_a_thread_that_came_in_unseen_keeps_its_block(
+    monkeypatch: pytest.MonkeyPatch, unwrap: bool
+) -> None:
+    """Its call was not intercepted, and what it uses is held by another thread just then."""
+    x = torch.randn(3, 8)
+    reached, go_on = threading.Event(), threading.Event()
+    results: list[torch.Tensor] = []
+
+    def stop() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            reached.set()
+            assert go_on.wait(60)
+
+    with wrapped(monkeypatch) as (model, tier), torch.no_grad():
+        layer = model.layers[0]
+        layer.first.__class__, layer.first.stop = Slow, stop
+        (group,) = layer.__dict__[CALL].scope.groups
+        expected = model(x)
+        inner = layer.first(x)
+        model(x)
+        assert not any(intercepted(layer))
+
+        def call() -> None:
+            with torch.no_grad():
+                results.append(layer.first(x))
+
+        other = threading.Thread(target=call)
+        other.start()
+        assert reached.wait(60)
+        monkeypatch.setattr("tiermem.nn.scope.other_threads", lambda: 1)
+        assert torch.equal(model(x), expected)
+        assert group.holds == 1 and all(intercepted(layer))
+        assert torch.equal(model(x), expected) and group.holds == 1
+        go_on.set()
+        other.join()
+        assert torch.equal(results[0], inner)
+        if unwrap:
+            tier.unwrap(model)
+        assert torch.equal(model(x), expected) and group.holds == 0
 
 
 def test_a_call_that_somebody_else_replaced_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,9 +228,14 @@ def test_a_call_that_somebody_else_replaced_is_left_alone(monkeypatch: pytest.Mo
             return ours(*args, **kwargs)
 
         inner.__dict__[CALL] = theirs
-        model(torch.randn(3, 8))
-        assert calls == [1] and inner.__dict__[CALL] is theirs
+        for count in (1, 2):
+            model(torch.randn(3, 8))
+            assert calls == [1] * count and inner.__dict__[CALL] is theirs
         inner.__dict__[CALL] = ours
+        model(torch.randn(3, 8))
+        inner.__dict__[CALL] = theirs
+        model.layers[0].last(torch.randn(3, 8))
+        assert all(intercepted(model.layers[0])[1:]) and inner.__dict__[CALL] is theirs
 
 
 def test_a_copy_made_in_the_middle_of_forward_is_a_plain_module(

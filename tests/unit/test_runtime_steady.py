@@ -17,6 +17,7 @@ from support_runtime import EvenClock
 from tiermem.config import Policy, Settings
 from tiermem.core.block import Block, Role
 from tiermem.core.layout import TensorShape
+from tiermem.core.residency import Record
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.prefetch import Prefetcher
 from tiermem.runtime.space import Space
@@ -93,7 +94,7 @@ def loop(blocks: int, slots: int, *, depth: Any = 1, large: int = 0) -> Iterator
     for number, (block, p) in enumerate(zip(made, pages, strict=True)):
         manager.write_home(block, [torch.full((p * PAGE,), number, dtype=torch.uint8)])
     found = Loop(manager, made, list(range(blocks)))
-    up, left = manager.copy.up, manager.traffic.left
+    up, left, exchange = manager.copy.up, manager.traffic.left, manager.traffic.exchange
 
     def rising(target: torch.Tensor, *args: Any) -> Any:
         found.events.append(("up", target.data_ptr() - manager.arena.address))
@@ -103,8 +104,16 @@ def loop(blocks: int, slots: int, *, depth: Any = 1, large: int = 0) -> Iterator
         found.events.append(("left", block_id))
         left(block_id)
 
+    def exchanging(leaves: Record, comes: Record) -> bool:
+        before = len(found.events)
+        done = exchange(leaves, comes)
+        if done:
+            found.events.insert(before, ("left", leaves.block.id))
+        return done
+
     manager.copy.up = rising  # type: ignore[method-assign]
     manager.traffic.left = leaving  # type: ignore[method-assign]
+    manager.traffic.exchange = exchanging  # type: ignore[method-assign]
     try:
         yield found
     finally:
@@ -193,7 +202,7 @@ def look(made: Loop, number: int) -> Callable[[], None]:
 def point(made: Loop, number: int) -> Callable[[], None]:
     slot = made.manager.slot_at_hand(made.blocks[number])
     if slot is not None:
-        slot.pointed = 0  # nobody is there: who wants it is asked about, and finds nothing
+        slot.points(0)  # nobody is there: who wants it is asked about, and finds nothing
     return lambda: None
 
 

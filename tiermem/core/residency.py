@@ -28,6 +28,9 @@ class State(enum.Enum):
     DRAINING = "draining"
 
 
+_ABSENT, _FILLING, _VALID = State.ABSENT, State.FILLING, State.VALID
+
+
 class Move(NamedTuple):
     """A copy asked for: the whole of one block, from one tier to another.
 
@@ -180,28 +183,28 @@ class ResidencyTable:
             raise self._wrong(record, "placed blank")
         self._enter(record, extent, State.VALID)
 
-    def exchange(self, leaves: Record, comes: Record) -> Extent:
+    def exchange(self, leaves: Record, comes: Record) -> Extent | None:
         """Begins to bring a block up in the place of a clean copy, which is dropped.
 
         Returns:
-            The place.
-
-        Raises:
-            InvariantError: If one cannot leave, or the other cannot come there.
+            The place; None, and nothing is changed, where one cannot leave or the other cannot
+            come there.
         """
         extent = leaves.extent
-        clean = leaves.in_hbm is State.VALID and (
-            leaves.at_home is State.VALID or not leaves.defined
-        )
-        if not clean or leaves.leases or extent is None or leaves.fixed:
-            raise self._wrong(leaves, "dropped")
-        if comes.in_hbm is not State.ABSENT or comes.at_home is not State.VALID:
-            raise self._wrong(comes, "filled")
-        if comes.home_extent is None or extent.nbytes < comes.block.nbytes:
-            raise self._wrong(comes, f"placed at {extent}")
-        leaves.in_hbm = State.ABSENT
+        if (
+            extent is None
+            or leaves.in_hbm is not _VALID
+            or (leaves.at_home is not _VALID and leaves.defined)
+            or leaves.leases
+            or leaves.fixed
+            or comes.in_hbm is not _ABSENT
+            or comes.at_home is not _VALID
+            or extent.nbytes < comes.block.nbytes
+        ):
+            return None
+        leaves.in_hbm = _ABSENT
         leaves.extent = None
-        comes.in_hbm = State.FILLING
+        comes.in_hbm = _FILLING
         comes.extent = extent
         self._at[extent.offset] = comes
         return extent

@@ -85,16 +85,28 @@ class Schedule:
 
 
 class Trace:
-    """The order of use observed in one pass, repeats of the same block in a row left out."""
+    """The order of use observed in one pass, repeats of the same block in a row left out.
+
+    Attributes:
+        key: Name of the pass.
+        blocks: Ids of the blocks; None while they are those foreseen, up to where the planner is.
+    """
 
     def __init__(self, key: Hashable) -> None:
         """Starts empty, for the pass named ``key``."""
         self.key = key
-        self.blocks: list[int] = []
+        self.blocks: list[int] | None = None
 
 
 class Planner:
-    """Follows the passes, and answers what will be used next."""
+    """Follows the passes, and answers what will be used next.
+
+    Attributes:
+        schedule: What is foreseen, from the begin of the pass under way.
+        cursor: Where in it the pass has come to.
+        last: The block used last in it; -1 before the first.
+        learned: How many passes turned out otherwise than foreseen.
+    """
 
     def __init__(self) -> None:
         """Starts with nothing known."""
@@ -116,7 +128,7 @@ class Planner:
     @property
     def used(self) -> Sequence[int]:
         """The blocks that the pass under way has used so far."""
-        return self._trace.blocks if self._trace is not None else ()
+        return self._observed(self._trace) if self._trace is not None else ()
 
     def knows(self, key: Hashable) -> bool:
         """Whether a pass of that name has been seen or guessed before."""
@@ -151,17 +163,27 @@ class Planner:
         if block == self.last:
             return False
         self.last = block
-        trace = self._trace
-        if trace is not None and len(trace.blocks) < _MOST_USES:  # the rest is not remembered
-            trace.blocks.append(block)
-        schedule, cursor = self.schedule, self.cursor
-        if cursor < len(schedule.order) and schedule.order[cursor] == block:
-            self.cursor = cursor + 1  # just as foreseen
+        schedule, cursor, trace = self.schedule, self.cursor, self._trace
+        foreseen = cursor < len(schedule.order) and schedule.order[cursor] == block
+        if trace is not None and (not foreseen or trace.blocks is not None):
+            blocks = trace.blocks = self._observed(trace)
+            if len(blocks) < _MOST_USES:  # the rest is not remembered
+                blocks.append(block)
+        if foreseen:
+            self.cursor = cursor + 1
             return True
         position = schedule.next_use(block, cursor)
         if position < cursor + _LOOK_AHEAD:
             self.cursor = position + 1
         return True
+
+    def follow(self, block: int) -> None:
+        """Records that ``block`` is used now, which is the very next one foreseen."""
+        trace = self._trace
+        if trace is not None and trace.blocks is not None:
+            trace.blocks.append(block)
+        self.last = block
+        self.cursor += 1
 
     def distance(self, block: int) -> int:
         """Returns how many uses lie before the next of ``block``; NEVER if none is foreseen."""
@@ -179,7 +201,8 @@ class Planner:
             self._known[key] = [block for block in order if block not in blocks]
         self._cache.clear()
         if self._trace is not None:
-            self._trace.blocks = [block for block in self._trace.blocks if block not in blocks]
+            used = self._observed(self._trace)
+            self._trace.blocks = [block for block in used if block not in blocks]
         foreseen = self.schedule.order
         behind = sum(1 for block in foreseen[: self.cursor] if block in blocks)
         self.schedule = Schedule([block for block in foreseen if block not in blocks])
@@ -188,12 +211,16 @@ class Planner:
     def _end(self) -> None:
         if self._trace is None:
             return
-        key, blocks = self._trace.key, self._trace.blocks
+        key, blocks = self._trace.key, self._observed(self._trace)
         if self._known.get(key) != blocks:
             self._known[key] = blocks
             self._cache.clear()
             self.learned += 1
         self._trace = None
+
+    def _observed(self, trace: Trace) -> list[int]:
+        """Returns the blocks used so far in the pass under way."""
+        return list(self.schedule.order[: self.cursor]) if trace.blocks is None else trace.blocks
 
     def _learn(self, context: tuple[Hashable, ...], key: Hashable) -> None:
         """Remembers what followed; contexts that have not been met for long are let go."""

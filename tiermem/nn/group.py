@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import nn
+from torch import is_inference_mode_enabled, nn
 from torch.utils.hooks import RemovableHandle
 
 from tiermem.core.block import Block
@@ -19,6 +19,7 @@ from tiermem.runtime.slots import Holder, Slot
 
 if TYPE_CHECKING:
     from tiermem.nn.grads import GradUnit
+    from tiermem.nn.scope import Inside
 
 _Plain = torch._C.DisableTorchFunctionSubclass
 """Within it ``data`` of a tensor that is away can be set."""
@@ -148,6 +149,7 @@ class Group(Holder):
         holds: How many hold it.
         soft: Whether it is pointed at without a lease.
         lender: Who brings it up for operations on tensors that are away.
+        insides: Of the modules that need it.
         freed: Whether its module was taken out of the tiers.
         stepped: How many of its writes were steps of an optimizer.
     """
@@ -167,11 +169,13 @@ class Group(Holder):
         """
         self.manager = manager
         self._uses = manager.uses
+        self._release = manager.table.release
         self.block = block
         self.writes_hidden = writes_hidden
         self.entries: list[Entry] = []
         self.buffers: list[Member] = []
         self.holds = 0
+        self.insides: list[Inside] = []
         self.soft = False
         self.suspect = False
         self._names: list[HeldDict] = []
@@ -180,8 +184,8 @@ class Group(Holder):
         self._indices: Sequence[int] = ()
         self._placeholders: Sequence[torch.Tensor] = ()
         self._whole = False
-        self._shown: Sequence[tuple[torch.Tensor, type]] = ()
-        self._hidden: Sequence[tuple[torch.Tensor, type]] = ()
+        self._shown: Sequence[tuple[type, list[Any]]] = ()
+        self._hidden: Sequence[tuple[type, list[Any]]] = ()
         self._counted: Sequence[torch.Tensor] = ()
         self._versions = -1  # what was written before the first use is at home already
         self._slot: Slot | None = None
@@ -195,18 +199,21 @@ class Group(Holder):
             group_of[id(member.tensor)] = self
         self._sort_members()
         self._away()
-        self._hide()
+        for kind, things in self._hidden:
+            for thing in things:
+                thing.__class__ = kind
 
     def add_names(self, names: HeldDict) -> None:
         """Enters a module's dictionary, all of whose managed names are tensors of this group."""
         self._names.append(names)
+        self._sort_members()
         if self.holds:
             names.__class__ = HeldDict
 
     def free(self, member: Member, data: torch.Tensor) -> None:
         """Makes a tensor an ordinary one over ``data``."""
         if self._slot is not None and not member.materialized:
-            self._slot.pointed -= 1
+            self._slot.points(self._slot.pointed - 1)
         member.materialized = True
         self._sort_members()
         member.point(data, member.kind)
@@ -215,14 +222,14 @@ class Group(Holder):
         """Takes a tensor back that was freed."""
         member.materialized = False
         self._sort_members()
+        if self._slot is not self.manager.slots.current.get(self.block.id):
+            self._away()  # it may have left, and nobody said so
         slot = self._slot
-        if slot is not self.manager.slots.current.get(self.block.id):
-            slot = self._slot = None  # nothing pointed at it, so nobody said that the block left
         if slot is None:
             member.point(member.placeholder, member.away)
         else:
             member.point(slot.views[member.index], member.kind if self.holds else member.away)
-            slot.pointed += 1
+            slot.points(slot.pointed + 1)
 
     def hold(self) -> None:
         """Leases the block and points its tensors at it."""
@@ -234,10 +241,12 @@ class Group(Holder):
         """Does that for who has the manager's lock."""
         if self.holds == 0:
             slot = self._uses.take(self.block)
+            for kind, things in self._shown:  # ordinary ones, since their block is held
+                for thing in things:
+                    thing.__class__ = kind
             if slot is not self._slot:
-                self._point(slot)
+                self._point(slot, shown=True)
             slot.idle = self.soft = False
-            self._show()
             if self._versions < 0:
                 self._versions = self._count()
         self.holds += 1
@@ -270,15 +279,18 @@ class Group(Holder):
         if self.suspect and not written:
             written = differs_from_home(self.manager, self.block)
         self.holds = 0
-        self._hide()
+        for kind, things in self._hidden:  # every operation on them is to bring the block first
+            for thing in things:
+                thing.__class__ = kind
         if slot is not None:
             self.soft = soft
             slot.idle = not soft
-        self.manager.table.release(self.block.id, dirty=written)
+        self._release(self.block.id, dirty=written)
 
     def may_be_written(self) -> bool:
         """Whether somebody can write the bytes, or has written them since their last use."""
-        if self._slot is not None and self._slot.others():
+        slot = self.manager.slots.current.get(self.block.id)
+        if slot is not None and slot is self._slot and slot.others():
             return True
         return self._versions >= 0 and self._count() != self._versions
 
@@ -338,50 +350,45 @@ class Group(Holder):
         self._indices = [member.index for member in managed]
         self._whole = self._indices == list(range(len(self.block.tensors)))
         self._placeholders = [member.placeholder for member in managed]
-        self._shown = [(member.tensor, member.kind) for member in managed]
-        self._hidden = [(member.tensor, member.away) for member in managed]
+        self._shown = _by_class([(m.kind, m.tensor) for m in managed], HeldDict, self._names)
+        self._hidden = _by_class([(m.away, m.tensor) for m in managed], TieredDict, self._names)
         self._counted = [entry.param for entry in self.entries]
 
-    def _show(self) -> None:
-        """Makes the tensors ordinary ones, since their block is held."""
-        for tensor, kind in self._shown:
-            tensor.__class__ = kind
-        for names in self._names:
-            names.__class__ = HeldDict
+    def _point(self, slot: Slot, *, shown: bool = False) -> None:
+        """Points the tensors at the block.
 
-    def _hide(self) -> None:
-        """Has every operation on the tensors bring the block first."""
-        for tensor, away in self._hidden:
-            tensor.__class__ = away
-        for names in self._names:
-            names.__class__ = TieredDict
-
-    def _point(self, slot: Slot) -> None:
-        """Points the tensors at the block, held or not."""
-        if torch.is_inference_mode_enabled():
+        Args:
+            slot: Where it is.
+            shown: Whether they are ordinary ones, so that nothing is in the way.
+        """
+        if is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return self._point(slot)
+                return self._point(slot, shown=shown)
         views = slot.views
         if not self._whole:
             views = [views[index] for index in self._indices]
-        with _Plain():
+        if shown:
             for tensor, view in zip(self._tensors, views, strict=True):
                 tensor.data = view
+        else:
+            with _Plain():
+                for tensor, view in zip(self._tensors, views, strict=True):
+                    tensor.data = view
         if self._slot is not None:
-            self._slot.pointed = 0
-        slot.pointed = len(self._tensors)
+            self._slot.points(0)
+        slot.points(len(self._tensors))
         self._slot = slot
 
     def _away(self) -> None:
         """Points the tensors at their placeholders."""
-        if torch.is_inference_mode_enabled():
+        if is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self._away()
         with _Plain():
             for tensor, away in zip(self._tensors, self._placeholders, strict=True):
                 tensor.data = away
         if self._slot is not None:
-            self._slot.pointed = 0
+            self._slot.points(0)
             self._slot.idle = False
             self._slot = None
 
@@ -402,3 +409,13 @@ class Group(Holder):
         for param in self._counted:
             total += param._version
         return total
+
+
+def _by_class(
+    tensors: Sequence[tuple[type, torch.Tensor]], kind: type, names: list[HeldDict]
+) -> list[tuple[type, list[Any]]]:
+    """Returns which tensors, and which dictionaries, get which class."""
+    found: dict[type, list[Any]] = {}
+    for of, tensor in tensors:
+        found.setdefault(of, []).append(tensor)
+    return [*found.items(), (kind, names)]

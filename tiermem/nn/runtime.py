@@ -54,12 +54,23 @@ class _Ending:
         self._runtime.end_backward()
 
 
+class _Here(threading.local):
+    """Where one thread is.
+
+    Attributes:
+        depth: How many calls of wrapped modules it is in.
+    """
+
+    depth = 0
+
+
 class ModuleRuntime:
     """State shared by every wrapped module of one manager.
 
     Attributes:
         manager: The blocks.
         groups: Every group of parameters, in the order of the modules.
+        here: Where the calling thread is.
         grads: The gradients.
         saved: The saved-tensor hooks.
         activations: Saved tensors that leave HBM.
@@ -76,7 +87,7 @@ class ModuleRuntime:
         """Starts with no module."""
         self.manager = manager
         self.groups: list[Group] = []
-        self._local = threading.local()
+        self.here = _Here()
         self.grads = GradStore(self)
         self.saved = SavedHooks(self)
         settings = manager.settings
@@ -101,15 +112,6 @@ class ModuleRuntime:
         self._ending: weakref.ref[_Ending] | None = None
         self._last_forward: Hashable = None
         self._homed = 0
-
-    @property
-    def stack(self) -> list[list[Group]]:
-        """Groups held by each scope under way in this thread, the outermost first."""
-        try:
-            found: list[list[Group]] = self._local.stack
-        except AttributeError:
-            found = self._local.stack = []
-        return found
 
     # -- membership ------------------------------------------------------
 
@@ -223,14 +225,16 @@ class ModuleRuntime:
         self.manager.guard()
         # every torch operation on the parameter brings its block for its own time; it is pointed
         # there for code that torch does not see, which may write if it runs outside every pass
-        inside = bool(self.stack) or torch._C._current_graph_task_id() != -1
+        inside = self.here.depth > 0 or torch._C._current_graph_task_id() != -1
         group.point_softly(dirty=not inside)
+        _intercept(group)
         self._remember(group)
 
     def lend(self, group: Group) -> int:
         """Holds a group for one operation on a tensor of it that is away."""
         self.manager.guard()
         self.enter_backward()
+        _intercept(group)
         group.hold()
         return 2 if self.saved.push_if_alone() else 1
 
@@ -322,6 +326,14 @@ class ModuleRuntime:
     def _drop(self, groups: Iterable[Group]) -> None:
         for group in groups:
             group.unpoint()
+
+
+def _intercept(group: Group) -> None:
+    """Has the calls of all modules that need a group intercepted: one may be called by itself."""
+    for inside in group.insides:
+        if inside.away:
+            with group.manager.lock:
+                inside.restore()
 
 
 def entries_of(groups: Iterable[Group]) -> list[Entry]:

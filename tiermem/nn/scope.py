@@ -8,11 +8,13 @@ exception passes through a plain ``finally``.
 
 from __future__ import annotations
 
+import _thread
+import sys
 import time
 import types
 from collections.abc import Callable, Sequence
 from functools import partial
-from threading import active_count, get_ident
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -28,48 +30,69 @@ if TYPE_CHECKING:
 
 _CALL = "_call_impl"
 _MOST_CALLS = 32  # of a block of many modules (experts) few are called at a time
+_CALLS = {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}
+
+other_threads: Callable[[], int] = _thread._count
+"""Returns how many threads of Python's there are beside the main one."""
 
 
 class Inside:
     """Who is inside the modules of one block, all of which need the same groups.
 
-    While the only thread there is is inside and takes no gradients, the calls of the modules below
-    the one where the block begins have nothing to add, and make way.
+    As long as the only thread there is comes by the module where the block begins, and takes no
+    gradients, the calls of those below have nothing to add: they are out of the way, from the
+    first such call on. They are back with the first that is another, and as soon as a weight is
+    asked for that is not held: somebody may be calling a module below by itself.
 
     Attributes:
-        thread: The thread that is, if it is one alone; else 0, which no thread is called.
+        thread: The thread that is inside, if it is one alone; else 0, which no thread is called.
+        away: Whether the calls are out of the way.
     """
 
-    __slots__ = ("_calls", "_depth", "_made_way", "_may_make_way", "thread")
+    __slots__ = ("_calls", "_depth", "_groups", "_guests", "_may_go", "away", "thread")
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Sequence[Group] = ()) -> None:
+        """Begins with no module.
+
+        Args:
+            groups: What all of them need.
+        """
         self.thread = 0
+        self.away = False
         self._depth = 0
-        self._calls: list[tuple[dict[str, Any], CallInterceptor, Callable[..., Any]]] = []
-        self._may_make_way = False
-        self._made_way = False
+        self._groups = groups
+        self._guests: set[int] = set()
+        self._calls: list[CallInterceptor] = []
+        self._may_go = False
+        for group in groups:
+            group.insides.append(self)
 
     def add(self, call: CallInterceptor) -> None:
-        """Has a module's call make way as well, where it may."""
-        self._calls.append((call.module.__dict__, call, call.inner))
-        self._may_make_way = len(self._calls) <= _MOST_CALLS
+        """Has a module's call go out of the way as well, where it may."""
+        self._calls.append(call)
+        self._see()
 
     def drop(self, call: CallInterceptor) -> None:
-        """Has a call make way no more; it is about to be taken out or changed."""
+        """Has a call go nowhere any more; it is about to be taken out or changed."""
         self.restore()
-        self._calls = [entry for entry in self._calls if entry[1] is not call]
+        self._calls = [other for other in self._calls if other is not call]
+        self._see()
 
-    def enter(self) -> None:
-        """This thread holds the groups from now on; called under the manager's lock."""
+    def enter(self, begins: bool) -> None:
+        """This thread holds the groups from now on; called under the manager's lock.
+
+        Args:
+            begins: Whether it comes by the module where the block begins.
+        """
         self._depth += 1
         try:
             if self._depth == 1:
                 self.thread = get_ident()
-                if self._may_make_way and not is_grad_enabled() and active_count() == 1:
-                    self._made_way = True
-                    for names, call, plain in self._calls:
-                        if names[_CALL] is call:
-                            names[_CALL] = plain
+                alone = begins and not (other_threads() or is_grad_enabled())
+                if alone is not self.away and self._may_go:
+                    self._go() if alone else self._come_back()
+                if self._guests:
+                    self._see_guests_off()
             elif self.thread != get_ident():
                 self.thread = 0  # until all are out again
                 self.restore()
@@ -82,15 +105,72 @@ class Inside:
         self._depth -= 1
         if not self._depth:
             self.thread = 0
-            self.restore()
+
+    def empty(self) -> None:
+        """Holds nothing on anybody's behalf any more; the modules are about to be taken out."""
+        self.restore()
+        if self._guests:
+            self._guests = set()
+            self._let_go()
 
     def restore(self) -> None:
-        """Puts the calls back that made way."""
-        if self._made_way:
-            for names, call, plain in self._calls:
-                if names[_CALL] is plain:
-                    names[_CALL] = call
-            self._made_way = False
+        """Puts the calls back that are out of the way."""
+        if self.away:
+            for call in self._calls:
+                call.module.__dict__.setdefault(_CALL, call)
+            self.away = False
+
+    def _go(self) -> None:
+        """Takes the calls out of the way; what somebody else has put there stays."""
+        self.away = True
+        for call in self._calls:
+            names = call.module.__dict__
+            if names.get(_CALL) is call:
+                del names[_CALL]
+
+    def _come_back(self) -> None:
+        """Puts the calls back, and sees to who came in unseen while they were away.
+
+        A thread that called a module then, and is in it still, held the groups for each of its
+        operations; now that this one holds them, it would not. So they are held on its behalf.
+        """
+        self.restore()
+        guests = self._callers() if other_threads() else set()
+        if guests:
+            for group in self._groups:
+                group.hold_locked()
+            self._guests = guests
+
+    def _see_guests_off(self) -> None:
+        """Lets go of what is held on behalf of threads, once all of them are out."""
+        self._guests &= self._callers()
+        if not self._guests:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        for group in self._groups:
+            group.let_go_locked()
+
+    def _callers(self) -> set[int]:
+        """Returns the other threads that are in a call of these modules."""
+        modules = {id(call.module) for call in self._calls}
+        found = set()
+        for thread, frame in sys._current_frames().items():
+            step: types.FrameType | None = frame
+            while step is not None and thread != get_ident():
+                if step.f_code in _CALLS and id(step.f_locals.get("self")) in modules:
+                    found.add(thread)
+                step = step.f_back
+        return found
+
+    def _see(self) -> None:
+        """Sees whether there is anything to go out of the way, and whether it may.
+
+        Recurrent modules use their weights by a list, where nobody sees it.
+        """
+        calls = self._calls
+        unseen = any(isinstance(call.module, nn.RNNBase) for call in calls)
+        self._may_go = 0 < len(calls) <= _MOST_CALLS and not unseen
 
 
 _NOBODY = Inside()
@@ -172,7 +252,7 @@ class Interceptor:
 class CallInterceptor(Interceptor):
     """Holds a module's groups while it runs."""
 
-    __slots__ = ("_inside", "compiled")
+    __slots__ = ("_begins", "_groups", "_here", "_inside", "_manager", "_quick", "compiled")
 
     method = _CALL
 
@@ -182,8 +262,12 @@ class CallInterceptor(Interceptor):
         self.compiled: Any = module.__dict__.pop("_compiled_call_impl", None)
         if self.compiled is not None:
             self.inner = self.compiled
+        # looked up in every call, in caches that the kernels in between have emptied
+        self._manager, self._here = self.runtime.manager, self.runtime.here
+        self._groups, self._begins = scope.groups, scope.begins
+        self._inside = scope.inside
         # only where a block begins there is something to do although its groups are held
-        self._inside = _NOBODY if scope.begins else scope.inside
+        self._quick = _NOBODY if scope.begins else scope.inside
         if not scope.begins and self.compiled is None:
             scope.inside.add(self)
 
@@ -195,51 +279,49 @@ class CallInterceptor(Interceptor):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module, hooks and all."""
-        if self._inside.thread == get_ident() and (
+        if self._quick.thread == get_ident() and (
             not is_grad_enabled() or self.runtime.saved.on_top()
         ):
             return self.inner(*args, **kwargs)
-        return self._within(self.scope, self.runtime, args, kwargs)
-
-    def _within(self, scope: Scope, runtime: ModuleRuntime, args: Any, kwargs: Any) -> Any:
-        began = 0
-        stack = runtime.stack
-        if not stack:
-            runtime.manager.guard()
-            runtime.begin_forward(scope)
+        runtime, manager, groups, here = self.runtime, self._manager, self._groups, self._here
+        began = held = 0
+        depth = here.depth
+        if not depth:
+            manager.guard()
+            runtime.begin_forward(self.scope)
             began = time.perf_counter_ns()
-        elif runtime.unwritten and scope.groups:
-            runtime.got_further(scope)
-        held: list[Group] = []
-        stack.append(held)
+        elif runtime.unwritten and groups:
+            runtime.got_further(self.scope)
+        here.depth = depth + 1
         pushed = entered = inside = False
         try:
-            if scope.begins and runtime.activations.store is not None:
-                entered = runtime.activations.enter(scope)
-            with runtime.manager.lock:
-                for group in scope.groups:
+            if self._begins and runtime.activations.store is not None:
+                entered = runtime.activations.enter(self.scope)
+            with manager.lock:
+                for group in groups:
                     group.hold_locked()
-                    held.append(group)
-                scope.inside.enter()
+                    held += 1
+                self._inside.enter(self._begins)
                 inside = True
             pushed = is_grad_enabled() and runtime.saved.push()
             result = self.inner(*args, **kwargs)
-            if pushed or (scope.begins and is_grad_enabled()):
-                self._watch(scope, runtime, result)
+            if pushed or (self._begins and is_grad_enabled()):
+                self._watch(self.scope, runtime, result)
             return result
         finally:
             if pushed:
                 runtime.saved.pop()
             if entered:
                 runtime.activations.leave()
-            stack.pop()
-            with runtime.manager.lock:
+            here.depth = depth
+            with manager.lock:
                 if inside:
-                    scope.inside.leave()
-                for group in reversed(held):
-                    group.let_go_locked()
+                    self._inside.leave()
+                while held:
+                    held -= 1
+                    groups[held].let_go_locked()
             if began:
-                runtime.busy(scope.name or "forward", began)
+                runtime.busy(self.scope.name or "forward", began)
 
     @staticmethod
     def _watch(scope: Scope, runtime: ModuleRuntime, result: Any) -> None:

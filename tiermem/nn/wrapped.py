@@ -202,10 +202,10 @@ class WrappedModel:
         insides: dict[str, Inside] = {}
         for name in self._modules:
             root = self._territory[name]
-            inside = insides.setdefault(root, Inside())
+            groups = list(needed.get(root, {}).values())
+            inside = insides.get(root) or insides.setdefault(root, Inside(groups))
             begins = root == name and (name in needed or not name)
             if begins or name in own or not name:
-                groups = list(needed.get(root, {}).values())
                 self.scopes[name] = Scope(name, self.number, groups, self, inside, begins=begins)
         for name, module in self._modules.items():
             if may_write_uncounted(module):
@@ -324,7 +324,7 @@ class WrappedModel:
                     call.give_back()
 
     def _restore_calls(self) -> None:
-        """Puts every call back that made way for the time of a forward."""
+        """Puts every call back that is out of the way."""
         for scope in self.scopes.values():
             scope.inside.restore()
 
@@ -354,6 +354,9 @@ class WrappedModel:
         Args:
             device: Where its tensors go; None for host memory.
         """
+        with self.manager.lock:
+            for scope in self.scopes.values():
+                scope.inside.empty()
         for group in self.groups:
             group.unpoint()
         for entry in self.entries:

@@ -113,7 +113,8 @@ class Compactor:
         holder = space.holders.get(block.id)
         if holder is not None and (pointed or holder.leases()):
             holder.repoint(target)
-        source.pointed = 0
+        source.points(0)
         space.traffic.ready.pop(block.id, None)
         space.traffic.changes += 1
+        space.traffic.quiet = False
         self._counters.relocations += 1

@@ -175,6 +175,7 @@ class BlockManager:
                 self.slots.forget(block.id)
                 self.traffic.failing.discard(block.id)
             self.planner.forget({block.id for block in present})
+            self.traffic.quiet = False
             gone = [block.id for block in present]
             self.traffic.waste.forget(gone)
             self.traffic.gone.difference_update(gone)
@@ -379,6 +380,7 @@ class BlockManager:
             return
         with self.lock:
             self._closed = True
+            self.traffic.quiet = False
             self._give_back()
 
     def _give_back(self) -> None:

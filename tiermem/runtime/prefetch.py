@@ -174,6 +174,10 @@ class Prefetcher:
             while ahead and ahead[-1][0] >= first:
                 self._nbytes -= ahead.pop()[1]
 
+    def start_over(self) -> None:
+        """Has the walk go on from the present use: blocks have changed places unseen by it."""
+        self._restart(self._planner.cursor)
+
     def _restart(self, cursor: int) -> None:
         self._changes = self._traffic.changes
         self._traffic.gone.clear()

@@ -137,6 +137,7 @@ class Space:
         """
         hbm = self.table.hbm
         self.places += 1
+        self.traffic.quiet = False
         self.left = None
         if self.turns.uses:
             extent = self.turns.place(block, position)

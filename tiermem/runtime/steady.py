@@ -5,6 +5,9 @@ others, the next one will as well: what decides is the schedule, the plan and wh
 it is looked up. Who is where is still looked at, since a wrong guess must cost time and nothing
 else: a block that is written, held, seen by somebody or not there any more stays as it is, and
 the rest of the pass is decided as the first one was.
+
+Most passes are neither measured nor disturbed. A use in one of those is done by
+:meth:`Steady.take` in one go, with nothing asked that cannot have changed.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ from typing import TYPE_CHECKING
 from tiermem.core.block import Extent, Tier
 from tiermem.core.residency import Record, State
 from tiermem.core.schedule import Schedule
+from tiermem.runtime.slots import Slot
 
 if TYPE_CHECKING:
     from tiermem.runtime.manager import BlockManager
 
-_VALID, _ABSENT = State.VALID, State.ABSENT
+_VALID, _DIRTY = State.VALID, State.DIRTY
 _MOST_TAPES = 16
 _HARVEST = 8
 _CHECKED = 4  # of the measured passes, which has what is repeated decided once more
@@ -50,19 +54,35 @@ class Swap:
 
 
 @dataclass(slots=True, eq=False)
+class Step:
+    """What is done at one place of a schedule.
+
+    Attributes:
+        used: Whose use it is; None before the first.
+        block: Id of that block; -1 before the first.
+        swaps: Who comes then.
+    """
+
+    used: Record | None
+    block: int
+    swaps: list[Swap] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
 class _Tape:
     """What passes of one schedule and plan did.
 
     Attributes:
         outlook: The plan.
         done: What the last of them did: place in the schedule, who came, who left, size.
-        steps: What to do at each place of it; None until two passes did the same.
+        steps: What to do at each place of it: first as it begins, then after each use, to the end
+            of the pass; None until two passes did the same.
         measured: How many passes were measured since.
     """
 
     outlook: object
     done: list[tuple[int, int, int, int]] | None = None
-    steps: list[list[Swap]] | None = None
+    steps: list[Step] | None = None
     measured: int = 0
 
 
@@ -84,7 +104,12 @@ class _Pass:
 
 
 class Steady:
-    """Writes down what passes do, and does it again; under the manager's lock."""
+    """Writes down what passes do, and does it again; under the manager's lock.
+
+    Attributes:
+        swift: Whether the pass under way repeats others and is not measured, so that
+            :meth:`take` may be asked first.
+    """
 
     def __init__(self, manager: BlockManager) -> None:
         """Works for ``manager``."""
@@ -95,16 +120,19 @@ class Steady:
         self._waste = manager.traffic.waste
         self._pacing = manager.pacing
         self._counters = manager.counters
+        self._copy = manager.copy
+        self._debts = manager.debts
         self._current = manager.slots.current
-        self._holders = manager.holders
+        self._ready = manager.traffic.ready
         self._tapes: dict[Schedule, _Tape] = {}
         self._open: _Pass | None = None
-        self._steps: list[list[Swap]] | None = None
+        self._steps: list[Step] | None = None
         self._schedule: Schedule | None = None
         self._cursor = 0
         self._places = 0
         self._changes = 0
         self._number = 0
+        self.swift = False
 
     @property
     def repeating(self) -> bool:
@@ -140,8 +168,57 @@ class Steady:
             return False
         self._steps, self._schedule = tape.steps, schedule
         self._cursor, self._number, self._changes = -1, number, self._traffic.changes
+        self._traffic.quiet = True
         self._space.lose_track()
+        self.swift = not (self._pacing.sampling or self._pacing.pending)
         return self.repeat()
+
+    def take(self, block_id: int) -> Slot | None:
+        """Leases a block, and does what follows, where its use is the one foreseen.
+
+        Returns:
+            Its slot; None, with nothing done, where anything is out of the ordinary.
+        """
+        steps, planner = self._steps, self._planner
+        cursor = self._cursor + 1
+        if (
+            steps is None
+            or cursor >= len(steps)
+            or not self._traffic.quiet
+            or planner.cursor + 1 != cursor
+            or self._debts.owed
+            or self._copy.capturing()
+        ):
+            return None
+        step = steps[cursor]
+        record = step.used
+        if (
+            step.block != block_id
+            or record is None
+            or (record.in_hbm is not _VALID and record.in_hbm is not _DIRTY)
+            or (extent := record.extent) is None
+            or (extent.offset < self._manager.largest_later and not record.leases)
+        ):
+            return None
+        leases = record.leases
+        try:
+            planner.follow(block_id)
+            self._cursor = cursor
+            self._counters.hits += 1
+            record.leases += 1
+            self._copy.use(self._ready.get(block_id))
+            if block_id in self._waste.pending:
+                self._waste.used(block_id)
+            for swap in step.swaps:
+                if not self._do(swap):
+                    self._stop()
+                    self._manager.prefetcher.run()
+                    break
+            return self._current[block_id]
+        except BaseException:
+            if record.leases > leases:
+                record.leases -= 1
+            raise
 
     def note(self, record: Record, extent: Extent, position: int) -> None:
         """Says that a block is on its way up ahead of its use.
@@ -168,8 +245,7 @@ class Steady:
             cursor != self._cursor + 1
             or cursor >= len(steps)
             or planner.schedule is not self._schedule
-            or self._space.places != self._places
-            or self._traffic.changes != self._changes
+            or not self._traffic.quiet
         ):
             return self._stop()
         self._cursor = cursor
@@ -180,49 +256,50 @@ class Steady:
         pending = self._waste.pending
         if planner.last in pending:
             self._waste.used(planner.last)
-        for swap in steps[cursor]:
-            comes, leaves, went = swap.comes, swap.leaves, swap.leaves.block.id
-            slot = self._current.get(went)
-            if (
-                slot is None
-                or slot.extent.nbytes != swap.nbytes
-                or leaves.in_hbm is not _VALID
-                or leaves.at_home is not _VALID
-                or leaves.leases
-                or leaves.fixed
-                or comes.in_hbm is not _ABSENT
-                or comes.at_home is not _VALID
-            ):
+        for swap in steps[cursor].swaps:
+            if not self._do(swap):
                 return self._stop()
-            if slot.pointed:
-                if not slot.idle:
-                    return self._stop()
-                holder = self._holders.get(went)
-                if holder is not None:
-                    holder.unpoint()
-            if slot.aliased:
-                return self._stop()
-            self._traffic.exchange(leaves, comes)
-            self._changes += 1
-            counters = self._counters
-            counters.evictions += 1
-            counters.prefetches += 1
-            pending[comes.block.id] = (self._number + swap.passes, swap.key)
         return True
 
     # -- inside ----------------------------------------------------------
+
+    def _do(self, swap: Swap) -> bool:
+        """Has one block come into the place of another, if that is still as it was.
+
+        Parameters of the one that leaves point there until it is used again: nobody can use
+        them before.
+        """
+        leaves = swap.leaves
+        slot = self._current.get(leaves.block.id)
+        if (
+            slot is None
+            or slot.extent.nbytes != swap.nbytes
+            or (slot.pointed and not slot.idle)
+            or slot.aliased
+            or not self._traffic.exchange(leaves, swap.comes)
+        ):
+            return False
+        self._changes += 1
+        counters = self._counters
+        counters.evictions += 1
+        counters.prefetches += 1
+        self._waste.pending[swap.comes.block.id] = (self._number + swap.passes, swap.key)
+        return True
 
     def _stop(self) -> bool:
         """Has the rest of the pass be decided, and passes be watched anew."""
         if self._schedule is not None:
             self._tapes.pop(self._schedule, None)
+            self._manager.prefetcher.start_over()
         self._steps = self._schedule = None
+        self.swift = False
         return False
 
     def _close(self) -> None:
         """Keeps what the pass before did, and makes steps of it if it is what its own did."""
         noted, self._open = self._open, None
         self._steps = self._schedule = None
+        self.swift = False
         if noted is None:
             return
         tape, swaps = noted.tape, noted.swaps
@@ -236,19 +313,19 @@ class Steady:
         again = done == tape.done
         tape.done, tape.steps = done, self._steps_of(noted) if again else None
 
-    def _steps_of(self, noted: _Pass) -> list[list[Swap]]:
+    def _steps_of(self, noted: _Pass) -> list[Step]:
         """Returns what was done at each place of a pass."""
-        schedule = noted.schedule
+        schedule, table = noted.schedule, self._manager.table
         passes = schedule.passes
         end = passes[1][0] if len(passes) > 1 else len(schedule)
-        steps: list[list[Swap]] = [[] for _ in range(end + 1)]
+        steps = [Step(None, -1), *(Step(table.get(block), block) for block in schedule.order[:end])]
         for cursor, swap in noted.swaps:
             if cursor > end:
                 break
             number = bisect_right(passes, swap.position, key=lambda entry: entry[0]) - 1
             if number >= 0:
                 swap.passes, swap.key = number, passes[number][1]
-            steps[cursor].append(swap)
+            steps[cursor].swaps.append(swap)
         return steps
 
     def _from_dram(self, noted: _Pass) -> bool:

@@ -45,6 +45,8 @@ class Traffic:
         home_ready: The same of the last copy down.
         failing: Blocks whose last write-back failed; they are not written ahead of need.
         changes: Grows whenever a block leaves HBM.
+        quiet: Whether nobody but :class:`Steady` has sent a block away or looked for room since it
+            set this.
         gone: Blocks that have left HBM, were lent, or had their homes written without it, and
             that the prefetcher's walk has not gone back to since.
         patient: Whether what is waited for goes no sooner than the rest: in a sweep that reads
@@ -77,12 +79,14 @@ class Traffic:
         self.home_ready: dict[int, Event] = {}
         self.failing: set[int] = set()
         self.changes = 0
+        self.quiet = False
         self.gone: set[int] = set()
         self.patient = False
         self.pacing = pacing
         self.waste = Waste()
         self.ahead = ReadAhead(homes, self.wait)
         self._counters = counters
+        self._risen = counters.of("dram->hbm")
         self._timeline = timeline
         self._poison = poison
 
@@ -139,26 +143,33 @@ class Traffic:
                 self._unfill(block.id, lost=asked and not isinstance(error, Exception))
             raise
 
-    def exchange(self, leaves: Record, comes: Record) -> None:
+    def exchange(self, leaves: Record, comes: Record) -> bool:
         """Brings a block up from DRAM into the place of one that leaves for it.
 
-        What :meth:`leave` and :meth:`fill` do one after the other.
+        What :meth:`leave` and :meth:`fill` do one after the other, save that the walk ahead is
+        told of nothing.
 
         Args:
-            leaves: Clean, and seen by nobody.
-            comes: Of the same size.
+            leaves: Seen by nobody.
+            comes: At home in DRAM, and of the same size.
+
+        Returns:
+            Whether that could be; otherwise nothing is changed.
         """
         block, went = comes.block, leaves.block.id
         came, ready = block.id, self.ready
         try:
             extent = self.table.exchange(leaves, comes)
+            if extent is None:
+                return False
+            self.changes += 1
             if self._poison:
                 self.copy.poison(self.slots.current[went].bytes, extent)
             again = ready.pop(went, None)  # who waits for that waits no longer
-            self.left(went)
+            if went in self.waste.pending:
+                self._counters.prefetch_wasted += self.waste.left(went)
             started = time.perf_counter_ns()
             slot = self.slots.exchange(went, block, extent)
-            ready.pop(came, None)
             source = self.homes.bytes_of(comes.home_extent)  # type: ignore[arg-type]
             after, sampling = self.home_ready.get(came), self.pacing.sampling
             if sampling:
@@ -168,8 +179,14 @@ class Traffic:
                 self.pacing.risen(block)
             if event is not None:
                 ready[came] = event
-            self._copied("dram->hbm", block, started)
             self.table.end_fill(came, ok=True)
+            ended, nbytes, counted = time.perf_counter_ns(), block.nbytes, self._risen
+            counted[0] += nbytes
+            counted[1] += 1
+            counted[2] += ended - started
+            self._counters.copy_ns += ended - started
+            self._timeline.add("dram->hbm", block.name, started, ended, nbytes)
+            return True
         except BaseException:
             if leaves.extent is None and comes.in_hbm is State.FILLING:
                 self.slots.leave(went)
@@ -289,6 +306,7 @@ class Traffic:
     def left(self, block_id: int) -> None:
         """Lets everybody know that a block has left HBM."""
         self.changes += 1
+        self.quiet = False
         self.gone.add(block_id)
         if block_id in self.waste.pending:
             self._counters.prefetch_wasted += self.waste.left(block_id)

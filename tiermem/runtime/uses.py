@@ -36,10 +36,13 @@ class Uses:
 
     def take(self, block: Block) -> Slot:
         """Brings a block into HBM and leases it; see :meth:`BlockManager.acquire`."""
-        manager, debts = self._manager, self._debts
+        manager, debts, block_id = self._manager, self._debts, block.id
+        if self._steady.swift:
+            slot = self._steady.take(block_id)
+            if slot is not None:
+                return slot
         if manager.closed:
             manager.guard()
-        block_id = block.id
         if debts.owed:
             if block_id in debts.owed:
                 debts.pay(block_id)

@@ -195,6 +195,11 @@ class Fences:
         if len(fences) > self._most:
             self._tidy()
 
+    def has(self, extent: Extent, event: Event) -> bool:
+        """Whether a copy's event, which means a later one to the same place by now, is known."""
+        fence = self.fences.get(extent.offset)
+        return fence is not None and fence[1] is event
+
     def last(self, extent: Extent) -> Event | None:
         """Returns the last copy that touches ``extent``; the earlier ones are over when it is."""
         first = extent.offset
@@ -207,9 +212,8 @@ class Fences:
     def _tidy(self) -> None:
         """Forgets the copies that are over."""
         for start, (_, event) in list(self.fences.items()):
-            if not event.done():
-                break
-            del self.fences[start]
+            if event.done():
+                del self.fences[start]
         self._most = max(_FENCES, 2 * len(self.fences))
 
 
@@ -257,11 +261,14 @@ class StreamCopyEngine:
             calls.wait(stream, before)
         if after is not None:
             calls.wait(stream, after)
-        self._compute[calls.current()] = None
+        current, compute = calls.current(), self._compute
+        if current not in compute:
+            compute[current] = None
         event = calls.copy_behind(
-            stream, self._compute, target.data_ptr(), source.data_ptr(), target.numel(), again
+            stream, compute, target.data_ptr(), source.data_ptr(), target.numel(), again
         )
-        self._rising.add(extent, event)
+        if event is not again or not self._rising.has(extent, event):
+            self._rising.add(extent, event)
         return event
 
     def down(
@@ -306,8 +313,9 @@ class StreamCopyEngine:
     def use(self, event: Event | None) -> None:
         """Makes the current compute stream wait for ``event``."""
         stream = self.calls.current()
-        self._compute[stream] = None
-        if event is not None:
+        if stream not in self._compute:
+            self._compute[stream] = None
+        if event is not None and event.waiter != stream:
             self.calls.wait(stream, event)
 
     def wait(self, event: Event | None) -> None:

@@ -45,6 +45,12 @@ class Event:
         self.handle = handle
         self.waiter = -1
 
+    def renew(self) -> Event:
+        """Makes it as it was before it was first recorded; returns it."""
+        self._over = False
+        self.waiter = -1
+        return self
+
     def done(self) -> bool:
         """Whether the stream has come past it."""
         if not self._over:
@@ -172,6 +178,8 @@ class DriverCalls:
     Attributes:
         spare: Event handles that nobody uses.
         current: Returns the calling thread's compute stream.
+        capturing: Whether that is recorded into a CUDA graph. The stream of the current device is
+            asked: what is captured on another is not ours.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -208,15 +216,11 @@ class DriverCalls:
         # every event refers to this object, or is known to nobody else
         weakref.finalize(self, _destroy, self._lib, self._events, os.getpid()).atexit = False
         self.current: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, self.index)
+        self.capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
 
     def record(self, stream: int, again: Event | None = None) -> Event:
         """Marks the end of what was submitted to ``stream`` so far, with a new event or again."""
-        if again is None:
-            event = Event(self, self.spare.pop() if self.spare else self.new_event())
-        else:
-            event = again  # as it was when it was made
-            event._over = False
-            event.waiter = -1
+        event = again.renew() if again is not None else self._fresh()
         self.mark(event.handle, stream)
         return event
 
@@ -288,7 +292,11 @@ class DriverCalls:
         code = self._copy(target, source, nbytes, stream)
         if code:
             self._check(f"cuMemcpyAsync of {nbytes} bytes", code)
-        return self.record(stream, again)
+        event = again.renew() if again is not None else self._fresh()
+        code = self._record(event.handle, stream)
+        if code:
+            self._check("cuEventRecord", code)
+        return event
 
     def fill(self, stream: int, target: int, value: int, nbytes: int) -> None:
         """Submits setting every byte of device memory to ``value``."""
@@ -316,14 +324,6 @@ class DriverCalls:
     def synchronize(self) -> None:
         """Makes the host wait for everything on the device."""
         torch.cuda.synchronize(self.index)
-
-    def capturing(self) -> bool:
-        """Whether the current compute stream is recorded into a CUDA graph.
-
-        That of the current device is asked: what is captured on another is not ours.
-        """
-        under_way: bool = torch._C._cuda_isCurrentStreamCapturing()
-        return under_way
 
     def passed(self, event: int) -> bool:
         """Whether the stream has come past an event."""
@@ -377,6 +377,10 @@ class DriverCalls:
         self._local.bound = True
 
     # -- inside ----------------------------------------------------------
+
+    def _fresh(self) -> Event:
+        """Returns an event that is not recorded."""
+        return Event(self, self.spare.pop() if self.spare else self.new_event())
 
     def _new_mark(self, stream: int) -> int:
         """Makes the event with which other streams are told to follow one."""
