@@ -178,13 +178,6 @@ _ELSEWHERE = (
         ("tests/unit/test_steady_loop.py",),
     ),
     Mutation(
-        "a use goes on as foreseen though somebody has looked for room",
-        _RUNTIME + "space.py",
-        "        self.traffic.quiet = False\n",
-        "",
-        STEADY,
-    ),
-    Mutation(
         "a use goes on as foreseen though a block has left",
         _RUNTIME + "traffic.py",
         "        self.changes += 1\n        self.quiet = False\n",
@@ -482,7 +475,8 @@ _ELSEWHERE = (
 _WAITS = (
     (
         "compute does not wait for a copy up",
-        "        if event is not None and event.waiter != stream:\n            self.calls.wait(stream, event)\n",
+        "        if event is not None and event.waiter != stream:\n"
+        "            self.calls.wait(stream, event)\n",
         "",
     ),
     (

@@ -211,6 +211,28 @@ def test_an_event_recorded_again_says_nothing_of_what_it_said_before() -> None:
     assert ran == ["first", "after first", "second", "after second"] and event.done()
 
 
+def test_a_copy_whose_event_says_it_again_is_waited_for_however_many_there_were() -> None:
+    """Copies that are over are forgotten when there are many; their events live on."""
+    device = SimulatedDevice(Random(0))
+    engine = StreamCopyEngine(device, UP, DOWN)
+    target, source = torch.zeros(64, PAGE, dtype=torch.uint8), torch.ones(PAGE, dtype=torch.uint8)
+    first = engine.up(target[0], source, Extent(0, PAGE), None)
+    device.synchronize()
+    for page in range(1, 64):
+        engine.up(target[page], source, Extent(page * PAGE, PAGE), None)
+        device.synchronize()
+    target[0] = 0
+    assert engine.up(target[0], source, Extent(0, PAGE), None, first) is first
+    engine.claim(Extent(0, PAGE))
+    seen: list[int] = []
+    device.submit(device.stream, lambda: seen.append(int(target[0].sum())))
+    while device.advance(device.stream):
+        pass
+    assert not seen
+    device.synchronize()
+    assert seen == [PAGE]
+
+
 def test_a_circle_of_waits_is_an_error() -> None:
     """The simulation says so where work waits for what can never run."""
     device = SimulatedDevice(Random(0))

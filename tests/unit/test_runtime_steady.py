@@ -18,6 +18,9 @@ from tiermem.config import Policy, Settings
 from tiermem.core.block import Block, Role
 from tiermem.core.layout import TensorShape
 from tiermem.core.residency import Record
+from tiermem.core.schedule import Planner
+from tiermem.errors import ClosedError, ConfigError
+from tiermem.runtime.debts import Debt
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.prefetch import Prefetcher
 from tiermem.runtime.space import Space
@@ -142,7 +145,7 @@ def test_nothing_is_decided_in_a_loop_that_repeats(monkeypatch: pytest.MonkeyPat
         def decided(*_: object) -> None:
             raise AssertionError("this had been decided")
 
-        for owner, name in ((Prefetcher, "look_ahead"), (Space, "place")):
+        for owner, name in ((Prefetcher, "look_ahead"), (Space, "place"), (Planner, "touch")):
             monkeypatch.setattr(owner, name, decided)
         for _ in range(5):
             made.go_round()
@@ -276,6 +279,79 @@ def test_a_block_in_use_is_not_the_one_that_leaves(disturb: Callable[..., Any]) 
                 stop()
                 del stop
                 made.check()
+
+
+def swift(made: Loop, uses: int) -> None:
+    """Goes on until passes repeat and are not measured, and into the next one."""
+    until_it_repeats(made)
+    made.manager.pacing.estimates.wants = lambda _: False  # type: ignore[method-assign]
+    for _ in range(3):
+        made.go_round()
+    made.manager.begin_pass("loop")
+    for number in range(uses):
+        made.use(number)
+    assert made.manager.steady.swift
+
+
+def test_what_is_owed_to_a_block_is_done_before_its_use() -> None:
+    with loop(7, 3) as made:
+        swift(made, 2)
+        done: list[int] = []
+        block = made.blocks[2]
+
+        def work() -> None:
+            assert made.manager.record(block).leases == 0
+            done.append(2)
+
+        made.manager.debts.add(Debt("a step", [block.id], work))
+        made.use(1)
+        assert not done
+        made.use(2)
+        assert done == [2]
+        for number in range(3, 7):
+            made.use(number)
+        made.go_round()
+        made.check()
+
+
+def test_a_graph_that_is_captured_in_between_is_seen() -> None:
+    with loop(7, 3) as made:
+        swift(made, 2)
+        capturing = made.manager.copy.capturing
+        made.manager.copy.capturing = lambda: True  # type: ignore[method-assign]
+        with pytest.raises(ConfigError, match="CUDA graph"):
+            made.manager.acquire(made.blocks[2])
+        made.manager.copy.capturing = capturing  # type: ignore[method-assign]
+        for number in range(2, 7):
+            made.use(number)
+        made.check()
+
+
+def test_a_copy_that_cannot_be_asked_for_leaves_no_lease() -> None:
+    with loop(7, 3) as made:
+        swift(made, 1)
+        up = made.manager.copy.up
+
+        def failing(*_: Any) -> Any:
+            raise RuntimeError("no copy")
+
+        made.manager.copy.up = failing  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="no copy"):
+            for number in range(1, 7):
+                made.use(number)
+        assert not any(record.leases for record in made.manager.table)
+        made.manager.copy.up = up  # type: ignore[method-assign]
+        made.manager.table.check()
+        until_it_repeats(made)
+        made.check()
+
+
+def test_a_manager_that_is_closed_in_between_is_not_used() -> None:
+    with loop(7, 3) as made:
+        swift(made, 2)
+        made.manager.close()
+        with pytest.raises(ClosedError):
+            made.manager.acquire(made.blocks[2])
 
 
 def test_another_order_is_decided_anew_and_learned() -> None:

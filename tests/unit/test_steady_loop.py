@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support_copies import SECONDS
+from support_runtime import EvenClock
 from torch import nn
 
 import tiermem
@@ -234,3 +236,46 @@ def test_weights_that_are_only_read_are_clean_from_the_first_use(share: float) -
             model(torch.rand(64))
             assert not [row for row in tier.residency() if "dirty" in row.tiers.values()]
         assert tier.stats().write_backs == 0
+
+
+@pytest.mark.parametrize("hbm", [3, 4, 5])
+def test_parameters_of_blocks_that_left_count_for_nobody(hbm: int) -> None:
+    """They point where they were until they are used again, and others come there meanwhile."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(30, 30) for _ in range(8))).requires_grad_(False)
+    plain, x = copy.deepcopy(model), torch.rand(2, 30)
+    expected = plain(x)
+    with tiermem.TierManager("cpu", hbm=hbm * PAGE, dram=16 * PAGE) as tier, torch.no_grad():
+        manager = tier._manager
+        manager.prefetcher._dram = manager.prefetcher._works = True
+        manager.pacing._clock = EvenClock()
+        tier.wrap(model, blocks=[str(i) for i in range(8)])
+        groups = tier._runtime.groups
+
+        def left() -> int:
+            current = manager.slots.current
+            return sum(
+                g._slot is not None and g._slot is not current.get(g.block.id) for g in groups
+            )
+
+        for _ in range(12):
+            assert torch.equal(model(x), expected)
+        manager.pacing.estimates.wants = lambda _: False  # type: ignore[method-assign]
+        for _ in range(4):
+            assert torch.equal(model(x), expected)
+        assert manager.steady.swift and left()
+        assert tier.stats().write_backs == 0
+        assert not [row for row in tier.residency() if "dirty" in row.tiers.values()]
+        kept = [model[i].weight.detach() for i in (2, 6)]  # somebody looks at these bytes
+        for _ in range(4):
+            assert torch.equal(model(x), expected)
+            assert torch.equal(kept[0], plain[2].weight) and torch.equal(kept[1], plain[6].weight)
+        del kept
+        model[3].weight.mul_(2)
+        plain[3].weight.mul_(2)
+        for _ in range(4):
+            assert torch.equal(model(x), plain(x))
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+        manager.table.check()
+    tier.close()

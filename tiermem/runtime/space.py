@@ -137,7 +137,6 @@ class Space:
         """
         hbm = self.table.hbm
         self.places += 1
-        self.traffic.quiet = False
         self.left = None
         if self.turns.uses:
             extent = self.turns.place(block, position)

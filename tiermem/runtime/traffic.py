@@ -45,8 +45,7 @@ class Traffic:
         home_ready: The same of the last copy down.
         failing: Blocks whose last write-back failed; they are not written ahead of need.
         changes: Grows whenever a block leaves HBM.
-        quiet: Whether nobody but :class:`Steady` has sent a block away or looked for room since it
-            set this.
+        quiet: Whether nobody but :class:`Steady` has sent a block away since it set this.
         gone: Blocks that have left HBM, were lent, or had their homes written without it, and
             that the prefetcher's walk has not gone back to since.
         patient: Whether what is waited for goes no sooner than the rest: in a sweep that reads
