@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tiermem.core.cost import refetched, streaming_time
-from tiermem.core.lanes import Lanes, laned_time, one_ahead_time
+from tiermem.core.lanes import best_lanes, one_ahead_time
 
 _MOST_CLASSES = 256
 _MOST_BITS = 1 << 20
@@ -347,7 +347,7 @@ class Loop:
         """Returns how long it takes with lanes, each round like the others."""
         order, compute, fetch = self._round()
         moving = {b: self.sizes[b] for b in order if b not in plan.residents}
-        one = laned_time(Lanes(order, plan.lanes, moving), compute, fetch, self.latency)
+        one, _ = best_lanes(order, plan.lanes, moving, compute, fetch, self.latency)
         return one * len(self.order) / len(order)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tiermem.core.block import Role, Tier, align_up
 from tiermem.core.cost import Timetable, refetched
-from tiermem.core.lanes import Lanes
+from tiermem.core.lanes import Lanes, best_lanes
 from tiermem.core.residency import Record
 from tiermem.core.residents import (
     Files,
@@ -156,8 +156,23 @@ class Outlooks:
         lanes = None
         if plan.lanes:
             moving = {b: size for b, size in sizes.items() if b not in plan.residents}
-            lanes = Lanes(schedule.order[: _length(schedule)], plan.lanes, moving)
+            lanes = self._lanes(schedule.order[: _length(schedule)], plan, moving, compute, fetch)
         return Outlook(made_of, plan, ahead, timetable, through, turn, lanes)
+
+    def _lanes(
+        self,
+        order: Sequence[int],
+        plan: Plan,
+        moving: dict[int, int],
+        compute: Sequence[float | None],
+        fetch: dict[int, tuple[str, float] | None],
+    ) -> Lanes:
+        """Returns what goes by which lane in a round."""
+        known = [seconds for seconds in compute[: len(order)] if seconds is not None]
+        copies = [found[1] for block in order if (found := fetch.get(block)) is not None]
+        if len(known) == len(copies) == len(order):
+            return best_lanes(order, plan.lanes, moving, known, copies, _SLOT_LATENCY)[1]
+        return Lanes(order, plan.lanes, moving)
 
     def _stay(self, order: Sequence[int], loose: dict[int, Record], room: int) -> Plan:
         """Decides what stays where a loop writes, once state has been seen in it.
