@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -352,6 +354,27 @@ def test_a_manager_that_is_closed_in_between_is_not_used() -> None:
         made.manager.close()
         with pytest.raises(ClosedError):
             made.manager.acquire(made.blocks[2])
+
+
+def test_a_child_that_is_forked_in_between_is_refused() -> None:
+    """In the middle of a pass nobody asks for every block who it is that uses it."""
+    with loop(7, 3) as made:
+        swift(made, 2)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            code = 1
+            try:
+                with suppress(ClosedError), made.manager.lock:
+                    made.manager.uses.take(made.blocks[2])
+                    code = 2
+                code = 0 if code == 1 else code
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        for number in range(2, 7):
+            made.use(number)
+        made.check()
 
 
 def test_another_order_is_decided_anew_and_learned() -> None:

@@ -29,7 +29,7 @@ from tiermem.runtime.lent import HomeLender
 from tiermem.runtime.opening import open_hbm, open_mover
 from tiermem.runtime.pacing import open_pacing
 from tiermem.runtime.prefetch import Prefetcher
-from tiermem.runtime.process import generation, renew_lock
+from tiermem.runtime.process import generation, tell_of_forks
 from tiermem.runtime.slots import Holder, Slot, SlotCache
 from tiermem.runtime.space import Space
 from tiermem.runtime.stats import Counters, ResidencyRow, Stats, row_of, stats_of
@@ -107,7 +107,7 @@ class BlockManager:
         except BaseException:
             self._give_back()
             raise
-        renew_lock(self)
+        tell_of_forks(self)
 
     # -- blocks ----------------------------------------------------------
 
@@ -401,6 +401,12 @@ class BlockManager:
             for close in self.closers:
                 steps.callback(close)
             steps.callback(self.debts.wait)
+
+    def forked(self) -> None:
+        """Sees to it that a forked child is refused, and waits for nobody."""
+        # another thread of the parent may have had the lock, and will never give it back here
+        self.lock = threading.RLock()
+        self.traffic.quiet = False
 
     @property
     def closed(self) -> bool:

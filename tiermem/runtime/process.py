@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
-from typing import Any
+from typing import Any, Protocol
+
+
+class Forked(Protocol):
+    """Has something to do in a forked child."""
+
+    def forked(self) -> None:
+        """This is a forked child."""
+        ...
+
 
 _generation = 0
-_locked: weakref.WeakSet[Any] = weakref.WeakSet()
+_told: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _forked() -> None:
     global _generation
     _generation += 1
-    # another thread of the parent may have had the lock, and will never give it back here
-    for owner in list(_locked):
-        owner.lock = threading.RLock()
+    for owner in list(_told):
+        owner.forked()
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -27,6 +34,6 @@ def generation() -> int:
     return _generation
 
 
-def renew_lock(owner: Any) -> None:
-    """Gives ``owner.lock`` a fresh lock in every forked child."""
-    _locked.add(owner)
+def tell_of_forks(owner: Forked) -> None:
+    """Has ``owner.forked()`` called in every forked child, as long as the owner lives."""
+    _told.add(owner)
