@@ -75,7 +75,7 @@ _ELSEWHERE = (
     Mutation(
         "aliases are not seen",
         _RUNTIME + "slots.py",
-        "use_count(self.storage) > self.baseline + self.sight.pointed",
+        "use_count(self.storage) > self.baseline + self.pointed",
         "False",
         MANAGER,
     ),
@@ -171,10 +171,10 @@ _ELSEWHERE = (
         INSIDE,
     ),
     Mutation(
-        "parameters whose block has left are taken for somebody who looks on",
-        _RUNTIME + "slots.py",
-        "        self.sight.pointed += count - self.pointed\n",
-        "        self.sight.pointed = count\n",
+        "weights whose block has left a loop that repeats look at what came there",
+        _RUNTIME + "steady.py",
+        "            holder.unpoint()\n",
+        "            pass\n",
         ("tests/unit/test_steady_loop.py",),
     ),
     Mutation(

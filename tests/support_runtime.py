@@ -68,7 +68,7 @@ class Owner(Holder):
         slot = self.manager.slots.current.get(self.block.id)
         self.param.data = self.away
         if slot is not None:
-            slot.points(0)
+            slot.pointed = 0
 
     def unpoint(self) -> None:
         if not self.held:
@@ -76,7 +76,7 @@ class Owner(Holder):
 
     def repoint(self, slot: Slot) -> None:
         self.param.data = slot.views[0]
-        slot.points(1)
+        slot.pointed = 1
 
     def leases(self) -> int:
         return self.held

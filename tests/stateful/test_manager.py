@@ -85,15 +85,12 @@ class Owner(Holder):
 
     def point(self, slot: Slot) -> None:
         self.param.data = slot.views[0]
-        if self.slot is not None:
-            self.slot.points(0)
-        self.slot = slot
-        slot.points(1)
+        self.slot, slot.pointed = slot, 1
 
     def go_away(self) -> None:
         self.param.data = self.away
         if self.slot is not None:
-            self.slot.points(0)
+            self.slot.pointed = 0
         self.slot = None
 
     def unpoint(self) -> None:

@@ -51,7 +51,7 @@ def test_each_is_told_who_looks_while_it_is_there(cache: SlotCache) -> None:
     for slot in slots:  # one after the other, as blocks do that take turns at a place
         weight = torch.nn.Parameter(torch.zeros(64), requires_grad=False)
         weight.data = slot.views[0]
-        slot.points(1)
+        slot.pointed = 1
         assert not slot.aliased and not slot.others()
         kept = weight.data[:3]
         assert slot.aliased and slot.others()
@@ -59,7 +59,7 @@ def test_each_is_told_who_looks_while_it_is_there(cache: SlotCache) -> None:
         assert not slot.aliased and not slot.others()
         weight.data = torch.zeros(64)
         assert slot.others()  # it does not point here
-        slot.points(0)
+        slot.pointed = 0
         assert not slot.aliased and not slot.others()
 
 

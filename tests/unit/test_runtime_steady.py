@@ -207,7 +207,7 @@ def look(made: Loop, number: int) -> Callable[[], None]:
 def point(made: Loop, number: int) -> Callable[[], None]:
     slot = made.manager.slot_at_hand(made.blocks[number])
     if slot is not None:
-        slot.points(0)  # nobody is there: who wants it is asked about, and finds nothing
+        slot.pointed = 0  # nobody is there: who wants it is asked about, and finds nothing
     return lambda: None
 
 

@@ -213,7 +213,7 @@ class Group(Holder):
     def free(self, member: Member, data: torch.Tensor) -> None:
         """Makes a tensor an ordinary one over ``data``."""
         if self._slot is not None and not member.materialized:
-            self._slot.points(self._slot.pointed - 1)
+            self._slot.pointed -= 1
         member.materialized = True
         self._sort_members()
         member.point(data, member.kind)
@@ -222,14 +222,14 @@ class Group(Holder):
         """Takes a tensor back that was freed."""
         member.materialized = False
         self._sort_members()
-        if self._slot is not self.manager.slots.current.get(self.block.id):
-            self._away()  # it may have left, and nobody said so
         slot = self._slot
+        if slot is not self.manager.slots.current.get(self.block.id):
+            slot = self._slot = None  # nothing pointed at it, so nobody said that the block left
         if slot is None:
             member.point(member.placeholder, member.away)
         else:
             member.point(slot.views[member.index], member.kind if self.holds else member.away)
-            slot.points(slot.pointed + 1)
+            slot.pointed += 1
 
     def hold(self) -> None:
         """Leases the block and points its tensors at it."""
@@ -289,8 +289,7 @@ class Group(Holder):
 
     def may_be_written(self) -> bool:
         """Whether somebody can write the bytes, or has written them since their last use."""
-        slot = self.manager.slots.current.get(self.block.id)
-        if slot is not None and slot is self._slot and slot.others():
+        if self._slot is not None and self._slot.others():
             return True
         return self._versions >= 0 and self._count() != self._versions
 
@@ -375,8 +374,8 @@ class Group(Holder):
                 for tensor, view in zip(self._tensors, views, strict=True):
                     tensor.data = view
         if self._slot is not None:
-            self._slot.points(0)
-        slot.points(len(self._tensors))
+            self._slot.pointed = 0
+        slot.pointed = len(self._tensors)
         self._slot = slot
 
     def _away(self) -> None:
@@ -388,7 +387,7 @@ class Group(Holder):
             for tensor, away in zip(self._tensors, self._placeholders, strict=True):
                 tensor.data = away
         if self._slot is not None:
-            self._slot.points(0)
+            self._slot.pointed = 0
             self._slot.idle = False
             self._slot = None
 

@@ -113,7 +113,7 @@ class Compactor:
         holder = space.holders.get(block.id)
         if holder is not None and (pointed or holder.leases()):
             holder.repoint(target)
-        source.points(0)
+        source.pointed = 0
         space.traffic.ready.pop(block.id, None)
         space.traffic.changes += 1
         space.traffic.quiet = False

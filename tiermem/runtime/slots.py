@@ -54,8 +54,7 @@ class Sight:
 
     Layers of a model that come to the same place one after the other share it: what was just
     looked at is in the processor's caches. Of two only one is there at a time, and it does not
-    leave while anything looks at it, so what the references count is the one that is there; save
-    for those of parameters whose block has left, which point here until it is used again.
+    leave while anything looks at it, so what the references count is the one that is there.
 
     Attributes:
         bytes: All of it, 1-D uint8.
@@ -66,7 +65,6 @@ class Sight:
         address: First byte in memory.
         baseline: References to ``storage`` that are ours.
         reading_baseline: Likewise to ``reading``.
-        pointed: References of parameters and buffers of all those blocks.
     """
 
     bytes: torch.Tensor
@@ -77,7 +75,6 @@ class Sight:
     address: int
     baseline: int
     reading_baseline: int
-    pointed: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +91,7 @@ class Slot:
         address: First byte in memory; identifies the storage of an alias.
         baseline: References to ``storage`` that are ours.
         reading_baseline: Likewise to ``reading``.
-        pointed: References of the block's own parameters and buffers that point here.
+        pointed: References of parameters and buffers that point here.
         idle: Whether they only have not been pointed elsewhere: nobody can use them before the
             block is held again, and nobody minds if it leaves.
         sight: What the rest is from.
@@ -122,18 +119,13 @@ class Slot:
     def aliased(self) -> bool:
         """Whether anything but us and the pointed parameters can see the bytes."""
         return (
-            use_count(self.storage) > self.baseline + self.sight.pointed
+            use_count(self.storage) > self.baseline + self.pointed
             or use_count(self.reading) > self.reading_baseline
         )
 
     def others(self) -> bool:
         """Whether anything else may write the bytes, or a parameter does not point here."""
-        return use_count(self.storage) != self.baseline + self.sight.pointed
-
-    def points(self, count: int) -> None:
-        """Says how many of the block's parameters and buffers point here from now on."""
-        self.sight.pointed += count - self.pointed
-        self.pointed = count
+        return use_count(self.storage) != self.baseline + self.pointed
 
 
 class Holder(Protocol):

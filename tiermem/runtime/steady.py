@@ -123,6 +123,7 @@ class Steady:
         self._copy = manager.copy
         self._debts = manager.debts
         self._current = manager.slots.current
+        self._holders = manager.holders
         self._ready = manager.traffic.ready
         self._tapes: dict[Schedule, _Tape] = {}
         self._open: _Pass | None = None
@@ -264,20 +265,21 @@ class Steady:
     # -- inside ----------------------------------------------------------
 
     def _do(self, swap: Swap) -> bool:
-        """Has one block come into the place of another, if that is still as it was.
-
-        Parameters of the one that leaves point there until it is used again: nobody can use
-        them before.
-        """
+        """Has one block come into the place of another, if that is still as it was."""
         leaves = swap.leaves
-        slot = self._current.get(leaves.block.id)
+        went = leaves.block.id
+        slot = self._current.get(went)
         if (
             slot is None
             or slot.extent.nbytes != swap.nbytes
             or (slot.pointed and not slot.idle)
             or slot.aliased
-            or not self._traffic.exchange(leaves, swap.comes)
+            or leaves.leases
         ):
+            return False
+        if slot.pointed and (holder := self._holders.get(went)) is not None:
+            holder.unpoint()
+        if not self._traffic.exchange(leaves, swap.comes):
             return False
         self._changes += 1
         counters = self._counters
