@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -276,3 +276,30 @@ def test_bytes_are_right_in_a_loop_of_modules_that_repeats(hbm: int) -> None:
             assert torch.equal(mine, theirs)
         manager.table.check()
     tier.close()
+
+
+class Watched(nn.Parameter):
+    """A user's kind of parameter, which sees what is done to it."""
+
+    seen: ClassVar[list[Any]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_users_kind_of_parameter_does_not_see_what_it_is_pointed_at() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(30, 30, bias=False) for _ in range(4)))
+    plain, x = copy.deepcopy(model), torch.rand(2, 30)
+    for layer in model:
+        layer.weight = Watched(layer.weight.detach(), requires_grad=False)
+    with tiermem.TierManager("cpu", hbm=2 * PAGE, dram=16 * PAGE) as tier, torch.no_grad():
+        tier.wrap(model, blocks=[str(i) for i in range(4)])
+        Watched.seen.clear()
+        for _ in range(3):
+            assert torch.equal(model(x), plain(x))
+        assert tier.stats().evictions
+        pointed = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+        assert nn.functional.linear in Watched.seen and pointed not in Watched.seen

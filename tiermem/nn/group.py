@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tiermem.nn.grads import GradUnit
     from tiermem.nn.scope import Inside
 
+_ORDINARY = (nn.Parameter, torch.Tensor)
 _Plain = torch._C.DisableTorchFunctionSubclass
 """Within it ``data`` of a tensor that is away can be set."""
 
@@ -184,6 +185,7 @@ class Group(Holder):
         self._indices: Sequence[int] = ()
         self._placeholders: Sequence[torch.Tensor] = ()
         self._whole = False
+        self._plain = False
         self._shown: Sequence[tuple[type, list[Any]]] = ()
         self._hidden: Sequence[tuple[type, list[Any]]] = ()
         self._counted: Sequence[torch.Tensor] = ()
@@ -245,7 +247,7 @@ class Group(Holder):
                 for thing in things:
                     thing.__class__ = kind
             if slot is not self._slot:
-                self._point(slot, shown=True)
+                self._point(slot, plain=self._plain)
             slot.idle = self.soft = False
             if self._versions < 0:
                 self._versions = self._count()
@@ -351,22 +353,23 @@ class Group(Holder):
         self._placeholders = [member.placeholder for member in managed]
         self._shown = _by_class([(m.kind, m.tensor) for m in managed], HeldDict, self._names)
         self._hidden = _by_class([(m.away, m.tensor) for m in managed], TieredDict, self._names)
+        self._plain = all(member.kind in _ORDINARY for member in managed)
         self._counted = [entry.param for entry in self.entries]
 
-    def _point(self, slot: Slot, *, shown: bool = False) -> None:
+    def _point(self, slot: Slot, *, plain: bool = False) -> None:
         """Points the tensors at the block.
 
         Args:
             slot: Where it is.
-            shown: Whether they are ordinary ones, so that nothing is in the way.
+            plain: Whether they are of torch's own classes just now, so that nothing is in the way.
         """
         if is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return self._point(slot, shown=shown)
+                return self._point(slot, plain=plain)
         views = slot.views
         if not self._whole:
             views = [views[index] for index in self._indices]
-        if shown:
+        if plain:
             for tensor, view in zip(self._tensors, views, strict=True):
                 tensor.data = view
         else:

@@ -169,8 +169,8 @@ class Outlooks:
     ) -> Lanes:
         """Returns what goes by which lane in a round."""
         known = [seconds for seconds in compute[: len(order)] if seconds is not None]
-        copies = [found[1] for block in order if (found := fetch.get(block)) is not None]
-        if len(known) == len(copies) == len(order):
+        copies = [found[1] if (found := fetch.get(block)) else 0.0 for block in order]
+        if len(known) == len(order) and all(map(fetch.get, moving)):
             return best_lanes(order, plan.lanes, moving, known, copies, _SLOT_LATENCY)[1]
         return Lanes(order, plan.lanes, moving)
 
