@@ -114,6 +114,7 @@ class Steady:
     def __init__(self, manager: BlockManager) -> None:
         """Works for ``manager``."""
         self._manager = manager
+        self._table = manager.table
         self._planner = manager.planner
         self._space = manager.space
         self._traffic = manager.traffic
@@ -206,7 +207,7 @@ class Steady:
             planner.follow(block_id)
             self._cursor = cursor
             self._counters.hits += 1
-            record.leases += 1
+            self._table.lease(block_id)
             self._copy.use(self._ready.get(block_id))
             if block_id in self._waste.pending:
                 self._waste.used(block_id)
@@ -218,7 +219,7 @@ class Steady:
             return self._current[block_id]
         except BaseException:
             if record.leases > leases:
-                record.leases -= 1
+                self._table.release(block_id)
             raise
 
     def note(self, record: Record, extent: Extent, position: int) -> None:
@@ -317,7 +318,7 @@ class Steady:
 
     def _steps_of(self, noted: _Pass) -> list[Step]:
         """Returns what was done at each place of a pass."""
-        schedule, table = noted.schedule, self._manager.table
+        schedule, table = noted.schedule, self._table
         passes = schedule.passes
         end = passes[1][0] if len(passes) > 1 else len(schedule)
         steps = [Step(None, -1), *(Step(table.get(block), block) for block in schedule.order[:end])]
@@ -334,7 +335,7 @@ class Steady:
         """Whether what a pass needs is in HBM or DRAM, so that no disk is asked for anything."""
         if self._manager.mover is None:
             return True
-        records = map(self._manager.table.get, set(noted.schedule.order))
+        records = map(self._table.get, set(noted.schedule.order))
         return not any(record is None or record.home is Tier.NVME for record in records)
 
     def _disk_at_work(self) -> bool:
