@@ -124,8 +124,8 @@ _ELSEWHERE = (
     Mutation(
         "a stream that waited for an event does not wait for it again",
         "tiermem/transfer/driver.py",
-        "        self.waiter = -1\n        return self\n",
-        "        return self\n",
+        "        again.waiter = -1\n",
+        "",
         ("tests/unit/test_driver.py",),
     ),
     Mutation(
@@ -133,7 +133,7 @@ _ELSEWHERE = (
         "tiermem/nn/scope.py",
         "until all are out again\n                self.restore()\n",
         "until all are out again\n",
-        ("tests/unit/test_nn_inside.py",),
+        INSIDE,
     ),
     Mutation(
         "calls go out of the way though a thread beside may come in unseen",
@@ -475,13 +475,12 @@ _ELSEWHERE = (
 _WAITS = (
     (
         "compute does not wait for a copy up",
-        "        if event is not None and event.waiter != stream:\n"
-        "            self.calls.wait(stream, event)\n",
+        "        if event is not None:\n            self.calls.wait(stream, event)\n",
         "",
     ),
     (
         "a copy up does not wait for compute that still reads there",
-        "            stream, compute, target",
+        "            stream, self._compute, target",
         "            stream, (), target",
     ),
     (
@@ -511,8 +510,8 @@ _WAITS = (
     ),
     (
         "a copy up waits for one compute stream and not for all",
-        "            stream, compute, target",
-        "            stream, (current,), target",
+        "            stream, self._compute, target",
+        "            stream, (calls.current(),), target",
     ),
     (
         "what is overwritten or read from a file does not wait for compute that still reads there",

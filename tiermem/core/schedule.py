@@ -162,16 +162,14 @@ class Planner:
         """
         if block == self.last:
             return False
-        self.last = block
         schedule, cursor, trace = self.schedule, self.cursor, self._trace
-        foreseen = cursor < len(schedule.order) and schedule.order[cursor] == block
-        if trace is not None and (not foreseen or trace.blocks is not None):
-            blocks = trace.blocks = self._observed(trace)
-            if len(blocks) < _MOST_USES:  # the rest is not remembered
-                blocks.append(block)
-        if foreseen:
-            self.cursor = cursor + 1
+        if cursor < len(schedule.order) and schedule.order[cursor] == block:
+            self.follow(block)
             return True
+        self.last = block
+        if trace is not None:
+            trace.blocks = self._observed(trace)
+            self._remember(trace.blocks, block)
         position = schedule.next_use(block, cursor)
         if position < cursor + _LOOK_AHEAD:
             self.cursor = position + 1
@@ -181,7 +179,7 @@ class Planner:
         """Records that ``block`` is used now, which is the very next one foreseen."""
         trace = self._trace
         if trace is not None and trace.blocks is not None:
-            trace.blocks.append(block)
+            self._remember(trace.blocks, block)
         self.last = block
         self.cursor += 1
 
@@ -217,6 +215,10 @@ class Planner:
             self._cache.clear()
             self.learned += 1
         self._trace = None
+
+    def _remember(self, blocks: list[int], block: int) -> None:
+        if len(blocks) < _MOST_USES:  # the rest is not
+            blocks.append(block)
 
     def _observed(self, trace: Trace) -> list[int]:
         """Returns the blocks used so far in the pass under way."""

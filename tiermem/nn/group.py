@@ -201,9 +201,7 @@ class Group(Holder):
             group_of[id(member.tensor)] = self
         self._sort_members()
         self._away()
-        for kind, things in self._hidden:
-            for thing in things:
-                thing.__class__ = kind
+        _change(self._hidden)
 
     def add_names(self, names: HeldDict) -> None:
         """Enters a module's dictionary, all of whose managed names are tensors of this group."""
@@ -243,9 +241,7 @@ class Group(Holder):
         """Does that for who has the manager's lock."""
         if self.holds == 0:
             slot = self._uses.take(self.block)
-            for kind, things in self._shown:  # ordinary ones, since their block is held
-                for thing in things:
-                    thing.__class__ = kind
+            _change(self._shown)  # ordinary ones, since their block is held
             if slot is not self._slot:
                 self._point(slot, plain=self._plain)
             slot.idle = self.soft = False
@@ -281,9 +277,7 @@ class Group(Holder):
         if self.suspect and not written:
             written = differs_from_home(self.manager, self.block)
         self.holds = 0
-        for kind, things in self._hidden:  # every operation on them is to bring the block first
-            for thing in things:
-                thing.__class__ = kind
+        _change(self._hidden)  # every operation on them is to bring the block first
         if slot is not None:
             self.soft = soft
             slot.idle = not soft
@@ -411,6 +405,13 @@ class Group(Holder):
         for param in self._counted:
             total += param._version
         return total
+
+
+def _change(classes: Sequence[tuple[type, list[Any]]]) -> None:
+    """Gives tensors and dictionaries their classes of now."""
+    for kind, things in classes:
+        for thing in things:
+            thing.__class__ = kind
 
 
 def _by_class(

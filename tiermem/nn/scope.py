@@ -168,9 +168,9 @@ class Inside:
 
         Recurrent modules use their weights by a list, where nobody sees it.
         """
-        calls = self._calls
-        unseen = any(isinstance(call.module, nn.RNNBase) for call in calls)
-        self._may_go = 0 < len(calls) <= _MOST_CALLS and not unseen
+        self._may_go = 0 < len(self._calls) <= _MOST_CALLS and not any(
+            isinstance(call.module, nn.RNNBase) for call in self._calls
+        )
 
 
 _NOBODY = Inside()

@@ -203,7 +203,9 @@ class WrappedModel:
         for name in self._modules:
             root = self._territory[name]
             groups = list(needed.get(root, {}).values())
-            inside = insides.get(root) or insides.setdefault(root, Inside(groups))
+            if root not in insides:
+                insides[root] = Inside(groups)
+            inside = insides[root]
             begins = root == name and (name in needed or not name)
             if begins or name in own or not name:
                 self.scopes[name] = Scope(name, self.number, groups, self, inside, begins=begins)

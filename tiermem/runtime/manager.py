@@ -175,7 +175,6 @@ class BlockManager:
                 self.slots.forget(block.id)
                 self.traffic.failing.discard(block.id)
             self.planner.forget({block.id for block in present})
-            self.traffic.quiet = False
             gone = [block.id for block in present]
             self.traffic.waste.forget(gone)
             self.traffic.gone.difference_update(gone)

@@ -218,7 +218,6 @@ class Counters:
 
     def __init__(self) -> None:
         """Starts at zero."""
-        self._links: dict[str, list[int]] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -236,30 +235,26 @@ class Counters:
         self.errors = 0
         self.prefetch_wasted = 0
         self.activations = ActivationCounters()
-        for entry in self._links.values():
-            entry[:] = 0, 0, 0
+        self._links: dict[str, list[int]] = {}
 
     def moved(self, link: str, nbytes: int, elapsed_ns: int) -> None:
         """Counts one block that moved."""
-        entry = self.of(link)
+        entry = self._links.get(link)
+        if entry is None:
+            entry = self._links[link] = [0, 0, 0]
         entry[0] += nbytes
         entry[1] += 1
         entry[2] += elapsed_ns
 
-    def of(self, link: str) -> list[int]:
-        """Returns the bytes, the moves and the nanoseconds of a link, to be counted up."""
-        return self._links.setdefault(link, [0, 0, 0])
-
     def bytes_by_link(self) -> dict[str, int]:
         """Returns the bytes that moved, by link."""
-        return {name: entry[0] for name, entry in self._links.items() if entry[1]}
+        return {name: entry[0] for name, entry in self._links.items()}
 
     def links(self) -> dict[str, LinkStats]:
         """Returns what moved, by link."""
         return {
             name: LinkStats(nbytes, moves, nanoseconds / 1e9)
             for name, (nbytes, moves, nanoseconds) in sorted(self._links.items())
-            if moves
         }
 
 

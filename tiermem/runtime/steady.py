@@ -131,7 +131,6 @@ class Steady:
         self._steps: list[Step] | None = None
         self._schedule: Schedule | None = None
         self._cursor = 0
-        self._places = 0
         self._changes = 0
         self._number = 0
         self.swift = False
@@ -160,13 +159,12 @@ class Steady:
             tape = self._tapes[schedule] = _Tape(outlook)
             if len(self._tapes) > _MOST_TAPES:
                 del self._tapes[next(iter(self._tapes))]
-        self._places = self._space.places
         if not undisturbed:
             tape.done = tape.steps = None
         tape.measured += self._pacing.sampling
         check = self._pacing.sampling and not tape.measured % _CHECKED
         if tape.steps is None or check or self._disk_at_work():
-            self._open = _Pass(schedule, tape, self._places)
+            self._open = _Pass(schedule, tape, self._space.places)
             return False
         self._steps, self._schedule = tape.steps, schedule
         self._cursor, self._number, self._changes = -1, number, self._traffic.changes
@@ -209,13 +207,8 @@ class Steady:
             self._counters.hits += 1
             self._table.lease(block_id)
             self._copy.use(self._ready.get(block_id))
-            if block_id in self._waste.pending:
-                self._waste.used(block_id)
-            for swap in step.swaps:
-                if not self._do(swap):
-                    self._stop()
-                    self._manager.prefetcher.run()
-                    break
+            if not self._follow(step):
+                self._manager.prefetcher.run()
             return self._current[block_id]
         except BaseException:
             if record.leases > leases:
@@ -255,15 +248,18 @@ class Steady:
             self._pacing.harvest(_HARVEST)
         if self._pacing.sampling:
             self._manager.prefetcher.look_back(planner.last)
-        pending = self._waste.pending
-        if planner.last in pending:
-            self._waste.used(planner.last)
-        for swap in steps[cursor].swaps:
+        return self._follow(steps[cursor])
+
+    # -- inside ----------------------------------------------------------
+
+    def _follow(self, step: Step) -> bool:
+        """Has those come who come at one place; returns False where that is to be decided."""
+        if step.block in self._waste.pending:
+            self._waste.used(step.block)
+        for swap in step.swaps:
             if not self._do(swap):
                 return self._stop()
         return True
-
-    # -- inside ----------------------------------------------------------
 
     def _do(self, swap: Swap) -> bool:
         """Has one block come into the place of another, if that is still as it was."""

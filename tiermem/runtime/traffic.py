@@ -85,7 +85,6 @@ class Traffic:
         self.waste = Waste()
         self.ahead = ReadAhead(homes, self.wait)
         self._counters = counters
-        self._risen = counters.of("dram->hbm")
         self._timeline = timeline
         self._poison = poison
 
@@ -178,13 +177,8 @@ class Traffic:
                 self.pacing.risen(block)
             if event is not None:
                 ready[came] = event
+            self._copied("dram->hbm", block, started)
             self.table.end_fill(came, ok=True)
-            ended, nbytes, counted = time.perf_counter_ns(), block.nbytes, self._risen
-            counted[0] += nbytes
-            counted[1] += 1
-            counted[2] += ended - started
-            self._counters.copy_ns += ended - started
-            self._timeline.add("dram->hbm", block.name, started, ended, nbytes)
             return True
         except BaseException:
             if leaves.extent is None and comes.in_hbm is State.FILLING:

@@ -261,11 +261,9 @@ class StreamCopyEngine:
             calls.wait(stream, before)
         if after is not None:
             calls.wait(stream, after)
-        current, compute = calls.current(), self._compute
-        if current not in compute:
-            compute[current] = None
+        self._compute[calls.current()] = None
         event = calls.copy_behind(
-            stream, compute, target.data_ptr(), source.data_ptr(), target.numel(), again
+            stream, self._compute, target.data_ptr(), source.data_ptr(), target.numel(), again
         )
         if event is not again or not self._rising.has(extent, event):
             self._rising.add(extent, event)
@@ -313,9 +311,8 @@ class StreamCopyEngine:
     def use(self, event: Event | None) -> None:
         """Makes the current compute stream wait for ``event``."""
         stream = self.calls.current()
-        if stream not in self._compute:
-            self._compute[stream] = None
-        if event is not None and event.waiter != stream:
+        self._compute[stream] = None
+        if event is not None:
             self.calls.wait(stream, event)
 
     def wait(self, event: Event | None) -> None:

@@ -45,12 +45,6 @@ class Event:
         self.handle = handle
         self.waiter = -1
 
-    def renew(self) -> Event:
-        """Makes it as it was before it was first recorded; returns it."""
-        self._over = False
-        self.waiter = -1
-        return self
-
     def done(self) -> bool:
         """Whether the stream has come past it."""
         if not self._over:
@@ -220,7 +214,7 @@ class DriverCalls:
 
     def record(self, stream: int, again: Event | None = None) -> Event:
         """Marks the end of what was submitted to ``stream`` so far, with a new event or again."""
-        event = again.renew() if again is not None else self._fresh()
+        event = self._event(again)
         self.mark(event.handle, stream)
         return event
 
@@ -292,7 +286,7 @@ class DriverCalls:
         code = self._copy(target, source, nbytes, stream)
         if code:
             self._check(f"cuMemcpyAsync of {nbytes} bytes", code)
-        event = again.renew() if again is not None else self._fresh()
+        event = self._event(again)
         code = self._record(event.handle, stream)
         if code:
             self._check("cuEventRecord", code)
@@ -378,9 +372,13 @@ class DriverCalls:
 
     # -- inside ----------------------------------------------------------
 
-    def _fresh(self) -> Event:
-        """Returns an event that is not recorded."""
-        return Event(self, self.spare.pop() if self.spare else self.new_event())
+    def _event(self, again: Event | None) -> Event:
+        """Returns an event as it is before it is recorded: that one, or a new one."""
+        if again is None:
+            return Event(self, self.spare.pop() if self.spare else self.new_event())
+        again._over = False
+        again.waiter = -1
+        return again
 
     def _new_mark(self, stream: int) -> int:
         """Makes the event with which other streams are told to follow one."""
