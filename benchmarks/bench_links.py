@@ -38,11 +38,11 @@ Found = tuple[Measurement, dict[str, Any]]
 """A measurement, with columns of its own for the table."""
 
 
-def arena(nbytes: int, *, page_lock: bool) -> float:
+def arena(nbytes: int, device: torch.device) -> float:
     """Returns the seconds that a host arena takes, ready for copies."""
     began = time.perf_counter()
-    made = HostArena(Tier.DRAM, nbytes, page_lock=page_lock)
-    if not page_lock:
+    made = HostArena(Tier.DRAM, nbytes, device=device)
+    if device.type != "cuda":
         made.bytes_of(Extent(0, nbytes)).fill_(1)
     seconds = time.perf_counter() - began
     made.close()
@@ -63,11 +63,12 @@ def torch_memory(nbytes: int, *, page_lock: bool) -> float:
     return seconds
 
 
-def startup(nbytes: int, repeats: int, *, cuda: bool) -> list[Found]:
+def startup(nbytes: int, repeats: int, device: torch.device) -> list[Found]:
     """Measures how long it takes until host memory is there to copy from."""
+    cuda = device.type == "cuda"
     state = "page-locked" if cuda else "touched"
     ways: dict[str, Callable[[], float]] = {
-        f"HostArena, {state}": partial(arena, nbytes, page_lock=cuda),
+        f"HostArena, {state}": partial(arena, nbytes, device),
         f"{'cudaHostAlloc' if cuda else 'torch.empty'}, {state}": partial(
             torch_memory, nbytes, page_lock=cuda
         ),
@@ -231,9 +232,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measures every link and prints a table."""
     options = arguments()
-    cuda = options.device != "cpu"
+    device = torch.device(options.device)
     began = time.perf_counter()
-    found = startup(options.startup_size, max(1, options.repeats // 3), cuda=cuda)
+    found = startup(options.startup_size, max(1, options.repeats // 3), device)
     found += memory(options.device, options.size, options.repeats)
     if not options.no_disk:
         found += engines(options) + movers(options)

@@ -234,8 +234,8 @@ class Bench:
         many bytes were there before the first began.
 
         Returns:
-            Seconds, seconds resident, bytes that came up from the weights' home per call,
-            statistics.
+            Seconds, seconds resident, bytes that came up from the weights' home per call, rows
+            looked at in place among them, and statistics.
         """
 
         def whole(one: Call, end: Callable[[], None] | None) -> None:
@@ -253,6 +253,7 @@ class Bench:
         stats = tier.stats()
         links = ("nvme->hbm", "nvme->dram") if self.options.nvme else ("dram->hbm",)
         moved = sum(stats.links[link].nbytes for link in links if link in stats.links)
+        moved += stats.read_in_place
         return times, resident, moved / repeats / in_a_row, stats
 
     def losses(self, tier: Any, call: Call, row: dict[str, Any]) -> None:
@@ -277,6 +278,7 @@ class Bench:
             "min": min(times),
             "max": max(times),
             "GB moved": moved / 1e9,
+            "GB of it in place": stats.read_in_place / 1e9 / len(times),
             "hit rate": stats.hit_rate,
             "stalls ms": stats.stall_seconds * 1e3 / (_ROW if self.options.nvme else len(times)),
         }

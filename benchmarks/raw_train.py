@@ -41,7 +41,7 @@ class BothWays:
         self._chunk = min(chunk, self._arena.capacity)
         cuda = self.device.type == "cuda"
         size = max(self._chunk, down // self._chunk * self._chunk)
-        self._own = HostArena(tiermem.Tier.DRAM, size, page_lock=cuda)
+        self._own = HostArena(tiermem.Tier.DRAM, size, device=self.device)
         made = {"dtype": torch.uint8, "device": self.device}
         self._up, self._down = torch.empty(self._chunk, **made), torch.zeros(self._chunk, **made)
         self._streams = [torch.cuda.Stream(self.device) for _ in range(2)] if cuda else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import partial
 from random import Random
 
@@ -22,6 +23,7 @@ from tiermem.transfer.copy import StreamCopyEngine
 
 UP, DOWN = 101, 102
 PAGE = 4096
+SHAPE = TensorShape("w", (PAGE,), (1,), torch.uint8, 1)
 
 
 class Streamed:
@@ -49,9 +51,9 @@ class Streamed:
             )
         self.manager.traffic._poison = poison
         self.manager.prefetcher._dram = self.manager.prefetcher._works = True
-        shape = TensorShape("w", (PAGE,), (1,), torch.uint8, 1)
+        self.glances = 0
         self.blocks = self.manager.add_blocks(
-            [(f"b{i}", Role.PARAM, [shape]) for i in range(blocks)]
+            [(f"b{i}", Role.PARAM, [SHAPE]) for i in range(blocks)]
         )
         self.values = list(range(1, blocks + 1))
         for block, value in zip(self.blocks, self.values, strict=True):
@@ -65,13 +67,8 @@ class Streamed:
         # like a kernel's, its operands are addresses: no tensor keeps the slot
         address = self.manager.acquire(block).address
         expected = self.values[number]
-
-        def look() -> None:
-            seen = ctypes.string_at(address, PAGE)
-            if seen.count(expected) != PAGE:
-                self.wrong.append(f"block {number}: {sorted(set(seen))} != {expected}")
-
         if not discard:
+            look = partial(self.check, number, expected, address, "in HBM")
             self.device.submit(self.device.stream, look)
         if write or discard:
             value = self.values[number] = (expected + 7) % 251
@@ -80,6 +77,48 @@ class Streamed:
                     self.device.stream, partial(ctypes.memset, half, value, PAGE // 2)
                 )
         self.manager.release(block, dirty=write or discard)
+
+    def glance(self, number: int) -> None:
+        """One kernel looks at a block where it lies in DRAM, if it may."""
+        expected = self.values[number]
+
+        def look(tensors: Sequence[torch.Tensor]) -> bool:
+            address = tensors[0].data_ptr()
+            self.device.submit(
+                self.device.stream, partial(self.check, number, expected, address, "in place")
+            )
+            return True
+
+        again = self.random.random() < 0.5
+        self.glances += bool(
+            self.manager.read_in_place(self.blocks[number], look, PAGE, again=again)
+        )
+
+    def rewrite(self, number: int) -> None:
+        """The host writes a block where it lies in DRAM, as soon as it may."""
+        block, lender = self.blocks[number], self.manager.lender
+        assert not lender.can_lend([block])
+        lender.settle([block])
+        (tensors,), events = lender.lend([block])
+        for event in events:
+            event.synchronize()
+        value = self.values[number] = (self.values[number] + 11) % 251
+        tensors[0].fill_(value)
+        lender.give_back([block])
+
+    def replace(self, number: int) -> None:
+        """A block is taken out, and another one has its home, which the host writes."""
+        value = self.values[number] = (self.values[number] + 13) % 251
+        self.manager.remove_blocks([self.blocks[number]])
+        (block,) = self.manager.add_blocks([(f"b{number}", Role.PARAM, [SHAPE])])
+        self.blocks[number] = block
+        self.manager.write_home(block, [torch.full((PAGE,), value, dtype=torch.uint8)])
+
+    def check(self, number: int, expected: int, address: int, where: str) -> None:
+        """Looks at every byte."""
+        seen = ctypes.string_at(address, PAGE)
+        if seen.count(expected) != PAGE:
+            self.wrong.append(f"block {number} {where}: {sorted(set(seen))} != {expected}")
 
     def look_beside(self) -> None:
         """A kernel on the other stream looks at block 0, and this stream does not wait for it."""
@@ -150,6 +189,44 @@ def test_nothing_is_read_or_overwritten_too_soon(
     finally:
         bench.finish()
     assert not bench.wrong, bench.wrong[:3]
+
+
+@settings(max_examples=150)
+@given(
+    seed=st.integers(0, 1 << 30),
+    slots=st.integers(1, 3),
+    lag=st.sampled_from([0, 1, 3]),
+    late=st.sampled_from([None, 0, 1, UP, DOWN]),
+)
+def test_nothing_is_written_in_dram_while_a_kernel_looks_at_it_there(
+    seed: int, slots: int, lag: int, late: int | None
+) -> None:
+    """Looks in place among writes in HBM, writes by the host, and homes that go to others."""
+    blocks = 5
+    bench = Streamed(seed, slots, blocks, 1, poison=True)
+    random = Random(seed + 1)
+    try:
+        for round_number in range(4):
+            bench.manager.begin_pass("loop")
+            for number in range(blocks):
+                for _ in range(random.randint(0, 2)):
+                    bench.glance(random.randrange(blocks))
+                    if random.random() < 0.2:
+                        bench.switch()
+                kind = random.random()
+                if kind < 0.5:
+                    bench.use(number, write=kind < 0.25, discard=False)
+                elif kind < 0.7:
+                    bench.rewrite(number)
+                elif kind < 0.8 and round_number:
+                    bench.replace(number)
+                for _ in range(random.randint(0, lag)):
+                    ran = [s for s in (0, 1, UP, DOWN) if s != late]
+                    bench.device.advance(random.choice(ran))
+    finally:
+        bench.finish()
+    assert not bench.wrong, bench.wrong[:3]
+    assert bench.glances, "no kernel looked at anything in place"
 
 
 @settings(max_examples=120)

@@ -323,7 +323,7 @@ def test_one_fixed_block_among_others_that_fails_leaves_none() -> None:
 
 
 def homes(pages: int) -> Homes:
-    return Homes(pages * PAGE, (), None, page_lock=False)
+    return Homes(pages * PAGE, (), None, torch.device("cpu"))
 
 
 def test_the_least_dram_that_is_named_is_enough() -> None:

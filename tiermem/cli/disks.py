@@ -67,7 +67,7 @@ class DiskLinks:
             self.store.allocate(min(run, self.nbytes - offset))
             for offset in range(0, self.nbytes, run)
         ]
-        staging = HostArena(Tier.DRAM, most_depth * self.chunk, page_lock=self._cuda)
+        staging = HostArena(Tier.DRAM, most_depth * self.chunk, device=self._device)
         self._staging = self._keep(staging)
         if self._cuda:
             self._memory = self._keep(DeviceArena(self.nbytes, self._device))

@@ -59,7 +59,7 @@ class MemoryLinks:
     def _host(self, pageable: bool) -> torch.Tensor:
         if pageable:
             return torch.empty(2 * self.nbytes, dtype=torch.uint8)
-        return self._keep(HostArena(Tier.DRAM, 2 * self.nbytes, page_lock=self.cuda))
+        return self._keep(HostArena(Tier.DRAM, 2 * self.nbytes, device=self.device))
 
     def _high(self) -> torch.Tensor:
         if self.cuda:

@@ -87,6 +87,7 @@ class ResidencyTable:
 
     Attributes:
         hbm: The allocator.
+        nbytes: Of all blocks, wherever they are.
         get: Returns a block's record by id, or None where there is no such block (any more).
         at: Returns the record of the block in HBM at an offset; None for an orphan.
     """
@@ -98,6 +99,7 @@ class ResidencyTable:
             hbm_nbytes: Capacity of HBM.
         """
         self.hbm = Allocator(hbm_nbytes)
+        self.nbytes = 0
         self._records: dict[int, Record] = {}
         self._at: dict[int, Record] = {}
         self._orphans: dict[int, Extent] = {}
@@ -135,6 +137,7 @@ class ResidencyTable:
         state = State.VALID if defined and home_extent is not None else State.ABSENT
         record = Record(block, home, home_extent, state, defined)
         self._records[block.id] = record
+        self.nbytes += block.nbytes
         return record
 
     def remove(self, block_id: int, *, keep: bool = False) -> Record:
@@ -152,6 +155,7 @@ class ResidencyTable:
             raise self._wrong(record, "removed")
         self._leave(record, keep=keep)
         del self._records[block_id]
+        self.nbytes -= record.block.nbytes
         return record
 
     # -- HBM: in ---------------------------------------------------------

@@ -17,6 +17,7 @@ from tiermem.nn.compiler import hide_from_compiler
 from tiermem.nn.group import Entry, Group, Member
 from tiermem.nn.inspect import Found, find, is_uninitialized, link_shared, owners
 from tiermem.nn.lazy import is_gone, ordinary
+from tiermem.nn.lookup import LookupInterceptor, is_lookup
 from tiermem.nn.names import HeldDict, TieredDict
 from tiermem.nn.partition import Predicate, largest_block, territories, training_bytes
 from tiermem.nn.runtime import ModuleRuntime
@@ -297,6 +298,8 @@ class WrappedModel:
         for name, scope in self.scopes.items():
             module = self._modules[name]
             for kind in _INTERCEPTED:
+                if kind is CallInterceptor and is_lookup(module, scope):
+                    kind = LookupInterceptor
                 module.__dict__[kind.method] = kind(module, scope)
             self._intercept_names(module)
         for name in self.scopes:

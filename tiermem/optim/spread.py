@@ -266,7 +266,7 @@ class _BothWays:
 
 @contextmanager
 def _both_ways(device: torch.device, streams: Sequence[torch.cuda.Stream]) -> Iterator[_BothWays]:
-    arena = HostArena(Tier.DRAM, 2 * _CHUNKS * _CHUNK, page_lock=True)
+    arena = HostArena(Tier.DRAM, 2 * _CHUNKS * _CHUNK, device=device)
     try:
         yield _BothWays(device, streams, arena)
     finally:

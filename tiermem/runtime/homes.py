@@ -47,7 +47,7 @@ class Homes:
     """Hands out home extents, all or none."""
 
     def __init__(
-        self, dram: int, nvme: Sequence[str], nvme_bytes: int | None, *, page_lock: bool
+        self, dram: int, nvme: Sequence[str], nvme_bytes: int | None, device: torch.device
     ) -> None:
         """Opens the stores.
 
@@ -55,7 +55,7 @@ class Homes:
             dram: Bytes of host memory, staging chunks included.
             nvme: Folders for swap files; none for no NVMe tier.
             nvme_bytes: Most bytes on disk, or None.
-            page_lock: Whether to page-lock the arena for CUDA.
+            device: What copies from and to DRAM, which is page-locked for a CUDA device.
 
         Raises:
             ConfigError: If a folder cannot be used.
@@ -70,7 +70,7 @@ class Homes:
             )
         self.swap = SwapFile([Path(p) for p in nvme], nvme_bytes, self.chunk) if nvme else None
         try:
-            self.arena = HostArena(Tier.DRAM, dram // 4096 * 4096, page_lock=page_lock)
+            self.arena = HostArena(Tier.DRAM, dram // 4096 * 4096, device=device)
         except BaseException:
             self.close()
             raise

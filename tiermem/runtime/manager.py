@@ -25,6 +25,7 @@ from tiermem.io.engine import IoEngine
 from tiermem.runtime.contents import Contents
 from tiermem.runtime.debts import Debts
 from tiermem.runtime.homes import HomeRequest, Homes
+from tiermem.runtime.inplace import Found, InPlace
 from tiermem.runtime.lent import HomeLender
 from tiermem.runtime.opening import open_hbm, open_mover
 from tiermem.runtime.pacing import open_pacing
@@ -73,7 +74,7 @@ class BlockManager:
         self._next_id = 0
         self.largest_later = 0
         self.mover: FileMover | None = None
-        self.homes = Homes(settings.dram, settings.nvme, settings.nvme_bytes, page_lock=cuda)
+        self.homes = Homes(settings.dram, settings.nvme, settings.nvme_bytes, self.device)
         try:
             self.arena = open_hbm(settings.hbm, self.device)
             self.copy: CopyEngine = CudaCopyEngine(self.device) if cuda else HostCopyEngine()
@@ -99,6 +100,7 @@ class BlockManager:
             )
             self.contents = Contents(self.traffic)
             self.lender = HomeLender(self)
+            self.in_place = InPlace(self)
             self.mover, self.io_engine, self.io_reason = open_mover(self.homes, self.copy, engine)
             self.traffic.mover = self.mover
             self.prefetcher = Prefetcher(self)
@@ -164,15 +166,17 @@ class BlockManager:
                 self.traffic.settle(block.id)
                 if self.table[block.id].leases:
                     raise InvariantError(f"block {block.name!r} is in use and cannot be removed")
+            if any(self.table[block.id].home is Tier.DRAM for block in present):
+                self.copy.wait(self.copy.risen())  # the host may be the next to write at home
             for block in present:
                 record = self.table[block.id]
                 self.traffic.ahead.drop(block.id)
-                # the host may be the next to write at home
                 self.copy.wait(self.traffic.home_ready.pop(block.id, None))
                 self.space.forget(record, gone=True)
                 if record.home_extent is not None:
                     self.homes.release(record.home, record.home_extent)
                 self.slots.forget(block.id)
+                self.in_place.forget(block.id)
                 self.traffic.failing.discard(block.id)
             self.planner.forget({block.id for block in present})
             gone = [block.id for block in present]
@@ -276,6 +280,20 @@ class BlockManager:
         with self.lock:
             self.guard()
             return self.contents.read_home(block)
+
+    def read_in_place(
+        self,
+        block: Block,
+        look: Callable[[Sequence[torch.Tensor]], Found],
+        nbytes: int,
+        *,
+        again: bool,
+    ) -> Found | None:
+        """Has kernels look at a block where it lies in DRAM; see :meth:`InPlace.read`."""
+        self.guard()
+        with self.lock:
+            self.guard()
+            return self.in_place.read(block, look, nbytes, again=again)
 
     def slot_bytes(self, block: Block) -> torch.Tensor:
         """Returns the bytes of a leased block, ordered after what brought them."""
@@ -391,6 +409,8 @@ class BlockManager:
                 steps.callback(self.arena.close)
             if hasattr(self, "slots"):
                 steps.callback(self.slots.clear)
+            if hasattr(self, "in_place"):
+                steps.callback(self.in_place.clear)
             if hasattr(self, "copy"):
                 steps.callback(self.copy.synchronize)
             if self.mover is not None:

@@ -82,6 +82,8 @@ class Stats:
         hits: Uses of a block that was in HBM already.
         misses: Uses that had to fetch it, or wait for it.
         prefetches: Fetches begun before the use.
+        reads_in_place: Uses of a block that looked at a few rows of it where it lies in DRAM.
+        read_in_place: Bytes of those rows; no link counts them.
         evictions: Blocks taken out of HBM.
         write_backs: Of those, how many were dirty.
         relocations: Blocks in use that were moved within HBM to join free pieces.
@@ -123,6 +125,8 @@ class Stats:
     hits: int = 0
     misses: int = 0
     prefetches: int = 0
+    reads_in_place: int = 0
+    read_in_place: int = 0
     evictions: int = 0
     write_backs: int = 0
     relocations: int = 0
@@ -225,6 +229,8 @@ class Counters:
         self.hits = 0
         self.misses = 0
         self.prefetches = 0
+        self.reads_in_place = 0
+        self.read_in_place = 0
         self.evictions = 0
         self.write_backs = 0
         self.relocations = 0
@@ -290,6 +296,8 @@ def stats_of(
         hits=counters.hits,
         misses=counters.misses,
         prefetches=counters.prefetches,
+        reads_in_place=counters.reads_in_place,
+        read_in_place=counters.read_in_place,
         evictions=counters.evictions,
         write_backs=counters.write_backs,
         relocations=counters.relocations,

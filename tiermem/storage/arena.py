@@ -47,13 +47,14 @@ class Arena:
 class HostArena(Arena):
     """An anonymous private mapping, page-aligned and of exact size."""
 
-    def __init__(self, tier: Tier, capacity: int, *, page_lock: bool = False) -> None:
+    def __init__(self, tier: Tier, capacity: int, *, device: torch.device | None = None) -> None:
         """Maps the memory.
 
         Args:
             tier: DRAM, or HBM where host memory stands in for it.
             capacity: Bytes.
-            page_lock: Touch it with several threads, then register it with CUDA.
+            device: What copies from and to it. For a CUDA device several threads touch it, and
+                then it is registered there.
 
         Raises:
             CapacityError: If the system refuses the mapping or the page lock.
@@ -73,8 +74,8 @@ class HostArena(Arena):
             except OSError:
                 pass  # a kernel without huge pages works as well, only slower
         self.address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
-        if page_lock:
-            self._page_lock(size)
+        if device is not None and device.type == "cuda":
+            self._page_lock(size, device)
 
     def bytes_of(self, extent: Extent) -> torch.Tensor:
         """Returns a new 1-D uint8 tensor over ``extent``, with a storage of its own."""
@@ -92,7 +93,7 @@ class HostArena(Arena):
             self._registered = 0
         self._map = None
 
-    def _page_lock(self, size: int) -> None:
+    def _page_lock(self, size: int, device: torch.device) -> None:
         """Touches every page from several threads, then registers the whole with CUDA."""
         starts = range(0, size, _TOUCH_UNIT)
 
@@ -101,7 +102,8 @@ class HostArena(Arena):
 
         with ThreadPoolExecutor(max_workers=16) as pool:
             list(pool.map(touch, starts))
-        code = torch.cuda.cudart().cudaHostRegister(self.address, size, 0)
+        with torch.cuda.device(device):  # torch takes it for memory of the device of now
+            code = torch.cuda.cudart().cudaHostRegister(self.address, size, 0)
         if int(code) != 0:
             raise CapacityError(
                 f"tier dram: CUDA cannot page-lock {size} bytes (error {int(code)}); "
@@ -110,14 +112,15 @@ class HostArena(Arena):
         self._registered = self.address
 
 
-class _DeviceBytes:
-    """Hands an extent of device memory to torch; keeps the whole alive."""
+class DeviceBytes:
+    """Hands bytes that a device reaches to torch, for ``torch.as_tensor``; keeps them alive."""
 
-    def __init__(self, whole: torch.Tensor, extent: Extent) -> None:
+    def __init__(self, whole: torch.Tensor, offset: int, nbytes: int) -> None:
+        """Describes ``nbytes`` bytes of ``whole``, from ``offset`` on."""
         self._whole = whole
         self.__cuda_array_interface__: dict[str, Any] = {
-            "data": (whole.data_ptr() + extent.offset, False),
-            "shape": (extent.nbytes,),
+            "data": (whole.data_ptr() + offset, False),
+            "shape": (nbytes,),
             "typestr": "|u1",
             "strides": None,
             "version": 3,
@@ -150,7 +153,8 @@ class DeviceArena(Arena):
         """Returns a new 1-D uint8 tensor over ``extent``, with a storage of its own."""
         if self._whole is None:
             raise ClosedError("the hbm arena is closed")
-        return torch.as_tensor(_DeviceBytes(self._whole, extent), device=self.device)
+        found = DeviceBytes(self._whole, extent.offset, extent.nbytes)
+        return torch.as_tensor(found, device=self.device)
 
     def close(self) -> None:
         """Lets the memory go with its last tensor."""

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from tiermem.core.block import Extent
+from tiermem.storage.arena import DeviceBytes
 from tiermem.transfer.driver import DriverCalls, Signal, StreamCalls
 
 _SPARE_STREAMS: dict[int, list[int]] = {}
@@ -109,6 +110,18 @@ class CopyEngine(Protocol):
         """Returns an event of when every copy up so far has been made."""
         ...
 
+    def mark(self) -> Event | None:
+        """Returns an event of when what the current compute stream has so far is over."""
+        ...
+
+    def seen(self, source: torch.Tensor) -> torch.Tensor | None:
+        """Returns host bytes as kernels see them where they lie; None where they cannot.
+
+        Args:
+            source: 1-D uint8, page-locked.
+        """
+        ...
+
     def synchronize(self) -> None:
         """Makes the host wait for everything submitted."""
         ...
@@ -162,6 +175,14 @@ class HostCopyEngine:
     def risen(self) -> Event | None:
         """Nothing to wait for."""
         return None
+
+    def mark(self) -> Event | None:
+        """Nothing to wait for."""
+        return None
+
+    def seen(self, source: torch.Tensor) -> torch.Tensor | None:
+        """Returns the bytes themselves."""
+        return source
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
@@ -324,6 +345,14 @@ class StreamCopyEngine:
         """Returns an event of when every copy up so far has been made."""
         return self.calls.record(self._up)
 
+    def mark(self) -> Event | None:
+        """Returns an event of when what the current compute stream has so far is over."""
+        return self.calls.record(self.calls.current())
+
+    def seen(self, source: torch.Tensor) -> torch.Tensor | None:
+        """Returns the bytes themselves: the device's memory is the host's."""
+        return source
+
     def synchronize(self) -> None:
         """Makes the host wait for both copy streams and the device's compute."""
         self.calls.synchronize()
@@ -365,8 +394,20 @@ class CudaCopyEngine(StreamCopyEngine):
         self.up_stream: torch.cuda.Stream = torch.cuda.ExternalStream(up, calls.index)
         self.down_stream: torch.cuda.Stream = torch.cuda.ExternalStream(down, calls.index)
         super().__init__(calls, up, down)
+        self._reaches = calls.reaches
         # streams are not destroyed: somebody may still have an event of theirs
         weakref.finalize(self, spare.extend, (up, down))
+
+    def seen(self, source: torch.Tensor) -> torch.Tensor | None:
+        """Returns host bytes as kernels see them, at the same address.
+
+        Not every system has page-locked memory there for the device, and torch is to take it for
+        memory of this one.
+        """
+        if not self._reaches(source.data_ptr()):
+            return None
+        found = torch.as_tensor(DeviceBytes(source, 0, source.numel()))
+        return found if found.device == self.up_stream.device else None
 
 
 class CudaChunkCopier:

@@ -24,6 +24,7 @@ from tiermem.errors import ConfigError, TierError
 _NO_TIMING = 2
 _NON_BLOCKING = 1
 _NOT_READY = 600
+_DEVICE_POINTER = 3
 
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
@@ -315,6 +316,16 @@ class DriverCalls:
             self._leave()
         return stream.value or 0
 
+    def reaches(self, address: int) -> bool:
+        """Whether kernels see page-locked host memory at the address that the host has for it."""
+        there = ctypes.c_uint64()
+        self._push()
+        try:
+            code = self._lib.cuPointerGetAttribute(ctypes.byref(there), _DEVICE_POINTER, address)
+        finally:
+            self._leave()
+        return code == 0 and there.value == address
+
     def synchronize(self) -> None:
         """Makes the host wait for everything on the device."""
         torch.cuda.synchronize(self.index)
@@ -413,6 +424,7 @@ class DriverCalls:
             # as wide as what the driver declares, or wider, and made fastest of an int
             "cuStreamWaitEvent": [pointer, pointer, pointer],
             "cuMemcpyAsync": [pointer, pointer, pointer, pointer],
+            "cuPointerGetAttribute": [pointer, ctypes.c_int, ctypes.c_uint64],
             "cuMemsetD8Async": [ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, pointer],
         }.items():
             getattr(self._lib, name).argtypes = arguments

@@ -1,0 +1,107 @@
+"""Embeddings, of which few rows are looked at: those are read where they lie.
+
+At one token an embedding of 32,000 rows is looked at in one of them. Were it brought up as
+other blocks are, all of it would move, or stay in HBM in the place of what is used whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from tiermem.core.block import Role
+from tiermem.nn.group import Entry
+from tiermem.nn.scope import CallInterceptor, Scope
+
+_SHARE = 2
+"""How many times a block must have the bytes of the rows. They move while the device waits for
+them, which a block does not that is fetched ahead; but a loop that changes its mind from call to
+call has to be learned anew each time."""
+_LEAST = 4 << 20
+"""Bytes of a block below which it is not worth another kernel's way over the bus and back."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_item = dict.get  # a name is looked at, and nothing brought up for it
+
+
+class LookupInterceptor(CallInterceptor):
+    """Of an embedding that is a block of its own."""
+
+    __slots__ = ("_entry", "_row")
+
+    def __init__(self, module: nn.Module, scope: Scope) -> None:
+        """Finds the weight; see :func:`is_lookup`."""
+        super().__init__(module, scope)
+        weight: Any = _item(module.__dict__["_parameters"], "weight")
+        self._entry: Entry = next(e for e in scope.groups[0].entries if e.param is weight)
+        self._row: int = weight.shape[1] * weight.element_size()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Looks rows up where they lie in DRAM, or calls the module as any other."""
+        ids = args[0] if len(args) == 1 and not kwargs else None
+        if self._here.depth and isinstance(ids, torch.Tensor) and self._may(ids):
+            if self.runtime.unwritten:
+                self.runtime.got_further(self.scope)
+
+            def look(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+                return self._look(ids, tensors[self._entry.index])
+
+            found: torch.Tensor | None = self._manager.read_in_place(
+                self._groups[0].block,
+                look,
+                ids.numel() * self._row,
+                again=not self._entry.param.requires_grad,
+            )
+            if found is not None:
+                return found
+        return super().__call__(*args, **kwargs)
+
+    def _may(self, ids: torch.Tensor) -> bool:
+        """Whether a call comes to a look at few rows of the weight of now, and to nothing else.
+
+        Whoever may see or keep the weight in the call has to have it in HBM: hooks, modes of
+        torch's, transforms, a compiler; so has what takes its gradient.
+        """
+        module: Any = self.module
+        names, entry, group = module.__dict__, self._entry, self._groups[0]
+        return (
+            type(ids) is torch.Tensor
+            and ids.device == self._manager.device
+            and ids.numel() * self._row * _SHARE <= group.block.nbytes
+            and not (torch.is_grad_enabled() and entry.param.requires_grad)
+            and module.max_norm is None
+            and "forward" not in names
+            and self.compiled is None
+            and _item(names["_parameters"], "weight") is entry.param
+            and not (entry.materialized or group.may_be_written())
+            and not any(names[hooks] for hooks in _HOOKS)
+            and not _has_any_global_hook()
+            and not torch._C._len_torch_function_stack()
+            and not torch._C._len_torch_dispatch_stack()
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and torch._C._get_tracing_state() is None
+        )
+
+    def _look(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Does what the module's forward does (``torch.nn.functional.embedding``)."""
+        module: Any = self.module
+        padding = -1 if module.padding_idx is None else module.padding_idx
+        return torch.embedding(weight, ids, padding, module.scale_grad_by_freq, module.sparse)
+
+
+def is_lookup(module: nn.Module, scope: Scope) -> bool:
+    """Whether a module is an embedding that is a block of its own, large enough to matter."""
+    if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+        return False
+    if not scope.begins or len(scope.groups) != 1:
+        return False
+    group, weight = scope.groups[0], _item(module.__dict__["_parameters"], "weight")
+    block = group.block
+    if block.role is not Role.PARAM or len(block.tensors) != 1 or block.nbytes < _LEAST:
+        return False
+    if group.suspect or group.writes_hidden:
+        return False
+    return any(entry.param is weight for entry in group.entries)

@@ -1,0 +1,107 @@
+"""Blocks that are read where they lie in DRAM, by a kernel that needs little of them.
+
+A device reaches page-locked host memory over the bus. Where a kernel looks at a few rows of a
+block (an embedding's, of some tokens), those rows come over the bus and nothing else, and the
+block needs no room in HBM. The planner is told of none of it: it plans with that room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from tiermem.core.block import Block, Tier
+from tiermem.core.residency import Record, State
+from tiermem.runtime.contents import view_of
+
+if TYPE_CHECKING:
+    from tiermem.runtime.manager import BlockManager
+
+Found = TypeVar("Found")
+
+
+class InPlace:
+    """Lends kernels the home copies of blocks; under the manager's lock."""
+
+    def __init__(self, manager: BlockManager) -> None:
+        """Works for ``manager``."""
+        self._manager = manager
+        self._seen: dict[int, Sequence[torch.Tensor]] = {}
+
+    def read(
+        self,
+        block: Block,
+        look: Callable[[Sequence[torch.Tensor]], Found],
+        nbytes: int,
+        *,
+        again: bool,
+    ) -> Found | None:
+        """Has kernels look at a block where it lies.
+
+        Args:
+            block: The block.
+            look: Is given a tensor for each of the block's, on the device, and submits kernels to
+                the current stream. It neither writes nor keeps them.
+            nbytes: How much of it they look at, to be counted.
+            again: Whether that will be so time and again, and nobody writes it meanwhile: then
+                what was written is copied home first.
+
+        Returns:
+            What ``look`` did; None, and it was not called, where the block is to be brought up as
+            ever: its bytes in DRAM are not those of now, or not within the device's reach; all
+            blocks fit in HBM; or a CUDA graph is being captured.
+        """
+        manager, traffic = self._manager, self._manager.traffic
+        record = manager.table[block.id]
+        if (
+            record.home is not Tier.DRAM
+            or block.id in manager.debts
+            or manager.table.nbytes <= manager.table.hbm.capacity
+            or manager.copy.capturing()
+            or not self._at_home(record, again=again)
+        ):
+            return None
+        tensors = self._tensors(record)
+        if not tensors:
+            return None
+        manager.copy.use(traffic.home_ready.get(block.id))
+        try:
+            return look(tensors)
+        finally:
+            # whoever writes there next waits for these kernels, as for a copy that wrote there
+            event = manager.copy.mark()
+            if event is not None:
+                traffic.home_ready[block.id] = event
+            manager.counters.reads_in_place += 1
+            manager.counters.read_in_place += nbytes
+
+    def forget(self, block_id: int) -> None:
+        """Lets the tensors of a block go."""
+        self._seen.pop(block_id, None)
+
+    def clear(self) -> None:
+        """Lets all of them go."""
+        self._seen.clear()
+
+    def _at_home(self, record: Record, *, again: bool) -> bool:
+        """Whether the home copy is what the block holds, however late, and stays so."""
+        block_id = record.block.id
+        slot = self._manager.slots.current.get(block_id)
+        if slot is not None and (record.leases or slot.aliased):
+            return False  # somebody may be writing there
+        if again and record.in_hbm is State.DIRTY:
+            self._manager.traffic.drain(record)
+        return record.at_home is State.VALID
+
+    def _tensors(self, record: Record) -> Sequence[torch.Tensor]:
+        """Returns a block's tensors where it lies, as the device sees them; none if it does not."""
+        block, extent = record.block, record.home_extent
+        found = self._seen.get(block.id)
+        if found is None and extent is not None:
+            with torch.inference_mode(False):
+                whole = self._manager.copy.seen(self._manager.homes.arena.bytes_of(extent))
+                found = () if whole is None else [view_of(whole, spec) for spec in block.tensors]
+            self._seen[block.id] = found
+        return found or ()
