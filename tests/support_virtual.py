@@ -210,6 +210,9 @@ class Copies:
         self.prepare_up(extent)
         return Event(self.world, self.world.copy(extent.nbytes, submitted=self.world.now))
 
+    def risen(self) -> Event:
+        return Event(self.world, self.world.rising)
+
     def prepare_up(self, extent: Extent) -> None:
         self.world.rising = max(self.world.rising, self.world.compute)
 

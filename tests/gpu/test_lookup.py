@@ -81,6 +81,9 @@ def race(tier: Any, model: Any, plain: Any) -> bool:
     """Whether rows that are looked up late are those of when they were asked for."""
     ids = tokens(2048)
     expected = plain.embed(ids).clone()
+    for _ in range(4):
+        model(ids)  # at the end of which the embedding is not in HBM
+    assert next(r for r in tier.residency() if "embed" in r.block).tiers["hbm"] == "absent"
     for _ in range(3):
         model(ids, late=0)  # what comes once is over, and nothing is fetched for later
     torch.cuda.synchronize()

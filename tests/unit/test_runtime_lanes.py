@@ -11,7 +11,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support_half import BESIDE, BUS, LARGE, SMALL, WEIGHTS, Forward, Host, compute, forward
+from support_half import (
+    BESIDE,
+    BUS,
+    LARGE,
+    PAGES,
+    SMALL,
+    WEIGHTS,
+    Forward,
+    Host,
+    compute,
+    forward,
+)
 from support_virtual import PAGE
 
 from tiermem.config import Policy, Settings
@@ -67,7 +78,25 @@ def test_where_most_blocks_stream_all_slots_are_alike() -> None:
             assert moved * PAGE / BUS >= share * seconds
 
 
-def test_where_compute_is_what_takes_long_there_are_many_slots() -> None:
+@pytest.mark.parametrize("tokens", [3072, 4096, 5632, 7168, 8192])
+@pytest.mark.parametrize("hbm", [LITTLE, HALF])
+def test_neither_the_bus_nor_compute_waits_long_where_both_have_much_to_do(
+    tokens: int, hbm: int
+) -> None:
+    with forward(hbm) as made:
+        seconds, moved = made.passes(tokens)
+        assert seconds <= 1.03 * max(moved * PAGE / BUS, sum(compute(tokens)))
+
+
+def test_what_compute_has_time_for_is_not_copied_needlessly() -> None:
+    """Kernels are slower beside copies: four slots are enough to have them out of the way."""
+    with forward(LITTLE) as made:
+        _, moved = made.passes(8192)
+        assert made.plan.reserve == 4 * LARGE * PAGE
+        assert moved <= sum(PAGES) - LITTLE + 5 * LARGE
+
+
+def test_where_compute_is_what_takes_long_there_are_slots_enough() -> None:
     """And lanes again, once it is not."""
 
     def at(made: Forward, tokens: int) -> float:
