@@ -590,6 +590,70 @@ _PARTED = (
 )
 """A large parameter's step in parts."""
 
+LOOKUPS = (
+    "tests/property/test_streams.py",
+    "tests/unit/test_runtime_inplace.py",
+    "tests/unit/test_nn_lookup.py",
+)
+_IN_PLACE, _LOOKUP = "tiermem/runtime/inplace.py", "tiermem/nn/lookup.py"
+_LOOKS = (
+    (
+        "a kernel that looks at a block in DRAM leaves no event",
+        _IN_PLACE,
+        "                traffic.home_ready[block.id] = event\n",
+        "                pass\n",
+    ),
+    (
+        "a kernel looks at a block in DRAM before what was written comes home",
+        _IN_PLACE,
+        "        manager.copy.use(traffic.home_ready.get(block.id))\n",
+        "",
+    ),
+    (
+        "what is owed to a block is not asked for",
+        _IN_PLACE,
+        "            or block.id in manager.debts\n",
+        "",
+    ),
+    (
+        "a block that is held may be looked at in DRAM",
+        _IN_PLACE,
+        "(record.leases or slot.aliased)",
+        "slot.aliased",
+    ),
+    (
+        "a block that somebody has a view of may be looked at in DRAM",
+        _IN_PLACE,
+        "(record.leases or slot.aliased)",
+        "record.leases",
+    ),
+    (
+        "a stale home may be looked at",
+        _IN_PLACE,
+        "        return record.at_home is State.VALID\n",
+        "        return True\n",
+    ),
+    (
+        "a home goes to another block while a copy up from it is under way",
+        "tiermem/runtime/manager.py",
+        "                self.copy.wait(self.copy.risen())",
+        "                pass",
+    ),
+    (
+        "a weight written unseen may be looked at in DRAM",
+        _LOOKUP,
+        " or group.may_be_written()",
+        "",
+    ),
+    (
+        "hooks do not find the weight in HBM",
+        _LOOKUP,
+        "            and not any(names[hooks] for hooks in _HOOKS)\n",
+        "",
+    ),
+)
+"""Rows of an embedding that are read where they lie."""
+
 PACE = ("tests/unit/test_pacing.py", "tests/property/test_core_pace.py")
 _MEASURING = (
     (
@@ -615,6 +679,7 @@ _MEASURING = (
 MUTATIONS = (
     *_ELSEWHERE,
     *(Mutation(name, file, old, new, PACE) for name, file, old, new in _MEASURING),
+    *(Mutation(name, file, old, new, LOOKUPS) for name, file, old, new in _LOOKS),
     *(
         Mutation(name, _PARTS, old, new, ("tests/unit/test_optim_parted.py",))
         for name, old, new in _PARTED
