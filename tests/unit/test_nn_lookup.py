@@ -101,8 +101,50 @@ def test_a_home_elsewhere_is_not_read_in_place(tmp_path: Any) -> None:
         assert same_bits(model(FEW), plain(FEW))
 
 
-def hooked(model: Any) -> None:
-    model.embed.register_forward_hook(lambda module, args, output: output + module.weight[0])
+def test_a_hook_sees_what_comes_out_and_may_change_it() -> None:
+    with twins() as (model, plain, tier):
+        seen: list[tuple[torch.Tensor, ...]] = []
+        handles = []
+        for one in (model, plain):
+            embed = one.embed
+            embed.register_forward_hook(lambda module, args, output: output + module.weight[0])
+            handles.append(
+                embed.register_forward_hook(lambda _, args, output: seen.append((*args, output)))
+            )
+        assert in_place(tier, lambda: model(FEW)) == 1
+        plain(FEW)
+        assert all(map(same_bits, seen[0], seen[1]))
+        for handle in handles:
+            handle.remove()
+        for _ in range(3):
+            assert same_bits(model(FEW), plain(FEW))
+        assert len(seen) == 2
+
+
+def test_inputs_that_a_hook_has_take_gradients_do() -> None:
+    with twins() as (model, plain, tier):
+        outputs = []
+        for one in (model, plain):
+            one.layers[-1].requires_grad_(True)
+            one.embed.register_forward_hook(lambda _, args, output: output.requires_grad_(True))
+            one.layers[0].register_forward_pre_hook(lambda _, args: outputs.append(args[0]))
+        for _ in range(3):
+            for one in (model, plain):
+                one(FEW).square().sum().backward()
+            first, second = outputs[-2:]
+            assert same_bits(first.grad, second.grad)
+            assert same_bits(model.layers[-1].weight.grad, plain.layers[-1].weight.grad)
+        assert tier.stats().reads_in_place == 3
+
+
+def before(model: Any) -> None:
+    model.embed.register_forward_pre_hook(lambda module, args: args)
+
+
+def with_kwargs(model: Any) -> None:
+    model.embed.register_forward_hook(
+        lambda module, args, kwargs, output: output + module.weight[0], with_kwargs=True
+    )
 
 
 def own_forward(model: Any) -> None:
@@ -115,7 +157,7 @@ class Watching(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("change", [hooked, own_forward])
+@pytest.mark.parametrize("change", [before, with_kwargs, own_forward])
 def test_whoever_may_look_at_the_weight_finds_it_in_hbm(change: Callable[[Any], None]) -> None:
     with twins() as (model, plain, tier):
         change(model)

@@ -23,7 +23,14 @@ them, which a block does not that is fetched ahead; but a loop that changes its 
 call has to be learned anew each time."""
 _LEAST = 4 << 20
 """Bytes of a block below which it is not worth another kernel's way over the bus and back."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+"""Those that may look at the weight as they like; the others see what comes out."""
 _item = dict.get  # a name is looked at, and nothing brought up for it
 
 
@@ -56,13 +63,13 @@ class LookupInterceptor(CallInterceptor):
                 again=not self._entry.param.requires_grad,
             )
             if found is not None:
-                return found
+                return self._hooked(ids, found)
         return super().__call__(*args, **kwargs)
 
     def _may(self, ids: torch.Tensor) -> bool:
         """Whether a call comes to a look at few rows of the weight of now, and to nothing else.
 
-        Whoever may see or keep the weight in the call has to have it in HBM: hooks, modes of
+        Whoever may see or keep the weight in the call has to have it in HBM: most hooks, modes of
         torch's, transforms, a compiler; so has what takes its gradient.
         """
         module: Any = self.module
@@ -90,6 +97,17 @@ class LookupInterceptor(CallInterceptor):
         module: Any = self.module
         padding = -1 if module.padding_idx is None else module.padding_idx
         return torch.embedding(weight, ids, padding, module.scale_grad_by_freq, module.sparse)
+
+    def _hooked(self, ids: torch.Tensor, found: Any) -> Any:
+        """Has hooks see what comes out (as those do that have inputs of layers take gradients).
+
+        They run when the look is over: one that reaches for the weight has it brought up.
+        """
+        for hook in tuple(self.module._forward_hooks.values()):
+            changed = hook(self.module, (ids,), found)
+            if changed is not None:
+                found = changed
+        return found
 
 
 def is_lookup(module: nn.Module, scope: Scope) -> bool:
