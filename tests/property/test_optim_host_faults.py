@@ -274,7 +274,9 @@ def test_ctrl_c_in_the_middle(
         monkeypatch.setattr(HostSide, where, interrupted)
         with pytest.raises(KeyboardInterrupt):
             twins.optimizer.step()
-        if where != "take_up" and (number or where == "begin"):
+        # a step begins once the next one is known: with the last but one none is left to go
+        last_but_one = where == "begin" and number + 2 == len(twins.optimizer._units)
+        if where != "take_up" and (number or where == "begin") and not last_but_one:
             with pytest.raises(tiermem.StepError, match=r"step\(\) again"):
                 twins.optimizer.zero_grad()
         twins.optimizer.step()

@@ -276,10 +276,14 @@ class HostSide:
             u.pending.clear()
         return job
 
-    def begin(self, runtime: ModuleRuntime, job: Job, pool: ThreadPoolExecutor) -> None:
-        """Has the thread make a step."""
+    def announce(self, job: Job) -> None:
+        """Has what a step reads from files read ahead, and stay until the step has used it."""
         if job.stage is not None and job.order is None:
             job.order = job.stage.announce(job.load)
+
+    def begin(self, runtime: ModuleRuntime, job: Job, pool: ThreadPoolExecutor) -> None:
+        """Has the thread make a step."""
+        self.announce(job)
         job.future = pool.submit(self._work, runtime, self.unit.optimizer_for(None), job)
         job.broken = False
 

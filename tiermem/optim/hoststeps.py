@@ -81,14 +81,23 @@ class HostSteps:
             changed = any(u.pending for host in hosts for u in host.unit.grad_units())
             if changed and self._manager.device.type == "cuda":  # the host reads their factors
                 torch.cuda.current_stream(self._manager.device).synchronize()
-            for host in hosts:
-                job = host.submit(self._runtime, groups, scaling)
-                work = partial(self._take_up, host, job)
-                self._owed.add(id(host.unit))
-                self._jobs[id(host.unit)] = (host.unit, job)
-                blocks = [block.id for block in job.blocks]
-                self._manager.debts.add(Debt(host.unit.name, blocks, work, job))
-                host.begin(self._runtime, job, self._pool)
+            waiting: tuple[HostSide, Job] | None = None
+            try:
+                for host in hosts:
+                    job = host.submit(self._runtime, groups, scaling)
+                    work = partial(self._take_up, host, job)
+                    self._owed.add(id(host.unit))
+                    self._jobs[id(host.unit)] = (host.unit, job)
+                    blocks = [block.id for block in job.blocks]
+                    self._manager.debts.add(Debt(host.unit.name, blocks, work, job))
+                    # the next one is known first: weights that both step go home once
+                    host.announce(job)
+                    before, waiting = waiting, (host, job)
+                    if before is not None:
+                        before[0].begin(self._runtime, before[1], self._pool)
+            finally:
+                if waiting is not None:
+                    waiting[0].begin(self._runtime, waiting[1], self._pool)
             for host in hosts:
                 if host.unit.is_viewed():  # who looks through a view waits for nothing
                     self._manager.debts.pay(host.unit.blocks()[-1].id)
