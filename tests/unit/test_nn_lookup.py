@@ -166,6 +166,99 @@ def test_whoever_may_look_at_the_weight_finds_it_in_hbm(change: Callable[[Any], 
         assert same_bits(model(FEW), plain(FEW))
 
 
+class Tripled(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * 3
+
+
+def of_another_class(model: Any) -> None:
+    model.embed.__class__ = Tripled
+
+
+def shadowed(model: Any) -> None:
+    model.embed.__dict__["weight"] = torch.ones(ROWS, WIDTH)
+
+
+@pytest.mark.parametrize("change", [of_another_class, shadowed])
+def test_what_is_no_plain_embedding_any_more_is_called_as_it_is(
+    change: Callable[[Any], None],
+) -> None:
+    with twins() as (model, plain, tier):
+        assert in_place(tier, lambda: model(FEW)) == 1
+        change(model)
+        change(plain)
+        assert in_place(tier, lambda: model(FEW)) == 0
+        assert same_bits(model(FEW), plain(FEW))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(nn.Embedding, "forward"), (nn.functional, "embedding")]
+)
+def test_what_somebody_has_put_in_torchs_place_is_called(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    with twins() as (model, plain, tier):
+        before = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: before(*args, **kwargs) * 2)
+        assert in_place(tier, lambda: model(FEW)) == 0
+        assert same_bits(model(FEW), plain(FEW))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda embed: setattr(embed, "padding_idx", ROWS + 5),
+        lambda embed: setattr(embed, "padding_idx", -300),
+        lambda embed: delattr(embed, "norm_type"),
+        lambda embed: delattr(embed, "sparse"),
+    ],
+    ids=["large padding", "small padding", "no norm_type", "no sparse"],
+)
+def test_what_torch_refuses_is_refused(spoil: Callable[[Any], None]) -> None:
+    with twins() as (model, plain, _tier):
+        for one in (model, plain):
+            spoil(one.embed)
+            with pytest.raises((AssertionError, AttributeError)):
+                one(FEW)
+
+
+class Doubled(nn.Parameter):
+    """Sees to what an embedding gives."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        return found * 2 if func is nn.functional.embedding else found
+
+
+def test_a_parameter_that_sees_to_its_operations_does() -> None:
+    def build() -> Model:
+        model = Model()
+        model.embed.weight = Doubled(model.embed.weight.data)
+        return model
+
+    with twins(build) as (model, plain, tier):
+        assert in_place(tier, lambda: model(FEW)) == 0
+        assert same_bits(model(FEW), plain(FEW))
+
+
+def test_a_weight_of_another_shape_can_be_wrapped() -> None:
+    def build() -> Model:
+        model = Model()
+        model.embed.weight = nn.Parameter(torch.randn(ROWS * WIDTH))
+        return model
+
+    with twins(build) as (model, plain, _tier):
+        assert same_bits(model.embed.weight, plain.embed.weight)
+
+
+def test_a_default_device_is_no_mode_that_sees_calls() -> None:
+    with twins() as (model, plain, tier), torch.device("cpu"):
+        assert in_place(tier, lambda: model(FEW)) == 1
+        assert same_bits(model(FEW), plain(FEW))
+
+
 def test_a_mode_that_sees_every_call_finds_it_in_hbm() -> None:
     with twins() as (model, plain, tier):
         with Watching():
@@ -174,15 +267,10 @@ def test_a_mode_that_sees_every_call_finds_it_in_hbm() -> None:
         assert in_place(tier, lambda: model(FEW)) == 1
 
 
-class Scaled(nn.Embedding):
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return super().forward(ids) * 3
-
-
 @pytest.mark.parametrize(
     "embed",
     [
-        lambda: Scaled(ROWS, WIDTH),
+        lambda: Tripled(ROWS, WIDTH),
         lambda: nn.Embedding(ROWS, WIDTH, max_norm=0.1),
         lambda: nn.EmbeddingBag(ROWS, WIDTH),
     ],
@@ -282,6 +370,7 @@ WRITES: dict[str, Callable[[Any, Any], None]] = {
         {k: torch.full_like(v, 0.5) for k, v in model.state_dict().items()}
     ),
     "inside": lambda model, tier: model(FEW, "data"),
+    "inside, unseen, first": lambda model, tier: model(FEW, "unseen"),
     "inside, unseen": lambda model, tier: [model(MANY), model(FEW, "unseen")][:0],
 }
 

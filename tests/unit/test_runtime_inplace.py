@@ -125,6 +125,30 @@ def test_an_error_of_the_kernel_is_the_callers() -> None:
         bench.check()
 
 
+@pytest.mark.parametrize("when", ["look", "mark"])
+def test_cut_short_the_host_waits_for_kernels_that_nobody_knows_of(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    with rig(2, BLOCKS) as bench:
+        manager, waited = bench.manager, []
+
+        def cut(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        look = cut if when == "look" else lambda tensors: tensors[0].clone()
+        with monkeypatch.context() as patch:
+            patch.setattr(manager.copy, "synchronize", lambda: waited.append(1))
+            if when == "mark":
+                patch.setattr(manager.copy, "mark", cut)
+            with pytest.raises(KeyboardInterrupt):
+                manager.read_in_place(bench.blocks[0], look, 7, again=False)
+            assert waited
+            waited.clear()
+        assert seen(bench, bench.blocks[0])
+        assert manager.stats().reads_in_place == 1 and not waited
+        bench.check()
+
+
 def test_a_block_without_data_and_one_in_hbm_for_good_are_not_looked_at() -> None:
     with rig(3, [*BLOCKS, (1, "hbm")]) as bench:
         blank = bench.add(1, "dram", blank=True)

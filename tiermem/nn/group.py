@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from tiermem.nn.grads import GradUnit
     from tiermem.nn.scope import Inside
 
-_ORDINARY = (nn.Parameter, torch.Tensor)
+ORDINARY = (nn.Parameter, torch.Tensor)
+"""Classes that add nothing to what torch does with a tensor."""
 _Plain = torch._C.DisableTorchFunctionSubclass
 """Within it ``data`` of a tensor that is away can be set."""
 
@@ -189,7 +190,7 @@ class Group(Holder):
         self._shown: Sequence[tuple[type, list[Any]]] = ()
         self._hidden: Sequence[tuple[type, list[Any]]] = ()
         self._counted: Sequence[torch.Tensor] = ()
-        self._versions = -1  # what was written before the first use is at home already
+        self._versions = 0
         self._slot: Slot | None = None
         manager.holders[block.id] = self
 
@@ -200,6 +201,7 @@ class Group(Holder):
         for member in self._members:
             group_of[id(member.tensor)] = self
         self._sort_members()
+        self._versions = self._count()  # what was written before is at home already
         self._away()
         _change(self._hidden)
 
@@ -245,8 +247,6 @@ class Group(Holder):
             if slot is not self._slot:
                 self._point(slot, plain=self._plain)
             slot.idle = self.soft = False
-            if self._versions < 0:
-                self._versions = self._count()
         self.holds += 1
 
     def let_go(self, *, dirty: bool = False, soft: bool = False) -> None:
@@ -287,7 +287,7 @@ class Group(Holder):
         """Whether somebody can write the bytes, or has written them since their last use."""
         if self._slot is not None and self._slot.others():
             return True
-        return self._versions >= 0 and self._count() != self._versions
+        return self._count() != self._versions
 
     def point_softly(self, *, dirty: bool) -> None:
         """Points the tensors at the block without holding it there.
@@ -347,7 +347,7 @@ class Group(Holder):
         self._placeholders = [member.placeholder for member in managed]
         self._shown = _by_class([(m.kind, m.tensor) for m in managed], HeldDict, self._names)
         self._hidden = _by_class([(m.away, m.tensor) for m in managed], TieredDict, self._names)
-        self._plain = all(member.kind in _ORDINARY for member in managed)
+        self._plain = all(member.kind in ORDINARY for member in managed)
         self._counted = [entry.param for entry in self.entries]
 
     def _point(self, slot: Slot, *, plain: bool = False) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._device import DeviceContext
 
 from tiermem.core.block import Role
-from tiermem.nn.group import Entry
+from tiermem.nn.group import ORDINARY, Entry
 from tiermem.nn.scope import CallInterceptor, Scope
 
 _SHARE = 2
@@ -31,7 +33,10 @@ _HOOKS = (
     "_backward_pre_hooks",
 )
 """Those that may look at the weight as they like; the others see what comes out."""
+_ASKED_FOR = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _item = dict.get  # a name is looked at, and nothing brought up for it
+_TORCHS = (nn.Embedding.forward, functional.embedding, torch.embedding)
+"""What an embedding's call comes to, unless somebody has put something else in its place."""
 
 
 class LookupInterceptor(CallInterceptor):
@@ -50,8 +55,6 @@ class LookupInterceptor(CallInterceptor):
         """Looks rows up where they lie in DRAM, or calls the module as any other."""
         ids = args[0] if len(args) == 1 and not kwargs else None
         if self._here.depth and isinstance(ids, torch.Tensor) and self._may(ids):
-            if self.runtime.unwritten:
-                self.runtime.got_further(self.scope)
 
             def look(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
                 return self._look(ids, tensors[self._entry.index])
@@ -63,6 +66,8 @@ class LookupInterceptor(CallInterceptor):
                 again=not self._entry.param.requires_grad,
             )
             if found is not None:
+                if self.runtime.unwritten:
+                    self.runtime.got_further(self.scope)
                 return self._hooked(ids, found)
         return super().__call__(*args, **kwargs)
 
@@ -74,19 +79,24 @@ class LookupInterceptor(CallInterceptor):
         """
         module: Any = self.module
         names, entry, group = module.__dict__, self._entry, self._groups[0]
+        padding = names.get("padding_idx")
         return (
-            type(ids) is torch.Tensor
+            type(module) is nn.Embedding
+            and (nn.Embedding.forward, functional.embedding, torch.embedding) == _TORCHS
+            and type(ids) is torch.Tensor
             and ids.device == self._manager.device
             and ids.numel() * self._row * _SHARE <= group.block.nbytes
             and not (torch.is_grad_enabled() and entry.param.requires_grad)
             and module.max_norm is None
-            and "forward" not in names
+            and (padding is None or 0 <= padding < entry.param.shape[0])
+            and not any(name in names for name in ("forward", "weight"))
+            and all(name in names for name in _ASKED_FOR)
             and self.compiled is None
             and _item(names["_parameters"], "weight") is entry.param
             and not (entry.materialized or group.may_be_written())
             and not any(names[hooks] for hooks in _HOOKS)
             and not _has_any_global_hook()
-            and not torch._C._len_torch_function_stack()
+            and not _has_modes()
             and not torch._C._len_torch_dispatch_stack()
             and torch._C._functorch.peek_interpreter_stack() is None
             and torch._C._get_tracing_state() is None
@@ -112,14 +122,19 @@ class LookupInterceptor(CallInterceptor):
 
 def is_lookup(module: nn.Module, scope: Scope) -> bool:
     """Whether a module is an embedding that is a block of its own, large enough to matter."""
-    if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
-        return False
-    if not scope.begins or len(scope.groups) != 1:
+    if type(module) is not nn.Embedding or not scope.begins or len(scope.groups) != 1:
         return False
     group, weight = scope.groups[0], _item(module.__dict__["_parameters"], "weight")
     block = group.block
     if block.role is not Role.PARAM or len(block.tensors) != 1 or block.nbytes < _LEAST:
         return False
-    if group.suspect or group.writes_hidden:
+    if group.suspect or group.writes_hidden or weight is None or weight.dim() != 2:
         return False
-    return any(entry.param is weight for entry in group.entries)
+    return any(entry.param is weight and entry.kind in ORDINARY for entry in group.entries)
+
+
+def _has_modes() -> bool:
+    """Whether any of torch's function modes sees every call, other than the default device."""
+    number = torch._C._len_torch_function_stack()
+    get = torch._C._get_function_stack_at
+    return any(type(get(index)) is not DeviceContext for index in range(number))

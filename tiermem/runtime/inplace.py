@@ -67,15 +67,20 @@ class InPlace:
         if not tensors:
             return None
         manager.copy.use(traffic.home_ready.get(block.id))
+        marked = False
         try:
-            return look(tensors)
-        finally:
+            found = look(tensors)
             # whoever writes there next waits for these kernels, as for a copy that wrote there
             event = manager.copy.mark()
             if event is not None:
                 traffic.home_ready[block.id] = event
-            manager.counters.reads_in_place += 1
-            manager.counters.read_in_place += nbytes
+            marked = True
+        finally:
+            if not marked:  # an error, or Ctrl-C: there may be kernels that nobody can wait for
+                manager.copy.synchronize()
+        manager.counters.reads_in_place += 1
+        manager.counters.read_in_place += nbytes
+        return found
 
     def forget(self, block_id: int) -> None:
         """Lets the tensors of a block go."""
