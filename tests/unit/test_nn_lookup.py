@@ -166,6 +166,21 @@ def test_whoever_may_look_at_the_weight_finds_it_in_hbm(change: Callable[[Any], 
         assert same_bits(model(FEW), plain(FEW))
 
 
+def test_a_hook_of_all_modules_finds_the_weight_in_hbm() -> None:
+    with twins() as (model, plain, tier):
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda module, args, output: (
+                output + module.weight[0] if isinstance(module, nn.Embedding) else None
+            )
+        )
+        try:
+            assert in_place(tier, lambda: model(FEW)) == 0
+            assert same_bits(model(FEW), plain(FEW))
+        finally:
+            handle.remove()
+        assert in_place(tier, lambda: model(FEW)) == 1
+
+
 class Tripled(nn.Embedding):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return super().forward(ids) * 3

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as modules
 from torch.utils._device import DeviceContext
 
 from tiermem.core.block import Role
@@ -33,6 +33,13 @@ _HOOKS = (
     "_backward_pre_hooks",
 )
 """Those that may look at the weight as they like; the others see what comes out."""
+_GLOBAL_HOOKS = (
+    modules._global_forward_hooks,
+    modules._global_forward_pre_hooks,
+    modules._global_backward_hooks,
+    modules._global_backward_pre_hooks,
+)
+"""Those of all modules; torch adds to them and takes from them."""
 _ASKED_FOR = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _item = dict.get  # a name is looked at, and nothing brought up for it
 _TORCHS = (nn.Embedding.forward, functional.embedding, torch.embedding)
@@ -95,7 +102,7 @@ class LookupInterceptor(CallInterceptor):
             and _item(names["_parameters"], "weight") is entry.param
             and not (entry.materialized or group.may_be_written())
             and not any(names[hooks] for hooks in _HOOKS)
-            and not _has_any_global_hook()
+            and not any(_GLOBAL_HOOKS)
             and not _has_modes()
             and not torch._C._len_torch_dispatch_stack()
             and torch._C._functorch.peek_interpreter_stack() is None
