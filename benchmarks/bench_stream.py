@@ -4,7 +4,8 @@
 
 * ``forward``: the bound is max(everything in HBM, raw copy of the layers' bytes).
 * ``half``: half of the layers' bytes are allowed in HBM beside what lies outside the
-  layers, and the bound has half of the raw copy.
+  layers, and the bound has half of the raw copy. Room that an embedding does not need,
+  since its rows are read where they lie, is for layers; those rows count as moved.
 * ``train``: forward and backward with recomputation, weights frozen. Outputs and input
   gradients are compared under deterministic kernels, on the device, element by element; the
   columns say first whether two resident runs agree.
