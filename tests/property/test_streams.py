@@ -91,7 +91,7 @@ class Streamed:
 
         again = self.random.random() < 0.5
         self.glances += bool(
-            self.manager.read_in_place(self.blocks[number], look, PAGE, again=again)
+            self.manager.in_place.read(self.blocks[number], look, PAGE, again=again)
         )
 
     def rewrite(self, number: int) -> None:
@@ -128,6 +128,11 @@ class Streamed:
         self.device.wait(self.device.stream, event)
         self.use(0, write=False, discard=False)
         self.device.stream = here
+
+    def run_on(self, random: Random, lag: int, late: int | None) -> None:
+        """The device does some of its work, up to ``lag`` pieces; one stream is late with its."""
+        for _ in range(random.randint(0, lag)):
+            self.device.advance(random.choice([s for s in (0, 1, UP, DOWN) if s != late]))
 
     def switch(self) -> None:
         """Computes on the other stream from now on, which waits for this one."""
@@ -181,9 +186,7 @@ def test_nothing_is_read_or_overwritten_too_soon(
                     bench.switch()
                 if random.random() < 0.2:
                     bench.look_beside()
-                for _ in range(random.randint(0, lag)):
-                    ran = [s for s in (0, 1, UP, DOWN) if s != late]
-                    bench.device.advance(random.choice(ran))
+                bench.run_on(random, lag, late)
             if round_number == 2:
                 random.shuffle(loop)
     finally:
@@ -220,9 +223,7 @@ def test_nothing_is_written_in_dram_while_a_kernel_looks_at_it_there(
                     bench.rewrite(number)
                 elif kind < 0.8 and round_number:
                     bench.replace(number)
-                for _ in range(random.randint(0, lag)):
-                    ran = [s for s in (0, 1, UP, DOWN) if s != late]
-                    bench.device.advance(random.choice(ran))
+                bench.run_on(random, lag, late)
     finally:
         bench.finish()
     assert not bench.wrong, bench.wrong[:3]
@@ -256,9 +257,7 @@ def test_nothing_is_read_too_soon_in_a_loop_that_repeats(
                 bench.use(number, write=written, discard=False)
                 if random.random() < 0.1:
                     bench.switch()
-                for _ in range(random.randint(0, lag)):
-                    ran = [s for s in (0, 1, UP, DOWN) if s != late]
-                    bench.device.advance(random.choice(ran))
+                bench.run_on(random, lag, late)
     finally:
         bench.finish()
     assert not bench.wrong, bench.wrong[:3]

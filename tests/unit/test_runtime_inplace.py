@@ -21,7 +21,7 @@ def glance(bench: Rig, block: Block, *, again: bool = False) -> torch.Tensor | N
     def look(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return tensors[0].clone()
 
-    return bench.manager.read_in_place(block, look, 7, again=again)
+    return bench.manager.in_place.read(block, look, 7, again=again)
 
 
 def seen(bench: Rig, block: Block, *, again: bool = False) -> bool:
@@ -120,7 +120,7 @@ def test_an_error_of_the_kernel_is_the_callers() -> None:
             raise IndexError("no such row")
 
         with pytest.raises(IndexError, match="no such row"):
-            bench.manager.read_in_place(bench.blocks[0], fail, 7, again=False)
+            bench.manager.in_place.read(bench.blocks[0], fail, 7, again=False)
         assert seen(bench, bench.blocks[0])
         bench.check()
 
@@ -141,7 +141,7 @@ def test_cut_short_the_host_waits_for_kernels_that_nobody_knows_of(
             if when == "mark":
                 patch.setattr(manager.copy, "mark", cut)
             with pytest.raises(KeyboardInterrupt):
-                manager.read_in_place(bench.blocks[0], look, 7, again=False)
+                manager.in_place.read(bench.blocks[0], look, 7, again=False)
             assert waited
             waited.clear()
         assert seen(bench, bench.blocks[0])

@@ -308,7 +308,7 @@ class Loop:
         if self.files is None:
             found = streaming_time(self.compute, arrive, streamed, plan.reserve, self.latency)
             # its small blocks share a slot, which two slots of whole blocks have none to give for
-            return max(found, self.one_by_one(plan)) if self._by_twos(plan) else found
+            return max(found, self.one_by_one(plan)) if self.by_twos(plan) else found
         there = kept | (plan.in_dram or frozenset())
         missing = refetched(order, taken, there, plan.reserve + plan.ahead * slot, there)
         disk, slower = self.files.seconds, _IN_DRAM if plan.ahead else 1.0
@@ -344,9 +344,9 @@ class Loop:
         one = one_ahead_time(moves, compute, fetch, self.latency)
         return one * len(self.order) / len(order)
 
-    def _by_twos(self, plan: Plan) -> bool:
+    def by_twos(self, plan: Plan) -> bool:
         """Whether a plan has one block in use and one ahead, in rounds that are alike."""
-        return self.steady and 0 < plan.reserve < 3 * plan.slot
+        return self.steady and plan.reserve < 3 * plan.slot
 
     def _round(self) -> tuple[Sequence[int], Sequence[float], Sequence[float]]:
         """Returns one round's blocks, their compute, and how long each takes to arrive."""
@@ -427,8 +427,8 @@ def _faster_by_lanes(loop: Loop, plan: Plan) -> Plan:
     """
     if not loop.steady or plan.slot == 0 or not loop.waits_for_link(plan):
         return plan
-    by_twos = plan.reserve < 3 * plan.slot
-    best, fastest = plan, loop.seconds(plan) * (1.0 if by_twos else _WORTH_IT_BY_LANES)
+    worth_it = 1.0 if loop.by_twos(plan) else _WORTH_IT_BY_LANES
+    best, fastest = plan, loop.seconds(plan) * worth_it
     for pinned in _oversize(loop.sizes, loop.room):
         rest = {block: size for block, size in loop.sizes.items() if block not in pinned}
         free = loop.room - sum(loop.sizes[block] for block in pinned)

@@ -15,7 +15,6 @@ from torch.nn import functional
 from torch.nn.modules import module as modules
 from torch.utils._device import DeviceContext
 
-from tiermem.core.block import Role
 from tiermem.nn.group import ORDINARY, Entry
 from tiermem.nn.scope import CallInterceptor, Scope
 
@@ -66,12 +65,11 @@ class LookupInterceptor(CallInterceptor):
             def look(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
                 return self._look(ids, tensors[self._entry.index])
 
-            found: torch.Tensor | None = self._manager.read_in_place(
-                self._groups[0].block,
-                look,
-                ids.numel() * self._row,
-                again=not self._entry.param.requires_grad,
-            )
+            nbytes, frozen = ids.numel() * self._row, not self._entry.param.requires_grad
+            self._manager.guard()  # before the lock: a forked child may find it taken for ever
+            with self._manager.lock:
+                in_place = self._manager.in_place
+                found = in_place.read(self._groups[0].block, look, nbytes, again=frozen)
             if found is not None:
                 if self.runtime.unwritten:
                     self.runtime.got_further(self.scope)
@@ -94,10 +92,11 @@ class LookupInterceptor(CallInterceptor):
             and ids.device == self._manager.device
             and ids.numel() * self._row * _SHARE <= group.block.nbytes
             and not (torch.is_grad_enabled() and entry.param.requires_grad)
+            and all(name in names for name in _ASKED_FOR)
             and module.max_norm is None
             and (padding is None or 0 <= padding < entry.param.shape[0])
-            and not any(name in names for name in ("forward", "weight"))
-            and all(name in names for name in _ASKED_FOR)
+            and "forward" not in names
+            and "weight" not in names
             and self.compiled is None
             and _item(names["_parameters"], "weight") is entry.param
             and not (entry.materialized or group.may_be_written())
@@ -132,10 +131,9 @@ def is_lookup(module: nn.Module, scope: Scope) -> bool:
     if type(module) is not nn.Embedding or not scope.begins or len(scope.groups) != 1:
         return False
     group, weight = scope.groups[0], _item(module.__dict__["_parameters"], "weight")
-    block = group.block
-    if block.role is not Role.PARAM or len(block.tensors) != 1 or block.nbytes < _LEAST:
+    if len(group.block.tensors) != 1 or group.block.nbytes < _LEAST or group.suspect:
         return False
-    if group.suspect or group.writes_hidden or weight is None or weight.dim() != 2:
+    if weight is None or weight.dim() != 2:
         return False
     return any(entry.param is weight and entry.kind in ORDINARY for entry in group.entries)
 

@@ -52,7 +52,11 @@ class InPlace:
             What ``look`` did; None, and it was not called, where the block is to be brought up as
             ever: its bytes in DRAM are not those of now, or not within the device's reach; all
             blocks fit in HBM; or a CUDA graph is being captured.
+
+        Raises:
+            ClosedError: After ``close()``, or in a forked child.
         """
+        self._manager.guard()
         manager, traffic = self._manager, self._manager.traffic
         record = manager.table[block.id]
         if (

@@ -25,7 +25,7 @@ from tiermem.io.engine import IoEngine
 from tiermem.runtime.contents import Contents
 from tiermem.runtime.debts import Debts
 from tiermem.runtime.homes import HomeRequest, Homes
-from tiermem.runtime.inplace import Found, InPlace
+from tiermem.runtime.inplace import InPlace
 from tiermem.runtime.lent import HomeLender
 from tiermem.runtime.opening import open_hbm, open_mover
 from tiermem.runtime.pacing import open_pacing
@@ -280,20 +280,6 @@ class BlockManager:
         with self.lock:
             self.guard()
             return self.contents.read_home(block)
-
-    def read_in_place(
-        self,
-        block: Block,
-        look: Callable[[Sequence[torch.Tensor]], Found],
-        nbytes: int,
-        *,
-        again: bool,
-    ) -> Found | None:
-        """Has kernels look at a block where it lies in DRAM; see :meth:`InPlace.read`."""
-        self.guard()
-        with self.lock:
-            self.guard()
-            return self.in_place.read(block, look, nbytes, again=again)
 
     def slot_bytes(self, block: Block) -> torch.Tensor:
         """Returns the bytes of a leased block, ordered after what brought them."""
