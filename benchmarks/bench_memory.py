@@ -6,7 +6,10 @@ on the device, so that their weights never were in host memory. What counts is t
 set of ``/proc/self/smaps_rollup``; page-locked memory is part of it, and unlike the
 proportional set it does not depend on which processes run at the same time.
 
-    python benchmarks/bench_memory.py --out benchmarks/results/memory_h200.json
+With ``--model llama`` the model's own library comes on top of torch in two of the three; with
+``--model encoder``, layers of ``torch.nn``, nothing does.
+
+    python benchmarks/bench_memory.py --model encoder --out benchmarks/results/memory_h200.json
 """
 
 from __future__ import annotations
@@ -16,10 +19,14 @@ import gc
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 STATES = ("torch", "resident", "tiered")
+MODELS = ("llama", "encoder")
+
+Call = Callable[[], tuple[Any, ...]]
 
 
 def host_memory() -> dict[str, int]:
@@ -41,11 +48,9 @@ def child(options: argparse.Namespace) -> dict[str, Any]:
     (square @ square).sum().item()  # the context, and the libraries that every model loads
     if options.state == "torch":
         return {**host_memory(), "budget": 0}
-    from llama import build, forward
-
-    model = build(options.shape, device)
+    model, call = (llama if options.model == "llama" else encoder)(options, device)
     if options.state == "resident":
-        return {**steps(forward(model, options.tokens, device), options.steps), "budget": 0}
+        return {**steps(call, options.steps), "budget": 0}
     import tiermem
     from tiermem.config import parse_size
 
@@ -57,11 +62,42 @@ def child(options: argparse.Namespace) -> dict[str, Any]:
         policy=tiermem.Policy(params="nvme" if options.nvme else "dram"),
     ) as tier:
         tier.wrap(model)
-        found = steps(forward(model, options.tokens, device), options.steps)
-        return {**found, "budget": parse_size(options.dram)}
+        return {**steps(call, options.steps), "budget": parse_size(options.dram)}
 
 
-def steps(call: Any, count: int) -> dict[str, int]:
+def llama(options: argparse.Namespace, device: Any) -> tuple[Any, Call]:
+    """Returns a Llama of transformers, and what runs it."""
+    from llama import build, forward
+
+    model = build(options.shape, device)
+    return model, forward(model, options.tokens, device)
+
+
+def encoder(options: argparse.Namespace, device: Any) -> tuple[Any, Call]:
+    """Returns a stack of torch's own layers with the sizes of a Llama's, and what runs it."""
+    import torch
+    from llama import SHAPES, random_bf16
+
+    sizes = SHAPES[options.shape]
+    width = sizes["hidden_size"]
+    with random_bf16(device):
+        layers = [
+            torch.nn.TransformerEncoderLayer(
+                width, sizes["heads"], sizes["intermediate_size"], 0.0, batch_first=True
+            )
+            for _ in range(sizes["num_hidden_layers"])
+        ]
+        model = torch.nn.Sequential(*layers).eval().requires_grad_(False)
+        x = torch.randn(1, options.tokens, width)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            return (model(x),)
+
+    return model, call
+
+
+def steps(call: Call, count: int) -> dict[str, int]:
     """Runs the model and returns the memory then."""
     for _ in range(count):
         call()
@@ -74,6 +110,7 @@ def main() -> None:
     """Starts a process per state, all at once, and prints what is between them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--state", choices=STATES, help="be that process (used by this script)")
+    parser.add_argument("--model", default="llama", choices=MODELS)
     parser.add_argument("--shape", default="6.7b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=2048)
@@ -105,7 +142,8 @@ def main() -> None:
             beyond = values["rss"] - found[base]["rss"] - values["budget"]
             row[f"beyond {base} MiB"] = beyond / 2**20
         rows.append(row)
-    report(f"Host memory, Llama {options.shape}, {options.steps} forwards", rows, options.out)
+    what = f"Host memory, {options.model} {options.shape}, {options.steps} forwards"
+    report(what, rows, options.out)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,20 @@ STEPS = (
         f"{_TINY} --hbm 1MiB --dram 8MiB --steps 2 --tokens 8",
         60,
     ),
-    Step("peers", "peers.py --out {out}peers_{name}.json", f"{_TINY} {_TIERS} {_FEW}", 150),
+    Step(
+        "memory-torch",
+        "bench_memory.py --model encoder --out {out}memory_torch_{name}.json",
+        f"{_TINY} --hbm 1MiB --dram 8MiB --steps 2 --tokens 8",
+        60,
+    ),
+    Step("peers", "peers.py --out {out}peers_{name}.json", f"{_TINY} {_TIERS} {_FEW}", 300),
+    Step(
+        "peers-half",
+        "peers.py --half --tokens 1 2048 --train-tokens --new-tokens 0 "
+        "--out {out}peers_half_{name}.json",
+        f"{_TINY} {_TIERS} --tokens 8",
+        150,
+    ),
     Step(
         "links",
         "bench_links.py --folder {folder} --startup-size 4GiB --repeats 5 --disk-rounds 1 "
@@ -66,9 +79,9 @@ STEPS = (
     Step(
         "peers-nvme",
         "peers.py --shape 1b --hbm 1.25GiB --dram 512MiB --nvme {folder} --new-tokens 0 "
-        "--tokens 16384 --train-tokens --repeats 2 --out {out}peers_nvme_{name}.json",
-        f"{_TINY} {_TIERS} --tokens 8",
-        60,
+        "--tokens 1 16384 --out {out}peers_nvme_{name}.json",
+        f"{_TINY} {_TIERS} --tokens 8 --train-tokens",
+        120,
     ),
     Step(
         "bench",
@@ -161,6 +174,11 @@ CHECKS = (
         most=256,
     ),
     Check(
+        "the same, model of torch's own layers",
+        cell("memory_torch", "beyond torch MiB", process="tiered"),
+        most=256,
+    ),
+    Check(
         "the same beyond a resident model's process",
         cell("memory", "beyond resident MiB", process="tiered"),
         most=256,
@@ -182,6 +200,10 @@ CHECKS = (
     Check("times faster than diffusers, least", beside("peers", "diffusers group offloading"), 1),
     Check("times faster than FSDP2, least", beside("peers", "FSDP2 CPUOffloadPolicy"), 1),
     Check("times faster than DeepSpeed, least", beside("peers", "DeepSpeed ZeRO-3"), 1),
+    Check("half: times faster than accelerate", beside("peers_half", "accelerate offload"), 1),
+    Check(
+        "half: times faster than diffusers", beside("peers_half", "diffusers group offloading"), 1
+    ),
     Check("NVMe: times faster than accelerate", beside("peers_nvme", "accelerate offload"), 1),
     Check(
         "NVMe: times faster than diffusers", beside("peers_nvme", "diffusers group offloading"), 1

@@ -242,23 +242,52 @@ def test_losses(tmp_path) -> None:
 
 
 @needs_transformers
-def test_peers(tmp_path) -> None:
-    line = f"{TINY} {TIERS} --tokens 8 --train-tokens 8 --new-tokens 2"
+@pytest.mark.parametrize(
+    ("where", "raw"),
+    [("", "raw, all layers once"), ("--half", "raw, half of the layers once"), ("--nvme .", None)],
+)
+def test_peers(tmp_path, where: str, raw: str | None) -> None:
+    line = f"{TINY} {TIERS} --warm 1 --tokens 8 --train-tokens 8 --new-tokens 2 {where}"
     peers = ["accelerate offload", "diffusers group offloading"]  # FSDP2 would want a port
     only = ["--only", "tiermem", *peers, "--out", "out.json"]
     found = run("peers.py", tmp_path, *line.split(), *only)
     columns = ("8 tokens s", "2 generated s", "8 with backward s")
     rows = {row["what"]: row for row in check_rows(found, *columns, "8 tokens of bound")}
-    assert set(rows) == {"everything in HBM", "raw, all layers once", "tiermem", *peers}
-    assert rows["tiermem"]["equal"] is True and "note" not in rows["tiermem"]
-    assert all(column in rows["tiermem"] for column in columns)
+    bound = raw or "raw, all layers once"
+    assert set(rows) == {"everything in HBM", bound, "tiermem", *peers}
+    mine = rows["tiermem"]
+    assert mine["equal"] is True and "note" not in mine
+    assert all(column in mine for column in columns)
+    needed = max(rows[bound]["8 tokens s"], rows["everything in HBM"]["8 tokens s"])
+    assert mine["8 tokens of bound"] == pytest.approx(needed / mine["8 tokens s"])
     # A peer that is not installed, or fails, says so instead of figures.
     assert all("note" in rows[peer] or columns[0] in rows[peer] for peer in peers)
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_evicting_leaves_files_to_the_disk(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from pagecache import evict, is_cached
+
+    system = subprocess.check_output(["stat", "-f", "-c", "%T", str(tmp_path)], text=True).strip()
+    if not system.startswith(("ext", "xfs")):
+        pytest.skip(f"{system} need not have the page cache that this empties")
+    folder = tmp_path / "deep"
+    folder.mkdir()
+    paths = [folder / name for name in ("first", "second")]
+    for path in paths:
+        path.write_bytes(os.urandom(1 << 20))  # not written to the disk yet
+    assert all(map(is_cached, paths))
+    evict(tmp_path)
+    assert not any(map(is_cached, paths))
+    assert [path.stat().st_size for path in paths] == [1 << 20] * 2
 
 
 @needs_transformers
-def test_memory(tmp_path) -> None:
+@pytest.mark.parametrize("model", ["llama", "encoder"])
+def test_memory(tmp_path, model: str) -> None:
     line = "--shape tiny --device cpu --hbm 1MiB --dram 8MiB --steps 1 --tokens 8 --out out.json"
+    line += f" --model {model}"
     rows = check_rows(run("bench_memory.py", tmp_path, *line.split()), "rss MiB", "private MiB")
     assert [row["process"] for row in rows] == ["torch", "resident", "tiered"]
     tiered = rows[-1]
