@@ -14,6 +14,10 @@
 From NVMe the bound is max(raw O_DIRECT read of the bytes that moved, everything in HBM);
 reads and runs take turns, because shared disks drift.
 
+Forwards are timed ``--row`` at a time, as in a loop, streamed and resident rows in turns. What is
+fetched ahead for the next row has to have come before a row ends, as many bytes as were there
+when it began; with one at a time that counts for each of them, though the next would hide it.
+
     python benchmarks/bench_stream.py --what forward half train generate \\
         --out benchmarks/results/stream_{what}_H200.json
 """
@@ -56,9 +60,6 @@ from raw import RawRead, nbytes_of_blocks, raw_copy
 
 import tiermem
 from tiermem.config import parse_size
-
-_ROW = 4
-"""Calls in a row that are timed as one, from NVMe."""
 
 WHATS = ("forward", "half", "train", "generate")
 _WORK: dict[str, Callable[[Any, int, torch.device], Call]] = {
@@ -175,12 +176,13 @@ class Bench:
         raw = self.clock.time(copy, repeats, warm=1)
         for _ in range(self.options.warm):
             call()
-        times, resident, moved, stats = self.timed(tier, call, reference, 1, repeats)
+        row_of = self.options.row if what in ("forward", "half") else 1
+        times, resident, moved, stats = self.timed(tier, call, reference, row_of, repeats)
         raw += self.clock.time(copy, repeats, warm=1)
         whole = statistics.median(raw)
         needed = whole / 2 if what == "half" else whole
         per_move = whole * moved / total
-        row = self.spread(times, resident, moved, stats)
+        row = self.spread(times, resident, moved, stats, row_of)
         row["raw copy s"] = whole
         if what == "generate":
             second = statistics.median(times) / tokens
@@ -208,15 +210,16 @@ class Bench:
         found: list[tuple[float, float, float]] = []
         whole, moves = [], []
         with RawRead(tier) as raw:
-            *_, moved, stats = self.timed(tier, call, reference, _ROW)
+            row_of = self.options.row
+            *_, moved, stats = self.timed(tier, call, reference, row_of)
             for _ in range(self.options.repeats):
                 before = self.clock.once(partial(raw.read, int(moved)))
-                took, within, moved, stats = self.timed(tier, call, reference, _ROW)
+                took, within, moved, stats = self.timed(tier, call, reference, row_of)
                 after = self.clock.once(partial(raw.read, int(moved)))
                 whole.append(self.clock.once(raw.read))
                 moves.append(moved)
                 found.append((took[0], within[0], (before + after) / 2))
-        row = self.spread([f[0] for f in found], [f[1] for f in found], 0.0, stats)
+        row = self.spread([f[0] for f in found], [f[1] for f in found], 0.0, stats, row_of)
         row["GB moved"] = statistics.median(moves) / 1e9
         row["raw read of the moved s"] = statistics.median(f[2] for f in found)
         row["raw read of all s"] = statistics.median(whole)
@@ -270,18 +273,19 @@ class Bench:
             row[f"{name} lost"] = seconds
 
     def spread(
-        self, times: list[float], resident: list[float], moved: float, stats: Any
+        self, times: list[float], resident: list[float], moved: float, stats: Any, row_of: int
     ) -> dict[str, Any]:
-        """Returns the columns that every row has."""
+        """Returns the columns that every row has; statistics are of so many calls in a row."""
+        calls = row_of if self.options.nvme else row_of * len(times)
         return {
             "in HBM s": statistics.median(resident),
             "tiermem s": statistics.median(times),
             "min": min(times),
             "max": max(times),
             "GB moved": moved / 1e9,
-            "GB of it in place": stats.read_in_place / 1e9 / len(times),
+            "GB of it in place": stats.read_in_place / 1e9 / calls,
             "hit rate": stats.hit_rate,
-            "stalls ms": stats.stall_seconds * 1e3 / (_ROW if self.options.nvme else len(times)),
+            "stalls ms": stats.stall_seconds * 1e3 / calls,
         }
 
     def memory(self, call: Call, reference: Resident, hbm: int) -> dict[str, Any]:
@@ -319,7 +323,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dram", default="14GiB")
     parser.add_argument("--nvme", default=None, help="folder for the swap file")
     parser.add_argument("--depth", default="auto")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=7, help="rows of calls")
+    parser.add_argument("--row", type=int, default=4, help="forwards that are timed as one")
     parser.add_argument("--warm", type=int, default=8, help="calls before those that count")
     parser.add_argument("--trace", default=None, help="write a Chrome trace of the last run")
     parser.add_argument("--out", default=None, help="JSON file; {what} in it is replaced")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,12 +132,15 @@ def forward(model: Any, tokens: int, device: torch.device) -> Call:
 
 def both_ways(model: Any, tokens: int, device: torch.device) -> Call:
     """Returns a call of forward and backward with recomputation; the weights are frozen."""
-    ids = inputs(model, tokens, device)
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    config = model.config
     made = torch.Generator(device).manual_seed(tokens)
-    seed = torch.randn(embedded.shape, dtype=embedded.dtype, device=device, generator=made)
+    draw = partial(torch.randn, dtype=torch.bfloat16, device=device, generator=made)
+    shape = (*inputs(model, tokens, device).shape, config.hidden_size)
+    # Not the embedding's own output: called alone, some peers' weights are not on the device.
+    embedded = (draw(shape) * config.initializer_range).requires_grad_()
+    seed = draw(shape)
 
     def call() -> tuple[torch.Tensor, ...]:
         embedded.grad = None

@@ -514,13 +514,38 @@ _WAITS = (
         "            stream, (calls.current(),), target",
     ),
     (
-        "what is overwritten or read from a file does not wait for compute that still reads there",
+        "what is poisoned does not wait for compute that still reads there",
         "        self._follow_compute(self._up)\n",
         "",
     ),
     (
-        "what is overwritten or read from a file does not wait for copies down from there",
+        "what is poisoned does not wait for copies down from there",
         "        if event is not None:\n            self.calls.wait(self._up, event)\n",
+        "",
+    ),
+    (
+        "what comes from a file does not wait for compute that still reads there",
+        "        found = [self.calls.record(stream) for stream in self._compute]\n",
+        "        found: list[Event] = []\n",
+    ),
+    (
+        "what comes from a file waits for one compute stream and not for all",
+        "        found = [self.calls.record(stream) for stream in self._compute]\n",
+        "        found = [self.calls.record(self.calls.current())]\n",
+    ),
+    (
+        "what comes from a file does not wait for copies down from there",
+        "        for fences in (self._rising, self._falling):\n            event = fences.last(extent) if",
+        "        for fences in (self._rising,):\n            event = fences.last(extent) if",
+    ),
+    (
+        "what comes from a file does not wait for copies up to there",
+        "        for fences in (self._rising, self._falling):\n            event = fences.last(extent) if",
+        "        for fences in (self._falling,):\n            event = fences.last(extent) if",
+    ),
+    (
+        "a chunk of a file goes up without waiting for anything",
+        "        for event in after:\n            self.calls.wait(self._files, event)\n",
         "",
     ),
 )

@@ -143,8 +143,12 @@ def with_fsdp2(model: Any, device: torch.device, args: Any) -> Iterator[Any]:
     with process_group(device):
         mesh = torch.distributed.device_mesh.init_device_mesh(device.type, (1,))
         if args.half:
-            for layer in odd_layers(model):  # what is resident needs no hooks
+            streamed = odd_layers(model)
+            for layer in streamed:
                 fully_shard(layer.to("cpu"), mesh=mesh, offload_policy=CPUOffloadPolicy())
+            its = {p for layer in streamed for p in layer.parameters()}
+            resident = {p for p in model.parameters() if p not in its}
+            fully_shard(model.model, mesh=mesh, ignored_params=resident)  # has the others go again
             yield None
             return
         model.to("cpu")

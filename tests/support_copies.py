@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -48,7 +49,9 @@ class LateCopier:
             self.changed.notify_all()
         return fence
 
-    def to_target(self, target: torch.Tensor, staging: torch.Tensor) -> HeldFence:
+    def to_target(
+        self, target: torch.Tensor, staging: torch.Tensor, after: Sequence[Any] = ()
+    ) -> HeldFence:
         return self._late(target, staging)
 
     def from_source(self, staging: torch.Tensor, source: torch.Tensor) -> HeldFence:

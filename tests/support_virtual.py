@@ -75,9 +75,10 @@ class Event:
 class _Job:
     transfer: FileTransfer
     left: int
+    urgent: bool
+    slower: float
+    after: float
     ends: float = 0.0
-    urgent: bool = False
-    slower: float = 1.0
 
 
 class World:
@@ -96,7 +97,7 @@ class World:
         self.now = self.compute = self.rising = 0.0
         self.read = 0
         self.busy = 0.0
-        self._disk = 0.0
+        self._disk = self._landed = 0.0
         self._random = Random(0)
         self._jobs: list[_Job] = []
         self._taken: deque[float] = deque()
@@ -135,13 +136,14 @@ class World:
 
     # -- the disk --------------------------------------------------------
 
-    def ask(self, transfer: FileTransfer) -> None:
+    def ask(self, transfer: FileTransfer, after: Sequence[Event]) -> None:
         """Has the disk read."""
         transfer.submitted_ns = int(self.now * 1e9)
         if not self._jobs and self.now > self._disk:
             self._disk = self.now + self.machine.ramp
         slower = 1.0 + self.machine.jitter * self._random.uniform(-1.0, 1.0)
-        self._jobs.append(_Job(transfer, transfer.nbytes, urgent=transfer.urgent, slower=slower))
+        guarded = max((event.at for event in after), default=0.0)
+        self._jobs.append(_Job(transfer, transfer.nbytes, transfer.urgent, slower, guarded))
 
     def hurry(self, transfer: FileTransfer) -> None:
         """Has the rest of a read go first."""
@@ -185,7 +187,8 @@ class World:
             self.busy += end - begin
             self.read += nbytes
             if not job.transfer.in_place:
-                job.ends = self.copy(nbytes, submitted=end)
+                self._landed = max(self._landed, end, job.after) + nbytes / self.machine.bus
+                job.ends = self._landed
                 self._taken.append(job.ends)
             job.left -= nbytes
             if not job.left:
@@ -207,14 +210,14 @@ class Copies:
         self.world = world
 
     def up(self, target: Any, source: Any, extent: Extent, after: Any) -> Event:
-        self.prepare_up(extent)
+        self.world.rising = max(self.world.rising, self.world.compute)
         return Event(self.world, self.world.copy(extent.nbytes, submitted=self.world.now))
 
     def risen(self) -> Event:
         return Event(self.world, self.world.rising)
 
-    def prepare_up(self, extent: Extent) -> None:
-        self.world.rising = max(self.world.rising, self.world.compute)
+    def guards(self, extent: Extent) -> tuple[Event, ...]:
+        return (Event(self.world, self.world.compute),)
 
     def use(self, event: Event | None) -> None:
         if event is not None:
@@ -268,10 +271,11 @@ class Mover:
         self.world = world
 
     def read(self, extent: Extent, target: Any, **settings: Any) -> FileTransfer:
+        after = settings.pop("after", ())
         transfer = FileTransfer(
             extent, is_read=True, **({"urgent": False, "in_place": False} | settings)
         )
-        self.world.ask(transfer)
+        self.world.ask(transfer, after)
         return transfer
 
     def write(self, extent: Extent, source: Any, *, label: str) -> FileTransfer:

@@ -12,9 +12,10 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -328,10 +329,12 @@ def test_a_fork_while_a_helper_works_hangs_nobody(store: SwapFile) -> None:
     came, go = threading.Event(), threading.Event()
 
     class Slow(HostCopier):
-        def to_target(self, target: torch.Tensor, staging: torch.Tensor) -> Fence:
+        def to_target(
+            self, target: torch.Tensor, staging: torch.Tensor, after: Sequence[Any] = ()
+        ) -> Fence:
             came.set()
             go.wait(20.0)
-            return super().to_target(target, staging)
+            return super().to_target(target, staging, after)
 
     extent, data, out = store.allocate(NBYTES), noise(NBYTES), host(NBYTES)
     movers = [FileMover(store, ThreadEngine, host(3 * CHUNK), CHUNK, Slow())]

@@ -46,7 +46,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Bas
     ("part", "name", "wanted"),
     [
         ("copy", "up", 0),
-        ("copy", "prepare_up", 1),
+        ("copy", "guards", 1),
         ("mover", "read", 1),
         ("slots", "enter", 0),
         ("slots", "enter", 1),

@@ -10,9 +10,10 @@ import errno
 import random
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from hypothesis import given, settings
@@ -102,7 +103,9 @@ class LateCopier:
         self.rng = rng
         self.fences: list[LateFence] = []
 
-    def to_target(self, target: torch.Tensor, staging: torch.Tensor) -> LateFence:
+    def to_target(
+        self, target: torch.Tensor, staging: torch.Tensor, after: Sequence[Any] = ()
+    ) -> LateFence:
         fence = LateFence(lambda: target.copy_(staging), lambda: self.rng.random() < 0.3)
         self.fences.append(fence)
         return fence

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Sequence
 from functools import partial
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -14,40 +16,53 @@ from hypothesis import strategies as st
 
 import tiermem
 from tiermem.config import Policy, Settings
-from tiermem.core.block import Extent, Role
+from tiermem.core.block import Extent, Role, Tier
 from tiermem.core.layout import TensorShape
 from tiermem.core.residency import State
 from tiermem.runtime.manager import BlockManager
+from tiermem.testing.io import ScriptedEngine
 from tiermem.testing.streams import SimulatedDevice, SimulatedEvent
-from tiermem.transfer.copy import StreamCopyEngine
+from tiermem.transfer.copy import CudaChunkCopier, StreamCopyEngine
+from tiermem.transfer.filejobs import FileTransfer
 
-UP, DOWN = 101, 102
+UP, DOWN, FILES = 101, 102, 103
 PAGE = 4096
+_STAGING = 16 * (32 << 10)
 SHAPE = TensorShape("w", (PAGE,), (1,), torch.uint8, 1)
 
 
 class Streamed:
     """A manager of a few blocks whose copies and compute run on simulated streams."""
 
-    def __init__(self, seed: int, slots: int, blocks: int, depth: int, *, poison: bool) -> None:
+    def __init__(
+        self,
+        seed: int,
+        slots: int,
+        blocks: int,
+        depth: int,
+        *,
+        poison: bool,
+        nvme: str | None = None,
+    ) -> None:
         self.random = Random(seed)
         self.device = SimulatedDevice(self.random)
         self.wrong: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 "tiermem.runtime.manager.HostCopyEngine",
-                lambda: StreamCopyEngine(self.device, UP, DOWN),
+                lambda: StreamCopyEngine(self.device, UP, DOWN, FILES),
             )
             self.manager = BlockManager(
                 Settings(
                     device="cpu",
                     hbm=slots * PAGE,
-                    dram=2 * blocks * PAGE,
-                    nvme=(),
+                    dram=2 * blocks * PAGE + (_STAGING if nvme else 0),
+                    nvme=(nvme,) if nvme else (),
                     nvme_bytes=None,
                     policy=Policy(params="dram"),
                     prefetch_depth=depth,
-                )
+                ),
+                ScriptedEngine,
             )
         self.manager.traffic._poison = poison
         self.manager.prefetcher._dram = self.manager.prefetcher._works = True
@@ -58,6 +73,32 @@ class Streamed:
         self.values = list(range(1, blocks + 1))
         for block, value in zip(self.blocks, self.values, strict=True):
             self.manager.write_home(block, [torch.full((PAGE,), value, dtype=torch.uint8)])
+        if nvme:
+            self.add_files(blocks)
+
+    def add_files(self, count: int) -> None:
+        """Adds as many blocks whose homes are files, of which none has room in DRAM."""
+        manager = self.manager
+        traffic, copy = manager.traffic, manager.copy
+        assert manager.mover is not None and isinstance(copy, StreamCopyEngine)
+        manager.mover.close()
+        first = len(self.blocks)
+        found = manager.add_blocks(
+            [(f"f{i}", Role.PARAM, [SHAPE]) for i in range(count)], home="nvme"
+        )
+        content: dict[int, int] = {}
+        for number, block in enumerate(found):
+            record = manager.record(block)
+            record.defined, record.at_home = True, State.VALID
+            assert record.home_extent is not None
+            content[record.home_extent.offset] = 100 + number
+            self.values.append(100 + number)
+        self.blocks += found
+        self.landing = Landing(copy, content)
+        manager.mover = traffic.mover = self.landing  # type: ignore[assignment]
+        manager.prefetcher._through_dram = False
+        manager.homes.dram.allocate(manager.homes.dram.capacity - manager.homes.dram.used)
+        assert len(self.blocks) == first + count
 
     def use(self, number: int, *, write: bool, discard: bool) -> None:
         """One kernel on a block: it looks at every byte, and may write every byte."""
@@ -132,7 +173,7 @@ class Streamed:
     def run_on(self, random: Random, lag: int, late: int | None) -> None:
         """The device does some of its work, up to ``lag`` pieces; one stream is late with its."""
         for _ in range(random.randint(0, lag)):
-            self.device.advance(random.choice([s for s in (0, 1, UP, DOWN) if s != late]))
+            self.device.advance(random.choice([s for s in (0, 1, UP, DOWN, FILES) if s != late]))
 
     def switch(self) -> None:
         """Computes on the other stream from now on, which waits for this one."""
@@ -151,6 +192,8 @@ class Streamed:
         self.device.synchronize()
         for block, value in zip(self.blocks, self.values, strict=True):
             record = manager.table[block.id]
+            if record.home is Tier.NVME:
+                continue
             assert record.home_extent is not None
             home = manager.homes.arena.bytes_of(Extent(record.home_extent.offset, PAGE))
             if not bool((home == value).all()):
@@ -265,6 +308,126 @@ def test_nothing_is_read_too_soon_in_a_loop_that_repeats(
         assert repeated, "no pass was taken for one that repeats"
 
 
+class Landing:
+    """A file mover whose reads land a chunk at a time, whenever the test likes.
+
+    Args:
+        engine: Copies the chunks up.
+        content: What is in the file, by offset.
+    """
+
+    def __init__(self, engine: StreamCopyEngine, content: dict[int, int]) -> None:
+        self._copier = CudaChunkCopier(engine)
+        self._content = content
+        self._left: list[tuple[FileTransfer, list[torch.Tensor], Sequence[Any]]] = []
+        self._fences: dict[FileTransfer, list[Any]] = {}
+        self._chunks: list[torch.Tensor] = []
+        self.late = 0
+
+    def read(self, extent: Extent, target: torch.Tensor, **settings: Any) -> FileTransfer:
+        after = settings.pop("after")
+        transfer = FileTransfer(extent, is_read=True, **settings)
+        self._left.append((transfer, list(target.chunk(2)), after))
+        self._fences[transfer] = []
+        return transfer
+
+    def land(self, random: Random) -> None:
+        """The disk is done with a chunk of any read."""
+        if self._left:
+            entry = random.choice(self._left)
+            transfer, parts, after = entry
+            part = parts.pop()
+            value = self._content[transfer.extent.offset]
+            chunk = torch.full_like(part, value)
+            self._chunks.append(chunk)  # its bytes are read when the copy runs
+            self._fences[transfer].append(self._copier.to_target(part, chunk, after))
+            self.late += not all(event.done() for event in after)
+            if not parts:
+                self._left.remove(entry)
+
+    def poll(self) -> list[FileTransfer]:
+        waiting = {entry[0] for entry in self._left}
+        over = [t for t, fences in self._fences.items() if all(f.done() for f in fences)]
+        done = [transfer for transfer in over if transfer not in waiting]
+        for transfer in done:
+            del self._fences[transfer]
+            transfer.finished, transfer.finished_ns = True, time.perf_counter_ns()
+        return done
+
+    def wait(self, transfer: FileTransfer, **_: Any) -> None:
+        while any(entry[0] is transfer for entry in self._left):
+            self.land(Random(0))
+        for fence in self._fences.get(transfer, []):
+            fence.wait()
+        self.poll()
+
+    def close(self) -> None:
+        self._left.clear()
+
+
+@settings(max_examples=100)
+@given(
+    seed=st.integers(0, 1 << 30),
+    slots=st.integers(1, 4),
+    blocks=st.integers(2, 7),
+    depth=st.integers(0, 3),
+    lag=st.sampled_from([0, 1, 3, 8]),
+    late=st.sampled_from([None, 0, 1, UP, FILES]),
+    poison=st.booleans(),
+)
+def test_what_comes_from_files_overwrites_nothing_too_soon(
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    slots: int,
+    blocks: int,
+    depth: int,
+    lag: int,
+    late: int | None,
+    poison: bool,
+) -> None:
+    """Reads straight into HBM among copies from DRAM; chunks land when they like."""
+    folder = tmp_path_factory.getbasetemp()
+    bench = Streamed(seed, slots, blocks, depth, poison=poison, nvme=str(folder))
+    random = Random(seed + 1)
+    loop = [random.randrange(2 * blocks) for _ in range(2 * blocks)]
+    try:
+        for _ in range(4):
+            bench.manager.begin_pass("loop")
+            for number in loop:
+                write = number < blocks and random.random() < 0.3
+                bench.use(number, write=write, discard=False)
+                if random.random() < 0.1:
+                    bench.switch()
+                for _ in range(random.randint(0, 3)):
+                    bench.landing.land(random)
+                bench.run_on(random, lag, late)
+    finally:
+        bench.finish()
+    assert not bench.wrong, bench.wrong[:3]
+
+
+def test_a_chunk_that_lands_waits_for_no_later_read_s_room() -> None:
+    """Only for what used its own place, however much was submitted meanwhile."""
+    device = SimulatedDevice(Random(0))
+    engine = StreamCopyEngine(device, UP, DOWN, FILES)
+    target = torch.zeros(2, PAGE, dtype=torch.uint8)
+    ones = torch.ones(PAGE, dtype=torch.uint8)
+    first = engine.guards(Extent(0, PAGE))
+    device.submit(device.stream, lambda: None)
+    second = engine.guards(Extent(PAGE, PAGE))
+    engine.up(target[1], ones, Extent(PAGE, PAGE), None)  # behind that compute
+    fence = CudaChunkCopier(engine).to_target(target[0], ones, first)
+    while device.advance(FILES):
+        pass
+    assert fence.done() and bool((target[0] == 1).all())
+    later = CudaChunkCopier(engine).to_target(target[1], ones, second)
+    while device.advance(FILES):
+        pass
+    assert not later.done()
+    device.synchronize()
+    assert later.done()
+
+
 def test_an_event_recorded_again_says_nothing_of_what_it_said_before() -> None:
     """Who waits for it already waits for the point of then; who asks now, for the one of now."""
     device = SimulatedDevice(Random(0))
@@ -290,7 +453,7 @@ def test_an_event_recorded_again_says_nothing_of_what_it_said_before() -> None:
 def test_a_copy_whose_event_says_it_again_is_waited_for_however_many_there_were() -> None:
     """Copies that are over are forgotten when there are many; their events live on."""
     device = SimulatedDevice(Random(0))
-    engine = StreamCopyEngine(device, UP, DOWN)
+    engine = StreamCopyEngine(device, UP, DOWN, FILES)
     target, source = torch.zeros(64, PAGE, dtype=torch.uint8), torch.ones(PAGE, dtype=torch.uint8)
     first = engine.up(target[0], source, Extent(0, PAGE), None)
     device.synchronize()

@@ -10,8 +10,9 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -659,7 +660,9 @@ def test_closing_waits_for_the_helper_and_drops_what_it_has_not_begun(store: Swa
 
 def test_a_helper_that_fails_ends_the_pump_and_says_why(store: SwapFile) -> None:
     class Broken(HostCopier):
-        def to_target(self, target: torch.Tensor, staging: torch.Tensor) -> HeldFence:
+        def to_target(
+            self, target: torch.Tensor, staging: torch.Tensor, after: Sequence[Any] = ()
+        ) -> HeldFence:
             raise MemoryError("no room for a view")
 
     extent, _ = written(store, 4 * CHUNK)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from support_virtual import LLAMA, PAGE, Machine, Streamed, both, forward, streamed
 
-from tiermem.core.residents import Plan
+from tiermem.core import residents
+from tiermem.core.residents import Loop, Plan
 
 HBM, DRAM = 213, 75
 WARM = 8
@@ -25,19 +26,31 @@ def plan_of(made: Streamed) -> Plan:
     return prefetcher._outlooks[made.manager.planner.schedule].plan
 
 
+def as_fast(gigabytes: float, jitter: float = 0.05) -> Machine:
+    """Returns a machine whose disk gives so many gigabytes per second."""
+    rate = gigabytes * 1e9 / 1536
+    return Machine(straight=rate, in_place=0.92 * rate, jitter=jitter)
+
+
 @pytest.mark.parametrize("work", WORKS)
-@pytest.mark.parametrize("gigabytes", [3.0, 4.4, 5.1])
+@pytest.mark.parametrize("gigabytes", [1.5, 3.0, 4.4, 5.1])
 def test_a_loop_comes_near_its_bound(work: str, gigabytes: float, tmp_path: Path) -> None:
-    """Whatever the disk's speed of the day; and with one plan, once the loop is known."""
-    machine = Machine(
-        straight=gigabytes * 1e9 / 1536, in_place=0.92 * gigabytes * 1e9 / 1536, jitter=0.05
-    )
+    """Whatever the disk's speed of the day; and with one plan, once the loop is known.
+
+    What waits for the disk is to take no longer than reads without a pause would where four
+    blocks of HBM are left to stream through: less is read, and the disk may rest for it.
+    """
+    machine = as_fast(gigabytes)
+    left = (sum(LLAMA) - HBM - DRAM + 4 * max(LLAMA[:-1])) * PAGE
     with streamed(tmp_path, LLAMA, hbm=HBM, dram=DRAM, machine=machine) as made:
         made.rounds(WORKS[work], WARM)
         plan = plan_of(made)
         for _ in range(3):
             took = made.rounds(WORKS[work], 4)
-            assert took.of_bound >= 0.95
+            if work == "train":
+                assert took.of_bound >= 0.97
+            else:
+                assert took.seconds <= 1.03 * max(took.compute, left / machine.straight)
             assert plan_of(made) == plan
         # what HBM and DRAM can hold is read once; the embedding has no part in training
         held = (HBM + DRAM) * PAGE - plan.reserve - plan.ahead * plan.slot
@@ -46,13 +59,50 @@ def test_a_loop_comes_near_its_bound(work: str, gigabytes: float, tmp_path: Path
         made.manager.table.check()
 
 
+@pytest.mark.parametrize(("gigabytes", "dram", "before"), [(1.5, 65, 0.3515), (2.5, 35, 0.3161)])
+def test_with_less_dram_training_waits_for_the_disk_no_longer_than_it_must(
+    gigabytes: float, dram: int, before: float, tmp_path: Path
+) -> None:
+    """``before`` are the seconds of plans that went by the order of use alone."""
+    with streamed(tmp_path, LLAMA, hbm=HBM, dram=dram, machine=as_fast(gigabytes)) as made:
+        made.rounds(WORKS["train"], WARM)
+        took = made.rounds(WORKS["train"], 4)
+        assert took.seconds < 0.95 * before and took.of_bound > 0.85
+
+
+@pytest.mark.parametrize(
+    ("work", "ends"), [("one token", 0), ("forward", 0), ("train", 0), ("train", 1), ("train", 2)]
+)
+@pytest.mark.parametrize("slots", [2, 3, 4])
+def test_what_is_foretold_comes_true(
+    work: str, ends: int, slots: int, tmp_path: Path, monkeypatch
+) -> None:
+    """Plans of every kind, as played beforehand and as the real prefetcher carries them out."""
+    foretold: list[float] = []
+
+    def choose(loop: Loop, settled: Plan | None = None) -> Plan:
+        assert loop.files is not None
+        away = residents._at_ends(loop, loop.files, ends)
+        (plan, *_) = list(residents._plans(loop, [slots], away))
+        below = next(residents._below(plan, loop, loop.files, away))
+        foretold.append(loop.seconds(below) * residents._period(loop.order) / len(loop.order))
+        return below
+
+    monkeypatch.setattr("tiermem.runtime.outlook.share_hbm", choose)
+    with streamed(tmp_path, LLAMA, hbm=HBM, dram=DRAM, machine=as_fast(2.5)) as made:
+        made.rounds(WORKS[work], WARM)
+        took = made.rounds(WORKS[work], 4)
+    assert took.seconds == pytest.approx(foretold[-1], rel=0.06)
+
+
 @pytest.mark.parametrize("work", ["one token", "train"])
 def test_which_way_the_disk_reads_is_said(work: str, tmp_path: Path) -> None:
     with streamed(tmp_path, LLAMA, hbm=HBM, dram=DRAM) as made:
         made.rounds(WORKS[work], WARM)
         stats = made.manager.stats()
-        slots = 0 if work == "one token" else plan_of(made).ahead * plan_of(made).slot
-        assert stats.reads_into == ("hbm" if work == "one token" else "dram")
+        plan = plan_of(made)
+        slots = plan.ahead * plan.slot
+        assert stats.reads_into == ("dram" if plan.ahead else "hbm")
         assert 0.9 * (DRAM * PAGE - slots) <= stats.kept_in_dram <= DRAM * PAGE - slots
         assert stats.used["dram"] <= stats.budget["dram"]
 

@@ -155,9 +155,6 @@ def streaming_time(
     streamed: Sequence[int],
     reserve: int,
     latency: float = 0.0,
-    reads: Sequence[float] | None = None,
-    ahead: int = 0,
-    read_latency: float = 0.0,
 ) -> float:
     """Returns the seconds a sequence of uses takes over one link, each fetch as early as it can.
 
@@ -167,39 +164,19 @@ def streaming_time(
         streamed: Bytes that fetch needs, from its begin to the end of the use.
         reserve: Bytes there are for all of them at once.
         latency: Seconds between bytes coming free and a copy into them.
-        reads: Seconds that a disk reads for each fetch; 0 where it has no part in it.
-        ahead: Slots of DRAM that the disk reads into, each free again when the fetch is over; 0
-            where it reads straight into the reserve, and the fetch is no more than that.
-        read_latency: What ``latency`` is to a disk that reads straight into the reserve.
     """
-    now = link = freed = disk = placed = 0.0
+    now = link = freed = 0.0
     taken = 0
     held: deque[tuple[float, int]] = deque()
-    staged: deque[float] = deque()
-    for seconds, fetch, nbytes, read in zip(
-        compute, transfer, streamed, reads or [0.0] * len(compute), strict=True
-    ):
+    for seconds, fetch, nbytes in zip(compute, transfer, streamed, strict=True):
         if nbytes:
             while held and taken + nbytes > reserve:
                 ended, size = held.popleft()
                 freed = max(freed, ended)
                 taken -= size
-            if read and not ahead:
-                disk = max(disk, freed + read_latency) + read
-                now = max(now, disk)
-            else:
-                if read:
-                    if len(staged) == ahead:
-                        placed = staged.popleft()
-                    disk = max(disk, placed) + read
-                    # the host waits for the read, far ahead of the device: by the time it asks
-                    # for the copy, all compute before the use has been submitted and goes first
-                    link = max(link, disk, now)
-                # nothing was there before the first: no time passes between it and the begin
-                link = max(link, freed + latency if freed else 0.0) + fetch
-                now = max(now, link)
-                if read:
-                    staged.append(link)
+            # nothing was there before the first: no time passes between it and the begin
+            link = max(link, freed + latency if freed else 0.0) + fetch
+            now = max(now, link)
         now += seconds
         if nbytes:
             taken += nbytes

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tiermem.core.cost import refetched, streaming_time
+from tiermem.core.fromdisk import Round, play
 from tiermem.core.lanes import best_lanes, one_ahead_time
 
 _MOST_CLASSES = 256
@@ -25,9 +26,10 @@ _WORTH_IT = 1.05
 _WORTH_IT_BY_LANES = 1.01
 """The same for one with lanes: where compute takes longer they have little room to forgive it."""
 _SLOTS_IN_DRAM = (0, 2, 3, 4)
-_FORGIVEN = 1.03
-"""A plan by way of DRAM is preferred to a straight one that is no faster than that: a disk that
-waits for the compute loses more than the model says."""
+_AT_ENDS = (0, 1, 2)
+"""So many blocks at either end of a loop that turns are read from the disk before any other."""
+_MOST_PLAYED = 1024
+"""Uses in a round up to which all plans are played that there may be; else a few."""
 _IN_DRAM = 1.25
 """Reads into ever other memory take so many times as long as into a few chunks that stay in the
 processor's cache, or may, some other day: 4.4 beside 5.1 GB/s on the reference machine."""
@@ -247,12 +249,12 @@ class Files:
     Attributes:
         seconds: Seconds that a disk takes for a block, by id.
         room: Bytes of DRAM to spare.
-        latency: Seconds between room coming free in HBM and the disk reading into it.
+        staging: Bytes of the chunks through which it reads straight into HBM.
     """
 
     seconds: Mapping[int, float]
     room: int
-    latency: float
+    staging: int
 
 
 def largest_beside(sizes: Mapping[int, int], kept: Collection[int]) -> int:
@@ -296,6 +298,8 @@ class Loop:
 
     def seconds(self, plan: Plan) -> float:
         """Returns how long it takes with a plan, by a model of the links."""
+        if self.files is not None:
+            return self.from_disk(plan, self.files)[0]
         order, sizes, kept = self.order, self.sizes, plan.residents
         if plan.lanes:
             return self._by_lanes(plan)
@@ -305,27 +309,36 @@ class Loop:
         fetched = refetched(order, taken, kept, plan.reserve, kept)
         arrive = [self.transfer[b] if f else 0.0 for b, f in zip(order, fetched, strict=True)]
         streamed = [taken[b] if f else 0 for b, f in zip(order, fetched, strict=True)]
-        if self.files is None:
-            found = streaming_time(self.compute, arrive, streamed, plan.reserve, self.latency)
-            # its small blocks share a slot, which two slots of whole blocks have none to give for
-            return max(found, self.one_by_one(plan)) if self.by_twos(plan) else found
-        there = kept | (plan.in_dram or frozenset())
-        missing = refetched(order, taken, there, plan.reserve + plan.ahead * slot, there)
-        disk, slower = self.files.seconds, _IN_DRAM if plan.ahead else 1.0
-        reads = [
-            slower * disk.get(b, 0.0) if f and m else 0.0
-            for b, f, m in zip(order, fetched, missing, strict=True)
-        ]
-        return streaming_time(
-            self.compute,
-            arrive,
-            streamed,
-            plan.reserve,
-            self.latency,
+        found = streaming_time(self.compute, arrive, streamed, plan.reserve, self.latency)
+        # its small blocks share a slot, which two slots of whole blocks have none to give for
+        return max(found, self.one_by_one(plan)) if self.by_twos(plan) else found
+
+    def from_disk(self, plan: Plan, files: Files) -> tuple[float, float]:
+        """Returns how long it takes with a plan for blocks from files, and the disk of it.
+
+        It is played with all that HBM and DRAM keep from one use of a block to the next.
+        """
+        order, compute, _ = self._round()
+        slot = largest_beside(self.sizes, plan.residents) or 1
+        taken = {b: occupied(s, slot) for b, s in self.sizes.items() if b not in plan.residents}
+        slower = _IN_DRAM if plan.ahead else 1.0
+        there = plan.in_dram or frozenset()
+        reads = {b: slower * s for b, s in files.seconds.items() if b in taken and b not in there}
+        one = Round(
+            order,
+            compute,
+            taken,
+            self.transfer,
             reads,
+            plan.reserve,
+            slot,
             plan.ahead,
-            self.files.latency,
+            files.staging,
+            self.latency,
         )
+        rounds = len(self.order) / len(order)
+        seconds, busy = play(one)
+        return rounds * seconds, rounds * busy
 
     def waits_for_link(self, plan: Plan) -> bool:
         """Whether the copies of what streams take longer than all compute."""
@@ -350,7 +363,7 @@ class Loop:
 
     def _round(self) -> tuple[Sequence[int], Sequence[float], Sequence[float]]:
         """Returns one round's blocks, their compute, and how long each takes to arrive."""
-        length = len(set(self.order))
+        length = _period(self.order)
         order = self.order[:length]
         return order, self.compute[:length], [self.transfer[block] for block in order]
 
@@ -375,47 +388,103 @@ def share_hbm(loop: Loop, settled: Plan | None = None) -> Plan:
 
     DRAM that is to spare holds copies of blocks from files, which are not read again. Of the rest
     the disk either reads ahead into a few slots there, so that it need not wait for room in HBM,
-    or straight into HBM, so that all of DRAM holds copies. Reads into DRAM are preferred where
-    that costs next to nothing: the disk then has time to spare, and goes on whatever the compute
-    does. Of plans that are as good the one that streams least is taken: a disk is shared.
+    or straight into HBM, so that all of DRAM holds copies. Of plans that are as good the one that
+    reads least is taken: a disk is shared, and its speed is not the same from day to day.
 
     Args:
         loop: What it is for.
         settled: The plan in force; it stays unless another one is much faster.
     """
-    order, sizes, room = loop.order, loop.sizes, loop.room
+    sizes, room = loop.sizes, loop.room
     if sum(sizes.values()) <= room:
         return Plan(frozenset(sizes), 0, 0, frozenset() if loop.files else None)
-    if loop.files is None:
-        loop = replace(loop, compute=[_SLOWER * seconds for seconds in loop.compute])
-    found: list[tuple[float, Plan]] = []
-    for pinned in _oversize(sizes, room):
-        rest = {block: size for block, size in sizes.items() if block not in pinned}
-        largest = sorted(rest.values(), reverse=True)
-        free = room - sum(sizes[block] for block in pinned)
-        for slots in _SLOTS:
-            reserve = min(free, sum(largest[:slots]))
-            if slots > _SLOTS[0] and reserve > room // 2:
-                break
-            some = choose_residents([b for b in order if b in rest], rest, free - reserve)
-            kept = some | pinned
-            plan = Plan(kept, reserve, largest_beside(sizes, kept))
-            plans = [plan] if loop.files is None else _below(plan, loop, loop.files)
-            found += [(loop.seconds(plan), plan) for plan in plans]
+    if loop.files is not None:
+        return _share_from_disk(loop, loop.files, settled)
+    loop = replace(loop, compute=[_SLOWER * seconds for seconds in loop.compute])
+    found = [(loop.seconds(plan), plan) for plan in _plans(loop, _SLOTS)]
     best = min(seconds for seconds, _ in found)
     if settled is not None:
         worth_it = _WORTH_IT_BY_LANES if settled.lanes else _WORTH_IT
         if loop.seconds(settled) <= best * worth_it:
             return settled
-    decoupled = [entry for entry in found if entry[1].ahead and entry[0] <= best * _FORGIVEN]
-    if decoupled:
-        found, best = decoupled, min(seconds for seconds, _ in decoupled)
     good = [plan for seconds, plan in found if seconds <= best * _AS_GOOD]
-    if loop.files is not None:  # the fewer streams, the less is read from a disk
-        return min(good, key=lambda plan: (plan.reserve, plan.ahead))
     good.sort(key=lambda plan: plan.reserve)
     roomy = [plan for plan in good if plan.reserve >= _FORGIVING * plan.slot]
     return _faster_by_lanes(loop, roomy[0] if roomy else good[-1])
+
+
+def _share_from_disk(loop: Loop, files: Files, settled: Plan | None) -> Plan:
+    """Does the same for a loop some of whose blocks have files for homes."""
+    length = _period(loop.order)
+    all_of_them = length <= _MOST_PLAYED
+    turns = length > len(set(loop.order))
+    found = []
+    for count in _AT_ENDS if turns and all_of_them else _AT_ENDS[:1]:
+        away = _at_ends(loop, files, count)
+        for plan in _plans(loop, _SLOTS if all_of_them else _SLOTS[:3], away):
+            for below in _below(plan, loop, files, away):
+                seconds, busy = loop.from_disk(below, files)
+                found.append((seconds, busy, below))
+    best = min(seconds for seconds, _, _ in found)
+    if settled is not None and loop.seconds(settled) <= best * _WORTH_IT:
+        return settled
+    good = [entry for entry in found if entry[0] <= best * _AS_GOOD]
+    return min(good, key=lambda entry: (entry[1], entry[2].reserve, entry[2].ahead))[2]
+
+
+def _plans(
+    loop: Loop, counts: Sequence[int], away: Collection[int] = frozenset()
+) -> Iterator[Plan]:
+    """Yields what may stay in HBM, for reserves of so many blocks.
+
+    Args:
+        loop: What it is for.
+        counts: Of how many blocks.
+        away: Blocks that do not stay.
+    """
+    order, sizes, room = loop.order, loop.sizes, loop.room
+    for pinned in _oversize(sizes, room):
+        pinned -= frozenset(away)
+        rest = {block: size for block, size in sizes.items() if block not in pinned}
+        largest = sorted(rest.values(), reverse=True)
+        free = room - sum(sizes[block] for block in pinned)
+        near = [block for block in order if block in rest and block not in away]
+        for slots in counts:
+            reserve = min(free, sum(largest[:slots]))
+            if slots > counts[0] and reserve > room // 2:
+                break
+            kept = choose_residents(near, rest, free - reserve) | pinned
+            yield Plan(kept, reserve, largest_beside(sizes, kept))
+
+
+def _at_ends(loop: Loop, files: Files, count: int) -> frozenset[int]:
+    """Returns large blocks from files that are used first and last in a loop that turns.
+
+    Forward and then backward, those come again at once where the loop turns, and then not for
+    nearly a whole round. So they are read once a round, with most of it to read them in. Those in
+    the middle come twice a round.
+    """
+    sizes = {block: loop.sizes[block] for block in files.seconds if block in loop.sizes}
+    largest = max(sizes.values(), default=0)
+    alike = [b for b in dict.fromkeys(loop.order) if sizes.get(b) == largest]
+    return frozenset([*alike[:count], *alike[len(alike) - count :]]) if count else frozenset()
+
+
+def _period(order: Sequence[int]) -> int:
+    """Returns after how many uses an order begins anew; all of them where it does not.
+
+    By the failure function of Knuth, Morris and Pratt: what is left of the order when its longest
+    border is taken away.
+    """
+    border = [0] * len(order)
+    matched = 0
+    for at in range(1, len(order)):
+        while matched and order[at] != order[matched]:
+            matched = border[matched - 1]
+        if order[at] == order[matched]:
+            matched += 1
+        border[at] = matched
+    return len(order) - (border[-1] if border else 0)
 
 
 def _faster_by_lanes(loop: Loop, plan: Plan) -> Plan:
@@ -465,16 +534,18 @@ def _classes(sizes: Mapping[int, int]) -> list[int]:
     return sorted((size for size, _ in nbytes.most_common(_MOST_PAIRED)), reverse=True)
 
 
-def _below(plan: Plan, loop: Loop, files: Files) -> Iterator[Plan]:
-    """Yields a plan with what there may be of its blocks in DRAM."""
+def _below(
+    plan: Plan, loop: Loop, files: Files, away: Collection[int] = frozenset()
+) -> Iterator[Plan]:
+    """Yields a plan with what there may be of its blocks in DRAM, those that are away last."""
     sizes = loop.sizes
     rest = {b: sizes[b] for b in files.seconds if b in sizes and b not in plan.residents}
-    order = [block for block in loop.order if block in rest]
+    near = [block for block in loop.order if block in rest and block not in away]
     largest = max(rest.values(), default=0)
     for slots in _SLOTS_IN_DRAM:
         room = files.room - slots * largest
         if room >= 0:
-            kept = choose_residents(order, rest, room)
+            kept = choose_residents(near, rest, room)
             if slots == 0 or len(kept) < len(rest):
                 yield replace(plan, in_dram=kept, ahead=slots)
 

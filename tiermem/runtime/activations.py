@@ -345,11 +345,11 @@ class ActivationStore:
                 copy.up = place.read = manager.copy.up(target, source, _NOWHERE, place.written)
                 self._moved("dram->hbm", copy, started)
             else:
-                manager.copy.prepare_up(_NOWHERE)
+                guards = manager.copy.guards(_NOWHERE)
                 mover = manager.traffic.need_mover()
                 body = place.extent.nbytes
                 copy.reading = place.transfer = mover.read(
-                    place.extent, target[:body], label=copy.name, urgent=urgent
+                    place.extent, target[:body], label=copy.name, urgent=urgent, after=guards
                 )
                 if copy.tail is not None:
                     target[body:].copy_(copy.tail)

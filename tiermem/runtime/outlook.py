@@ -30,8 +30,6 @@ _MOST_PLANNED = 1 << 14
 _MARGIN = 1.25
 _LATENCY = 1e-3
 _SLOT_LATENCY = 50e-6
-_AT_ONCE = 8
-"""Chunks that have to be asked of a disk at once before it is fast."""
 _STAY = 1.25
 """So many times as long as the compute the disk may take before the way by DRAM is given up,
 and so many times shorter it has to be before that way is taken again."""
@@ -308,7 +306,8 @@ class Outlooks:
             # a disk that was held up is no slower for it
             rate = max(estimates.rate(link), estimates.best_rate(link) or 0.0)
             disk = {block: sizes[block] / rate for block in on_disk}
-            files = Files(disk, spare, _AT_ONCE * self._manager.homes.chunk / rate)
+            staging = self._manager.homes.staging
+            files = Files(disk, spare, 0 if staging is None else staging.numel())
         for block in on_disk:
             transfer[block] = self._from_dram(self._manager.table[block])[1]
         return Loop(blocks, sizes, room, seconds, transfer, _SLOT_LATENCY, files)

@@ -128,9 +128,11 @@ class Traffic:
                 self._copied("dram->hbm", block, started)
                 self.table.end_fill(block_id, ok=True)
             else:
-                self.copy.prepare_up(extent)
                 urgent = urgent and not self.patient
-                start = partial(self.need_mover().read, label=block.name, urgent=urgent)
+                guards = self.copy.guards(extent)
+                start = partial(
+                    self.need_mover().read, label=block.name, urgent=urgent, after=guards
+                )
                 asked = True
                 transfer = start(move.source_extent, slot.bytes)
                 self.flights[block.id] = Flight(transfer, move)

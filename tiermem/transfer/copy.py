@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -90,8 +90,8 @@ class CopyEngine(Protocol):
         """Sets every bit of the HBM ``extent`` that ``target`` covers, after its last readers."""
         ...
 
-    def prepare_up(self, extent: Extent) -> None:
-        """Orders copies that another thread will submit after the extent's last readers."""
+    def guards(self, extent: Extent) -> tuple[Event, ...]:
+        """Returns what a copy into ``extent`` that is submitted later has to wait for."""
         ...
 
     def prepare_down(self) -> None:
@@ -160,8 +160,9 @@ class HostCopyEngine:
         """Sets every bit of ``target``."""
         ctypes.memset(target.data_ptr(), POISON, target.numel())
 
-    def prepare_up(self, extent: Extent) -> None:
-        """Nothing to order."""
+    def guards(self, extent: Extent) -> tuple[Event, ...]:
+        """Nothing to wait for."""
+        return ()
 
     def prepare_down(self) -> None:
         """Nothing to order."""
@@ -239,29 +240,33 @@ class Fences:
 
 
 class StreamCopyEngine:
-    """One stream up, one down, events between them and the compute streams.
+    """Streams for copies up, down and up from files, events between them and the compute streams.
 
     An extent of HBM may be written once its last readers are through: the
     compute submitted so far (a mark on each compute stream that was seen) and
     the copies down that still read it (a fence kept for their extent). Copies
-    up need not wait for each other: they share a stream.
+    up need not wait for each other: they share a stream. Those from files have
+    one of their own, and wait for what was submitted when their read was asked
+    for: behind others that were asked for since they would wait for these too.
 
     Attributes:
         calls: The device.
         capturing: Whether the current compute stream is recorded into a CUDA graph.
     """
 
-    def __init__(self, calls: StreamCalls, up: int, down: int) -> None:
-        """Uses two streams of a device.
+    def __init__(self, calls: StreamCalls, up: int, down: int, files: int) -> None:
+        """Uses three streams of a device.
 
         Args:
             calls: The device.
             up: Handle of the stream for copies up.
             down: The same for copies down.
+            files: The same for copies up of what comes from files.
         """
         self.calls = calls
         self._up = up
         self._down = down
+        self._files = files
         self._compute: dict[int, None] = {}
         self._rising = Fences()
         self._falling = Fences()
@@ -325,6 +330,16 @@ class StreamCopyEngine:
         if event is not None:
             self.calls.wait(self._up, event)
 
+    def guards(self, extent: Extent) -> tuple[Event, ...]:
+        """Returns events of all compute so far, and of copies from and to ``extent``."""
+        self._compute[self.calls.current()] = None
+        found = [self.calls.record(stream) for stream in self._compute]
+        for fences in (self._rising, self._falling):
+            event = fences.last(extent) if fences.fences else None
+            if event is not None:
+                found.append(event)
+        return tuple(found)
+
     def prepare_down(self) -> None:
         """Makes the down stream wait for the compute submitted so far."""
         self._follow_compute(self._down)
@@ -354,13 +369,21 @@ class StreamCopyEngine:
         return source
 
     def synchronize(self) -> None:
-        """Makes the host wait for both copy streams and the device's compute."""
+        """Makes the host wait for all copies and the device's compute."""
         self.calls.synchronize()
 
-    def copy_up(self, target: torch.Tensor, source: torch.Tensor) -> Event:
-        """Submits a copy up as it is; what orders it has been submitted before."""
-        self.calls.copy(self._up, target.data_ptr(), source.data_ptr(), target.numel())
-        return self.calls.record(self._up)
+    def copy_up(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]) -> Event:
+        """Submits a copy up of a part of a file, from any thread.
+
+        Args:
+            target: Device bytes.
+            source: Host bytes.
+            after: What it waits for: :meth:`guards` of when the read was asked for.
+        """
+        for event in after:
+            self.calls.wait(self._files, event)
+        self.calls.copy(self._files, target.data_ptr(), source.data_ptr(), target.numel())
+        return self.calls.record(self._files)
 
     def copy_down(self, target: torch.Tensor, source: torch.Tensor) -> Event:
         """Submits a copy down as it is; what orders it has been submitted before."""
@@ -388,15 +411,15 @@ class CudaCopyEngine(StreamCopyEngine):
         self.device = device
         calls = DriverCalls(device)
         spare = _SPARE_STREAMS.setdefault(calls.index, [])
-        while len(spare) < 2:
+        while len(spare) < 3:
             spare.append(calls.new_stream())
-        up, down = spare.pop(), spare.pop()
+        up, down, files = spare.pop(), spare.pop(), spare.pop()
         self.up_stream: torch.cuda.Stream = torch.cuda.ExternalStream(up, calls.index)
         self.down_stream: torch.cuda.Stream = torch.cuda.ExternalStream(down, calls.index)
-        super().__init__(calls, up, down)
+        super().__init__(calls, up, down, files)
         self._reaches = calls.reaches
         # streams are not destroyed: somebody may still have an event of theirs
-        weakref.finalize(self, spare.extend, (up, down))
+        weakref.finalize(self, spare.extend, (up, down, files))
 
     def seen(self, source: torch.Tensor) -> torch.Tensor | None:
         """Returns host bytes as kernels see them, at the same address.
@@ -420,12 +443,14 @@ class CudaChunkCopier:
     device_only = True
 
     def __init__(self, engine: StreamCopyEngine) -> None:
-        """Uses the streams of ``engine``, whose owner orders them before a transfer begins."""
+        """Uses the streams of ``engine``, whose owner orders copies down before they begin."""
         self._engine = engine
 
-    def to_target(self, target: torch.Tensor, staging: torch.Tensor) -> StreamFence:
+    def to_target(
+        self, target: torch.Tensor, staging: torch.Tensor, after: Sequence[Event] = ()
+    ) -> StreamFence:
         """Copies a chunk up."""
-        return StreamFence(self._engine.copy_up(target, staging))
+        return StreamFence(self._engine.copy_up(target, staging, after))
 
     def from_source(self, staging: torch.Tensor, source: torch.Tensor) -> StreamFence:
         """Copies a chunk down."""

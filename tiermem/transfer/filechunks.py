@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +13,7 @@ import torch
 from tiermem.core.block import ALIGNMENT
 from tiermem.errors import ConfigError
 from tiermem.storage.swapfile import Piece
+from tiermem.transfer.driver import Signal
 from tiermem.transfer.filejobs import Job
 
 
@@ -28,8 +30,16 @@ class Fence(Protocol):
 class ChunkCopier(Protocol):
     """Copies between a staging chunk (host memory) and where a tensor lives."""
 
-    def to_target(self, target: torch.Tensor, staging: torch.Tensor) -> Fence:
-        """Starts a copy out of staging; the chunk is reused once the fence is done."""
+    def to_target(
+        self, target: torch.Tensor, staging: torch.Tensor, after: Sequence[Signal] = ()
+    ) -> Fence:
+        """Starts a copy out of staging; the chunk is reused once the fence is done.
+
+        Args:
+            target: Where to.
+            staging: The chunk.
+            after: Events that it waits for, as the read was given them.
+        """
 
     def from_source(self, staging: torch.Tensor, source: torch.Tensor) -> Fence:
         """Starts a copy into staging; the chunk is read once the fence is done."""
@@ -56,8 +66,10 @@ class HostCopier:
     so a file mover leaves it (and any subclass's) to its helper threads.
     """
 
-    def to_target(self, target: torch.Tensor, staging: torch.Tensor) -> Fence:
-        """Copies out of staging."""
+    def to_target(
+        self, target: torch.Tensor, staging: torch.Tensor, after: Sequence[Signal] = ()
+    ) -> Fence:
+        """Copies out of staging; host memory has nothing to wait for."""
         ctypes.memmove(target.data_ptr(), staging.data_ptr(), target.numel())
         return _DONE
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
 from tiermem.core.block import Extent
 from tiermem.errors import StorageError
 from tiermem.storage.swapfile import Piece
+from tiermem.transfer.driver import Signal
 
 READS_PER_WRITE = 1
 """Read pieces that may start while a write waits, before one write piece goes first.
@@ -90,10 +92,12 @@ class Job:
         error: First failure; pieces not begun are then left out.
         generation: Of the write, for the checksum index; 0 before it begins.
         blockers: Earlier transfers of the same bytes that must end first.
+        after: Events that copies into the target wait for.
     """
 
     __slots__ = (
         "active",
+        "after",
         "blockers",
         "dependents",
         "error",
@@ -105,8 +109,15 @@ class Job:
         "urgent",
     )
 
-    def __init__(self, transfer: FileTransfer, tensor: torch.Tensor, pieces: list[Piece]) -> None:
+    def __init__(
+        self,
+        transfer: FileTransfer,
+        tensor: torch.Tensor,
+        pieces: list[Piece],
+        after: Sequence[Signal] = (),
+    ) -> None:
         self.transfer = transfer
+        self.after = after
         self.tensor = tensor
         self.pieces = pieces
         self.next_piece = 0

@@ -14,6 +14,7 @@ from tiermem.core.block import Extent
 from tiermem.errors import ClosedError
 from tiermem.io.engine import IoEngine
 from tiermem.storage.swapfile import SwapFile
+from tiermem.transfer.driver import Signal
 from tiermem.transfer.filechunks import (
     ChunkCopier,
     Fence,
@@ -128,6 +129,7 @@ class FileMover:
         label: str,
         urgent: bool = False,
         in_place: bool = False,
+        after: Sequence[Signal] = (),
     ) -> FileTransfer:
         """Starts reading an extent.
 
@@ -139,6 +141,7 @@ class FileMover:
             urgent: Whether it goes before everything that is not.
             in_place: Whether the disk may read straight into the target, which is host memory
                 then, and has wrong bytes in it when the transfer ends with an error.
+            after: Events of what still uses the target, for the copier to wait for.
 
         Returns:
             The transfer under way.
@@ -150,7 +153,7 @@ class FileMover:
         if in_place and target.device.type != "cpu":
             raise ValueError(f"a read in place needs host memory, not {target.device}")
         transfer = FileTransfer(extent, is_read=True, label=label, urgent=urgent, in_place=in_place)
-        return self._start(transfer, target)
+        return self._start(transfer, target, after)
 
     def write(self, extent: Extent, source: torch.Tensor, *, label: str) -> FileTransfer:
         """Starts writing an extent; see :meth:`read`.
@@ -161,10 +164,12 @@ class FileMover:
         transfer = FileTransfer(extent, is_read=False, label=label, urgent=False)
         return self._start(transfer, source)
 
-    def _start(self, transfer: FileTransfer, tensor: torch.Tensor) -> FileTransfer:
+    def _start(
+        self, transfer: FileTransfer, tensor: torch.Tensor, after: Sequence[Signal] = ()
+    ) -> FileTransfer:
         self._check_usable()
         check_tensor(tensor, transfer.nbytes)
-        job = Job(transfer, tensor, self._store.pieces(transfer.extent))
+        job = Job(transfer, tensor, self._store.pieces(transfer.extent), after)
         if not self._pump.start_job(job):
             self._pump.settle(transfer, failure(transfer, self._pump.dead))
         return transfer

@@ -210,7 +210,7 @@ class Pieces:
         """Starts a copy that runs by itself; leaves a fence unless that is done already."""
         before = time.perf_counter_ns()
         if chunk.job.transfer.is_read:
-            fence = self._copier.to_target(chunk.part(), chunk.memory)
+            fence = self._copier.to_target(chunk.part(), chunk.memory, chunk.job.after)
         else:
             fence = self._copier.from_source(chunk.memory, chunk.part())
         self.counters.copy_ns += time.perf_counter_ns() - before

@@ -1,0 +1,275 @@
+"""How long a loop takes of whose blocks some come from a disk, use by use. Pure.
+
+A model of what the room ``runtime`` does with a plan: the host runs ahead of the device, asks
+for what comes next, and waits for nothing but reads that are needed now. It is played for a few
+rounds, in which everything falls into its place; the last ones count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_ROUNDS = 4
+_HOST = 60e-6
+"""Seconds of the host per use."""
+_IDLE = 3e-3
+"""Seconds by which the first read of a disk that had nothing to do comes later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round of a loop, and the room that it has.
+
+    Attributes:
+        order: Ids of blocks in order of use.
+        compute: Seconds of each use.
+        taken: Bytes that each block which does not stay takes of the reserve, by id.
+        copies: Seconds that each of those takes to come up over the bus.
+        reads: Seconds that the disk takes for each of those that it is asked for.
+        reserve: Bytes of HBM for all that does not stay.
+        largest: Bytes of the largest block among that.
+        slots: Of DRAM, that the disk reads into; 0 where it reads straight into HBM.
+        staging: Bytes of the chunks through which it does that.
+        latency: Seconds between room coming free in HBM and a copy into it.
+    """
+
+    order: Sequence[int]
+    compute: Sequence[float]
+    taken: Mapping[int, int]
+    copies: Mapping[int, float]
+    reads: Mapping[int, float]
+    reserve: int
+    largest: int
+    slots: int
+    staging: int
+    latency: float = 0.0
+
+
+def play(one: Round) -> tuple[float, float]:
+    """Returns the seconds of a round, once it goes as ever, and those in which the disk reads."""
+    player = _Player(one)
+    if not player.uses:
+        return math.fsum(one.compute), 0.0
+    marks = []
+    for number in range(_ROUNDS):
+        marks.append((player.compute, player.read))
+        player.round(number)
+    rounds = _ROUNDS - 1
+    return (player.compute - marks[1][0]) / rounds, (player.read - marks[1][1]) / rounds
+
+
+@dataclass(slots=True)
+class _Here:
+    """A block in HBM: its next use, and when it has come."""
+
+    next: int
+    came: float
+
+
+@dataclass(slots=True)
+class _Staged:
+    """A block in a slot of DRAM: its next use, when it is there, and when it has gone up."""
+
+    next: int
+    there: float
+    gone: float = math.inf
+
+
+class _Player:
+    """The host's clock, and what the device, the bus and the disk have been asked for so far.
+
+    Uses are counted among those of blocks that do not stay; the compute of the others is part of
+    the way from one to the next.
+
+    Attributes:
+        uses: Ids of those blocks in order of use.
+        compute: When all compute submitted so far is over.
+        read: Seconds in which the disk read so far.
+    """
+
+    def __init__(self, one: Round) -> None:
+        self._one = one
+        self.uses: list[int] = []
+        self._seconds: list[float] = []
+        self._before: list[tuple[float, int]] = []
+        passed, count = 0.0, 0
+        for block, seconds in zip(one.order, one.compute, strict=True):
+            if block in one.taken:
+                self.uses.append(block)
+                self._seconds.append(seconds)
+                self._before.append((passed, count))
+                passed, count = 0.0, 0
+            else:
+                passed, count = passed + seconds, count + 1
+        self._after = (passed, count)
+        self._gap = _gaps(self.uses)
+        self._from_disk = [at for at, block in enumerate(self.uses) if block in one.reads]
+        self._ahead = max(1, one.reserve - 2 * one.largest + 1)
+        self._here: dict[int, _Here] = {}
+        self._staged: dict[int, _Staged] = {}
+        self._used = 0
+        self._host = self._bus = self._disk = 0.0
+        self._chunks: tuple[float, int] = (0.0, 0)
+        self._first = 0
+        self.compute = self.read = 0.0
+
+    def round(self, number: int) -> None:
+        """Plays a round."""
+        one, here, length = self._one, self._here, len(self.uses)
+        for at, block in enumerate(self.uses):
+            now = number * length + at
+            self._pass(*self._before[at])
+            self._host += _HOST
+            if block not in here:
+                self._fetch(block, now, None)
+            self._look_ahead(now, at, block)
+            entry = here[block]
+            entry.next = now + self._gap[at]
+            if block in self._staged:
+                self._staged[block].next = entry.next
+            if not one.slots and block in one.reads:
+                self._host = max(self._host, entry.came)  # it waits until that is over
+            self.compute = max(self.compute, entry.came) + self._seconds[at]
+        self._pass(*self._after)
+
+    def _pass(self, seconds: float, uses: int) -> None:
+        """Goes by uses of blocks that stay."""
+        self.compute += seconds
+        self._host += _HOST * uses
+
+    def _look_ahead(self, now: int, at: int, block: int) -> None:
+        """Asks for what comes after a use, as far as there is room."""
+        one, uses, length = self._one, self.uses, len(self.uses)
+        ahead = 0
+        for later in range(now + 1, now + length):
+            if ahead >= self._ahead:
+                break
+            other = uses[later % length]
+            if other not in self._here and not self._fetch(other, later, block):
+                break
+            ahead += one.taken[other]
+        if not one.slots or not self._from_disk:
+            return
+        count = len(self._from_disk)
+        if at == 0:
+            self._first = 0
+        while self._first < count and self._from_disk[self._first] <= at:
+            self._first += 1
+        for number in range(self._first, self._first + count):
+            position = self._from_disk[number % count]
+            other = uses[position]
+            if other in self._here or other in self._staged:
+                continue
+            if not self._stage(other, now + (position - at - 1) % length + 1):
+                break
+
+    def _fetch(self, block: int, position: int, using: int | None) -> bool:
+        """Brings a block up for the use at ``position``, which is the present one or a later one.
+
+        Args:
+            block: Its id.
+            position: Of the use.
+            using: The block in use, where it is a later one; what is used sooner stays then, and
+                the host does not wait. None where it is the present use.
+        """
+        one = self._one
+        now = using is None
+        by_slot = one.slots > 0 and block in one.reads
+        if by_slot:
+            while block not in self._staged and not self._stage(block, position):
+                if not now:
+                    return False
+                self._wait_for_slot()
+            there = self._staged[block].there
+            if there > self._host:
+                if not now:
+                    return False
+                self._host = there
+        size = one.taken[block]
+        while self._used + size > one.reserve and self._here:
+            leaves = max(
+                (b for b in self._here if b != using),
+                key=lambda b: self._here[b].next,
+                default=None,
+            )
+            if leaves is None or not (now or self._here[leaves].next > position):
+                return False
+            del self._here[leaves]
+            self._used -= one.taken[leaves]
+        self._used += size
+        if block in one.reads and not by_slot:
+            came = self._straight(block, size)
+        else:
+            # it goes behind all compute submitted so far: that used what was there before
+            behind = self.compute + one.latency
+            came = self._bus = max(self._bus, self._host, behind) + one.copies[block]
+            if by_slot:
+                self._staged[block].gone = came
+        self._here[block] = _Here(position, came)
+        return True
+
+    def _straight(self, block: int, size: int) -> float:
+        """Reads into HBM by way of staging chunks; returns when the block has come.
+
+        The chunks that the one before has filled are free when that has come.
+        """
+        one, seconds = self._one, self._one.reads[block]
+        before, nbytes = self._chunks
+        end = self._begin() + seconds
+        if nbytes + size > one.staging:
+            end = max(end, before + seconds * min(1.0, (nbytes + size - one.staging) / size))
+        self._disk = end
+        self.read += seconds
+        came = max(end, self.compute + one.latency, self._bus) + one.copies[block] / 8
+        self._chunks = came, size
+        return came
+
+    def _begin(self) -> float:
+        """Returns when the disk begins with what is asked of it now."""
+        return self._disk if self._disk >= self._host else self._host + _IDLE
+
+    def _stage(self, block: int, position: int) -> bool:
+        """Has the disk read a block into a slot, if one is free or is wanted later."""
+        staged = self._staged
+        if len(staged) >= self._one.slots:
+            leaves, last = None, position
+            for other, entry in staged.items():
+                if entry.gone <= self._host and entry.next > last:
+                    leaves, last = other, entry.next
+            if leaves is None:
+                return False
+            del staged[leaves]
+        seconds = self._one.reads[block]
+        self._disk = self._begin() + seconds
+        self.read += seconds
+        staged[block] = _Staged(position, self._disk)
+        return True
+
+    def _wait_for_slot(self) -> None:
+        """Has the host wait until what is in a slot has gone up, or gives one up at last."""
+        staged = self._staged
+        for entry in staged.values():
+            if entry.there <= self._host < entry.gone < math.inf:
+                self._host = entry.gone
+                return
+        times = [min(e.there, e.gone) if e.there > self._host else e.gone for e in staged.values()]
+        later = [time for time in times if self._host < time < math.inf]
+        if later:
+            self._host = min(later)
+        else:
+            del staged[max(staged, key=lambda block: staged[block].next)]
+
+
+def _gaps(uses: Sequence[int]) -> list[int]:
+    """Returns for each use how many uses later the same block is used again, round and round."""
+    length = len(uses)
+    gaps = [0] * length
+    later: dict[int, int] = {}
+    for at in range(2 * length - 1, -1, -1):
+        block = uses[at % length]
+        if at < length:
+            gaps[at] = later[block] - at
+        later[block] = at
+    return gaps
