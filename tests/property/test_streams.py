@@ -394,10 +394,12 @@ def test_what_comes_from_files_overwrites_nothing_too_soon(
         for _ in range(4):
             bench.manager.begin_pass("loop")
             for number in loop:
-                write = number < blocks and random.random() < 0.3
+                write = 0 < number < blocks and random.random() < 0.3
                 bench.use(number, write=write, discard=False)
                 if random.random() < 0.1:
                     bench.switch()
+                if random.random() < 0.2:
+                    bench.look_beside()
                 for _ in range(random.randint(0, 3)):
                     bench.landing.land(random)
                 bench.run_on(random, lag, late)
