@@ -413,6 +413,7 @@ def streamed(
         manager.pacing.estimates = Estimates(lambda link, _: rates.get(link))
         manager.pacing._clock = Clock(world)
         manager.homes.chunk = machine.chunk
+        manager.homes.staging = torch.empty(machine.chunk * machine.chunks, dtype=torch.uint8)
         yield Streamed(manager, world, pages)
     finally:
         manager.close()

@@ -28,11 +28,15 @@ _WORTH_IT_BY_LANES = 1.01
 _SLOTS_IN_DRAM = (0, 2, 3, 4)
 _AT_ENDS = (0, 1, 2)
 """So many blocks at either end of a loop that turns are read from the disk before any other."""
+_FORGIVEN = 1.08
+"""In a loop that turns a plan by way of slots in DRAM is preferred to a straight one that is faster
+by less than that: there the host waits for room in HBM as well as for the disk, and has the device
+run out of work, which is not played."""
 _MOST_PLAYED = 1024
 """Uses in a round up to which all plans are played that there may be; else a few."""
-_IN_DRAM = 1.25
+_IN_DRAM = 1.1
 """Reads into ever other memory take so many times as long as into a few chunks that stay in the
-processor's cache, or may, some other day: 4.4 beside 5.1 GB/s on the reference machine."""
+processor's cache: 4.4 beside 5.1 GB/s on the reference machine, less where the disk is slower."""
 _COMMON = 0.9
 _MOST_PAIRED = 4
 """Of so many sizes two are taken for lanes."""
@@ -428,6 +432,9 @@ def _share_from_disk(loop: Loop, files: Files, settled: Plan | None) -> Plan:
     best = min(seconds for seconds, _, _ in found)
     if settled is not None and loop.seconds(settled) <= best * _WORTH_IT:
         return settled
+    decoupled = [entry for entry in found if entry[2].ahead and entry[0] <= best * _FORGIVEN]
+    if decoupled and turns:
+        found, best = decoupled, min(seconds for seconds, _, _ in decoupled)
     good = [entry for entry in found if entry[0] <= best * _AS_GOOD]
     return min(good, key=lambda entry: (entry[1], entry[2].reserve, entry[2].ahead))[2]
 
