@@ -88,6 +88,7 @@ def test_what_is_foretold_comes_true(
         foretold.append(loop.seconds(below) * residents._period(loop.order) / len(loop.order))
         return below
 
+    monkeypatch.setattr(residents, "_DRAINED", 1.0)  # it is the device's, which is not simulated
     monkeypatch.setattr("tiermem.runtime.outlook.share_hbm", choose)
     with streamed(tmp_path, LLAMA, hbm=HBM, dram=DRAM, machine=as_fast(2.5)) as made:
         made.rounds(WORKS[work], WARM)
