@@ -537,15 +537,13 @@ _WAITS = (
         "what comes from a file does not wait for copies down from there",
         "        for fences in (self._rising, self._falling):\n"
         "            event = fences.last(extent) if",
-        "        for fences in (self._rising,):\n"
-        "            event = fences.last(extent) if",
+        "        for fences in (self._rising,):\n            event = fences.last(extent) if",
     ),
     (
         "what comes from a file does not wait for copies up to there",
         "        for fences in (self._rising, self._falling):\n"
         "            event = fences.last(extent) if",
-        "        for fences in (self._falling,):\n"
-        "            event = fences.last(extent) if",
+        "        for fences in (self._falling,):\n            event = fences.last(extent) if",
     ),
     (
         "a chunk of a file goes up without waiting for anything",
