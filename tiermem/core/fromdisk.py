@@ -16,6 +16,8 @@ _HOST = 60e-6
 """Seconds of the host per use."""
 _IDLE = 3e-3
 """Seconds by which the first read of a disk that had nothing to do comes later."""
+_LAST = 1 / 8
+"""Of a block that is read straight into HBM: what still has to go up when all of it is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,7 @@ class _Player:
             end = max(end, before + seconds * min(1.0, (nbytes + size - one.staging) / size))
         self._disk = end
         self.read += seconds
-        came = max(end, self.compute + one.latency, self._bus) + one.copies[block] / 8
+        came = max(end, self.compute + one.latency, self._bus) + _LAST * one.copies[block]
         self._chunks = came, size
         return came
 

@@ -32,7 +32,7 @@ _DRAINED = 1.1
 """Compute is so much slower where blocks are read straight into HBM: the host waits for room there
 as well as for the disk, and the device runs out of work. What was played was exceeded by 9% of the
 compute in training and by 17% in forward on the reference machine, and by nothing with slots."""
-_MOST_PLAYED = 1024
+_MOST_PLAYED = 512
 """Uses in a round up to which all plans are played that there may be; else a few."""
 _IN_DRAM = 1.1
 """Reads into ever other memory take so many times as long as into a few chunks that stay in the
