@@ -77,6 +77,21 @@ def test_two_slots_read_by_hand() -> None:
     assert read == 15.0 and 15.0 <= took <= 15.1
 
 
+@pytest.mark.parametrize(("staging", "seconds"), [(20, 60.0), (15, 65.0), (10, 70.0)])
+def test_what_chunks_hold_need_not_wait_for_room(staging: int, seconds: float) -> None:
+    """Block 9 stays and has a long use; 1, 2 and 3 are read in ten seconds each, and used at once.
+
+    When the long use ends, 2 is in chunks and goes up, and 3 is read already, as far as there
+    were chunks for it; the rest of it is read then.
+    """
+    one = Round(
+        [9, 1, 2, 3], [60.0, 0.0, 0.0, 0.0], dict.fromkeys([1, 2, 3], 10),
+        dict.fromkeys([1, 2, 3], 0.0), dict.fromkeys([1, 2, 3], 10.0), 20, 10, 0, staging,
+    )  # fmt: skip
+    took, read = play(one)
+    assert took == pytest.approx(seconds) and read == pytest.approx(30.0)
+
+
 def turning(blocks: int, rounds: int = 3) -> list[int]:
     return [*range(blocks), *reversed(range(blocks))] * rounds
 

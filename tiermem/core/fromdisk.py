@@ -173,8 +173,8 @@ class _Player:
         Args:
             block: Its id.
             position: Of the use.
-            using: The block in use, where it is a later one; what is used sooner stays then, and
-                the host does not wait. None where it is the present use.
+            using: The block in use, where it is a later one; it stays then, and the host does not
+                wait. None where it is the present use.
         """
         one = self._one
         now = using is None
@@ -191,12 +191,11 @@ class _Player:
                 self._host = there
         size = one.taken[block]
         while self._used + size > one.reserve and self._here:
-            leaves = max(
-                (b for b in self._here if b != using),
-                key=lambda b: self._here[b].next,
-                default=None,
-            )
-            if leaves is None or not (now or self._here[leaves].next > position):
+            # what is looked ahead at is less than the room beside the block in use: there is
+            # always something that is used later
+            others = (other for other in self._here if other != using)
+            leaves = max(others, key=lambda other: self._here[other].next, default=None)
+            if leaves is None:
                 return False
             del self._here[leaves]
             self._used -= one.taken[leaves]
