@@ -111,12 +111,17 @@ def budget_of(model: Any, share: float) -> int:
     return int(inside * share) + outside
 
 
-def inputs(model: Any, tokens: int, device: torch.device) -> torch.Tensor:
-    """Returns token ids, sequences of at most 4,096, the same every time."""
+def sequences(tokens: int) -> tuple[int, int]:
+    """Returns how many sequences so many tokens are in, and their length: at most 4,096."""
     length = min(tokens, LONGEST)
+    return max(1, tokens // length), length
+
+
+def inputs(model: Any, tokens: int, device: torch.device) -> torch.Tensor:
+    """Returns token ids, the same every time."""
     made = torch.Generator().manual_seed(tokens)
-    shape = (max(1, tokens // length), length)
-    return torch.randint(0, model.config.vocab_size, shape, generator=made).to(device)
+    vocabulary = model.config.vocab_size
+    return torch.randint(0, vocabulary, sequences(tokens), generator=made).to(device)
 
 
 def forward(model: Any, tokens: int, device: torch.device) -> Call:
@@ -137,7 +142,7 @@ def both_ways(model: Any, tokens: int, device: torch.device) -> Call:
     config = model.config
     made = torch.Generator(device).manual_seed(tokens)
     draw = partial(torch.randn, dtype=torch.bfloat16, device=device, generator=made)
-    shape = (*inputs(model, tokens, device).shape, config.hidden_size)
+    shape = (*sequences(tokens), config.hidden_size)
     # Not the embedding's own output: called alone, some peers' weights are not on the device.
     embedded = (draw(shape) * config.initializer_range).requires_grad_()
     seed = draw(shape)

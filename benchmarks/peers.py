@@ -315,14 +315,18 @@ class Comparison:
 
     def times(self, call: Call, tier: Any) -> list[float]:
         """Returns the seconds of calls, whose bytes come from where they are at home."""
+        files = self.args.nvme is not None
+
+        def whole() -> None:
+            call()
+            if files and tier is not None:
+                tier._manager.flush()
+
         found = []
         for _ in range(self.args.repeats):
-            if self.args.nvme is not None:
+            if files:
                 evict(self.args.nvme)
-                if tier is not None:
-                    found.append(self.clock.once(lambda: (call(), tier._manager.flush())))
-                    continue
-            found.append(self.clock.once(call))
+            found.append(self.clock.once(whole))
         return found
 
     def report(self) -> None:

@@ -85,7 +85,7 @@ def test_what_is_foretold_comes_true(
         away = residents._at_ends(loop, loop.files, ends)
         (plan, *_) = list(residents._plans(loop, [slots], away))
         below = next(residents._below(plan, loop, loop.files, away))
-        foretold.append(loop.seconds(below) * residents._period(loop.order) / len(loop.order))
+        foretold.append(loop.seconds(below) * loop.length / len(loop.order))
         return below
 
     monkeypatch.setattr(residents, "_DRAINED", 1.0)  # it is the device's, which is not simulated

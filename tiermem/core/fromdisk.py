@@ -8,6 +8,7 @@ rounds, in which everything falls into its place; the last ones count.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,7 +32,6 @@ class Round:
         copies: Seconds that each of those takes to come up over the bus.
         reads: Seconds that the disk takes for each of those that it is asked for.
         reserve: Bytes of HBM for all that does not stay.
-        largest: Bytes of the largest block among that.
         slots: Of DRAM, that the disk reads into; 0 where it reads straight into HBM.
         staging: Bytes of the chunks through which it does that.
         latency: Seconds between room coming free in HBM and a copy into it.
@@ -43,7 +43,6 @@ class Round:
     copies: Mapping[int, float]
     reads: Mapping[int, float]
     reserve: int
-    largest: int
     slots: int
     staging: int
     latency: float = 0.0
@@ -108,13 +107,13 @@ class _Player:
         self._after = (passed, count)
         self._gap = _gaps(self.uses)
         self._from_disk = [at for at, block in enumerate(self.uses) if block in one.reads]
-        self._ahead = max(1, one.reserve - 2 * one.largest + 1)
+        largest = max(one.taken.values(), default=0)
+        self._ahead = max(1, one.reserve - 2 * largest + 1)
         self._here: dict[int, _Here] = {}
         self._staged: dict[int, _Staged] = {}
         self._used = 0
         self._host = self._bus = self._disk = 0.0
         self._chunks: tuple[float, int] = (0.0, 0)
-        self._first = 0
         self.compute = self.read = 0.0
 
     def round(self, number: int) -> None:
@@ -126,7 +125,8 @@ class _Player:
             self._host += _HOST
             if block not in here:
                 self._fetch(block, now, None)
-            self._look_ahead(now, at, block)
+            self._look_ahead(now, block)
+            self._read_on(now, at)
             entry = here[block]
             entry.next = now + self._gap[at]
             if block in self._staged:
@@ -141,7 +141,7 @@ class _Player:
         self.compute += seconds
         self._host += _HOST * uses
 
-    def _look_ahead(self, now: int, at: int, block: int) -> None:
+    def _look_ahead(self, now: int, block: int) -> None:
         """Asks for what comes after a use, as far as there is room."""
         one, uses, length = self._one, self.uses, len(self.uses)
         ahead = 0
@@ -152,16 +152,14 @@ class _Player:
             if other not in self._here and not self._fetch(other, later, block):
                 break
             ahead += one.taken[other]
-        if not one.slots or not self._from_disk:
+
+    def _read_on(self, now: int, at: int) -> None:
+        """Has the disk read into slots what comes after a use, as far as there are slots."""
+        if not self._one.slots:
             return
-        count = len(self._from_disk)
-        if at == 0:
-            self._first = 0
-        while self._first < count and self._from_disk[self._first] <= at:
-            self._first += 1
-        for number in range(self._first, self._first + count):
-            position = self._from_disk[number % count]
-            other = uses[position]
+        first, length = bisect_right(self._from_disk, at), len(self.uses)
+        for position in (*self._from_disk[first:], *self._from_disk[:first]):
+            other = self.uses[position]
             if other in self._here or other in self._staged:
                 continue
             if not self._stage(other, now + (position - at - 1) % length + 1):

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from tiermem.core.cost import refetched, streaming_time
 from tiermem.core.fromdisk import Round, play
@@ -276,7 +277,7 @@ def occupied(size: int, slot: int) -> int:
     return slot // (slot // size)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Loop:
     """A loop that only reads, and what it has to do with.
 
@@ -300,6 +301,11 @@ class Loop:
     files: Files | None = None
     steady: bool = False
 
+    @cached_property
+    def length(self) -> int:
+        """Uses in a round."""
+        return _period(self.order)
+
     def seconds(self, plan: Plan) -> float:
         """Returns how long it takes with a plan, by a model of the links."""
         if self.files is not None:
@@ -322,7 +328,8 @@ class Loop:
 
         It is played with all that HBM and DRAM keep from one use of a block to the next.
         """
-        order, compute, _ = self._round()
+        order = self.order[: self.length]
+        compute = self.compute[: self.length]
         slot = largest_beside(self.sizes, plan.residents) or 1
         taken = {b: occupied(s, slot) for b, s in self.sizes.items() if b not in plan.residents}
         slower = _IN_DRAM if plan.ahead else 1.0
@@ -337,7 +344,6 @@ class Loop:
             self.transfer,
             reads,
             plan.reserve,
-            slot,
             plan.ahead,
             files.staging,
             self.latency,
@@ -369,9 +375,8 @@ class Loop:
 
     def _round(self) -> tuple[Sequence[int], Sequence[float], Sequence[float]]:
         """Returns one round's blocks, their compute, and how long each takes to arrive."""
-        length = _period(self.order)
-        order = self.order[:length]
-        return order, self.compute[:length], [self.transfer[block] for block in order]
+        order = self.order[: self.length]
+        return order, self.compute[: self.length], [self.transfer[block] for block in order]
 
     def _by_lanes(self, plan: Plan) -> float:
         """Returns how long it takes with lanes, each round like the others."""
@@ -421,9 +426,8 @@ def share_hbm(loop: Loop, settled: Plan | None = None) -> Plan:
 
 def _share_from_disk(loop: Loop, files: Files, settled: Plan | None) -> Plan:
     """Does the same for a loop some of whose blocks have files for homes."""
-    length = _period(loop.order)
-    all_of_them = length <= _MOST_PLAYED
-    turns = length > len(set(loop.order))
+    all_of_them = loop.length <= _MOST_PLAYED
+    turns = loop.length > len(set(loop.order))
     found = []
     for count in _AT_ENDS if turns and all_of_them else _AT_ENDS[:1]:
         away = _at_ends(loop, files, count)
