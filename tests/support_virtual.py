@@ -26,7 +26,7 @@ from tiermem.testing.io import ScriptedEngine
 from tiermem.transfer.filejobs import FileTransfer
 
 PAGE = 4096
-_STAGING = 16 * (32 << 10)
+STAGING = 16 * (32 << 10)
 
 
 @dataclass(frozen=True)
@@ -398,7 +398,7 @@ def streamed(
     machine = machine or Machine()
     world = World(machine)
     settings = Settings(
-        "cpu", hbm * PAGE, dram * PAGE + _STAGING, (str(folder),), None, Policy(), "auto"
+        "cpu", hbm * PAGE, dram * PAGE + STAGING, (str(folder),), None, Policy(), "auto"
     )
     manager = BlockManager(settings, ScriptedEngine)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_virtual import STAGING
 
 import tiermem
 from tiermem.config import Policy, Settings
@@ -27,24 +29,60 @@ from tiermem.transfer.filejobs import FileTransfer
 
 UP, DOWN, FILES = 101, 102, 103
 PAGE = 4096
-_STAGING = 16 * (32 << 10)
 SHAPE = TensorShape("w", (PAGE,), (1,), torch.uint8, 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a run is like.
+
+    Attributes:
+        seed: Of all that is random in it.
+        slots: Blocks that HBM holds.
+        blocks: How many there are.
+        depth: Blocks that are fetched ahead.
+        lag: Pieces of work, at most, that the device does after each use.
+        late: The stream that does none then.
+        poison: Whether what leaves HBM is overwritten.
+    """
+
+    seed: int
+    slots: int
+    blocks: int
+    depth: int
+    lag: int
+    late: int | None
+    poison: bool
+
+
+def cases(
+    slots: tuple[int, int],
+    blocks: tuple[int, int],
+    depth: tuple[int, int],
+    lags: Sequence[int] = (0, 1, 3, 8),
+    late: Sequence[int] = (UP, DOWN),
+    poison: st.SearchStrategy[bool] | None = None,
+) -> st.SearchStrategy[Case]:
+    """Returns the cases of a test: numbers from and to, lags and copy streams to choose from."""
+    return st.builds(
+        Case,
+        seed=st.integers(0, 1 << 30),
+        slots=st.integers(*slots),
+        blocks=st.integers(*blocks),
+        depth=st.integers(*depth),
+        lag=st.sampled_from(lags),
+        late=st.sampled_from([None, 0, 1, *late]),
+        poison=st.booleans() if poison is None else poison,
+    )
 
 
 class Streamed:
     """A manager of a few blocks whose copies and compute run on simulated streams."""
 
-    def __init__(
-        self,
-        seed: int,
-        slots: int,
-        blocks: int,
-        depth: int,
-        *,
-        poison: bool,
-        nvme: str | None = None,
-    ) -> None:
-        self.random = Random(seed)
+    def __init__(self, case: Case, nvme: str | None = None) -> None:
+        self.case = case
+        slots, blocks, poison = case.slots, case.blocks, case.poison
+        self.random = Random(case.seed)
         self.device = SimulatedDevice(self.random)
         self.wrong: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
@@ -56,11 +94,11 @@ class Streamed:
                 Settings(
                     device="cpu",
                     hbm=slots * PAGE,
-                    dram=2 * blocks * PAGE + (_STAGING if nvme else 0),
+                    dram=2 * blocks * PAGE + (STAGING if nvme else 0),
                     nvme=(nvme,) if nvme else (),
                     nvme_bytes=None,
                     policy=Policy(params="dram"),
-                    prefetch_depth=depth,
+                    prefetch_depth=case.depth,
                 ),
                 ScriptedEngine,
             )
@@ -82,7 +120,6 @@ class Streamed:
         traffic, copy = manager.traffic, manager.copy
         assert manager.mover is not None and isinstance(copy, StreamCopyEngine)
         manager.mover.close()
-        first = len(self.blocks)
         found = manager.add_blocks(
             [(f"f{i}", Role.PARAM, [SHAPE]) for i in range(count)], home="nvme"
         )
@@ -97,8 +134,9 @@ class Streamed:
         self.landing = Landing(copy, content)
         manager.mover = traffic.mover = self.landing  # type: ignore[assignment]
         manager.prefetcher._through_dram = False
-        manager.homes.dram.allocate(manager.homes.dram.capacity - manager.homes.dram.used)
-        assert len(self.blocks) == first + count
+        dram = manager.homes.dram
+        dram.allocate(dram.capacity - dram.used)
+        assert dram.used == dram.capacity and len(self.blocks) == len(self.values)
 
     def use(self, number: int, *, write: bool, discard: bool) -> None:
         """One kernel on a block: it looks at every byte, and may write every byte."""
@@ -170,10 +208,18 @@ class Streamed:
         self.use(0, write=False, discard=False)
         self.device.stream = here
 
-    def run_on(self, random: Random, lag: int, late: int | None) -> None:
-        """The device does some of its work, up to ``lag`` pieces; one stream is late with its."""
-        for _ in range(random.randint(0, lag)):
-            self.device.advance(random.choice([s for s in (0, 1, UP, DOWN, FILES) if s != late]))
+    def run_on(self, random: Random) -> None:
+        """The device does some of its work, and one stream is late with its."""
+        for _ in range(random.randint(0, self.case.lag)):
+            ran = [s for s in (0, 1, UP, DOWN, FILES) if s != self.case.late]
+            self.device.advance(random.choice(ran))
+
+    def stray(self, random: Random) -> None:
+        """Now and then it goes on on the other stream, or looks at something from there."""
+        if random.random() < 0.1:
+            self.switch()
+        if random.random() < 0.2:
+            self.look_beside()
 
     def switch(self) -> None:
         """Computes on the other stream from now on, which waits for this one."""
@@ -202,22 +248,12 @@ class Streamed:
 
 
 @settings(max_examples=120)
-@given(
-    seed=st.integers(0, 1 << 30),
-    slots=st.integers(1, 4),
-    blocks=st.integers(2, 7),
-    depth=st.integers(0, 3),
-    lag=st.sampled_from([0, 1, 3, 8]),
-    late=st.sampled_from([None, 0, 1, UP, DOWN]),
-    poison=st.booleans(),
-)
-def test_nothing_is_read_or_overwritten_too_soon(
-    seed: int, slots: int, blocks: int, depth: int, lag: int, late: int | None, poison: bool
-) -> None:
+@given(cases(slots=(1, 4), blocks=(2, 7), depth=(0, 3)))
+def test_nothing_is_read_or_overwritten_too_soon(case: Case) -> None:
     """Random uses, with the device running behind by random amounts, one stream most of all."""
-    bench = Streamed(seed, slots, blocks, depth, poison=poison)
-    random = Random(seed + 1)
-    loop = [random.randrange(blocks) for _ in range(blocks)]
+    bench = Streamed(case)
+    random = Random(case.seed + 1)
+    loop = [random.randrange(case.blocks) for _ in range(case.blocks)]
     try:
         for round_number in range(4):
             bench.manager.begin_pass("loop")
@@ -225,11 +261,8 @@ def test_nothing_is_read_or_overwritten_too_soon(
                 kind = random.random()
                 writable = number > 0  # block 0 is looked at beside, and so only ever read
                 bench.use(number, write=writable and kind < 0.3, discard=writable and kind > 0.85)
-                if random.random() < 0.1:
-                    bench.switch()
-                if random.random() < 0.2:
-                    bench.look_beside()
-                bench.run_on(random, lag, late)
+                bench.stray(random)
+                bench.run_on(random)
             if round_number == 2:
                 random.shuffle(loop)
     finally:
@@ -238,19 +271,11 @@ def test_nothing_is_read_or_overwritten_too_soon(
 
 
 @settings(max_examples=150)
-@given(
-    seed=st.integers(0, 1 << 30),
-    slots=st.integers(1, 3),
-    lag=st.sampled_from([0, 1, 3]),
-    late=st.sampled_from([None, 0, 1, UP, DOWN]),
-)
-def test_nothing_is_written_in_dram_while_a_kernel_looks_at_it_there(
-    seed: int, slots: int, lag: int, late: int | None
-) -> None:
+@given(cases(slots=(1, 3), blocks=(5, 5), depth=(1, 1), lags=(0, 1, 3), poison=st.just(True)))
+def test_nothing_is_written_in_dram_while_a_kernel_looks_at_it_there(case: Case) -> None:
     """Looks in place among writes in HBM, writes by the host, and homes that go to others."""
-    blocks = 5
-    bench = Streamed(seed, slots, blocks, 1, poison=True)
-    random = Random(seed + 1)
+    bench, blocks = Streamed(case), case.blocks
+    random = Random(case.seed + 1)
     try:
         for round_number in range(4):
             bench.manager.begin_pass("loop")
@@ -266,7 +291,7 @@ def test_nothing_is_written_in_dram_while_a_kernel_looks_at_it_there(
                     bench.rewrite(number)
                 elif kind < 0.8 and round_number:
                     bench.replace(number)
-                bench.run_on(random, lag, late)
+                bench.run_on(random)
     finally:
         bench.finish()
     assert not bench.wrong, bench.wrong[:3]
@@ -274,22 +299,12 @@ def test_nothing_is_written_in_dram_while_a_kernel_looks_at_it_there(
 
 
 @settings(max_examples=120)
-@given(
-    seed=st.integers(0, 1 << 30),
-    slots=st.integers(2, 5),
-    blocks=st.integers(3, 8),
-    depth=st.integers(1, 3),
-    lag=st.sampled_from([0, 1, 3, 8]),
-    late=st.sampled_from([None, 0, 1, UP, DOWN]),
-    poison=st.booleans(),
-)
-def test_nothing_is_read_too_soon_in_a_loop_that_repeats(
-    seed: int, slots: int, blocks: int, depth: int, lag: int, late: int | None, poison: bool
-) -> None:
+@given(cases(slots=(2, 5), blocks=(3, 8), depth=(1, 3)))
+def test_nothing_is_read_too_soon_in_a_loop_that_repeats(case: Case) -> None:
     """The same where copies go into the places of blocks that leave for them, events and all."""
-    bench = Streamed(seed, slots, blocks, depth, poison=poison)
+    bench, blocks = Streamed(case), case.blocks
     bench.manager.pacing.estimates.wants = lambda _: False  # type: ignore[method-assign]
-    random = Random(seed + 1)
+    random = Random(case.seed + 1)
     repeated = 0
     try:
         for round_number in range(8):
@@ -300,11 +315,11 @@ def test_nothing_is_read_too_soon_in_a_loop_that_repeats(
                 bench.use(number, write=written, discard=False)
                 if random.random() < 0.1:
                     bench.switch()
-                bench.run_on(random, lag, late)
+                bench.run_on(random)
     finally:
         bench.finish()
     assert not bench.wrong, bench.wrong[:3]
-    if depth + 2 <= slots < blocks:  # else a block is missed in every pass
+    if case.depth + 2 <= case.slots < blocks:  # else a block is missed in every pass
         assert repeated, "no pass was taken for one that repeats"
 
 
@@ -322,7 +337,6 @@ class Landing:
         self._left: list[tuple[FileTransfer, list[torch.Tensor], Sequence[Any]]] = []
         self._fences: dict[FileTransfer, list[Any]] = {}
         self._chunks: list[torch.Tensor] = []
-        self.late = 0
 
     def read(self, extent: Extent, target: torch.Tensor, **settings: Any) -> FileTransfer:
         after = settings.pop("after")
@@ -341,7 +355,6 @@ class Landing:
             chunk = torch.full_like(part, value)
             self._chunks.append(chunk)  # its bytes are read when the copy runs
             self._fences[transfer].append(self._copier.to_target(part, chunk, after))
-            self.late += not all(event.done() for event in after)
             if not parts:
                 self._left.remove(entry)
 
@@ -366,29 +379,13 @@ class Landing:
 
 
 @settings(max_examples=100)
-@given(
-    seed=st.integers(0, 1 << 30),
-    slots=st.integers(1, 4),
-    blocks=st.integers(2, 7),
-    depth=st.integers(0, 3),
-    lag=st.sampled_from([0, 1, 3, 8]),
-    late=st.sampled_from([None, 0, 1, UP, FILES]),
-    poison=st.booleans(),
-)
+@given(cases(slots=(1, 4), blocks=(2, 7), depth=(0, 3), late=(UP, FILES)))
 def test_what_comes_from_files_overwrites_nothing_too_soon(
-    tmp_path_factory: pytest.TempPathFactory,
-    seed: int,
-    slots: int,
-    blocks: int,
-    depth: int,
-    lag: int,
-    late: int | None,
-    poison: bool,
+    tmp_path_factory: pytest.TempPathFactory, case: Case
 ) -> None:
     """Reads straight into HBM among copies from DRAM; chunks land when they like."""
-    folder = tmp_path_factory.getbasetemp()
-    bench = Streamed(seed, slots, blocks, depth, poison=poison, nvme=str(folder))
-    random = Random(seed + 1)
+    bench, blocks = Streamed(case, str(tmp_path_factory.getbasetemp())), case.blocks
+    random = Random(case.seed + 1)
     loop = [random.randrange(2 * blocks) for _ in range(2 * blocks)]
     try:
         for _ in range(4):
@@ -396,13 +393,10 @@ def test_what_comes_from_files_overwrites_nothing_too_soon(
             for number in loop:
                 write = 0 < number < blocks and random.random() < 0.3
                 bench.use(number, write=write, discard=False)
-                if random.random() < 0.1:
-                    bench.switch()
-                if random.random() < 0.2:
-                    bench.look_beside()
+                bench.stray(random)
                 for _ in range(random.randint(0, 3)):
                     bench.landing.land(random)
-                bench.run_on(random, lag, late)
+                bench.run_on(random)
     finally:
         bench.finish()
     assert not bench.wrong, bench.wrong[:3]
@@ -485,7 +479,7 @@ def test_a_circle_of_waits_is_an_error() -> None:
 
 
 def test_a_block_that_may_move_is_not_captured_in_a_graph() -> None:
-    bench = Streamed(0, slots=2, blocks=3, depth=1, poison=True)
+    bench = Streamed(Case(0, slots=2, blocks=3, depth=1, lag=0, late=None, poison=True))
     manager = bench.manager
     shape = TensorShape("pinned", (PAGE,), (1,), torch.uint8, 1)
     (pinned,) = manager.add_blocks([("pinned", Role.PARAM, [shape])], home="hbm")
