@@ -206,13 +206,6 @@ _ELSEWHERE = (
         STEADY,
     ),
     Mutation(
-        "a place whose copy was forgotten is not waited for after another copy",
-        "tiermem/transfer/copy.py",
-        "        if event is not again or not self._rising.has(extent, event):\n",
-        "        if event is not again:\n",
-        ("tests/property/test_streams.py", "tests/unit/test_steady_loop.py"),
-    ),
-    Mutation(
         "a pass that repeats is measured without its copies",
         _RUNTIME + "traffic.py",
         "after, sampling = self.home_ready.get(came), self.pacing.sampling",
@@ -495,7 +488,7 @@ _WAITS = (
     ),
     (
         "compute writes where a copy still reads",
-        "            if event is not None:\n                self.calls.wait(stream, event)\n",
+        "        for event in self._copies(extent):\n            self.calls.wait(stream, event)\n",
         "",
     ),
     (
@@ -514,36 +507,49 @@ _WAITS = (
         "            stream, (calls.current(),), target",
     ),
     (
+        "a copy up does not wait for what came there from a file",
+        "            if landed is not None:\n                calls.wait(stream, landed)\n",
+        "",
+    ),
+    (
         "what is poisoned does not wait for compute that still reads there",
         "        self._follow_compute(self._up)\n",
         "",
     ),
     (
-        "what is poisoned does not wait for copies down from there",
-        "        if event is not None:\n            self.calls.wait(self._up, event)\n",
-        "",
+        "what is poisoned does not wait for copies from there and to there",
+        "            self.calls.wait(self._up, event)\n",
+        "            pass\n",
     ),
     (
         "what comes from a file does not wait for compute that still reads there",
-        "        found = [self.calls.record(stream) for stream in self._compute]\n",
-        "        found: list[Event] = []\n",
+        "        return (*computed, *self._copies(extent))\n",
+        "        return tuple(self._copies(extent))\n",
     ),
     (
         "what comes from a file waits for one compute stream and not for all",
-        "        found = [self.calls.record(stream) for stream in self._compute]\n",
-        "        found = [self.calls.record(self.calls.current())]\n",
+        "(self.calls.record(stream) for stream in self._compute)",
+        "(self.calls.record(self.calls.current()),)",
     ),
     (
-        "what comes from a file does not wait for copies down from there",
-        "        for fences in (self._rising, self._falling):\n"
-        "            event = fences.last(extent) if",
-        "        for fences in (self._rising,):\n            event = fences.last(extent) if",
+        "what comes from a file does not wait for copies from there and to there",
+        "        return (*computed, *self._copies(extent))\n",
+        "        return tuple(computed)\n",
     ),
     (
-        "what comes from a file does not wait for copies up to there",
-        "        for fences in (self._rising, self._falling):\n"
-        "            event = fences.last(extent) if",
-        "        for fences in (self._falling,):\n            event = fences.last(extent) if",
+        "what writes a place does not wait for copies down from there",
+        "(self._rising, self._landed, self._falling)",
+        "(self._rising, self._landed)",
+    ),
+    (
+        "what writes a place does not wait for copies up to there",
+        "(self._rising, self._landed, self._falling)",
+        "(self._landed, self._falling)",
+    ),
+    (
+        "what writes a place does not wait for what came there from a file",
+        "(self._rising, self._landed, self._falling)",
+        "(self._rising, self._falling)",
     ),
     (
         "a chunk of a file goes up without waiting for anything",
@@ -729,6 +735,48 @@ MUTATIONS = (
         for name, file, old, new in _ACTIVATIONS
     ),
     *(Mutation(name, _COPY, old, new, STREAMS) for name, old, new in _WAITS),
+    Mutation(
+        "compute does not wait for what comes from a file",
+        _RUNTIME + "traffic.py",
+        "                    self.ready[block_id] = transfer.event\n",
+        "",
+        STREAMS,
+    ),
+    Mutation(
+        "nobody is told what still comes from a file",
+        _RUNTIME + "traffic.py",
+        "                    self.copy.landed(move.target_extent, transfer.event)\n",
+        "",
+        STREAMS,
+    ),
+    Mutation(
+        "an event that a file mover may look at is recorded again",
+        _COPY,
+        "            again = None  # a file mover may look at it\n",
+        "            pass\n",
+        STREAMS,
+    ),
+    Mutation(
+        "chunks are used again while they are copied up",
+        _PIECES,
+        "        if not rising:\n            del self.busy",
+        "        if True:\n            del self.busy",
+        FILES,
+    ),
+    Mutation(
+        "a read that failed ends while copies go on",
+        "tiermem/transfer/filejobs.py",
+        " and (self.error is None or not self.rising)",
+        "",
+        FILES,
+    ),
+    Mutation(
+        "a write ends when it has been copied into staging",
+        "tiermem/transfer/filechunks.py",
+        "fence.event is not None and self.job.transfer.is_read",
+        "fence.event is not None",
+        FILES,
+    ),
     *(
         Mutation(f"{name} (real streams)", _COPY, old, new, GPU, gpu=True)
         for name, old, new in _WAITS[:5]

@@ -18,6 +18,8 @@ class HeldFence:
         waited: Set once somebody waits.
     """
 
+    event = None
+
     def __init__(self, copy: Callable[[], object]) -> None:
         self.waited = threading.Event()
         self._copy = copy

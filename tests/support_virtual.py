@@ -188,8 +188,8 @@ class World:
             self.read += nbytes
             if not job.transfer.in_place:
                 self._landed = max(self._landed, end, job.after) + nbytes / self.machine.bus
-                job.ends = self._landed
-                self._taken.append(job.ends)
+                job.transfer.event = Event(self, self._landed)
+                self._taken.append(self._landed)
             job.left -= nbytes
             if not job.left:
                 self._jobs.remove(job)
@@ -218,6 +218,9 @@ class Copies:
 
     def guards(self, extent: Extent) -> tuple[Event, ...]:
         return (Event(self.world, self.world.compute),)
+
+    def landed(self, extent: Extent, event: Event) -> None:
+        pass
 
     def use(self, event: Event | None) -> None:
         if event is not None:

@@ -25,6 +25,7 @@ from tiermem.io import IoEngine, IoOp, IoRequest, choose_engine
 from tiermem.storage.swapfile import SwapFile
 from tiermem.testing.helpers import ScriptedHelpers
 from tiermem.testing.io import Fault, Memory, ScriptedEngine
+from tiermem.transfer.driver import Signal
 from tiermem.transfer.filechunks import Chunk
 from tiermem.transfer.filehelpers import HelperFactory, threads
 from tiermem.transfer.filemover import ChunkCopier, FileMover, FileTransfer
@@ -77,7 +78,12 @@ class Unlucky:
 class LateFence:
     """A copy that is made when it pleases: at some look, or when it is waited for."""
 
-    def __init__(self, copy: Callable[[], object], chance: Callable[[], bool]) -> None:
+    event: Signal | None = None
+
+    def __init__(
+        self, target: torch.Tensor, copy: Callable[[], object], chance: Callable[[], bool]
+    ) -> None:
+        self.target = target
         self.copy: Callable[[], object] | None = copy
         self.chance = chance
 
@@ -106,12 +112,86 @@ class LateCopier:
     def to_target(
         self, target: torch.Tensor, staging: torch.Tensor, after: Sequence[Any] = ()
     ) -> LateFence:
-        fence = LateFence(lambda: target.copy_(staging), lambda: self.rng.random() < 0.3)
+        chance = lambda: self.rng.random() < 0.3  # noqa: E731
+        fence = LateFence(target, lambda: target.copy_(staging), chance)
         self.fences.append(fence)
         return fence
 
     def from_source(self, staging: torch.Tensor, source: torch.Tensor) -> LateFence:
         return self.to_target(staging, source)
+
+
+class StreamedFence:
+    """A copy of a stream, and its event: those before it are made first."""
+
+    waiter = -1
+
+    def __init__(self, copier: StreamedCopier, number: int, target: torch.Tensor) -> None:
+        self.copier = copier
+        self.number = number
+        self.target = target
+
+    @property
+    def event(self) -> StreamedFence:
+        return self
+
+    @property
+    def copy(self) -> Callable[[], object] | None:
+        return self.copier.copies[self.number]
+
+    def done(self) -> bool:
+        return self.copier.run_to(self.number, looks=1)
+
+    def wait(self) -> None:
+        self.copier.run_to(self.number)
+
+    synchronize = wait
+
+
+class StreamedCopier:
+    """Copies that streams wait for: one after the other, and only when they like.
+
+    Args:
+        rng: Decides when.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.fences: list[StreamedFence] = []
+        self.copies: list[Callable[[], object] | None] = []
+        self._lock = threading.Lock()
+        self._made = 0
+
+    def to_target(
+        self, target: torch.Tensor, staging: torch.Tensor, after: Sequence[Any] = ()
+    ) -> StreamedFence:
+        with self._lock:
+            fence = StreamedFence(self, len(self.fences), target)
+            self.copies.append(lambda: target.copy_(staging))
+            self.fences.append(fence)
+        return fence
+
+    def from_source(self, staging: torch.Tensor, source: torch.Tensor) -> StreamedFence:
+        return self.to_target(staging, source)
+
+    def run_to(self, number: int, looks: int | None = None) -> bool:
+        """Makes copies up to one; of a look, perhaps the next one. Returns whether it is made."""
+        with self._lock:
+            while self._made <= number and looks != 0:
+                if looks is not None:
+                    looks -= 1
+                    if self.rng.random() < 0.7:
+                        continue
+                copy = self.copies[self._made]
+                assert copy is not None
+                copy()
+                self.copies[self._made] = None
+                self._made += 1
+            return self._made > number
+
+
+Copier = type[LateCopier] | type[StreamedCopier] | None
+copiers: st.SearchStrategy[Copier] = st.sampled_from([None, LateCopier, StreamedCopier])
 
 
 def scripted_helpers(
@@ -162,8 +242,12 @@ def play(
                             mover.cancel(rng.choice(asked)[2])
                     else:
                         asked.append(_ask(mover, kind, slot, extents, rng))
-                for _, _, transfer, _ in asked[:closed_after]:
+                for _, _, transfer, tensor in asked[:closed_after]:
                     mover.wait(transfer)
+                    if transfer.error is not None:
+                        assert not _under_way(copier, tensor), "copies go on after an error"
+                    elif transfer.event is not None:
+                        transfer.event.synchronize()
                 if closed_after is not None:
                     mover.close()
                     staging.fill_(0xA5)
@@ -172,7 +256,7 @@ def play(
             assert not mover._pump._thread.is_alive()
             if closed_after is not None:
                 assert bool((staging == 0xA5).all()), "staging was touched after the end"
-    if isinstance(copier, LateCopier):
+    if isinstance(copier, LateCopier | StreamedCopier):
         assert all(fence.copy is None for fence in copier.fences)
     _compare(asked)
     return asked
@@ -191,6 +275,15 @@ def _ask(
     out = torch.zeros(nbytes, dtype=torch.uint8)
     urgent = kind == "urgent"
     return kind, slot, mover.read(extents[slot], out, label=f"slot {slot}", urgent=urgent), out
+
+
+def _under_way(copier: ChunkCopier | None, tensor: torch.Tensor) -> bool:
+    """Whether something has still to be copied into a target."""
+    if not isinstance(copier, LateCopier | StreamedCopier):
+        return False
+    storage = tensor.untyped_storage().data_ptr()
+    mine = [f for f in copier.fences if f.target.untyped_storage().data_ptr() == storage]
+    return any(fence.copy is not None for fence in mine)
 
 
 def _compare(asked: list[Asked]) -> None:
@@ -235,16 +328,16 @@ def test_faults_are_errors_or_harmless_but_never_wrong_bytes(
     play(script, seed, ScriptedEngine(order.randrange, Unlucky(seed, rate, kinds)), chunks)
 
 
-def crew(seed: int, late: bool) -> tuple[ChunkCopier | None, HelperFactory]:
+def crew(seed: int, late: Copier) -> tuple[ChunkCopier | None, HelperFactory]:
     """Returns a copier, late or the default, and helpers of any order."""
     rng = random.Random(seed)
-    return LateCopier(rng) if late else None, scripted_helpers(rng)
+    return late(rng) if late else None, scripted_helpers(rng)
 
 
 @settings(max_examples=300)
-@given(steps, st.integers(0, 2**32), st.integers(1, 9), st.booleans())
+@given(steps, st.integers(0, 2**32), st.integers(1, 9), copiers)
 def test_any_order_of_disk_checksum_and_copy_changes_no_byte(
-    script: list[tuple[str, int]], seed: int, chunks: int, late: bool
+    script: list[tuple[str, int]], seed: int, chunks: int, late: Copier
 ) -> None:
     engine = ScriptedEngine(random.Random(seed).randrange, Unlucky(seed, 0.4, ["short", "again"]))
     script = [("write", slot) for slot in range(SLOTS)] + script
@@ -263,7 +356,7 @@ def test_any_order_of_disk_checksum_and_copy_changes_no_byte(
     ),
     st.integers(0, 2**32),
     st.integers(1, 9),
-    st.booleans(),
+    copiers,
     st.floats(0.0, 0.3),
     st.one_of(st.none(), st.integers(0, 10)),
 )
@@ -271,7 +364,7 @@ def test_faults_cancelling_and_closing_in_any_state_leave_no_wrong_bytes(
     script: list[tuple[str, int]],
     seed: int,
     chunks: int,
-    late: bool,
+    late: Copier,
     rate: float,
     closed_after: int | None,
 ) -> None:
@@ -282,9 +375,9 @@ def test_faults_cancelling_and_closing_in_any_state_leave_no_wrong_bytes(
 
 
 @settings(max_examples=150)
-@given(steps, st.integers(0, 2**32), st.integers(1, 9), st.booleans(), st.integers(0, 40))
+@given(steps, st.integers(0, 2**32), st.integers(1, 9), copiers, st.integers(0, 40))
 def test_a_helper_that_fails_ends_every_transfer_and_leaves_no_wrong_bytes(
-    script: list[tuple[str, int]], seed: int, chunks: int, late: bool, lasts: int
+    script: list[tuple[str, int]], seed: int, chunks: int, late: Copier, lasts: int
 ) -> None:
     left = lasts
 
@@ -294,7 +387,7 @@ def test_a_helper_that_fails_ends_every_transfer_and_leaves_no_wrong_bytes(
         return MemoryError("no room for a copy") if left < 0 else None
 
     rng = random.Random(seed)
-    copier = LateCopier(rng) if late else None
+    copier = late(rng) if late else None
     script = [("write", slot) for slot in range(SLOTS)] + script
     play(
         script,
@@ -313,7 +406,7 @@ def test_a_helper_that_fails_ends_every_transfer_and_leaves_no_wrong_bytes(
     st.integers(1, 9),
     st.sampled_from(["uring", "threads"]),
     st.integers(1, 3),
-    st.booleans(),
+    copiers,
     st.one_of(st.none(), st.integers(0, 10)),
 )
 def test_the_real_engines_and_threads_change_no_byte(
@@ -322,11 +415,11 @@ def test_the_real_engines_and_threads_change_no_byte(
     chunks: int,
     name: str,
     count: int,
-    late: bool,
+    late: Copier,
     closed_after: int | None,
 ) -> None:
     script = [("write", slot) for slot in range(SLOTS)] + script
-    copier = LateCopier(random.Random(seed)) if late else None
+    copier = late(random.Random(seed)) if late else None
     engine = choose_engine(name)[0]()
     asked = play(script, seed, engine, chunks, copier, threads(count), closed_after)
     assert not any("file-helper" in thread.name for thread in threading.enumerate())
@@ -336,8 +429,8 @@ def test_the_real_engines_and_threads_change_no_byte(
 
 
 @settings(max_examples=60)
-@given(st.integers(0, 2**32), st.integers(0, 8 * sum(SIZES)), st.booleans())
-def test_every_flipped_bit_is_seen(seed: int, bit: int, late: bool) -> None:
+@given(st.integers(0, 2**32), st.integers(0, 8 * sum(SIZES)), copiers)
+def test_every_flipped_bit_is_seen(seed: int, bit: int, late: Copier) -> None:
     def fault(request: IoRequest, tries: int) -> Fault | None:
         return Fault(flip_bit=bit) if request.op is IoOp.READ else None
 

@@ -335,14 +335,13 @@ class Landing:
         self._copier = CudaChunkCopier(engine)
         self._content = content
         self._left: list[tuple[FileTransfer, list[torch.Tensor], Sequence[Any]]] = []
-        self._fences: dict[FileTransfer, list[Any]] = {}
+        self._over: list[FileTransfer] = []
         self._chunks: list[torch.Tensor] = []
 
     def read(self, extent: Extent, target: torch.Tensor, **settings: Any) -> FileTransfer:
         after = settings.pop("after")
         transfer = FileTransfer(extent, is_read=True, **settings)
         self._left.append((transfer, list(target.chunk(2)), after))
-        self._fences[transfer] = []
         return transfer
 
     def land(self, random: Random) -> None:
@@ -354,25 +353,19 @@ class Landing:
             value = self._content[transfer.extent.offset]
             chunk = torch.full_like(part, value)
             self._chunks.append(chunk)  # its bytes are read when the copy runs
-            self._fences[transfer].append(self._copier.to_target(part, chunk, after))
+            transfer.event = self._copier.to_target(part, chunk, after).event
             if not parts:
                 self._left.remove(entry)
+                transfer.finished, transfer.finished_ns = True, time.perf_counter_ns()
+                self._over.append(transfer)
 
     def poll(self) -> list[FileTransfer]:
-        waiting = {entry[0] for entry in self._left}
-        over = [t for t, fences in self._fences.items() if all(f.done() for f in fences)]
-        done = [transfer for transfer in over if transfer not in waiting]
-        for transfer in done:
-            del self._fences[transfer]
-            transfer.finished, transfer.finished_ns = True, time.perf_counter_ns()
-        return done
+        over, self._over = self._over, []
+        return over
 
     def wait(self, transfer: FileTransfer, **_: Any) -> None:
-        while any(entry[0] is transfer for entry in self._left):
+        while not transfer.finished:
             self.land(Random(0))
-        for fence in self._fences.get(transfer, []):
-            fence.wait()
-        self.poll()
 
     def close(self) -> None:
         self._left.clear()
@@ -447,7 +440,7 @@ def test_an_event_recorded_again_says_nothing_of_what_it_said_before() -> None:
 
 
 def test_a_copy_whose_event_says_it_again_is_waited_for_however_many_there_were() -> None:
-    """Copies that are over are forgotten when there are many; their events live on."""
+    """Copies that are over are forgotten when there are many; their events mean nothing then."""
     device = SimulatedDevice(Random(0))
     engine = StreamCopyEngine(device, UP, DOWN, FILES)
     target, source = torch.zeros(64, PAGE, dtype=torch.uint8), torch.ones(PAGE, dtype=torch.uint8)
@@ -457,7 +450,11 @@ def test_a_copy_whose_event_says_it_again_is_waited_for_however_many_there_were(
         engine.up(target[page], source, Extent(page * PAGE, PAGE), None)
         device.synchronize()
     target[0] = 0
-    assert engine.up(target[0], source, Extent(0, PAGE), None, first) is first
+    second = engine.up(target[0], source, Extent(0, PAGE), None, first)
+    assert second is not first
+    device.synchronize()
+    target[0] = 0
+    assert engine.up(target[0], source, Extent(0, PAGE), None, second) is second
     engine.claim(Extent(0, PAGE))
     seen: list[int] = []
     device.submit(device.stream, lambda: seen.append(int(target[0].sum())))
@@ -466,6 +463,24 @@ def test_a_copy_whose_event_says_it_again_is_waited_for_however_many_there_were(
     assert not seen
     device.synchronize()
     assert seen == [PAGE]
+
+
+def test_what_a_file_mover_may_look_at_is_not_recorded_again() -> None:
+    """A copy into the place of what came from a file waits for that, and has its own event."""
+    device = SimulatedDevice(Random(0))
+    engine = StreamCopyEngine(device, UP, DOWN, FILES)
+    target = torch.zeros(PAGE, dtype=torch.uint8)
+    ones, twos = torch.ones(PAGE, dtype=torch.uint8), torch.full((PAGE,), 2, dtype=torch.uint8)
+    place = Extent(0, PAGE)
+    landed = engine.copy_up(target, ones, engine.guards(place))
+    engine.landed(place, landed)
+    event = engine.up(target, twos, place, None, landed)
+    assert event is not landed
+    while device.advance(UP):
+        pass
+    assert not target.any()
+    device.synchronize()
+    assert landed.done() and bool((target == 2).all())
 
 
 def test_a_circle_of_waits_is_an_error() -> None:

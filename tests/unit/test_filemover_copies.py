@@ -52,11 +52,9 @@ def test_closing_waits_for_late_copies(tmp_path: Path) -> None:
         store.grow(3 * CHUNK)
         mover = FileMover(store, ThreadEngine, host(4 * CHUNK), CHUNK, copier)
         write = mover.write(store.allocate(3 * CHUNK), noise(3 * CHUNK), label="w")
-        first, *others = copier.until_asked(3)
-        assert first.waited.wait(SECONDS)
+        fences = copier.until_asked(3)
         mover._pump.ask_to_close()
-        first.let_go()  # the pump goes on to its end, and there waits for the others
-        for fence in others:
+        for fence in fences:  # the pump goes on to its end, and there waits for each
             assert fence.waited.wait(SECONDS)
             assert not write.finished
             fence.let_go()

@@ -48,7 +48,7 @@ def test_a_loop_comes_near_its_bound(work: str, gigabytes: float, tmp_path: Path
         for _ in range(3):
             took = made.rounds(WORKS[work], 4)
             if work == "train":
-                assert took.of_bound >= 0.97
+                assert took.of_bound >= 0.98
             else:
                 assert took.seconds <= 1.03 * max(took.compute, left / machine.straight)
             assert plan_of(made) == plan
@@ -88,7 +88,6 @@ def test_what_is_foretold_comes_true(
         foretold.append(loop.seconds(below) * loop.length / len(loop.order))
         return below
 
-    monkeypatch.setattr(residents, "_DRAINED", 1.0)  # it is the device's, which is not simulated
     monkeypatch.setattr("tiermem.runtime.outlook.share_hbm", choose)
     with streamed(tmp_path, LLAMA, hbm=HBM, dram=DRAM, machine=as_fast(2.5)) as made:
         made.rounds(WORKS[work], WARM)

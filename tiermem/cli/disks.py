@@ -97,6 +97,11 @@ class DiskLinks:
     ) -> None:
         self.close()
 
+    def synchronize(self) -> None:
+        """Waits for the copies to the device."""
+        if self._engine is not None:
+            self._engine.synchronize()
+
     def close(self) -> None:
         """Gives the file and the memory back."""
         self._memory = self._staging = torch.empty(0, dtype=torch.uint8)
@@ -187,6 +192,7 @@ class DiskWork:
             transfers.append(self._mover.read(extent, memory, label="bench"))
         for transfer in transfers:
             self._mover.wait(transfer)
+        self._links.synchronize()  # a read has ended when its last copy has been submitted
         seconds = time.perf_counter() - begin
         self._mover.poll()
         for transfer in transfers:

@@ -63,10 +63,11 @@ def play(one: Round) -> tuple[float, float]:
 
 @dataclass(slots=True)
 class _Here:
-    """A block in HBM: its next use, and when it has come."""
+    """A block in HBM: its next use, when it has come, and when the host need not wait any more."""
 
     next: int
     came: float
+    known: float
 
 
 @dataclass(slots=True)
@@ -118,7 +119,7 @@ class _Player:
 
     def round(self, number: int) -> None:
         """Plays a round."""
-        one, here, length = self._one, self._here, len(self.uses)
+        here, length = self._here, len(self.uses)
         for at, block in enumerate(self.uses):
             now = number * length + at
             self._pass(*self._before[at])
@@ -131,8 +132,7 @@ class _Player:
             entry.next = now + self._gap[at]
             if block in self._staged:
                 self._staged[block].next = entry.next
-            if not one.slots and block in one.reads:
-                self._host = max(self._host, entry.came)  # it waits until that is over
+            self._host = max(self._host, entry.known)
             self.compute = max(self.compute, entry.came) + self._seconds[at]
         self._pass(*self._after)
 
@@ -199,18 +199,19 @@ class _Player:
             self._used -= one.taken[leaves]
         self._used += size
         if block in one.reads and not by_slot:
-            came = self._straight(block, size)
+            known, came = self._straight(block, size)
         else:
             # it goes behind all compute submitted so far: that used what was there before
             behind = self.compute + one.latency
             came = self._bus = max(self._bus, self._host, behind) + one.copies[block]
+            known = self._host
             if by_slot:
                 self._staged[block].gone = came
-        self._here[block] = _Here(position, came)
+        self._here[block] = _Here(position, came, known)
         return True
 
-    def _straight(self, block: int, size: int) -> float:
-        """Reads into HBM by way of staging chunks; returns when the block has come.
+    def _straight(self, block: int, size: int) -> tuple[float, float]:
+        """Reads into HBM by way of staging chunks; returns when it is read, and when it has come.
 
         The chunks that the one before has filled are free when that has come.
         """
@@ -223,7 +224,7 @@ class _Player:
         self.read += seconds
         came = max(end, self.compute + one.latency, self._bus) + _LAST * one.copies[block]
         self._chunks = came, size
-        return came
+        return end, came
 
     def _begin(self) -> float:
         """Returns when the disk begins with what is asked of it now."""

@@ -29,10 +29,6 @@ _WORTH_IT_BY_LANES = 1.01
 _SLOTS_IN_DRAM = (0, 2, 3, 4)
 _AT_ENDS = (0, 1, 2)
 """So many blocks at either end of a loop that turns are read from the disk before any other."""
-_DRAINED = 1.1
-"""Compute is so much slower where blocks are read straight into HBM: the host waits for room there
-as well as for the disk, and the device runs out of work. What was played was exceeded by 9% of the
-compute in training and by 17% in forward on the reference machine, and by nothing with slots."""
 _MOST_PLAYED = 512
 """Uses in a round up to which all plans are played that there may be; else a few."""
 _IN_DRAM = 1.1
@@ -335,8 +331,6 @@ class Loop:
         slower = _IN_DRAM if plan.ahead else 1.0
         there = plan.in_dram or frozenset()
         reads = {b: slower * s for b, s in files.seconds.items() if b in taken and b not in there}
-        if reads and not plan.ahead:
-            compute = [_DRAINED * seconds for seconds in compute]
         one = Round(
             order,
             compute,

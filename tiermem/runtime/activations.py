@@ -52,7 +52,7 @@ class Copy:
         place: Where the copy is; None where it could not be written.
         source: The storage, held.
         fetched: The bytes in HBM again.
-        up: Event of the copy that brought them.
+        up: Event of the copy that brought them; from a file once that has been read.
         reading: The file transfer that brings them.
         tail: Last bytes, which are no whole page and so not in the file.
         root: The tensor that was saved, or the one it is a view of; dead where that is gone.
@@ -374,6 +374,8 @@ class ActivationStore:
         copy.reading = None
         self._landed(reading)
         if reading.error is None:
+            copy.up = reading.event
+            self.manager.copy.use(copy.up)
             return
         self._forget_fetched(copy)
         if not again:
@@ -395,7 +397,7 @@ class ActivationStore:
             elif copy.reading is not None and not copy.reading.finished:
                 return
             else:
-                self.manager.copy.use(copy.up)
+                self.manager.copy.use(copy.up if copy.reading is None else copy.reading.event)
                 self._forget_fetched(copy)
 
     def _forget_fetched(self, copy: Copy) -> None:
@@ -417,6 +419,7 @@ class ActivationStore:
                 continue
             if transfer is not None:
                 self._landed(transfer)
+                event = event or transfer.event
             self.manager.copy.use(event)
         self._leaving = waiting
 

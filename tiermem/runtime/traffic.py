@@ -1,7 +1,8 @@
 """Blocks under way: begins copies, takes up their ends, and waits where it has to.
 
 A copy between HBM and DRAM counts as made once it is submitted (streams order
-it); one between HBM and a file is a *flight* until its transfer has finished.
+it); one between HBM and a file is a *flight* until its transfer has finished:
+a read when all of it has been submitted, a write when the disk has it.
 Completions come up only when something here polls; no transfer calls back.
 """
 
@@ -321,7 +322,7 @@ class Traffic:
     def _land(self, block_id: int, flight: Flight) -> None:
         """Enters one finished transfer into the table.
 
-        The table comes first: cut short by a Ctrl-C, this is done again at the next poll.
+        The flight goes last: cut short by a Ctrl-C, this is done again at the next poll.
         """
         transfer, move = flight.transfer, flight.move
         state = self.table[block_id].in_hbm
@@ -329,6 +330,9 @@ class Traffic:
         link = "nvme->hbm"
         if state is State.FILLING and move.target is Tier.HBM:
             if ok:
+                if transfer.event is not None:
+                    self.copy.landed(move.target_extent, transfer.event)
+                    self.ready[block_id] = transfer.event
                 self.table.end_fill(block_id, ok=True)
             else:
                 self._unfill(block_id)

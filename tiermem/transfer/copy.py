@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -61,7 +61,7 @@ class CopyEngine(Protocol):
             source: Host bytes.
             extent: Where ``target`` is, so that earlier readers are waited for.
             after: Event of the last write to ``source``.
-            again: Event of a copy up that nobody asks about any more, to be used again.
+            again: Event of a copy up that nobody asks about any more, which may be used again.
         """
         ...
 
@@ -94,6 +94,10 @@ class CopyEngine(Protocol):
         """Returns what a copy into ``extent`` that is submitted later has to wait for."""
         ...
 
+    def landed(self, extent: Extent, event: Event) -> None:
+        """Says that a copy from a file into ``extent`` is over when ``event`` has passed."""
+        ...
+
     def prepare_down(self) -> None:
         """Orders copies that another thread will submit after the compute so far."""
         ...
@@ -107,7 +111,7 @@ class CopyEngine(Protocol):
         ...
 
     def risen(self) -> Event | None:
-        """Returns an event of when every copy up so far has been made."""
+        """Returns an event of when every copy up from DRAM so far has been made."""
         ...
 
     def mark(self) -> Event | None:
@@ -163,6 +167,9 @@ class HostCopyEngine:
     def guards(self, extent: Extent) -> tuple[Event, ...]:
         """Nothing to wait for."""
         return ()
+
+    def landed(self, extent: Extent, event: Event) -> None:
+        """Nothing to remember."""
 
     def prepare_down(self) -> None:
         """Nothing to order."""
@@ -248,6 +255,7 @@ class StreamCopyEngine:
     up need not wait for each other: they share a stream. Those from files have
     one of their own, and wait for what was submitted when their read was asked
     for: behind others that were asked for since they would wait for these too.
+    Whoever else wants the place of one that has landed waits for its event.
 
     Attributes:
         calls: The device.
@@ -269,6 +277,7 @@ class StreamCopyEngine:
         self._files = files
         self._compute: dict[int, None] = {}
         self._rising = Fences()
+        self._landed = Fences()
         self._falling = Fences()
         self.capturing: Callable[[], bool] = calls.capturing
 
@@ -285,13 +294,19 @@ class StreamCopyEngine:
         before = self._falling.last(extent) if self._falling.fences else None
         if before is not None:
             calls.wait(stream, before)
+        if self._landed.fences:
+            landed = self._landed.last(extent)
+            if landed is not None:
+                calls.wait(stream, landed)
         if after is not None:
             calls.wait(stream, after)
         self._compute[calls.current()] = None
+        if again is not None and not self._rising.has(extent, again):
+            again = None  # a file mover may look at it
         event = calls.copy_behind(
             stream, self._compute, target.data_ptr(), source.data_ptr(), target.numel(), again
         )
-        if event is not again or not self._rising.has(extent, event):
+        if again is None:
             self._rising.add(extent, event)
         return event
 
@@ -312,10 +327,8 @@ class StreamCopyEngine:
         for other in self._compute:
             if other != stream:
                 self.calls.follow(stream, other)
-        for fences in (self._rising, self._falling):
-            event = fences.last(extent)
-            if event is not None:
-                self.calls.wait(stream, event)
+        for event in self._copies(extent):
+            self.calls.wait(stream, event)
 
     def poison(self, target: torch.Tensor, extent: Extent) -> None:
         """Sets every bit, on the up stream."""
@@ -326,19 +339,18 @@ class StreamCopyEngine:
     def prepare_up(self, extent: Extent) -> None:
         """Makes the up stream wait for every reader of ``extent``."""
         self._follow_compute(self._up)
-        event = self._falling.last(extent) if self._falling.fences else None
-        if event is not None:
+        for event in self._copies(extent):
             self.calls.wait(self._up, event)
 
     def guards(self, extent: Extent) -> tuple[Event, ...]:
         """Returns events of all compute so far, and of copies from and to ``extent``."""
         self._compute[self.calls.current()] = None
-        found = [self.calls.record(stream) for stream in self._compute]
-        for fences in (self._rising, self._falling):
-            event = fences.last(extent) if fences.fences else None
-            if event is not None:
-                found.append(event)
-        return tuple(found)
+        computed = (self.calls.record(stream) for stream in self._compute)
+        return (*computed, *self._copies(extent))
+
+    def landed(self, extent: Extent, event: Event) -> None:
+        """Keeps the event of what a file mover copied up, for those who come after it."""
+        self._landed.add(extent, event)
 
     def prepare_down(self) -> None:
         """Makes the down stream wait for the compute submitted so far."""
@@ -357,7 +369,7 @@ class StreamCopyEngine:
             event.synchronize()
 
     def risen(self) -> Event | None:
-        """Returns an event of when every copy up so far has been made."""
+        """Returns an event of when every copy up from DRAM so far has been made."""
         return self.calls.record(self._up)
 
     def mark(self) -> Event | None:
@@ -389,6 +401,13 @@ class StreamCopyEngine:
         """Submits a copy down as it is; what orders it has been submitted before."""
         self.calls.copy(self._down, target.data_ptr(), source.data_ptr(), target.numel())
         return self.calls.record(self._down)
+
+    def _copies(self, extent: Extent) -> Iterator[Event]:
+        """Yields the last copies from and to ``extent``, one of each stream."""
+        for fences in (self._rising, self._landed, self._falling):
+            event = fences.last(extent) if fences.fences else None
+            if event is not None:
+                yield event
 
     def _follow_compute(self, copies: int) -> None:
         """Makes a copy stream wait for the compute submitted so far."""
@@ -458,10 +477,15 @@ class CudaChunkCopier:
 
 
 class StreamFence:
-    """A copy on a stream, as the file mover sees it."""
+    """A copy on a stream, as the file mover sees it.
+
+    Attributes:
+        event: The copy's, for other streams.
+    """
 
     def __init__(self, event: Event) -> None:
         """Keeps the copy's event."""
+        self.event: Event | None = event
         self._event = event
 
     def done(self) -> bool:

@@ -18,7 +18,14 @@ from tiermem.transfer.filejobs import Job
 
 
 class Fence(Protocol):
-    """The end of a copy that may complete later."""
+    """The end of a copy that may complete later.
+
+    Attributes:
+        event: For streams to wait for; None where only the host can. Copies into targets that
+            have one end in the order in which they were started.
+    """
+
+    event: Signal | None
 
     def done(self) -> bool:
         """Returns whether the copy has completed; never blocks."""
@@ -47,6 +54,8 @@ class ChunkCopier(Protocol):
 
 class _Done:
     """A fence that is done from the start."""
+
+    event: Signal | None = None
 
     def done(self) -> bool:
         return True
@@ -92,7 +101,7 @@ class Task(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """One staging chunk, and the piece that is in it. It is over when nobody works on it.
+    """One staging chunk, and the piece that is in it.
 
     Attributes:
         index: Number of the chunk; the token of its requests.
@@ -107,6 +116,7 @@ class Chunk:
         task: What a helper is doing with it.
         fence: Of the copy under way.
         written: Whether the disk has taken all of it.
+        ended: Whether its piece has ended; a copy out of it that streams wait for may go on.
         checksum_ns: Time spent in the checksum.
         copy_ns: Time spent in the copy.
     """
@@ -123,13 +133,15 @@ class Chunk:
     task: Task | None = None
     fence: Fence | None = None
     written: bool = False
+    ended: bool = False
     checksum_ns: int = 0
     copy_ns: int = 0
 
     @property
-    def over(self) -> bool:
-        """Whether neither the disk nor a helper nor a copy is at it."""
-        return not self.on_disk and self.task is None and self.fence is None
+    def rising(self) -> bool:
+        """Whether all that is left of its piece is a copy that streams wait for."""
+        fence = self.fence
+        return fence is not None and fence.event is not None and self.job.transfer.is_read
 
     @property
     def wrong(self) -> bool:

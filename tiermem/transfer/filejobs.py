@@ -33,6 +33,8 @@ class FileTransfer:
         extent: Where in the store.
         urgent: Whether it goes before others.
         error: What went wrong, or ``None``; valid once ``finished``.
+        event: Of the last copy into a target that streams wait for; ``None`` where every byte is
+            there once it has ``finished`` well. After an error nothing is under way in any case.
         submitted_ns: When it was asked for (``time.perf_counter_ns``).
         started_ns: When its first piece was begun; 0 before.
         finished_ns: When it ended; 0 before.
@@ -41,6 +43,7 @@ class FileTransfer:
 
     __slots__ = (
         "error",
+        "event",
         "extent",
         "finished",
         "finished_ns",
@@ -69,6 +72,7 @@ class FileTransfer:
         self.label = label
         self.urgent = urgent
         self.error: StorageError | None = None
+        self.event: Signal | None = None
         self.submitted_ns = time.perf_counter_ns()
         self.started_ns = 0
         self.finished_ns = 0
@@ -89,6 +93,7 @@ class Job:
         pieces: Parts in the files.
         next_piece: Index of the first piece not begun.
         active: Pieces begun and not ended.
+        rising: Pieces that have ended but for a copy that streams wait for.
         error: First failure; pieces not begun are then left out.
         generation: Of the write, for the checksum index; 0 before it begins.
         blockers: Earlier transfers of the same bytes that must end first.
@@ -104,6 +109,7 @@ class Job:
         "generation",
         "next_piece",
         "pieces",
+        "rising",
         "tensor",
         "transfer",
         "urgent",
@@ -122,6 +128,7 @@ class Job:
         self.pieces = pieces
         self.next_piece = 0
         self.active = 0
+        self.rising = 0
         self.error: StorageError | None = None
         self.generation = 0
         self.blockers: set[Job] = set()
@@ -135,8 +142,8 @@ class Job:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to begin or to end."""
-        return self.exhausted and self.active == 0
+        """Whether nothing is left to begin or to end; after an error, nothing at all."""
+        return self.exhausted and self.active == 0 and (self.error is None or not self.rising)
 
     def stop(self, error: StorageError) -> None:
         """Records a failure (the first one counts) and leaves out what was not begun."""
@@ -177,6 +184,11 @@ class JobQueue:
                 self._hurry(job)
         else:
             self._enqueue(job)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a piece could be begun, were there a chunk for it."""
+        return any(not job.exhausted and not job.blockers for job in self.jobs.values())
 
     def _enqueue(self, job: Job) -> None:
         if job.urgent:

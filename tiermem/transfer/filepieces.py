@@ -1,10 +1,11 @@
 """What happens to each piece of a file transfer, from its staging chunk to its end.
 
 A piece that is read: disk, then checksum and copy. Copies that run by themselves (to a GPU)
-begin at once and are checked while under way; host copies wait for the checksum. A piece
-that is written: copy into staging, then disk and checksum side by side. Host memory that
-the disk can take as it lies is written from there, without a copy, and read into
-where that is asked for.
+begin at once and are checked while under way; host copies wait for the checksum. Where streams
+can wait for such copies, a read ends when the last one has been submitted, and its chunks are
+used again when theirs are over. A piece that is written: copy into staging, then disk and
+checksum side by side. Host memory that the disk can take as it lies is written from there,
+without a copy, and read into where that is asked for.
 """
 
 from __future__ import annotations
@@ -129,15 +130,27 @@ class Pieces:
 
     @property
     def needs_fence(self) -> bool:
-        """Whether a transfer would be over but for copies that run by themselves."""
+        """Whether a transfer, or the disk, waits for nothing but copies that run by themselves."""
+        if self._starved and self.fenced:
+            return True
         held = {c.job for c in self.busy.values() if c.on_disk or c.task is not None}
-        return any(c.job.exhausted and c.job not in held for c in self.fenced)
+        left = (c.job for c in self.fenced if not c.job.transfer.finished)
+        return any(not held or (job.exhausted and job not in held) for job in left)
 
     def last_fence(self) -> Fence | None:
-        """Returns a fence, if fences are all that is under way."""
+        """Returns a fence, if nothing else can happen before one is done, save a cancellation."""
+        if self._staging.spare or not self.needs_fence:
+            return None
         if any(c.on_disk or c.task is not None for c in self.busy.values()):
             return None
         return next((c.fence for c in self.fenced), None)
+
+    @property
+    def _starved(self) -> bool:
+        """Whether the disk has less than it may have for want of a chunk."""
+        if self._staging.spare or self.engine.in_flight >= self._most_on_disk:
+            return False
+        return self.queue.pending
 
     # Beginning -----------------------------------------------------------------------
 
@@ -211,6 +224,7 @@ class Pieces:
         before = time.perf_counter_ns()
         if chunk.job.transfer.is_read:
             fence = self._copier.to_target(chunk.part(), chunk.memory, chunk.job.after)
+            chunk.job.transfer.event = fence.event
         else:
             fence = self._copier.from_source(chunk.memory, chunk.part())
         self.counters.copy_ns += time.perf_counter_ns() - before
@@ -314,21 +328,34 @@ class Pieces:
     # Ending --------------------------------------------------------------------------
 
     def _end(self, chunk: Chunk) -> None:
-        """Lets go of a chunk that nobody works on any more."""
-        if not chunk.over:
+        """Ends a piece that nobody works on any more; lets go of its chunk once that is free."""
+        if chunk.on_disk or chunk.task is not None:
             return
-        job = chunk.job
-        if not job.transfer.is_read:
-            self._writing -= 1
-            if chunk.written:
-                self._store.end_write(
-                    job.transfer.extent, chunk.piece, job.generation, chunk.checksum
-                )
-        del self.busy[chunk.index]
-        self._staging.spare.append(chunk.index)
-        job.active -= 1
-        if job.over:
+        job, rising = chunk.job, chunk.rising
+        if chunk.fence is not None and not rising:
+            return
+        if not chunk.ended:
+            chunk.ended = True
+            job.active -= 1
+            job.rising += rising
+            self._end_write(chunk)
+        elif not rising:
+            job.rising -= 1
+        if not rising:
+            del self.busy[chunk.index]
+            self._staging.spare.append(chunk.index)
+        if job.over and not job.transfer.finished:
             self._finish(job)
+
+    def _end_write(self, chunk: Chunk) -> None:
+        transfer = chunk.job.transfer
+        if transfer.is_read:
+            return
+        self._writing -= 1
+        if chunk.written:
+            self._store.end_write(
+                transfer.extent, chunk.piece, chunk.job.generation, chunk.checksum
+            )
 
     def drop(self) -> list[Job]:
         """Forgets everything, once nobody touches memory any more; returns the jobs left."""

@@ -189,10 +189,13 @@ class Pump:
     def _loop(self) -> None:
         pieces, helpers = self.pieces, self._helpers
         look = _FIRST_LOOK
+        moved = False
         while True:
             self._read_inbox()
             if self._closing:
                 return
+            moved |= pieces.look_at_fences()
+            look = _FIRST_LOOK if moved else min(2 * look, _LAST_LOOK)
             pieces.begin()
             self._set_brisk(bool(pieces.queue.jobs))
             helpers.eager = pieces.needs_helpers
@@ -202,14 +205,14 @@ class Pump:
                 pieces.begin()  # the disk is given its next work before anything else
                 pieces.complete(completions)
             pieces.helped(helped)
-            moved = pieces.look_at_fences() or bool(completions or helped)
-            look = _FIRST_LOOK if moved else min(2 * look, _LAST_LOOK)
+            moved = bool(completions or helped)
 
     def _wait(self, look: float) -> list[IoCompletion]:
         """Waits for what ends next: an operation, a helper's work, or a copy by itself.
 
         The last cannot wake the engine. So such copies are looked at whenever something else
-        ends, and waited for where nothing else is under way.
+        ends, now and then where something waits for them, and waited for where nothing else can
+        happen.
         """
         before = time.perf_counter_ns()
         fence = self.pieces.last_fence()
