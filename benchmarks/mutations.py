@@ -392,9 +392,9 @@ _ELSEWHERE = (
     ),
     Mutation(
         "a chunk is reused while its checksum is computed",
-        "tiermem/transfer/filechunks.py",
-        "return not self.on_disk and self.task is None and self.fence is None",
-        "return not self.on_disk and self.fence is None",
+        _PIECES,
+        "if chunk.on_disk or chunk.task is not None:\n            return",
+        "if chunk.on_disk:\n            return",
         FILES,
     ),
     Mutation(
@@ -585,6 +585,18 @@ _ACTIVATIONS = (
         "",
     ),
     (
+        "compute does not wait for what comes up from a file",
+        _COPIES,
+        "            self.manager.copy.use(copy.up)\n            return\n",
+        "            return\n",
+    ),
+    (
+        "what was fetched from a file and not needed is let go while it comes up",
+        _COPIES,
+        "                event = event or transfer.event\n",
+        "",
+    ),
+    (
         "a tensor changed after it was saved is taken as it was",
         _HANDLES,
         "    if counter._version != version:\n",
@@ -768,13 +780,6 @@ MUTATIONS = (
         "tiermem/transfer/filejobs.py",
         " and (self.error is None or not self.rising)",
         "",
-        FILES,
-    ),
-    Mutation(
-        "a write ends when it has been copied into staging",
-        "tiermem/transfer/filechunks.py",
-        "fence.event is not None and self.job.transfer.is_read",
-        "fence.event is not None",
         FILES,
     ),
     *(

@@ -18,12 +18,18 @@ class HeldFence:
         waited: Set once somebody waits.
     """
 
-    event = None
+    waiter = -1
 
-    def __init__(self, copy: Callable[[], object]) -> None:
+    def __init__(self, copy: Callable[[], object], *, streamed: bool = False) -> None:
         self.waited = threading.Event()
+        self._streamed = streamed
         self._copy = copy
         self._let_go = threading.Event()
+
+    @property
+    def event(self) -> HeldFence | None:
+        """Itself, where streams can wait for it."""
+        return self if self._streamed else None
 
     def done(self) -> bool:
         return self._let_go.is_set()
@@ -32,21 +38,28 @@ class HeldFence:
         self.waited.set()
         assert self._let_go.wait(SECONDS)
 
+    synchronize = wait
+
     def let_go(self) -> None:
         self._copy()
         self._let_go.set()
 
 
 class LateCopier:
-    """Copies that happen only when their fence is let go, as a device's do."""
+    """Copies that happen only when their fence is let go, as a device's do.
 
-    def __init__(self) -> None:
+    Args:
+        streamed: Whether streams can wait for them.
+    """
+
+    def __init__(self, *, streamed: bool = False) -> None:
+        self._streamed = streamed
         self.fences: list[HeldFence] = []
         self.changed = threading.Condition()
 
     def _late(self, target: torch.Tensor, source: torch.Tensor) -> HeldFence:
         with self.changed:
-            fence = HeldFence(lambda: target.copy_(source))
+            fence = HeldFence(lambda: target.copy_(source), streamed=self._streamed)
             self.fences.append(fence)
             self.changed.notify_all()
         return fence

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import random
+import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiermem.core.block import Extent
+from tiermem.io import choose_engine
+from tiermem.runtime.manager import BlockManager
 from tiermem.transfer.copy import POISON, HostCopyEngine
+from tiermem.transfer.filechunks import HostCopier
+from tiermem.transfer.filemover import Fence, FileMover
 
 
 class LateCopy:
@@ -33,19 +39,20 @@ class LateCopy:
 
     def make(self) -> None:
         """Makes every copy of its lane up to this one, the oldest first."""
-        while not self.made:
-            self.lane.popleft()._now()
+        with self.engine.lock:
+            while not self.made:
+                self.lane.popleft()._now()
 
     def _now(self) -> None:
         if self.after is not None:
             self.after.make()
-        self.made = True
         if not self.memory.expired():
             ctypes.memmove(self.target, self.source, self.nbytes)
         elif self.is_up:
             self.engine.harm.append("memory was let go while a copy was to be written there")
         else:  # whoever has the memory now has written to it
             ctypes.memset(self.target, POISON, self.nbytes)
+        self.made = True
 
 
 class LateCopyEngine(HostCopyEngine):
@@ -60,17 +67,19 @@ class LateCopyEngine(HostCopyEngine):
         self.eager = eager
         self.ups: deque[LateCopy] = deque()
         self.downs: deque[LateCopy] = deque()
+        self.files: deque[LateCopy] = deque()
         self.harm: list[str] = []
+        self.lock = threading.RLock()  # those of files are submitted by the pump
 
     def up(self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Any) -> Any:
         if extent.nbytes:
             return super().up(target, source, extent, after)
-        return self._later(LateCopy(self, self.ups, target, source, after, target))
+        return self.later(LateCopy(self, self.ups, target, source, after, target))
 
     def down(self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Any) -> Any:
         if extent.nbytes:
             return super().down(target, source, extent, after)
-        return self._later(LateCopy(self, self.downs, target, source, after, source))
+        return self.later(LateCopy(self, self.downs, target, source, after, source))
 
     def use(self, event: Any) -> None:
         if event is not None:
@@ -80,12 +89,62 @@ class LateCopyEngine(HostCopyEngine):
         self.use(event)
 
     def synchronize(self) -> None:
-        for lane in (self.ups, self.downs):
+        for lane in (self.ups, self.downs, self.files):
             if lane:
                 lane[-1].make()
 
-    def _later(self, copy: LateCopy) -> LateCopy:
-        copy.lane.append(copy)
+    def later(self, copy: LateCopy) -> LateCopy:
+        with self.lock:
+            copy.lane.append(copy)
         if self.chance.random() < self.eager:
             copy.make()
         return copy
+
+
+class LateFence:
+    """The end of a copy of a chunk: the pump's looks may find it made, streams wait for it."""
+
+    waiter = -1
+
+    def __init__(self, copy: LateCopy) -> None:
+        self._copy = copy
+        self.event = copy
+
+    def done(self) -> bool:
+        if self._copy.engine.chance.random() < self._copy.engine.eager:
+            self._copy.make()
+        return self._copy.made
+
+    def wait(self) -> None:
+        self._copy.make()
+
+
+class LateChunkCopier:
+    """Copies chunks of files up late, on a lane of their own; down at once."""
+
+    def __init__(self, engine: LateCopyEngine) -> None:
+        self._engine = engine
+
+    def to_target(
+        self, target: torch.Tensor, staging: torch.Tensor, after: Sequence[Any] = ()
+    ) -> LateFence:
+        engine = self._engine
+        return LateFence(
+            engine.later(LateCopy(engine, engine.files, target, staging, None, target))
+        )
+
+    def from_source(self, staging: torch.Tensor, source: torch.Tensor) -> Fence:
+        return HostCopier().from_source(staging, source)
+
+
+def make_late(manager: BlockManager, engine: LateCopyEngine) -> None:
+    """Has a manager whose blocks all live in DRAM make the copies of saved tensors late."""
+    manager.copy = manager.traffic.copy = engine
+    homes = manager.homes
+    if manager.mover is None or homes.swap is None or homes.staging is None:
+        return
+    manager.mover.close()
+    copier = LateChunkCopier(engine)
+    manager.mover = manager.traffic.mover = FileMover(
+        homes.swap, choose_engine()[0], homes.staging, homes.chunk, copier
+    )

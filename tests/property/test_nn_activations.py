@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support_late import LateCopyEngine
+from support_late import LateCopyEngine, make_late
 from support_nn import assert_same, same_bits, seed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -107,7 +107,7 @@ def test_any_graph_has_the_same_gradients(
     ) as tier:  # fmt: skip
         engine = LateCopyEngine(number)
         if late:
-            tier._manager.copy = tier._manager.traffic.copy = engine
+            make_late(tier._manager, engine)
         tier.wrap(model)
         for event in events:
             results = []

@@ -384,8 +384,9 @@ def test_what_comes_from_files_overwrites_nothing_too_soon(
         for _ in range(4):
             bench.manager.begin_pass("loop")
             for number in loop:
-                write = 0 < number < blocks and random.random() < 0.3
-                bench.use(number, write=write, discard=False)
+                kind = random.random()
+                writable = 0 < number < blocks
+                bench.use(number, write=writable and kind < 0.3, discard=writable and kind > 0.8)
                 bench.stray(random)
                 for _ in range(random.randint(0, 3)):
                     bench.landing.land(random)
@@ -481,6 +482,22 @@ def test_what_a_file_mover_may_look_at_is_not_recorded_again() -> None:
     assert not target.any()
     device.synchronize()
     assert landed.done() and bool((target == 2).all())
+
+
+def test_who_writes_a_place_waits_for_what_still_comes_there_from_a_file() -> None:
+    """A block that was fetched and not used has left; compute has not waited for it."""
+    device = SimulatedDevice(Random(0))
+    engine = StreamCopyEngine(device, UP, DOWN, FILES)
+    target, ones = torch.zeros(PAGE, dtype=torch.uint8), torch.ones(PAGE, dtype=torch.uint8)
+    place = Extent(0, PAGE)
+    for write in (engine.claim, partial(engine.poison, target)):
+        engine.landed(place, engine.copy_up(target, ones, engine.guards(place)))
+        write(place)
+        device.submit(device.stream, partial(target.fill_, 2))
+        while device.advance(device.stream) or device.advance(UP):
+            pass
+        device.synchronize()
+        assert not bool((target == 1).any())
 
 
 def test_a_circle_of_waits_is_an_error() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import torch
 from support_copies import SECONDS, LateCopier
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from tiermem.io import ThreadEngine
+from tiermem.io import IoOp, IoRequest, ThreadEngine
 from tiermem.storage.swapfile import SwapFile
-from tiermem.testing.io import Memory
+from tiermem.testing.io import Fault, Memory, ScriptedEngine
 from tiermem.transfer.filemover import FileMover
 
 PAGE = 4096
@@ -60,3 +62,84 @@ def test_closing_waits_for_late_copies(tmp_path: Path) -> None:
             fence.let_go()
         mover.close()
         assert write.error is not None
+
+
+def test_a_read_ends_when_streams_can_wait_for_the_rest_of_it(tmp_path: Path) -> None:
+    """Its chunks are used again when their copies are over, and the target is let go at once."""
+    copier = LateCopier(streamed=True)
+    data = noise(3 * CHUNK)
+    with SwapFile([tmp_path], None, CHUNK) as store:
+        store.grow(data.numel())
+        extent = store.allocate(data.numel())
+        with FileMover(store, ThreadEngine, host(3 * CHUNK), CHUNK, copier) as mover:
+            write = mover.write(extent, data, label="w")
+            copier.let_go(3)
+            mover.wait(write)
+            out, later = host(3 * CHUNK), host(3 * CHUNK)
+            first = mover.read(extent, out, label="first")
+            mover.wait(first)
+            fences = copier.until_asked(3)
+            assert first.error is None and not out.any()
+            assert first.event is fences[-1]
+            second = mover.read(extent, later, label="second")
+            for number, fence in enumerate(fences):
+                assert len(copier.fences) <= 3 + number  # no chunk for the next piece
+                fence.let_go()
+                copier.until_asked(4 + number)
+            mover.wait(second)
+            assert torch.equal(out, data) and not later.any()
+            gone = StorageWeakRef(out.untyped_storage())
+            del out, fences, fence
+            first.event = None
+            copier.let_go(3)
+            copier.fences.clear()
+            assert gone.expired(), "the mover holds a target that is not its any more"
+            assert torch.equal(later, data)
+
+
+def test_a_read_that_fails_ends_when_its_copies_are_over(tmp_path: Path) -> None:
+    """Then nobody writes to the target any more, whatever becomes of it."""
+    copier = LateCopier(streamed=True)
+    reads: list[int] = []
+
+    def fault(request: IoRequest, tries: int) -> Fault | None:
+        if request.op is IoOp.READ:
+            reads.append(request.offset)
+        return Fault(errno=errno.EIO) if len(reads) == 2 else None
+
+    with SwapFile([tmp_path], None, CHUNK) as store:
+        store.grow(2 * CHUNK)
+        extent = store.allocate(2 * CHUNK)
+        engine = ScriptedEngine(fault=fault)
+        with FileMover(store, lambda: engine, host(3 * CHUNK), CHUNK, copier) as mover:
+            write = mover.write(extent, noise(2 * CHUNK), label="w")
+            copier.let_go(2)
+            mover.wait(write)
+            read = mover.read(extent, host(2 * CHUNK), label="r")
+            (fence,) = copier.until_asked(1)
+            assert not read.finished
+            fence.let_go()
+            mover.wait(read)
+            assert read.error is not None and read.error.errno == errno.EIO
+
+
+def test_a_read_goes_on_while_writes_wait_for_the_device(tmp_path: Path) -> None:
+    copier = LateCopier()
+    data, out = noise(CHUNK), host(CHUNK)
+    with SwapFile([tmp_path], None, CHUNK) as store:
+        store.grow(4 * CHUNK)
+        extent, other = store.allocate(CHUNK), store.allocate(3 * CHUNK)
+        with FileMover(store, ThreadEngine, host(4 * CHUNK), CHUNK, copier) as mover:
+            first = mover.write(extent, data, label="first")
+            copier.let_go(1)
+            mover.wait(first)
+            write = mover.write(other, noise(3 * CHUNK), label="w")
+            copier.until_asked(3)
+            read = mover.read(extent, out, label="r")
+            copier.until_asked(4)
+            copier.let_go(1)
+            mover.wait(read)
+            assert not write.finished and torch.equal(out, data)
+            copier.let_go(3)
+            mover.wait(write)
+            assert read.error is None and write.error is None

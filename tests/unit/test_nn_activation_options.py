@@ -19,7 +19,7 @@ from support_activations import (
     manager,
     twins,
 )
-from support_late import LateCopyEngine
+from support_late import LateCopyEngine, make_late
 from support_nn import assert_same, seed
 from torch import nn
 from torch.nn import functional as F
@@ -166,12 +166,13 @@ def test_kinds_of_tensors() -> None:
 
 @pytest.mark.parametrize("seed_", range(6))
 @pytest.mark.parametrize("mode", ["plain", "nonreentrant", "reentrant"])
-def test_late_copies_change_nothing(seed_: int, mode: str) -> None:
+@pytest.mark.parametrize("home", HOMES)
+def test_late_copies_change_nothing(home: str, seed_: int, mode: str, tmp_path: Path) -> None:
     plain, model = twins(lambda: Net(8, mode))
     ahead = [0, "4KiB", "auto"][seed_ % 3]
-    with manager("dram", activation_ahead=ahead) as tier:
+    with manager(home, tmp_path, activation_ahead=ahead) as tier:
         engine = LateCopyEngine(seed_, eager=[0.0, 0.3][seed_ % 2])
-        tier._manager.copy = tier._manager.traffic.copy = engine
+        make_late(tier._manager, engine)
         tier.wrap(model)
         for step in range(4):
             if step == 2:
@@ -205,11 +206,14 @@ def test_blocks_that_are_compiled(mode: str) -> None:
 
 
 @pytest.mark.parametrize("layers_needed", [1, 2, 4])
-def test_what_was_fetched_and_never_used_is_let_go_in_order(layers_needed: int) -> None:
+@pytest.mark.parametrize("home", HOMES)
+def test_what_was_fetched_and_never_used_is_let_go_in_order(
+    home: str, layers_needed: int, tmp_path: Path
+) -> None:
     _, model = twins(lambda: Net(8))
     engine = LateCopyEngine(0, eager=0.0)
-    with manager("dram", activation_ahead="16KiB") as tier:
-        tier._manager.copy = tier._manager.traffic.copy = engine
+    with manager(home, tmp_path, activation_ahead="16KiB") as tier:
+        make_late(tier._manager, engine)
         tier.wrap(model)
         for _ in range(3):
             loss = model(data()).square().sum()

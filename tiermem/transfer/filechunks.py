@@ -141,7 +141,7 @@ class Chunk:
     def rising(self) -> bool:
         """Whether all that is left of its piece is a copy that streams wait for."""
         fence = self.fence
-        return fence is not None and fence.event is not None and self.job.transfer.is_read
+        return fence is not None and fence.event is not None
 
     @property
     def wrong(self) -> bool:

@@ -104,6 +104,7 @@ class Pieces:
 
     def _finish(self, job: Job) -> None:
         self.queue.remove(job)
+        del job.tensor  # chunks may stay for longer, and nobody else shall hold it for that
         self._ended(job.transfer, job.error)
 
     def _error(self, job: Job, piece: Piece, what: str, code: int | None) -> StorageError:
@@ -138,11 +139,13 @@ class Pieces:
         return any(not held or (job.exhausted and job not in held) for job in left)
 
     def last_fence(self) -> Fence | None:
-        """Returns a fence, if nothing else can happen before one is done, save a cancellation."""
+        """Returns a fence, if nothing else can happen before it is done, save a cancellation."""
         if self._staging.spare or not self.needs_fence:
             return None
         if any(c.on_disk or c.task is not None for c in self.busy.values()):
             return None
+        if len({c.job.transfer.is_read for c in self.fenced}) > 1:
+            return None  # copies up and down do not wait for each other
         return next((c.fence for c in self.fenced), None)
 
     @property
