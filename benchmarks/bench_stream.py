@@ -328,7 +328,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=8, help="calls before those that count")
     parser.add_argument("--trace", default=None, help="write a Chrome trace of the last run")
     parser.add_argument("--out", default=None, help="JSON file; {what} in it is replaced")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.out and len(options.what) > 1 and "{what}" not in options.out:
+        parser.error("--out needs {what} in its name where several kinds of work are run")
+    return options
 
 
 def main() -> int:
