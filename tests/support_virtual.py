@@ -27,6 +27,7 @@ from tiermem.transfer.filejobs import FileTransfer
 
 PAGE = 4096
 STAGING = 16 * (32 << 10)
+_WARM = 3
 
 
 @dataclass(frozen=True)
@@ -378,6 +379,11 @@ class Streamed:
         nbytes = (world.read - read) / n
         compute = sum(seconds for _, uses in passes for _, seconds in uses)
         return Took((world.now - began) / n, compute, nbytes, nbytes / world.machine.straight)
+
+    def warm(self, passes: Sequence[tuple[str, Sequence[tuple[int, float]]]]) -> None:
+        """Runs a loop until it is known; now and then the host looks at its results."""
+        for _ in range(_WARM):
+            self.rounds(passes, 4)
 
     def settle(self) -> None:
         """Waits for everything under way."""

@@ -241,7 +241,7 @@ def test_where_chunks_hold_no_whole_block_the_disk_may_read_ahead_into_dram() ->
     assert plan.ahead * 10 + len(plan.in_dram) * 10 <= 45
     assert not plan_of(uneven, 19, 1).ahead, "DRAM has no room for two"
     assert not plan_of([1.0] * 4, 45, _STAGING).ahead, "it is waited for: it reads the least"
-    assert plan_of([12.0] * 4, 45, _STAGING).ahead, "it has time: the host is not to wait for room"
+    assert not plan_of([12.0] * 4, 45, _STAGING).ahead, "it has time, and nobody waits for room"
 
 
 def test_what_dram_can_hold_is_not_read_again() -> None:
