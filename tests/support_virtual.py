@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -80,6 +80,8 @@ class _Job:
     slower: float
     after: float
     ends: float = 0.0
+    parked: bool = False
+    held: list[int] = field(default_factory=list)
 
 
 class World:
@@ -101,6 +103,7 @@ class World:
         self._disk = self._landed = 0.0
         self._random = Random(0)
         self._jobs: list[_Job] = []
+        self._parked: list[_Job] = []
         self._taken: deque[float] = deque()
         self.finished: list[FileTransfer] = []
         self._landing: list[_Job] = []
@@ -137,14 +140,45 @@ class World:
 
     # -- the disk --------------------------------------------------------
 
-    def ask(self, transfer: FileTransfer, after: Sequence[Event]) -> None:
+    def ask(self, transfer: FileTransfer, after: Sequence[Event], parked: bool = False) -> _Job:
         """Has the disk read."""
         transfer.submitted_ns = int(self.now * 1e9)
         if not self._jobs and self.now > self._disk:
             self._disk = self.now + self.machine.ramp
         slower = 1.0 + self.machine.jitter * self._random.uniform(-1.0, 1.0)
         guarded = max((event.at for event in after), default=0.0)
-        self._jobs.append(_Job(transfer, transfer.nbytes, transfer.urgent, slower, guarded))
+        job = _Job(transfer, transfer.nbytes, transfer.urgent, slower, guarded, parked=parked)
+        self._jobs.append(job)
+        return job
+
+    def land(self, transfer: FileTransfer, urgent: bool, after: Sequence[Event]) -> None:
+        """Says where a read goes that has no place yet."""
+        job = next(job for job in [*self._jobs, *self._parked] if job.transfer is transfer)
+        job.parked, job.urgent = False, urgent
+        job.after = max((event.at for event in after), default=0.0)
+        for nbytes in job.held:
+            self._copy_on(job, nbytes, self.now)
+        job.held.clear()
+        if job in self._parked:
+            self._parked.remove(job)
+            job.ends = self.now
+            self._landing.append(job)
+
+    def rest(self, transfer: FileTransfer) -> None:
+        """Moves the clock to where a read can go no further without a place."""
+        while any(j.transfer is transfer and len(j.held) < self._most_held for j in self._jobs):
+            following = self._next()
+            assert following is not None
+            self.advance(following)
+
+    @property
+    def _most_held(self) -> int:
+        return self.machine.chunks // 2
+
+    def _copy_on(self, job: _Job, nbytes: int, now: float) -> None:
+        self._landed = max(self._landed, now, job.after) + nbytes / self.machine.bus
+        job.transfer.event = Event(self, self._landed)
+        self._taken.append(self._landed)
 
     def hurry(self, transfer: FileTransfer) -> None:
         """Has the rest of a read go first."""
@@ -153,30 +187,32 @@ class World:
 
     def cancel(self, transfer: FileTransfer) -> None:
         """Has the disk leave out what it has not begun."""
-        for job in [job for job in self._jobs if job.transfer is transfer]:
-            self._jobs.remove(job)
+        for job in [j for j in [*self._jobs, *self._parked] if j.transfer is transfer]:
+            (self._jobs if job in self._jobs else self._parked).remove(job)
             job.ends = max(self.now, self._disk)
             self._landing.append(job)
 
-    def _front(self) -> _Job:
-        return next((job for job in self._jobs if job.urgent), self._jobs[0])
+    def _front(self) -> _Job | None:
+        parts = [job for job in self._jobs if not job.parked or len(job.held) < self._most_held]
+        return min(parts, key=lambda job: (not job.urgent, job.parked), default=None)
 
     def _piece(self, job: _Job) -> tuple[int, float, float]:
         """Returns the bytes of the next piece, when it begins and when it is there."""
         machine = self.machine
         nbytes = min(machine.chunk, job.left)
         begin = self._disk
-        if len(self._taken) >= machine.chunks:
+        held = sum(len(job.held) for job in [*self._jobs, *self._parked])
+        if len(self._taken) + held >= machine.chunks:
             begin = max(begin, self._taken[0])
         rate = machine.in_place if job.transfer.in_place else machine.straight
         return nbytes, begin, begin + nbytes / rate * job.slower
 
     def _next(self) -> float | None:
-        return self._piece(self._front())[2] if self._jobs else None
+        front = self._front()
+        return None if front is None else self._piece(front)[2]
 
     def _work(self, until: float) -> None:
-        while self._jobs:
-            job = self._front()
+        while (job := self._front()) is not None:
             nbytes, begin, end = self._piece(job)
             if end > until:
                 return
@@ -187,14 +223,14 @@ class World:
             self._disk = job.ends = end
             self.busy += end - begin
             self.read += nbytes
-            if not job.transfer.in_place:
-                self._landed = max(self._landed, end, job.after) + nbytes / self.machine.bus
-                job.transfer.event = Event(self, self._landed)
-                self._taken.append(self._landed)
+            if job.parked:
+                job.held.append(nbytes)
+            elif not job.transfer.in_place:
+                self._copy_on(job, nbytes, end)
             job.left -= nbytes
             if not job.left:
                 self._jobs.remove(job)
-                self._landing.append(job)
+                (self._parked if job.parked else self._landing).append(job)
 
     def _land(self) -> None:
         for job in [job for job in self._landing if job.ends <= self.now]:
@@ -271,6 +307,8 @@ class Clock:
 class Mover:
     """The file mover of a :class:`World`; writes take no time."""
 
+    parks = True
+
     def __init__(self, world: World) -> None:
         self.world = world
 
@@ -281,6 +319,21 @@ class Mover:
         )
         self.world.ask(transfer, after)
         return transfer
+
+    def park(self, extent: Extent, *, label: str) -> FileTransfer:
+        transfer = FileTransfer(extent, is_read=True, urgent=False, in_place=False, label=label)
+        self.world.ask(transfer, (), parked=True)
+        return transfer
+
+    def land(
+        self, transfer: FileTransfer, target: Any, *, urgent: bool, after: Sequence[Event]
+    ) -> FileTransfer:
+        self.world.advance(self.world.now)
+        self.world.land(transfer, urgent, after)
+        return transfer
+
+    def rest(self, transfer: FileTransfer) -> None:
+        self.world.rest(transfer)
 
     def write(self, extent: Extent, source: Any, *, label: str) -> FileTransfer:
         transfer = FileTransfer(extent, is_read=False, label=label, urgent=False)

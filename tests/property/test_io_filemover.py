@@ -236,13 +236,26 @@ def play(
             staging = torch.frombuffer(Memory(chunks * CHUNK).view, dtype=torch.uint8)
             with FileMover(store, lambda: engine, staging, CHUNK, copier, helpers=helpers) as mover:
                 asked: list[Asked] = []
+                parked: list[Asked] = []
                 for kind, slot in script:
                     if kind == "cancel":
                         if asked:
                             mover.cancel(rng.choice(asked)[2])
+                    elif kind == "land":
+                        if parked:
+                            _land(mover, parked.pop(rng.randrange(len(parked))), rng)
                     else:
                         asked.append(_ask(mover, kind, slot, extents, rng))
+                        if kind == "park":
+                            parked.append(asked[-1])
+                if closed_after is None:
+                    while parked:
+                        mover.rest(parked[-1][2])
+                        _land(mover, parked.pop(), rng)
+                nowhere = [entry[2] for entry in parked]
                 for _, _, transfer, tensor in asked[:closed_after]:
+                    if transfer in nowhere:
+                        continue  # it waits for a target
                     mover.wait(transfer)
                     if transfer.error is not None:
                         assert not _under_way(copier, tensor), "copies go on after an error"
@@ -273,8 +286,19 @@ def _ask(
         data = torch.frombuffer(buffer, dtype=torch.uint8)
         return kind, slot, mover.write(extents[slot], data, label=f"slot {slot}"), data
     out = torch.zeros(nbytes, dtype=torch.uint8)
+    if kind == "park":
+        return kind, slot, mover.park(extents[slot], label=f"slot {slot}"), out
     urgent = kind == "urgent"
     return kind, slot, mover.read(extents[slot], out, label=f"slot {slot}", urgent=urgent), out
+
+
+def _land(mover: FileMover, entry: Asked, rng: random.Random) -> None:
+    """Gives a read its target, or gives it up."""
+    _, _, transfer, out = entry
+    if rng.random() < 0.8:
+        mover.land(transfer, out, urgent=rng.random() < 0.5)
+    else:
+        mover.cancel(transfer)
 
 
 def _under_way(copier: ChunkCopier | None, tensor: torch.Tensor) -> bool:
@@ -372,6 +396,46 @@ def test_faults_cancelling_and_closing_in_any_state_leave_no_wrong_bytes(
     engine = ScriptedEngine(random.Random(seed).randrange, Unlucky(seed, rate, kinds))
     script = [("write", slot) for slot in range(SLOTS)] + script
     play(script, seed, engine, chunks, *crew(seed, late), closed_after)
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["write", "read", "urgent", "cancel", "park", "park", "land"]),
+            st.integers(0, SLOTS - 1),
+        ),
+        min_size=1,
+        max_size=25,
+    ),
+    st.integers(0, 2**32),
+    st.integers(2, 9),
+    st.sampled_from([LateCopier, StreamedCopier]),
+    st.sampled_from([0.0, 0.0, 0.1, 0.3]),
+    st.one_of(st.none(), st.integers(0, 10)),
+    st.booleans(),
+)
+def test_reads_that_begin_without_a_target_hold_nobody_up(
+    script: list[tuple[str, int]],
+    seed: int,
+    chunks: int,
+    late: Copier,
+    rate: float,
+    closed_after: int | None,
+    real: bool,
+) -> None:
+    """Any number of them; those that meet a write of the same bytes are cancelled."""
+    kinds = ["short", "again", "fail", "torn", "flip"]
+    engine = ScriptedEngine(random.Random(seed).randrange, Unlucky(seed, rate, kinds))
+    copier, helpers = crew(seed, late)
+    script = [("write", slot) for slot in range(SLOTS)] + script
+    asked = play(
+        script, seed, engine, chunks, copier, threads(2) if real else helpers, closed_after
+    )
+    cancelled = any(kind == "cancel" for kind, _ in script)
+    if not (rate or cancelled) and closed_after is None:
+        failed = [(kind, transfer.error) for kind, _, transfer, _ in asked if transfer.error]
+        assert all(k == "park" and e.errno == errno.ECANCELED for k, e in failed)
 
 
 @settings(max_examples=150)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from typing import Any
@@ -323,41 +323,95 @@ def test_nothing_is_read_too_soon_in_a_loop_that_repeats(case: Case) -> None:
         assert repeated, "no pass was taken for one that repeats"
 
 
+@dataclass(eq=False)
+class Reading:
+    """A read under way.
+
+    Attributes:
+        transfer: What the caller has.
+        target: Where to; None as long as it has no place.
+        after: What its copies wait for.
+        left: Halves of it that the disk has not read.
+        held: Those that are read and wait for a place.
+    """
+
+    transfer: FileTransfer
+    target: torch.Tensor | None = None
+    after: Sequence[Any] = ()
+    left: list[int] = field(default_factory=lambda: [0, 1])
+    held: list[int] = field(default_factory=list)
+
+
 class Landing:
     """A file mover whose reads land a chunk at a time, whenever the test likes.
 
     Args:
         engine: Copies the chunks up.
         content: What is in the file, by offset.
+
+    Attributes:
+        landed: Reads that had begun before they had a place.
     """
+
+    parks = True
 
     def __init__(self, engine: StreamCopyEngine, content: dict[int, int]) -> None:
         self._copier = CudaChunkCopier(engine)
         self._content = content
-        self._left: list[tuple[FileTransfer, list[torch.Tensor], Sequence[Any]]] = []
+        self._reading: list[Reading] = []
         self._over: list[FileTransfer] = []
         self._chunks: list[torch.Tensor] = []
+        self.landed = 0
 
     def read(self, extent: Extent, target: torch.Tensor, **settings: Any) -> FileTransfer:
         after = settings.pop("after")
         transfer = FileTransfer(extent, is_read=True, **settings)
-        self._left.append((transfer, list(target.chunk(2)), after))
+        self._reading.append(Reading(transfer, target, after))
         return transfer
 
-    def land(self, random: Random) -> None:
+    def park(self, extent: Extent, *, label: str) -> FileTransfer:
+        transfer = FileTransfer(extent, is_read=True, label=label, urgent=False)
+        self._reading.append(Reading(transfer))
+        return transfer
+
+    def land(
+        self, transfer: FileTransfer, target: torch.Tensor, *, urgent: bool, after: Sequence[Any]
+    ) -> FileTransfer:
+        reading = next(reading for reading in self._reading if reading.transfer is transfer)
+        assert reading.target is None
+        reading.target, reading.after = target, after
+        self.landed += 1
+        while reading.held:
+            self._copy(reading, reading.held.pop())
+        return transfer
+
+    def cancel(self, transfer: FileTransfer) -> None:
+        self._reading = [reading for reading in self._reading if reading.transfer is not transfer]
+
+    def rest(self, transfer: FileTransfer) -> None:
+        pass
+
+    def work(self, random: Random) -> None:
         """The disk is done with a chunk of any read."""
-        if self._left:
-            entry = random.choice(self._left)
-            transfer, parts, after = entry
-            part = parts.pop()
-            value = self._content[transfer.extent.offset]
-            chunk = torch.full_like(part, value)
-            self._chunks.append(chunk)  # its bytes are read when the copy runs
-            transfer.event = self._copier.to_target(part, chunk, after).event
-            if not parts:
-                self._left.remove(entry)
-                transfer.finished, transfer.finished_ns = True, time.perf_counter_ns()
-                self._over.append(transfer)
+        able = [reading for reading in self._reading if reading.left]
+        if able:
+            reading = random.choice(able)
+            half = reading.left.pop()
+            if reading.target is None:
+                reading.held.append(half)
+            else:
+                self._copy(reading, half)
+
+    def _copy(self, reading: Reading, half: int) -> None:
+        assert reading.target is not None
+        part, transfer = reading.target.chunk(2)[half], reading.transfer
+        chunk = torch.full_like(part, self._content[transfer.extent.offset])
+        self._chunks.append(chunk)  # its bytes are read when the copy runs
+        transfer.event = self._copier.to_target(part, chunk, reading.after).event
+        if not (reading.left or reading.held):
+            self._reading.remove(reading)
+            transfer.finished, transfer.finished_ns = True, time.perf_counter_ns()
+            self._over.append(transfer)
 
     def poll(self) -> list[FileTransfer]:
         over, self._over = self._over, []
@@ -365,10 +419,10 @@ class Landing:
 
     def wait(self, transfer: FileTransfer, **_: Any) -> None:
         while not transfer.finished:
-            self.land(Random(0))
+            self.work(Random(0))
 
     def close(self) -> None:
-        self._left.clear()
+        self._reading.clear()
 
 
 @settings(max_examples=100)
@@ -389,7 +443,7 @@ def test_what_comes_from_files_overwrites_nothing_too_soon(
                 bench.use(number, write=writable and kind < 0.3, discard=writable and kind > 0.8)
                 bench.stray(random)
                 for _ in range(random.randint(0, 3)):
-                    bench.landing.land(random)
+                    bench.landing.work(random)
                 bench.run_on(random)
     finally:
         bench.finish()

@@ -81,6 +81,8 @@ def test_what_is_foretold_comes_true(
 
     def choose(loop: Loop, settled: Plan | None = None) -> Plan:
         assert loop.files is not None
+        if settled is not None:
+            return settled
         away = residents._at_ends(loop, loop.files, ends)
         (plan, *_) = list(residents._plans(loop, [slots], away))
         below = next(residents._below(plan, loop, loop.files, away))
@@ -91,7 +93,7 @@ def test_what_is_foretold_comes_true(
     with streamed(tmp_path, LLAMA, hbm=HBM, dram=DRAM, machine=as_fast(2.5)) as made:
         made.warm(WORKS[work])
         took = made.rounds(WORKS[work], 4)
-    assert took.seconds == pytest.approx(foretold[-1], rel=0.06)
+    assert 0.88 * foretold[-1] < took.seconds < 1.06 * foretold[-1]
 
 
 @pytest.mark.parametrize("work", ["one token", "train"])

@@ -17,6 +17,8 @@ _HOST = 60e-6
 """Seconds of the host per use."""
 _IDLE = 3e-3
 """Seconds by which the first read of a disk that had nothing to do comes later."""
+_PARKED = 1 / 2
+"""Share of the staging chunks that a block may have which is read before HBM has room for it."""
 _LAST = 1 / 8
 """Of a block that is read straight into HBM: what still has to go up when all of it is read."""
 
@@ -115,6 +117,7 @@ class _Player:
         self._used = 0
         self._host = self._bus = self._disk = 0.0
         self._chunks: tuple[float, int] = (0.0, 0)
+        self._parked: tuple[int, float] = (-1, 0.0)
         self.compute = self.read = 0.0
 
     def round(self, number: int) -> None:
@@ -128,6 +131,7 @@ class _Player:
                 self._fetch(block, now, None)
             self._look_ahead(now, block)
             self._read_on(now, at)
+            self._park(at)
             entry = here[block]
             entry.next = now + self._gap[at]
             if block in self._staged:
@@ -164,6 +168,24 @@ class _Player:
                 continue
             if not self._stage(other, now + (position - at - 1) % length + 1):
                 break
+
+    def _park(self, at: int) -> None:
+        """Has the disk begin with the next block that it reads straight into HBM."""
+        if self._one.slots or not self._from_disk:
+            return
+        first = bisect_right(self._from_disk, at)
+        for position in (*self._from_disk[first:], *self._from_disk[:first]):
+            block = self.uses[position]
+            if block not in self._here:
+                if block != self._parked[0]:
+                    begin = self._begin()
+                    self._parked = block, begin
+                    self._disk = begin + self._without_room(block) * self._one.reads[block]
+                return
+
+    def _without_room(self, block: int) -> float:
+        """Returns how much of a block is read before it has room in HBM."""
+        return min(1.0, _PARKED * self._one.staging / self._one.taken[block])
 
     def _fetch(self, block: int, position: int, using: int | None) -> bool:
         """Brings a block up for the use at ``position``, which is the present one or a later one.
@@ -217,7 +239,15 @@ class _Player:
         """
         one, seconds = self._one, self._one.reads[block]
         before, nbytes = self._chunks
-        end = self._begin() + seconds
+        if block == self._parked[0]:
+            begin, share = self._parked[1], self._without_room(block)
+            self._parked = (-1, 0.0)
+            if self._host <= begin + share * seconds:
+                end = begin + seconds
+            else:
+                end = self._begin() + (1 - share) * seconds if share < 1 else self._host
+        else:
+            end = self._begin() + seconds
         if nbytes + size > one.staging:
             end = max(end, before + seconds * min(1.0, (nbytes + size - one.staging) / size))
         self._disk = end

@@ -16,6 +16,7 @@ from tiermem.runtime.outlook import Outlook, Outlooks
 
 if TYPE_CHECKING:
     from tiermem.runtime.manager import BlockManager
+    from tiermem.transfer.filemover import FileMover
 
 _AUTO_BLOCKS = 2
 _AUTO_BYTES = 64 << 20
@@ -72,6 +73,7 @@ class Prefetcher:
         self._ahead: deque[tuple[int, int]] = deque()
         self._nbytes = 0
         self._reads = 0
+        self._parks = 0
         self._lacking = True
         self._complete: tuple[Schedule | None, int] = (None, -1)
         self._pass: tuple[int, int, tuple[int, Hashable]] = (0, 0, (0, None))
@@ -139,8 +141,11 @@ class Prefetcher:
             self._walk_lanes(schedule, cursor, self._lanes)
         elif self._next < end:
             self._walk(schedule, end)
-        if self._manager.mover is not None and (self._through_dram or self._shared):
-            self._read_on(schedule, end)
+        if self._manager.mover is not None:
+            if self._through_dram or self._shared:
+                self._read_on(schedule, end)
+            if self._manager.mover.parks and not (self._through_dram or self._turns.uses):
+                self._park(schedule, end, self._manager.mover)
 
     def _follow_disk(self, planner: Planner) -> None:
         """Takes up what the disk has done, and what goes up is no longer in DRAM."""
@@ -181,7 +186,7 @@ class Prefetcher:
     def _restart(self, cursor: int) -> None:
         self._changes = self._traffic.changes
         self._traffic.gone.clear()
-        self._next = self._reads = cursor
+        self._next = self._reads = self._parks = cursor
         self._ahead.clear()
         self._nbytes = 0
         self._lacking = cursor > 0
@@ -209,7 +214,7 @@ class Prefetcher:
                         begun += 1
                         self._changes = traffic.changes
                         traffic.gone.clear()  # what left for it comes after it
-                        self._reads = self._cursor  # and is to be read again
+                        self._reads = self._parks = self._cursor  # and is to be read again
                 if not (record.usable and block.id in residents):
                     ahead.append((self._next, block.nbytes))
                     self._nbytes += block.nbytes
@@ -316,6 +321,28 @@ class Prefetcher:
                     break
             position += 1
         self._reads = position
+
+    def _park(self, schedule: Schedule, end: int, mover: FileMover) -> None:
+        """Has the disk begin with the next block that it reads straight into HBM."""
+        table, ahead = self._manager.table, self._traffic.ahead
+        order = schedule.order
+        position = max(self._parks, self._next)
+        while position < end:
+            record = table.get(order[position])
+            if (
+                record is not None
+                and record.home is Tier.NVME
+                and record.in_hbm is State.ABSENT
+                and record.block.id not in ahead.staged
+                and not ahead.takes(record.block)
+                and not self._manager.lender.borrowers(record.block)
+                and self._is_due(record, schedule, position)
+            ):
+                if record.block.id not in ahead.parked:
+                    ahead.park(record, mover)
+                break
+            position += 1
+        self._parks = position
 
     def _is_due(self, record: Record, schedule: Schedule, position: int) -> bool:
         if not record.defined or record.in_hbm is not State.ABSENT:

@@ -42,6 +42,23 @@ class Staged:
         return there and (self.copied is None or self.copied.done())
 
 
+@dataclass(slots=True, eq=False)
+class Parked:
+    """A read straight into HBM that has begun, and has no place there yet.
+
+    Attributes:
+        transfer: The read.
+        mover: Makes it.
+        home: Where in the files.
+        version: Of the bytes there when it was asked for.
+    """
+
+    transfer: FileTransfer
+    mover: FileMover
+    home: Extent
+    version: int
+
+
 class ReadAhead:
     """What the disk has read, or is reading, for blocks that HBM has no room for yet.
 
@@ -58,6 +75,7 @@ class ReadAhead:
 
     Attributes:
         staged: By block.
+        parked: The reads that have no place yet, one at most; by block.
         reading: Reads whose end nobody has taken up yet.
         nbytes: Bytes of DRAM that it has.
         unsettled: Whether a plan's places are still to be taken.
@@ -73,6 +91,7 @@ class ReadAhead:
         self._homes = homes
         self._wait = wait
         self.staged: dict[int, Staged] = {}
+        self.parked: dict[int, Parked] = {}
         self.reading: list[tuple[Record, FileTransfer]] = []
         self._queue = NextUseQueue()
         self._dying: list[Staged] = []
@@ -234,6 +253,40 @@ class ReadAhead:
         self.reading.append((record, entry.transfer))
         return True
 
+    def park(self, record: Record, mover: FileMover) -> None:
+        """Begins to read a block into what staging has to spare, until HBM has room for it.
+
+        The disk would stand still meanwhile: between two reads straight into HBM lie the use of a
+        block, which makes the room, and the way back to the disk.
+        """
+        home, swap = record.home_extent, self._homes.swap
+        if home is None or swap is None:
+            return
+        for block_id in list(self.parked):
+            self._unpark(block_id)
+        version = swap.version(home)
+        transfer = mover.park(home, label=record.block.name)
+        self.parked[record.block.id] = Parked(transfer, mover, home, version)
+
+    def parking(self, record: Record) -> FileTransfer | None:
+        """Returns the read of a block that is to have a place now; it is the caller's from here."""
+        entry = self.parked.get(record.block.id)
+        swap = self._homes.swap
+        if entry is None or swap is None:
+            return None
+        there = record.home_extent == entry.home and swap.version(entry.home) == entry.version
+        if not there or entry.transfer.finished:
+            self._unpark(record.block.id)
+            return None
+        del self.parked[record.block.id]
+        return entry.transfer
+
+    def _unpark(self, block_id: int) -> None:
+        """Gives a read up that has no place."""
+        entry = self.parked.pop(block_id, None)
+        if entry is not None:
+            entry.mover.cancel(entry.transfer)
+
     def landed(self) -> list[tuple[Record, FileTransfer]]:
         """Returns the reads that have ended since the last call, and were wanted."""
         done = [entry for entry in self.reading if entry[1].finished]
@@ -277,6 +330,8 @@ class ReadAhead:
 
     def drop(self, block_id: int) -> None:
         """Forgets a block; its place is free when nothing reads or writes it any more."""
+        if self.parked:
+            self._unpark(block_id)
         entry = self.staged.pop(block_id, None)
         if entry is not None:
             self._queue.drop(block_id)
@@ -307,6 +362,8 @@ class ReadAhead:
         """Waits for every read under way."""
         for _, transfer in self.reading:
             self._wait(transfer)
+        for entry in self.parked.values():
+            entry.mover.rest(entry.transfer)
         self._bury()
 
     def _place(self, block_id: int, nbytes: int, position: int) -> Extent | None:

@@ -130,12 +130,14 @@ class Traffic:
                 self.table.end_fill(block_id, ok=True)
             else:
                 urgent = urgent and not self.patient
-                guards = self.copy.guards(extent)
-                start = partial(
-                    self.need_mover().read, label=block.name, urgent=urgent, after=guards
-                )
+                guards, mover = self.copy.guards(extent), self.need_mover()
+                parked = self.ahead.parking(record) if self.ahead.parked else None
+                if parked is None:
+                    start = partial(mover.read, move.source_extent, label=block.name, urgent=urgent)
+                else:
+                    start = partial(mover.land, parked, urgent=urgent)
                 asked = True
-                transfer = start(move.source_extent, slot.bytes)
+                transfer = start(target=slot.bytes, after=guards)
                 self.flights[block.id] = Flight(transfer, move)
         except BaseException as error:
             if record.extent is None:
@@ -352,7 +354,7 @@ class Traffic:
         if transfer.error is not None:
             self._counters.errors += 1
             return
-        begun = transfer.started_ns or transfer.submitted_ns
+        begun = (transfer.started_ns or transfer.submitted_ns) + transfer.rested_ns
         self._counters.moved(link, block.nbytes, transfer.finished_ns - begun)
         if self.pacing.sampling:
             disk = "nvme->hbm" if transfer.is_read else "hbm->nvme"

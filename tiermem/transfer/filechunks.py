@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from tiermem.core.block import ALIGNMENT
-from tiermem.errors import ConfigError
+from tiermem.errors import ConfigError, InvariantError
 from tiermem.storage.swapfile import Piece
 from tiermem.transfer.driver import Signal
 from tiermem.transfer.filejobs import Job
@@ -116,6 +116,7 @@ class Chunk:
         task: What a helper is doing with it.
         fence: Of the copy under way.
         written: Whether the disk has taken all of it.
+        parked: Whether it waits for a target.
         ended: Whether its piece has ended; a copy out of it that streams wait for may go on.
         checksum_ns: Time spent in the checksum.
         copy_ns: Time spent in the copy.
@@ -133,6 +134,7 @@ class Chunk:
     task: Task | None = None
     fence: Fence | None = None
     written: bool = False
+    parked: bool = False
     ended: bool = False
     checksum_ns: int = 0
     copy_ns: int = 0
@@ -150,7 +152,10 @@ class Chunk:
 
     def part(self) -> torch.Tensor:
         """Returns the part of the target or source that belongs to the piece."""
-        return self.job.tensor.narrow(0, self.piece.extent_offset, self.piece.nbytes)
+        tensor = self.job.tensor
+        if tensor is None:
+            raise InvariantError(f"the read of {self.job.transfer.label!r} has no target yet")
+        return tensor.narrow(0, self.piece.extent_offset, self.piece.nbytes)
 
 
 class Staging:

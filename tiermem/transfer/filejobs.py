@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +13,9 @@ from tiermem.core.block import Extent
 from tiermem.errors import StorageError
 from tiermem.storage.swapfile import Piece
 from tiermem.transfer.driver import Signal
+
+if TYPE_CHECKING:
+    from tiermem.transfer.filechunks import Chunk
 
 READS_PER_WRITE = 1
 """Read pieces that may start while a write waits, before one write piece goes first.
@@ -37,6 +41,8 @@ class FileTransfer:
             there once it has ``finished`` well. After an error nothing is under way in any case.
         submitted_ns: When it was asked for (``time.perf_counter_ns``).
         started_ns: When its first piece was begun; 0 before.
+        rests: Whether it waits for a target, the disk having done what it may without.
+        rested_ns: For how long it did, once it has one.
         finished_ns: When it ended; 0 before.
         finished: Whether it has ended, well or badly.
     """
@@ -51,6 +57,8 @@ class FileTransfer:
         "is_read",
         "label",
         "nbytes",
+        "rested_ns",
+        "rests",
         "started_ns",
         "submitted_ns",
         "urgent",
@@ -75,6 +83,8 @@ class FileTransfer:
         self.event: Signal | None = None
         self.submitted_ns = time.perf_counter_ns()
         self.started_ns = 0
+        self.rests = False
+        self.rested_ns = 0
         self.finished_ns = 0
         self.finished = False
 
@@ -89,7 +99,9 @@ class Job:
 
     Attributes:
         transfer: What the caller holds.
-        tensor: Target or source, 1-D uint8.
+        tensor: Target or source, 1-D uint8; None for a read that has no target yet.
+        parked: Chunks that wait for the target.
+        rests_ns: Since when nothing else is done for it; 0 before.
         pieces: Parts in the files.
         next_piece: Index of the first piece not begun.
         active: Pieces begun and not ended.
@@ -108,7 +120,9 @@ class Job:
         "error",
         "generation",
         "next_piece",
+        "parked",
         "pieces",
+        "rests_ns",
         "rising",
         "tensor",
         "transfer",
@@ -118,11 +132,13 @@ class Job:
     def __init__(
         self,
         transfer: FileTransfer,
-        tensor: torch.Tensor,
+        tensor: torch.Tensor | None,
         pieces: list[Piece],
         after: Sequence[Signal] = (),
     ) -> None:
         self.transfer = transfer
+        self.parked: list[Chunk] = []
+        self.rests_ns = 0
         self.after = after
         self.tensor = tensor
         self.pieces = pieces
@@ -163,9 +179,13 @@ class Job:
 
 
 class JobQueue:
-    """Jobs by class: urgent, reads, writes; conflicting ones in the order of submission."""
+    """Jobs by class: urgent, reads, writes; conflicting ones in the order of submission.
+
+    Reads that have no target yet go when nothing else does.
+    """
 
     def __init__(self) -> None:
+        self._parked: deque[Job] = deque()
         self.jobs: dict[FileTransfer, Job] = {}
         self._urgent: deque[Job] = deque()
         self._reads: deque[Job] = deque()
@@ -185,18 +205,34 @@ class JobQueue:
         else:
             self._enqueue(job)
 
-    @property
-    def pending(self) -> bool:
-        """Whether a piece could be begun, were there a chunk for it."""
-        return any(not job.exhausted and not job.blockers for job in self.jobs.values())
+    def pending(self, *, may_park: bool) -> bool:
+        """Whether a piece could be begun, were there a chunk for it.
+
+        Args:
+            may_park: See :meth:`take`.
+        """
+        left = (job for job in self.jobs.values() if not (job.exhausted or job.blockers))
+        return any(may_park or job.tensor is not None for job in left)
+
+    def without_target(self) -> list[Job]:
+        """Returns the reads that have none yet."""
+        return [job for job in self.jobs.values() if job.tensor is None]
 
     def _enqueue(self, job: Job) -> None:
-        if job.urgent:
+        if job.tensor is None:
+            self._parked.append(job)
+        elif job.urgent:
             self._urgent.append(job)
         elif job.transfer.is_read:
             self._reads.append(job)
         else:
             self._writes.append(job)
+
+    def land(self, job: Job) -> None:
+        """Puts a job among the others that has a target by now."""
+        if job in self._parked:
+            self._parked.remove(job)
+            self._enqueue(job)
 
     def hurry(self, job: Job) -> None:
         """Makes a job urgent that was not, and what it waits for."""
@@ -205,7 +241,7 @@ class JobQueue:
         job.urgent = True
         if job.blockers:
             self._hurry(job)
-        else:
+        elif job.tensor is not None:
             self._urgent.append(job)  # its old place is passed over once it is exhausted
 
     def _hurry(self, job: Job) -> None:
@@ -224,18 +260,19 @@ class JobQueue:
         job.dependents.clear()
         job.blockers.clear()
 
-    def take(self, *, may_write: bool) -> tuple[Job, Piece] | None:
+    def take(self, *, may_write: bool, may_park: bool = False) -> tuple[Job, Piece] | None:
         """Returns the next piece to begin, or ``None``.
 
         Args:
             may_write: Whether a write may have a staging chunk now.
+            may_park: Whether a read without a target may have one.
         """
         urgent, read, write = (self._front(q) for q in (self._urgent, self._reads, self._writes))
         if not may_write:
             write = None
             urgent = self._first_read(self._urgent)
         limit = URGENT_PER_WRITE if urgent else READS_PER_WRITE
-        chosen = urgent or read or write
+        chosen = urgent or read or write or (self._front(self._parked) if may_park else None)
         if write is not None and self._since_write >= limit:
             chosen = write
         if chosen is None:

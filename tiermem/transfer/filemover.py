@@ -106,6 +106,7 @@ class FileMover:
         self._closed = False
         self._store = store
         copier = HostCopier() if copier is None else copier
+        self._parks = not isinstance(copier, HostCopier)
         self._pump = Pump(
             store, engine_factory, staging, chunk_nbytes, copier, verify, helpers, memory
         )
@@ -155,6 +156,63 @@ class FileMover:
         transfer = FileTransfer(extent, is_read=True, label=label, urgent=urgent, in_place=in_place)
         return self._start(transfer, target, after)
 
+    @property
+    def parks(self) -> bool:
+        """Whether reads may begin without a target: where a copier takes them on."""
+        return self._parks
+
+    def park(self, extent: Extent, *, label: str) -> FileTransfer:
+        """Starts reading an extent that has no target yet.
+
+        The disk turns to it when it has nothing else to do. Half the staging chunks, at most, hold
+        such reads; the rest is read once there is a target. A later write of the same bytes
+        cancels it.
+
+        Args:
+            extent: Where the bytes are.
+            label: Name of the block, for messages.
+
+        Returns:
+            The transfer under way, for :meth:`land` or :meth:`cancel`.
+
+        Raises:
+            ValueError: If the mover copies between host tensors alone.
+            ClosedError: If the mover is closed or belongs to another process.
+        """
+        if not self._parks:
+            raise ValueError("host memory is read into where it lies: there is nothing to park")
+        transfer = FileTransfer(extent, is_read=True, label=label, urgent=False)
+        return self._start(transfer, None)
+
+    def land(
+        self,
+        transfer: FileTransfer,
+        target: torch.Tensor,
+        *,
+        urgent: bool = False,
+        after: Sequence[Signal] = (),
+    ) -> FileTransfer:
+        """Gives a parked read its target; from here it is like any other.
+
+        Args:
+            transfer: As :meth:`park` returned it.
+            target: See :meth:`read`.
+            urgent: Whether the rest of it goes before everything that is not.
+            after: Events of what still uses the target, for the copier to wait for.
+
+        Returns:
+            The same transfer; one that has ended with an error stays as it is.
+
+        Raises:
+            ValueError: If the target does not fit.
+            ClosedError: If the mover is closed or belongs to another process.
+        """
+        self._check_usable()
+        check_tensor(target, transfer.nbytes)
+        transfer.urgent = urgent
+        self._pump.land(Job(transfer, target, [], after))
+        return transfer
+
     def write(self, extent: Extent, source: torch.Tensor, *, label: str) -> FileTransfer:
         """Starts writing an extent; see :meth:`read`.
 
@@ -165,10 +223,11 @@ class FileMover:
         return self._start(transfer, source)
 
     def _start(
-        self, transfer: FileTransfer, tensor: torch.Tensor, after: Sequence[Signal] = ()
+        self, transfer: FileTransfer, tensor: torch.Tensor | None, after: Sequence[Signal] = ()
     ) -> FileTransfer:
         self._check_usable()
-        check_tensor(tensor, transfer.nbytes)
+        if tensor is not None:
+            check_tensor(tensor, transfer.nbytes)
         job = Job(transfer, tensor, self._store.pieces(transfer.extent), after)
         if not self._pump.start_job(job):
             self._pump.settle(transfer, failure(transfer, self._pump.dead))
@@ -202,6 +261,17 @@ class FileMover:
                 self._pump.hurry(transfer)
         with self._pump.lock:  # taken in any case: by then poll() knows of it as well
             while not transfer.finished:
+                self._pump.changed.wait()
+
+    def rest(self, transfer: FileTransfer) -> None:
+        """Blocks, without the GIL, until a parked read waits for its target alone, or has ended.
+
+        Raises:
+            ClosedError: If the mover belongs to another process.
+        """
+        self._check_process()
+        with self._pump.lock:
+            while not (transfer.rests or transfer.finished):
                 self._pump.changed.wait()
 
     def wait_any(self, transfers: Sequence[FileTransfer]) -> None:

@@ -3,7 +3,8 @@
 A piece that is read: disk, then checksum and copy. Copies that run by themselves (to a GPU)
 begin at once and are checked while under way; host copies wait for the checksum. Where streams
 can wait for such copies, a read ends when the last one has been submitted, and its chunks are
-used again when theirs are over. A piece that is written: copy into staging, then disk and
+used again when theirs are over. A read may begin before it has a target: its first pieces wait
+in their chunks until it has one. A piece that is written: copy into staging, then disk and
 checksum side by side. Host memory that the disk can take as it lies is written from there,
 without a copy, and read into where that is asked for.
 """
@@ -15,10 +16,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from tiermem.core.block import ALIGNMENT
 from tiermem.errors import IntegrityError, StorageError
 from tiermem.io.engine import IoCompletion, IoEngine, IoOp, IoRequest
 from tiermem.storage.swapfile import Piece, SwapFile
+from tiermem.transfer.driver import Signal
 from tiermem.transfer.filechunks import Chunk, ChunkCopier, Fence, HostCopier, Staging, Task
 from tiermem.transfer.filehelpers import Helpers
 from tiermem.transfer.filejobs import FileTransfer, Job, JobQueue
@@ -48,6 +52,7 @@ class Pieces:
         copier: How chunks are copied on.
         verify: Whether checksums are computed and compared.
         ended: Told of every transfer that is over.
+        rests: Told of every read that waits for nothing but a target.
 
     Attributes:
         busy: Chunks in use, by number.
@@ -67,6 +72,7 @@ class Pieces:
         copier: ChunkCopier,
         verify: bool,
         ended: Callable[[FileTransfer, StorageError | None], None],
+        rests: Callable[[FileTransfer], None],
     ) -> None:
         self.busy: dict[int, Chunk] = {}
         self.counters = Counters()
@@ -79,27 +85,61 @@ class Pieces:
         self._on_host = isinstance(copier, HostCopier)
         self._device_only = getattr(copier, "device_only", False)
         self._ended = ended
+        self._rests = rests
         self._writing = 0
         # What a disk ends all at once is followed by the other half straight away.
         few = staging.count < _FEW_CHUNKS
         self._most_on_disk = staging.count if few else staging.count // 2
         # Some chunks are kept for reads: an urgent one shall not wait behind writes alone.
         self._most_writing = max(1, staging.count - max(1, staging.count // 4))
+        # What has a target never waits for a chunk of what has none.
+        self._most_parked = staging.count // 2
 
     # Whole transfers -----------------------------------------------------------------
 
     def add(self, job: Job) -> None:
-        """Takes a job in."""
+        """Takes a job in; a read without a target of what it writes is given up."""
+        for earlier in self.queue.without_target():
+            if job.conflicts(earlier):
+                self.cancel(earlier)
         self.queue.add(job)
         if job.over and not job.blockers:  # it has no bytes
             self._finish(job)
 
     def cancel(self, job: Job) -> None:
         """Leaves out the pieces of a job that were not begun."""
-        if job.exhausted:
+        if job.exhausted and job.tensor is not None:
             return
-        job.stop(self._error(job, job.pieces[job.next_piece], "cancelled", errno.ECANCELED))
-        if job.over:
+        piece = job.pieces[min(job.next_piece, len(job.pieces) - 1)]
+        self._stop(job, self._error(job, piece, "cancelled", errno.ECANCELED))
+        self._finish_if_over(job)
+
+    def land(self, job: Job, tensor: torch.Tensor, after: Sequence[Signal], urgent: bool) -> None:
+        """Gives a read its target; what there is of it is copied on."""
+        job.tensor, job.after, job.urgent = tensor, after, urgent
+        if job.rests_ns:
+            job.transfer.rested_ns = time.perf_counter_ns() - job.rests_ns
+        self.queue.land(job)
+        for chunk in self._unpark(job):
+            self._copy(chunk)
+            self._end(chunk)
+
+    @staticmethod
+    def _unpark(job: Job) -> list[Chunk]:
+        """Returns the chunks that waited for a target, which wait no longer."""
+        chunks, job.parked = job.parked, []
+        for chunk in chunks:
+            chunk.parked = False
+        return chunks
+
+    def _stop(self, job: Job, error: StorageError) -> None:
+        """Records a failure; nothing waits for a target any more."""
+        job.stop(error)
+        for chunk in self._unpark(job):
+            self._end(chunk)
+
+    def _finish_if_over(self, job: Job) -> None:
+        if job.over and not job.transfer.finished:
             self._finish(job)
 
     def _finish(self, job: Job) -> None:
@@ -153,16 +193,22 @@ class Pieces:
         """Whether the disk has less than it may have for want of a chunk."""
         if self._staging.spare or self.engine.in_flight >= self._most_on_disk:
             return False
-        return self.queue.pending
+        return self.queue.pending(may_park=self._may_park(self.queue.without_target()))
 
     # Beginning -----------------------------------------------------------------------
 
     def begin(self) -> None:
         """Gives the disk as much as it may have."""
         requests: list[IoRequest] = []
+        waiting = self.queue.without_target()
+        all_begun = False
         while self._staging.spare and self.engine.in_flight + len(requests) < self._most_on_disk:
-            taken = self.queue.take(may_write=self._writing < self._most_writing)
+            taken = self.queue.take(
+                may_write=self._writing < self._most_writing,
+                may_park=self._may_park(waiting),
+            )
             if taken is None:
+                all_begun = True
                 break
             job, piece = taken
             transfer = job.transfer
@@ -173,16 +219,34 @@ class Pieces:
                 requests.append(request)
         if requests:
             self.engine.submit(requests)
+        if all_begun:
+            self._note_rests(waiting)
+
+    def _may_park(self, waiting: Sequence[Job]) -> bool:
+        """Whether a read without a target may have one more chunk."""
+        return sum(job.active for job in waiting) < self._most_parked
+
+    def _note_rests(self, waiting: Sequence[Job]) -> None:
+        """Tells of reads without a target for which nothing is under way and nothing can be."""
+        for job in waiting:
+            if not (job.rests_ns or job.blockers) and job.active == len(job.parked):
+                job.rests_ns = time.perf_counter_ns()
+                self._rests(job.transfer)
+
+    @property
+    def at_work(self) -> bool:
+        """Whether there is more to do than to wait for targets."""
+        return any(not job.rests_ns or job.tensor is not None for job in self.queue.jobs.values())
 
     def _begin_read(self, job: Job, piece: Piece) -> IoRequest | None:
         if self._store.written(job.transfer.extent, piece) is None:
             what = "the file holds no whole data there: never written, or its last write failed"
-            job.stop(self._error(job, piece, what, None))
-            if job.over:
-                self._finish(job)
+            self._stop(job, self._error(job, piece, what, None))
+            self._finish_if_over(job)
             return None
         chunk = self._take(job, piece)
-        if job.transfer.in_place:
+        job.rests_ns = 0
+        if job.transfer.in_place and job.tensor is not None:
             target = job.tensor.data_ptr() + piece.extent_offset
             if target % ALIGNMENT == 0 and piece.nbytes % ALIGNMENT == 0:
                 chunk.address = target
@@ -195,7 +259,7 @@ class Pieces:
         chunk = self._take(job, piece)
         chunk.check = self.verify
         self._writing += 1
-        if not self._in_host(job):
+        if job.tensor is None or not self._in_host(job):
             self._copy(chunk)
             return None if chunk.fence is not None else self._send(chunk)
         source = job.tensor.data_ptr() + piece.extent_offset
@@ -210,6 +274,8 @@ class Pieces:
 
     def _in_host(self, job: Job) -> bool:
         """Whether the bytes of a job lie where a helper thread copies them."""
+        if job.tensor is None:
+            return False
         return self._on_host or (self._device_only and job.tensor.device.type == "cpu")
 
     def _take(self, job: Job, piece: Piece) -> Chunk:
@@ -259,7 +325,7 @@ class Pieces:
             job = chunk.job
             if completion.errno:
                 what = "read failed" if job.transfer.is_read else "write failed"
-                job.stop(self._error(job, chunk.piece, what, completion.errno))
+                self._stop(job, self._error(job, chunk.piece, what, completion.errno))
             elif job.transfer.is_read:
                 self.counters.bytes_read += chunk.piece.nbytes
                 if job.error is None:
@@ -280,7 +346,10 @@ class Pieces:
             return
         if chunk.check:
             self._give(chunk, Task.CHECK)
-        if not in_place:
+        if chunk.job.tensor is None:
+            chunk.parked = True
+            chunk.job.parked.append(chunk)
+        elif not in_place:
             self._copy(chunk)
 
     def helped(self, chunks: Sequence[Chunk]) -> None:
@@ -292,7 +361,7 @@ class Pieces:
             self.counters.checksum_ns += chunk.checksum_ns
             self.counters.copy_ns += chunk.copy_ns
             if chunk.wrong:
-                job.stop(self._damage(chunk))
+                self._stop(job, self._damage(chunk))
             if task is Task.FILL and job.error is None:
                 requests.append(self._send(chunk))
             else:
@@ -332,7 +401,7 @@ class Pieces:
 
     def _end(self, chunk: Chunk) -> None:
         """Ends a piece that nobody works on any more; lets go of its chunk once that is free."""
-        if chunk.on_disk or chunk.task is not None:
+        if chunk.on_disk or chunk.task is not None or chunk.parked:
             return
         job, rising = chunk.job, chunk.rising
         if chunk.fence is not None and not rising:
@@ -347,8 +416,7 @@ class Pieces:
         if not rising:
             del self.busy[chunk.index]
             self._staging.spare.append(chunk.index)
-        if job.over and not job.transfer.finished:
-            self._finish(job)
+        self._finish_if_over(job)
 
     def _end_write(self, chunk: Chunk) -> None:
         transfer = chunk.job.transfer

@@ -33,6 +33,7 @@ class Message(enum.Enum):
     START = "start"
     CANCEL = "cancel"
     HURRY = "hurry"
+    LAND = "land"
 
 
 class Pump:
@@ -59,7 +60,8 @@ class Pump:
         self.dead: BaseException | None = None
         self.engine_name = ""
         self.engine_detail = ""
-        self.pieces = Pieces(store, Staging(staging, chunk_nbytes), copier, verify, self.settle)
+        chunks = Staging(staging, chunk_nbytes)
+        self.pieces = Pieces(store, chunks, copier, verify, self.settle, self._rest)
         self.counters = self.pieces.counters
         self._store = store
         self._staging = staging
@@ -102,6 +104,10 @@ class Pump:
         """Asks for a transfer to be stopped."""
         self._post(Message.CANCEL, transfer, None)
 
+    def land(self, job: Job) -> None:
+        """Says where a read goes that has had no target: into that of ``job``."""
+        self._post(Message.LAND, job.transfer, job)
+
     def hurry(self, transfer: FileTransfer) -> None:
         """Asks for a transfer to go before the others, because somebody waits for it."""
         self._post(Message.HURRY, transfer, None)
@@ -128,6 +134,11 @@ class Pump:
         with self.lock:
             transfer.finished = True
             self.finished.append(transfer)
+            self.changed.notify_all()
+
+    def _rest(self, transfer: FileTransfer) -> None:
+        with self.lock:
+            transfer.rests = True
             self.changed.notify_all()
 
     def ask_to_close(self) -> None:
@@ -197,7 +208,7 @@ class Pump:
             moved |= pieces.look_at_fences()
             look = _FIRST_LOOK if moved else min(2 * look, _LAST_LOOK)
             pieces.begin()
-            self._set_brisk(bool(pieces.queue.jobs))
+            self._set_brisk(pieces.at_work)
             helpers.eager = pieces.needs_helpers
             helped = helpers.collect()  # what is done after this line wakes the engine
             completions = self._engine.wait(0) if helped else self._wait(look)
@@ -237,10 +248,14 @@ class Pump:
                 self.pieces.add(job)
                 continue
             known = self.pieces.queue.jobs.get(transfer)
-            if known is not None and message is Message.CANCEL:
+            if known is None:
+                continue
+            if message is Message.CANCEL:
                 self.pieces.cancel(known)
-            elif known is not None:
+            elif message is Message.HURRY:
                 self.pieces.queue.hurry(known)
+            elif job is not None and job.tensor is not None:
+                self.pieces.land(known, job.tensor, job.after, job.urgent)
 
     # The end -------------------------------------------------------------------------
 
@@ -262,7 +277,7 @@ class Pump:
             if cause is not None:
                 self.dead = cause
             self._closing = self._closing or cause is None
-            left = [job for _, _, job in self._inbox if job is not None]
+            left = [job for what, _, job in self._inbox if job and what is Message.START]
             self._inbox.clear()
         for job in [*self.pieces.drop(), *left]:
             self.settle(job.transfer, job.error or failure(job.transfer, cause))
