@@ -365,8 +365,8 @@ _ELSEWHERE = (
     Mutation(
         "a copy that runs by itself is not checked",
         _PIECES,
-        "            self._give(chunk, Task.CHECK)\n        if not in_place:\n",
-        "            pass\n        if not in_place:\n",
+        "            self._give(chunk, Task.CHECK)\n        if chunk.job.tensor is None:\n",
+        "            pass\n        if chunk.job.tensor is None:\n",
         FILES,
     ),
     Mutation(
@@ -393,8 +393,8 @@ _ELSEWHERE = (
     Mutation(
         "a chunk is reused while its checksum is computed",
         _PIECES,
-        "if chunk.on_disk or chunk.task is not None:\n            return",
-        "if chunk.on_disk:\n            return",
+        "if chunk.on_disk or chunk.task is not None or chunk",
+        "if chunk.on_disk or chunk",
         FILES,
     ),
     Mutation(
@@ -773,6 +773,20 @@ MUTATIONS = (
         _PIECES,
         "        if not rising:\n            del self.busy",
         "        if True:\n            del self.busy",
+        FILES,
+    ),
+    Mutation(
+        "chunks that wait for a target are used again",
+        _PIECES,
+        " or chunk.parked:\n            return",
+        ":\n            return",
+        FILES,
+    ),
+    Mutation(
+        "a read without a target takes every chunk",
+        _PIECES,
+        "< self._most_parked",
+        "< self._staging.count",
         FILES,
     ),
     Mutation(

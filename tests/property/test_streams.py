@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -21,7 +22,9 @@ from tiermem.config import Policy, Settings
 from tiermem.core.block import Extent, Role, Tier
 from tiermem.core.layout import TensorShape
 from tiermem.core.residency import State
+from tiermem.core.schedule import Schedule
 from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.prefetch import Prefetcher
 from tiermem.testing.io import ScriptedEngine
 from tiermem.testing.streams import SimulatedDevice, SimulatedEvent
 from tiermem.transfer.copy import CudaChunkCopier, StreamCopyEngine
@@ -133,10 +136,22 @@ class Streamed:
         self.blocks += found
         self.landing = Landing(copy, content)
         manager.mover = traffic.mover = self.landing  # type: ignore[assignment]
-        manager.prefetcher._through_dram = False
+        self.have_parked(manager.prefetcher)
         dram = manager.homes.dram
         dram.allocate(dram.capacity - dram.used)
         assert dram.used == dram.capacity and len(self.blocks) == len(self.values)
+
+    @staticmethod
+    def have_parked(prefetcher: Prefetcher) -> None:
+        """Has every plan read straight into HBM, and begin before there is room."""
+        plan = prefetcher._plan
+
+        def as_wanted(schedule: Schedule) -> None:
+            plan(schedule)
+            prefetcher._through_dram, prefetcher._parking = False, True
+
+        prefetcher._plan = as_wanted  # type: ignore[method-assign]
+        prefetcher._through_dram = False
 
     def use(self, number: int, *, write: bool, discard: bool) -> None:
         """One kernel on a block: it looks at every byte, and may write every byte."""
@@ -431,7 +446,19 @@ def test_what_comes_from_files_overwrites_nothing_too_soon(
     tmp_path_factory: pytest.TempPathFactory, case: Case
 ) -> None:
     """Reads straight into HBM among copies from DRAM; chunks land when they like."""
-    bench, blocks = Streamed(case, str(tmp_path_factory.getbasetemp())), case.blocks
+    stream_from_files(case, str(tmp_path_factory.getbasetemp()))
+
+
+def test_among_them_are_reads_that_began_before_there_was_room(tmp_path: Path) -> None:
+    late = [
+        stream_from_files(Case(seed, 3, 5, 2, 3, None, True), str(tmp_path)) for seed in range(5)
+    ]
+    assert all(late), late
+
+
+def stream_from_files(case: Case, folder: str) -> int:
+    """Uses blocks from files and from DRAM; returns how many reads began before there was room."""
+    bench, blocks = Streamed(case, folder), case.blocks
     random = Random(case.seed + 1)
     loop = [random.randrange(2 * blocks) for _ in range(2 * blocks)]
     try:
@@ -448,6 +475,7 @@ def test_what_comes_from_files_overwrites_nothing_too_soon(
     finally:
         bench.finish()
     assert not bench.wrong, bench.wrong[:3]
+    return bench.landing.landed
 
 
 def test_a_chunk_that_lands_waits_for_no_later_read_s_room() -> None:

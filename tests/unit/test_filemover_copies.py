@@ -6,6 +6,7 @@ import errno
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from support_copies import SECONDS, LateCopier
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -143,3 +144,65 @@ def test_a_read_goes_on_while_writes_wait_for_the_device(tmp_path: Path) -> None
             copier.let_go(3)
             mover.wait(write)
             assert read.error is None and write.error is None
+
+
+def test_a_read_may_begin_before_it_has_a_target(tmp_path: Path) -> None:
+    """Half the chunks are the most it takes; what has a target goes past it."""
+    copier = LateCopier(streamed=True)
+    data, other = noise(4 * CHUNK), noise(CHUNK)
+    with SwapFile([tmp_path], None, CHUNK) as store:
+        store.grow(5 * CHUNK)
+        extents = store.allocate(4 * CHUNK), store.allocate(CHUNK)
+        with FileMover(store, ThreadEngine, host(4 * CHUNK), CHUNK, copier) as mover:
+            for extent, source in zip(extents, (data, other), strict=True):
+                write = mover.write(extent, source, label="w")
+                copier.let_go(source.numel() // CHUNK)
+                mover.wait(write)
+            parked = mover.park(extents[0], label="parked")
+            mover.rest(parked)
+            assert parked.rests and not parked.finished
+            assert mover.stats().bytes_read == 2 * CHUNK
+            out, beside = host(4 * CHUNK), host(CHUNK)
+            read = mover.read(extents[1], beside, label="beside")
+            mover.wait(read)
+            copier.let_go(1)
+            assert torch.equal(beside, other) and not copier.fences
+            assert mover.land(parked, out, urgent=True) is parked
+            copier.let_go(4)
+            mover.wait(parked)
+            assert parked.error is None and parked.rested_ns > 0
+            assert torch.equal(out, data)
+            assert mover.stats().bytes_read == 5 * CHUNK
+
+
+def test_a_parked_read_gives_way_to_a_write_of_its_bytes(tmp_path: Path) -> None:
+    copier = LateCopier()
+    with SwapFile([tmp_path], None, CHUNK) as store:
+        store.grow(3 * CHUNK)
+        extent = store.allocate(3 * CHUNK)
+        with FileMover(store, ThreadEngine, host(4 * CHUNK), CHUNK, copier) as mover:
+            for _ in range(2):
+                parked = mover.park(extent, label="parked")
+                write = mover.write(extent, noise(3 * CHUNK), label="w")
+                copier.let_go(3)
+                mover.wait(write)
+                mover.wait(parked)
+                assert write.error is None and parked.error is not None
+                mover.land(parked, host(3 * CHUNK))  # too late, and no harm
+            given_up = mover.park(extent, label="parked")
+            mover.rest(given_up)
+            mover.cancel(given_up)
+            mover.wait(given_up)
+            assert given_up.error is not None and given_up.error.errno == errno.ECANCELED
+            left = mover.park(extent, label="left")
+            mover.rest(left)
+        assert left.error is not None, "closing ends it"
+
+
+def test_host_memory_has_nothing_to_park(tmp_path: Path) -> None:
+    with SwapFile([tmp_path], None, CHUNK) as store:
+        store.grow(CHUNK)
+        with FileMover(store, ThreadEngine, host(2 * CHUNK), CHUNK) as mover:
+            assert not mover.parks
+            with pytest.raises(ValueError, match="nothing to park"):
+                mover.park(store.allocate(CHUNK), label="b")

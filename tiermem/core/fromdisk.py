@@ -37,6 +37,7 @@ class Round:
         slots: Of DRAM, that the disk reads into; 0 where it reads straight into HBM.
         staging: Bytes of the chunks through which it does that.
         latency: Seconds between room coming free in HBM and a copy into it.
+        parks: Whether the disk begins with the next block before that has room in HBM.
     """
 
     order: Sequence[int]
@@ -48,6 +49,7 @@ class Round:
     slots: int
     staging: int
     latency: float = 0.0
+    parks: bool = False
 
 
 def play(one: Round) -> tuple[float, float]:
@@ -171,7 +173,7 @@ class _Player:
 
     def _park(self, at: int) -> None:
         """Has the disk begin with the next block that it reads straight into HBM."""
-        if self._one.slots or not self._from_disk:
+        if not (self._one.parks and self._from_disk):
             return
         first = bisect_right(self._from_disk, at)
         for position in (*self._from_disk[first:], *self._from_disk[:first]):

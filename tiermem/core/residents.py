@@ -29,6 +29,9 @@ _WORTH_IT_BY_LANES = 1.01
 _SLOTS_IN_DRAM = (0, 2, 3, 4)
 _AT_ENDS = (0, 1, 2)
 """So many blocks at either end of a loop that turns are read from the disk before any other."""
+_WAITED = 1.02
+"""So many times its compute a loop takes that waits for its disk: only there the disk begins before
+there is room. Elsewhere that gains nothing, and takes chunks from reads that somebody waits for."""
 _MOST_PLAYED = 512
 """Uses in a round up to which all plans are played that there may be; else a few."""
 _IN_DRAM = 1.1
@@ -233,6 +236,8 @@ class Plan:
             where it reads them straight into HBM.
         lanes: Bytes of each slot of HBM, the largest first, where blocks of each size have slots
             of their own; empty where all slots are alike and hold whatever fits.
+        parks: Whether a disk begins with the next block that it reads straight into HBM before
+            that has room there.
     """
 
     residents: frozenset[int]
@@ -241,6 +246,7 @@ class Plan:
     in_dram: frozenset[int] | None = None
     ahead: int = 0
     lanes: tuple[int, ...] = ()
+    parks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,6 +347,7 @@ class Loop:
             plan.ahead,
             files.staging,
             self.latency,
+            plan.parks,
         )
         rounds = len(self.order) / len(order)
         seconds, busy = play(one)
@@ -429,6 +436,9 @@ def _share_from_disk(loop: Loop, files: Files, settled: Plan | None) -> Plan:
             for below in _below(plan, loop, files, away):
                 seconds, busy = loop.from_disk(below, files)
                 found.append((seconds, busy, below))
+                if seconds > _WAITED * sum(loop.compute) and not below.ahead:
+                    parks = replace(below, parks=True)
+                    found.append((*loop.from_disk(parks, files), parks))
     best = min(seconds for seconds, _, _ in found)
     if settled is not None and loop.seconds(settled) <= best * _WORTH_IT:
         return settled

@@ -225,7 +225,8 @@ class Outlooks:
         reserve = plan.reserve + slots + (pinned if pinned > room // 2 else 0)
         in_dram = None if unsteady else plan.in_dram  # what comes and goes needs DRAM as well
         ahead = plan.ahead if in_dram is not None else 0
-        return Plan(residents, reserve, slot, in_dram, ahead, plan.lanes)
+        parks = plan.parks and in_dram is not None
+        return Plan(residents, reserve, slot, in_dram, ahead, plan.lanes, parks)
 
     def _share(
         self,

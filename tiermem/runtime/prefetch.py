@@ -74,6 +74,7 @@ class Prefetcher:
         self._nbytes = 0
         self._reads = 0
         self._parks = 0
+        self._parking = False
         self._lacking = True
         self._complete: tuple[Schedule | None, int] = (None, -1)
         self._pass: tuple[int, int, tuple[int, Hashable]] = (0, 0, (0, None))
@@ -144,7 +145,7 @@ class Prefetcher:
         if self._manager.mover is not None:
             if self._through_dram or self._shared:
                 self._read_on(schedule, end)
-            if self._manager.mover.parks and not (self._through_dram or self._turns.uses):
+            if self._parking:
                 self._park(schedule, end, self._manager.mover)
 
     def _follow_disk(self, planner: Planner) -> None:
@@ -399,6 +400,8 @@ class Prefetcher:
             self._turns.begin(self._number, schedule)
         self._most = outlook.ahead
         self._shared = plan.in_dram is not None and self._dram
+        mover = self._manager.mover
+        self._parking = self._shared and plan.parks and mover is not None and mover.parks
         if not self._shared or plan.in_dram is None:
             self._through_dram = outlook.through_dram or not self._dram
             self._traffic.ahead.share(None)
@@ -408,7 +411,7 @@ class Prefetcher:
         slot = max(stream.values(), default=0)
         kept = self._sizes(plan.in_dram)
         slots = plan.ahead if slot else 0
-        self._traffic.ahead.share(kept, slot, slots, self._manager.mover)
+        self._traffic.ahead.share(kept, slot, slots, mover)
 
     def _sizes(self, blocks: Set[int]) -> dict[int, int]:
         """Returns the bytes of those blocks whose home is a file."""

@@ -271,11 +271,9 @@ class ReadAhead:
     def parking(self, record: Record) -> FileTransfer | None:
         """Returns the read of a block that is to have a place now; it is the caller's from here."""
         entry = self.parked.get(record.block.id)
-        swap = self._homes.swap
-        if entry is None or swap is None:
+        if entry is None:
             return None
-        there = record.home_extent == entry.home and swap.version(entry.home) == entry.version
-        if not there or entry.transfer.finished:
+        if entry.transfer.finished or not self._is_at_home(entry, record):
             self._unpark(record.block.id)
             return None
         del self.parked[record.block.id]
@@ -312,10 +310,17 @@ class ReadAhead:
         return None
 
     def _is_good(self, entry: Staged, record: Record) -> bool:
-        swap, transfer = self._homes.swap, entry.transfer
-        if swap is None or transfer is None or (transfer.finished and transfer.error is not None):
+        transfer = entry.transfer
+        if transfer is None or (transfer.finished and transfer.error is not None):
             return False
-        return record.home_extent == entry.home and swap.version(entry.home) == entry.version
+        return self._is_at_home(entry, record)
+
+    def _is_at_home(self, entry: Staged | Parked, record: Record) -> bool:
+        """Whether the home still is where it was read, and has not been written since."""
+        swap = self._homes.swap
+        if swap is None or record.home_extent != entry.home:
+            return False
+        return swap.version(entry.home) == entry.version
 
     def copied(self, block_id: int, event: Event | None) -> None:
         """Says that a copy up has been submitted, which is over when ``event`` has passed."""
