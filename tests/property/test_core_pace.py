@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -242,6 +243,18 @@ def test_where_chunks_hold_no_whole_block_the_disk_may_read_ahead_into_dram() ->
     assert not plan_of(uneven, 19, 1).ahead, "DRAM has no room for two"
     assert not plan_of([1.0] * 4, 45, _STAGING).ahead, "it is waited for: it reads the least"
     assert not plan_of([12.0] * 4, 45, _STAGING).ahead, "it has time, and nobody waits for room"
+
+
+def test_only_a_loop_that_waits_for_its_disk_begins_before_there_is_room() -> None:
+    files = Files(dict.fromkeys(range(16), 0.02), 100, _STAGING)
+    waits = looped([0.002] * 48, 0.001, files=files, room=30)
+    plan = share_hbm(waits)
+    assert plan.parks and not plan.ahead
+    assert waits.seconds(plan) < 0.95 * waits.seconds(replace(plan, parks=False))
+    assert not share_hbm(looped([0.2] * 48, 0.001, files=files, room=30)).parks
+    there_and_back = [*range(16), *range(15, -1, -1)] * 3
+    turning = replace(waits, order=there_and_back, compute=[0.002] * 96)
+    assert turning.length == 32 and not share_hbm(turning).parks
 
 
 def test_what_dram_can_hold_is_not_read_again() -> None:

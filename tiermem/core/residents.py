@@ -30,8 +30,7 @@ _SLOTS_IN_DRAM = (0, 2, 3, 4)
 _AT_ENDS = (0, 1, 2)
 """So many blocks at either end of a loop that turns are read from the disk before any other."""
 _WAITED = 1.02
-"""So many times its compute a loop takes that waits for its disk: only there the disk begins before
-there is room. Elsewhere that gains nothing, and takes chunks from reads that somebody waits for."""
+"""So many times its compute a loop takes that waits for its disk."""
 _MOST_PLAYED = 512
 """Uses in a round up to which all plans are played that there may be; else a few."""
 _IN_DRAM = 1.1
@@ -436,7 +435,9 @@ def _share_from_disk(loop: Loop, files: Files, settled: Plan | None) -> Plan:
             for below in _below(plan, loop, files, away):
                 seconds, busy = loop.from_disk(below, files)
                 found.append((seconds, busy, below))
-                if seconds > _WAITED * sum(loop.compute) and not below.ahead:
+                # a loop that turns has not been seen to gain from it on a device
+                waits = not turns and seconds > _WAITED * sum(loop.compute)
+                if waits and not below.ahead:
                     parks = replace(below, parks=True)
                     found.append((*loop.from_disk(parks, files), parks))
     best = min(seconds for seconds, _, _ in found)
