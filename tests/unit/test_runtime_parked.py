@@ -163,3 +163,27 @@ def test_another_order_leaves_nothing_behind(tmp_path: Path) -> None:
         loop(made, 2)
         made.check()
         assert made.manager.stats().used["hbm"] <= 2 * PAGE
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_ctrl_c_as_it_gets_a_place_leaves_no_read_behind(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with parking(tmp_path, hbm=3) as made:
+        loop(made, 4)
+        mover = made.manager.traffic.need_mover()
+        land = mover.land
+
+        def interrupted(*args: Any, **settings: Any) -> Any:
+            if when == "after":
+                land(*args, **settings)
+            monkeypatch.setattr(mover, "land", land)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(mover, "land", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loop(made, 2)
+        loop(made, 2)
+        made.check()
+        waiting = mover._pump.pieces.queue.without_target()
+        assert [job.transfer.label for job in waiting] == parked(made)

@@ -51,12 +51,14 @@ class Parked:
         mover: Makes it.
         home: Where in the files.
         version: Of the bytes there when it was asked for.
+        taken: Whether it was about to get a place; if it did not (Ctrl-C), it is not used again.
     """
 
     transfer: FileTransfer
     mover: FileMover
     home: Extent
     version: int
+    taken: bool = False
 
 
 class ReadAhead:
@@ -269,15 +271,19 @@ class ReadAhead:
         self.parked[record.block.id] = Parked(transfer, mover, home, version)
 
     def parking(self, record: Record) -> FileTransfer | None:
-        """Returns the read of a block that is to have a place now; it is the caller's from here."""
+        """Returns the read of a block that is about to have a place; see :meth:`has_place`."""
         entry = self.parked.get(record.block.id)
         if entry is None:
             return None
-        if entry.transfer.finished or not self._is_at_home(entry, record):
+        if entry.taken or entry.transfer.finished or not self._is_at_home(entry, record):
             self._unpark(record.block.id)
             return None
-        del self.parked[record.block.id]
+        entry.taken = True
         return entry.transfer
+
+    def has_place(self, block_id: int) -> None:
+        """Says that somebody else keeps the read of a block from here on."""
+        self.parked.pop(block_id, None)
 
     def _unpark(self, block_id: int) -> None:
         """Gives a read up that has no place."""

@@ -139,6 +139,8 @@ class Traffic:
                 asked = True
                 transfer = start(target=slot.bytes, after=guards)
                 self.flights[block.id] = Flight(transfer, move)
+                if parked is not None:
+                    self.ahead.has_place(block_id)
         except BaseException as error:
             if record.extent is None:
                 self._give_back(extent)
