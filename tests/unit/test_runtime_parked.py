@@ -16,7 +16,7 @@ from tiermem.core.schedule import Schedule
 from tiermem.errors import StorageError
 from tiermem.io.engine import IoOp, IoRequest
 from tiermem.testing.io import Fault, ScriptedEngine
-from tiermem.transfer.filemover import Fence, FileMover, HostCopier
+from tiermem.transfer.filemover import Fence, FileMover, FileTransfer, HostCopier
 
 BLOCKS = [(1, "nvme")] * 8
 
@@ -187,3 +187,16 @@ def test_ctrl_c_as_it_gets_a_place_leaves_no_read_behind(
         made.check()
         waiting = mover._pump.pieces.queue.without_target()
         assert [job.transfer.label for job in waiting] == parked(made)
+
+
+def test_the_time_it_rested_is_not_the_disk_s(tmp_path: Path) -> None:
+    with parking(tmp_path) as made:
+        block = made.blocks[0]
+        extent = made.manager.record(block).home_extent
+        assert extent is not None
+        transfer = FileTransfer(extent, is_read=True, label="b", urgent=False)
+        transfer.started_ns, transfer.rested_ns, transfer.finished_ns = 1000, 400_000, 1_001_000
+        made.manager.counters.reset()
+        made.manager.traffic._landed("nvme->hbm", block, transfer)
+        link = made.manager.stats().links["nvme->hbm"]
+        assert link.seconds == pytest.approx(600e-6)
