@@ -19,8 +19,8 @@ from tiermem.config import Policy, Settings
 from tiermem.core.block import Block, Extent, Role
 from tiermem.core.layout import TensorShape
 from tiermem.core.pace import Estimates
+from tiermem.core.plans import Plan
 from tiermem.core.residency import State
-from tiermem.core.residents import Plan
 from tiermem.runtime.manager import BlockManager
 
 SMALL, LARGE = 16, 43

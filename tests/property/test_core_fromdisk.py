@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiermem.core.fromdisk import Round, play
-from tiermem.core.residents import Files, Loop, Plan, _period, share_hbm
+from tiermem.core.plans import Files, Loop, Plan, _period, share_hbm
 
 BLOCKS = 6
 seconds = st.integers(0, 40).map(float)

@@ -19,7 +19,8 @@ from tiermem.core.lanes import (
     laned_time,
     one_ahead_time,
 )
-from tiermem.core.residents import Loop, Plan, keep_largest, share_hbm
+from tiermem.core.plans import Loop, Plan, share_hbm
+from tiermem.core.residents import keep_largest
 
 LARGE, SMALL, TINY = 8, 3, 1
 SLOTS = (LARGE, SMALL, SMALL)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from tiermem.core.cost import Timetable, prefetch_depth, refetched, streaming_time
 from tiermem.core.pace import Estimates, Recent, Waste
-from tiermem.core.residents import Files, Loop, Plan, choose_residents, share_hbm
+from tiermem.core.plans import Files, Loop, Plan, share_hbm
+from tiermem.core.residents import choose_residents
 
 # -- how far ahead ---------------------------------------------------------------
 

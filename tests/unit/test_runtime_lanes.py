@@ -28,7 +28,7 @@ from support_virtual import PAGE
 from tiermem.config import Policy, Settings
 from tiermem.core.block import Role
 from tiermem.core.layout import TensorShape
-from tiermem.core.residents import Loop, Plan
+from tiermem.core.plans import Loop, Plan
 from tiermem.runtime import outlook
 from tiermem.runtime.manager import BlockManager
 

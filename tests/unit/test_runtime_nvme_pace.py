@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from support_virtual import LLAMA, PAGE, Machine, Streamed, both, forward, streamed
 
-from tiermem.core import residents
-from tiermem.core.residents import Loop, Plan
+from tiermem.core import plans
+from tiermem.core.plans import Loop, Plan
 
 HBM, DRAM = 213, 75
 WORKS = {"one token": forward(0.006), "forward": forward(0.071), "train": both(0.244)}
@@ -86,9 +86,9 @@ def test_what_is_foretold_comes_true(
         assert loop.files is not None
         if settled is not None:
             return settled
-        away = residents._at_ends(loop, loop.files, ends)
-        (plan, *_) = list(residents._plans(loop, [slots], away))
-        below = next(residents._below(plan, loop, loop.files, away))
+        away = plans._at_ends(loop, loop.files, ends)
+        (plan, *_) = list(plans._plans(loop, [slots], away))
+        below = next(plans._below(plan, loop, loop.files, away))
         below = replace(below, parks=parks)
         foretold.append(loop.seconds(below) * loop.length / len(loop.order))
         return below

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support_runtime import PAGE, Rig, rig
 
-from tiermem.core.residents import Plan
+from tiermem.core.plans import Plan
 from tiermem.errors import StorageError
 from tiermem.io.engine import IoOp, IoRequest
 from tiermem.testing.io import Fault

@@ -9,15 +9,9 @@ from typing import TYPE_CHECKING
 from tiermem.core.block import Role, Tier, align_up
 from tiermem.core.cost import Timetable, refetched
 from tiermem.core.lanes import Lanes, best_lanes
+from tiermem.core.plans import Files, Loop, Plan, largest_beside, share_hbm
 from tiermem.core.residency import Record
-from tiermem.core.residents import (
-    Files,
-    Loop,
-    Plan,
-    choose_residents,
-    largest_beside,
-    share_hbm,
-)
+from tiermem.core.residents import choose_residents
 from tiermem.core.schedule import Schedule
 from tiermem.core.staying import choose_to_stay
 from tiermem.runtime.pacing import LINK_UP

@@ -1,0 +1,405 @@
+"""How HBM, and DRAM to spare, are shared between what stays of a loop and what streams. Pure.
+
+Plans of every kind are tried against a model of the links, or of the whole machine where some of
+the blocks come from a disk.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from tiermem.core.cost import refetched, streaming_time
+from tiermem.core.fromdisk import Round, play
+from tiermem.core.lanes import best_lanes, one_ahead_time
+from tiermem.core.residents import choose_residents, keep_largest
+
+_SLOTS = (2, 3, 4, 6, 8, 12, 16)
+_AS_GOOD = 1.002
+_FORGIVING = 4
+"""Slots that are room enough for what the model of the links does not know."""
+_SLOWER = 1.1
+"""Compute is taken to be so much slower: where it takes about as long as the copies, the model
+knows too little of how room comes free to tell by which of them each block is held up."""
+_WORTH_IT = 1.05
+"""A plan in force has to be that much slower than the best one to be given up."""
+_WORTH_IT_BY_LANES = 1.01
+"""The same for one with lanes: where compute takes longer they have little room to forgive it."""
+_SLOTS_IN_DRAM = (0, 2, 3, 4)
+_AT_ENDS = (0, 1, 2)
+"""So many blocks at either end of a loop that turns are read from the disk before any other."""
+_WAITED = 1.02
+"""So many times its compute a loop takes that waits for its disk."""
+_MOST_PLAYED = 512
+"""Uses in a round up to which all plans are played that there may be; else a few."""
+_IN_DRAM = 1.1
+"""Reads into ever other memory take so many times as long as into a few chunks that stay in the
+processor's cache: 4.4 beside 5.1 GB/s on the reference machine, less where the disk is slower."""
+_COMMON = 0.9
+_MOST_PAIRED = 4
+"""Of so many sizes two are taken for lanes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How HBM, and DRAM that nobody else needs, are shared between what stays and what streams.
+
+    Attributes:
+        residents: Blocks that stay in HBM.
+        reserve: Bytes of HBM through which the others stream, in use or fetched ahead.
+        slot: Bytes of the pieces that reserve is used in; 0 where nothing streams through it.
+        in_dram: Blocks whose home is a file and of which a copy stays in DRAM; None where the
+            plan says nothing of DRAM.
+        ahead: Slots of DRAM that a disk reads the other ones into, ahead of room in HBM; 0
+            where it reads them straight into HBM.
+        lanes: Bytes of each slot of HBM, the largest first, where blocks of each size have slots
+            of their own; empty where all slots are alike and hold whatever fits.
+        parks: Whether a disk begins with the next block that it reads straight into HBM before
+            that has room there.
+    """
+
+    residents: frozenset[int]
+    reserve: int
+    slot: int = 0
+    in_dram: frozenset[int] | None = None
+    ahead: int = 0
+    lanes: tuple[int, ...] = ()
+    parks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What there is below HBM for blocks whose home is a file.
+
+    Attributes:
+        seconds: Seconds that a disk takes for a block, by id.
+        room: Bytes of DRAM to spare.
+        staging: Bytes of the chunks through which it reads straight into HBM.
+    """
+
+    seconds: Mapping[int, float]
+    room: int
+    staging: int
+
+
+def largest_beside(sizes: Mapping[int, int], kept: Collection[int]) -> int:
+    """Returns the bytes of the largest block that is not kept; 0 where there is none."""
+    return max((size for block, size in sizes.items() if block not in kept), default=0)
+
+
+def occupied(size: int, slot: int) -> int:
+    """Returns the bytes a block takes up of slots that hold whole blocks only.
+
+    Args:
+        size: Of the block.
+        slot: Of a slot, at least as large.
+    """
+    return slot // (slot // size)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop that only reads, and what it has to do with.
+
+    Attributes:
+        order: Ids of blocks in order of use, a few rounds.
+        sizes: Bytes by id.
+        room: Bytes of HBM for these blocks.
+        compute: Seconds of each use.
+        transfer: Seconds a block takes to arrive, by id: from DRAM, where its home is a file.
+        latency: Seconds between a slot coming free and the next copy into it.
+        files: Of the blocks whose homes are files.
+        steady: Whether the same blocks are used in the same order, each once a round.
+    """
+
+    order: Sequence[int]
+    sizes: Mapping[int, int]
+    room: int
+    compute: Sequence[float]
+    transfer: Mapping[int, float]
+    latency: float
+    files: Files | None = None
+    steady: bool = False
+
+    @cached_property
+    def length(self) -> int:
+        """Uses in a round."""
+        return _period(self.order)
+
+    def seconds(self, plan: Plan) -> float:
+        """Returns how long it takes with a plan, by a model of the links."""
+        if self.files is not None:
+            return self.from_disk(plan, self.files)[0]
+        order, sizes, kept = self.order, self.sizes, plan.residents
+        if plan.lanes:
+            return self._by_lanes(plan)
+        slot = largest_beside(sizes, kept) or 1
+        taken = {b: s if b in kept else occupied(s, slot) for b, s in sizes.items()}
+        # a block that stays is fetched once, whichever plan it is: left out of the comparison
+        fetched = refetched(order, taken, kept, plan.reserve, kept)
+        arrive = [self.transfer[b] if f else 0.0 for b, f in zip(order, fetched, strict=True)]
+        streamed = [taken[b] if f else 0 for b, f in zip(order, fetched, strict=True)]
+        found = streaming_time(self.compute, arrive, streamed, plan.reserve, self.latency)
+        # its small blocks share a slot, which two slots of whole blocks have none to give for
+        return max(found, self.one_by_one(plan)) if self.by_twos(plan) else found
+
+    def from_disk(self, plan: Plan, files: Files) -> tuple[float, float]:
+        """Returns how long it takes with a plan for blocks from files, and the disk of it.
+
+        It is played with all that HBM and DRAM keep from one use of a block to the next.
+        """
+        order = self.order[: self.length]
+        compute = self.compute[: self.length]
+        slot = largest_beside(self.sizes, plan.residents) or 1
+        taken = {b: occupied(s, slot) for b, s in self.sizes.items() if b not in plan.residents}
+        slower = _IN_DRAM if plan.ahead else 1.0
+        there = plan.in_dram or frozenset()
+        reads = {b: slower * s for b, s in files.seconds.items() if b in taken and b not in there}
+        one = Round(
+            order,
+            compute,
+            taken,
+            self.transfer,
+            reads,
+            plan.reserve,
+            plan.ahead,
+            files.staging,
+            self.latency,
+            plan.parks,
+        )
+        rounds = len(self.order) / len(order)
+        seconds, busy = play(one)
+        return rounds * seconds, rounds * busy
+
+    def waits_for_link(self, plan: Plan) -> bool:
+        """Whether the copies of what streams take longer than all compute."""
+        order, compute, fetch = self._round()
+        copies = (f for b, f in zip(order, fetch, strict=True) if b not in plan.residents)
+        return sum(copies) > sum(compute)
+
+    def one_by_one(self, plan: Plan) -> float:
+        """Returns how long it takes with a plan of two slots, one block in use and one ahead.
+
+        That is what two slots come to. The model of room has small blocks share one, and takes
+        place for free as soon as it is.
+        """
+        order, compute, fetch = self._round()
+        moves = [block not in plan.residents for block in order]
+        one = one_ahead_time(moves, compute, fetch, self.latency)
+        return one * len(self.order) / len(order)
+
+    def by_twos(self, plan: Plan) -> bool:
+        """Whether a plan has one block in use and one ahead, in rounds that are alike."""
+        return self.steady and plan.reserve < 3 * plan.slot
+
+    def _round(self) -> tuple[Sequence[int], Sequence[float], Sequence[float]]:
+        """Returns one round's blocks, their compute, and how long each takes to arrive."""
+        order = self.order[: self.length]
+        return order, self.compute[: self.length], [self.transfer[block] for block in order]
+
+    def _by_lanes(self, plan: Plan) -> float:
+        """Returns how long it takes with lanes, each round like the others."""
+        order, compute, fetch = self._round()
+        moving = {b: self.sizes[b] for b in order if b not in plan.residents}
+        one, _ = best_lanes(order, plan.lanes, moving, compute, fetch, self.latency)
+        return one * len(self.order) / len(order)
+
+
+def share_hbm(loop: Loop, settled: Plan | None = None) -> Plan:
+    """Chooses how much HBM to stream through, and keeps blocks in the rest.
+
+    What the stream needs depends on the times: where compute is long, two slots hide
+    everything; where the link decides, more slots keep it busy while a resident computes, but
+    each costs bytes that could have stayed. So reserves of a few blocks are tried against a
+    model of the link. Where the link decides they differ. Where it does not, some room forgives
+    what the model does not know, and more than that costs: kernels are slower beside copies (by
+    3% at 12 slots, by 1% at 4, where copies took 0.9 of the time of 8,192 tokens). So of those
+    within 0.2% of the fastest the smallest with four slots is taken, or else the largest.
+
+    DRAM that is to spare holds copies of blocks from files, which are not read again. Of the rest
+    the disk either reads ahead into a few slots there, so that it need not wait for room in HBM,
+    or straight into HBM, so that all of DRAM holds copies. Of plans that are as good the one that
+    reads least is taken: a disk is shared, and its speed is not the same from day to day.
+
+    Args:
+        loop: What it is for.
+        settled: The plan in force; it stays unless another one is much faster.
+    """
+    sizes, room = loop.sizes, loop.room
+    if sum(sizes.values()) <= room:
+        return Plan(frozenset(sizes), 0, 0, frozenset() if loop.files else None)
+    if loop.files is not None:
+        return _share_from_disk(loop, loop.files, settled)
+    loop = replace(loop, compute=[_SLOWER * seconds for seconds in loop.compute])
+    found = [(loop.seconds(plan), plan) for plan in _plans(loop, _SLOTS)]
+    best = min(seconds for seconds, _ in found)
+    if settled is not None:
+        worth_it = _WORTH_IT_BY_LANES if settled.lanes else _WORTH_IT
+        if loop.seconds(settled) <= best * worth_it:
+            return settled
+    good = [plan for seconds, plan in found if seconds <= best * _AS_GOOD]
+    good.sort(key=lambda plan: plan.reserve)
+    roomy = [plan for plan in good if plan.reserve >= _FORGIVING * plan.slot]
+    return _faster_by_lanes(loop, roomy[0] if roomy else good[-1])
+
+
+def _share_from_disk(loop: Loop, files: Files, settled: Plan | None) -> Plan:
+    """Does the same for a loop some of whose blocks have files for homes."""
+    all_of_them = loop.length <= _MOST_PLAYED
+    turns = loop.length > len(set(loop.order))
+    found = []
+    for count in _AT_ENDS if turns and all_of_them else _AT_ENDS[:1]:
+        away = _at_ends(loop, files, count)
+        for plan in _plans(loop, _SLOTS if all_of_them else _SLOTS[:3], away):
+            for below in _below(plan, loop, files, away):
+                seconds, busy = loop.from_disk(below, files)
+                found.append((seconds, busy, below))
+                # a loop that turns has not been seen to gain from it on a device
+                waits = not turns and seconds > _WAITED * sum(loop.compute)
+                if waits and not below.ahead:
+                    parks = replace(below, parks=True)
+                    found.append((*loop.from_disk(parks, files), parks))
+    best = min(seconds for seconds, _, _ in found)
+    if settled is not None and loop.seconds(settled) <= best * _WORTH_IT:
+        return settled
+    good = [entry for entry in found if entry[0] <= best * _AS_GOOD]
+    return min(good, key=lambda entry: (entry[1], entry[2].reserve, entry[2].ahead))[2]
+
+
+def _plans(
+    loop: Loop, counts: Sequence[int], away: Collection[int] = frozenset()
+) -> Iterator[Plan]:
+    """Yields what may stay in HBM, for reserves of so many blocks.
+
+    Args:
+        loop: What it is for.
+        counts: Of how many blocks.
+        away: Blocks that do not stay.
+    """
+    order, sizes, room = loop.order, loop.sizes, loop.room
+    for pinned in _oversize(sizes, room):
+        pinned -= frozenset(away)
+        rest = {block: size for block, size in sizes.items() if block not in pinned}
+        largest = sorted(rest.values(), reverse=True)
+        free = room - sum(sizes[block] for block in pinned)
+        near = [block for block in order if block in rest and block not in away]
+        for slots in counts:
+            reserve = min(free, sum(largest[:slots]))
+            if slots > counts[0] and reserve > room // 2:
+                break
+            kept = choose_residents(near, rest, free - reserve) | pinned
+            yield Plan(kept, reserve, largest_beside(sizes, kept))
+
+
+def _at_ends(loop: Loop, files: Files, count: int) -> frozenset[int]:
+    """Returns large blocks from files that are used first and last in a loop that turns.
+
+    Forward and then backward, those come again at once where the loop turns, and then not for
+    nearly a whole round. So they are read once a round, with most of it to read them in. Those in
+    the middle come twice a round.
+    """
+    sizes = {block: loop.sizes[block] for block in files.seconds if block in loop.sizes}
+    largest = max(sizes.values(), default=0)
+    alike = [b for b in dict.fromkeys(loop.order) if sizes.get(b) == largest]
+    return frozenset([*alike[:count], *alike[len(alike) - count :]]) if count else frozenset()
+
+
+def _period(order: Sequence[int]) -> int:
+    """Returns after how many uses an order begins anew; all of them where it does not.
+
+    By the failure function of Knuth, Morris and Pratt: what is left of the order when its longest
+    border is taken away.
+    """
+    border = [0] * len(order)
+    matched = 0
+    for at in range(1, len(order)):
+        while matched and order[at] != order[matched]:
+            matched = border[matched - 1]
+        if order[at] == order[matched]:
+            matched += 1
+        border[at] = matched
+    return len(order) - (border[-1] if border else 0)
+
+
+def _faster_by_lanes(loop: Loop, plan: Plan) -> Plan:
+    """Returns the plan with lanes that beats one without, or that one.
+
+    One with many slots is beaten by one that is nearly as fast: it moves less over a link that
+    is shared, and does not leave most of the next pass's fetches to the end of the one before.
+    Where compute takes longer than the copies, room that forgives is worth more.
+    """
+    if not loop.steady or plan.slot == 0 or not loop.waits_for_link(plan):
+        return plan
+    worth_it = 1.0 if loop.by_twos(plan) else _WORTH_IT_BY_LANES
+    best, fastest = plan, loop.seconds(plan) * worth_it
+    for pinned in _oversize(loop.sizes, loop.room):
+        rest = {block: size for block, size in loop.sizes.items() if block not in pinned}
+        free = loop.room - sum(loop.sizes[block] for block in pinned)
+        for laned in _laned(loop.order, rest, free, pinned):
+            seconds = loop.seconds(laned)
+            if seconds < fastest:
+                best, fastest = laned, seconds
+    return best
+
+
+def _laned(
+    order: Sequence[int], sizes: Mapping[int, int], room: int, pinned: frozenset[int]
+) -> Iterator[Plan]:
+    """Yields plans by which large blocks stay or stream one at a time, and small ones by twos.
+
+    Two slots as large as the largest block are room that could keep another one. Where small
+    blocks stream between the large ones, their copies give each of those the time to be used up.
+    """
+    passing = [block for block in order if block in sizes]
+    classes = _classes(sizes)
+    for number, large in enumerate(classes):
+        for small in classes[number + 1 :]:
+            reserve = large + 2 * small
+            some = keep_largest(passing, sizes, room - reserve, large)
+            if largest_beside(sizes, some) == large:
+                yield Plan(some | pinned, reserve, large, lanes=(large, small, small))
+
+
+def _classes(sizes: Mapping[int, int]) -> list[int]:
+    """Returns the sizes that most of the bytes are in, the largest first."""
+    nbytes: Counter[int] = Counter()
+    for size in sizes.values():
+        nbytes[size] += size
+    return sorted((size for size, _ in nbytes.most_common(_MOST_PAIRED)), reverse=True)
+
+
+def _below(
+    plan: Plan, loop: Loop, files: Files, away: Collection[int] = frozenset()
+) -> Iterator[Plan]:
+    """Yields a plan with what there may be of its blocks in DRAM, those that are away last."""
+    sizes = loop.sizes
+    rest = {b: sizes[b] for b in files.seconds if b in sizes and b not in plan.residents}
+    near = [block for block in loop.order if block in rest and block not in away]
+    largest = max(rest.values(), default=0)
+    for slots in _SLOTS_IN_DRAM:
+        room = files.room - slots * largest
+        if room >= 0:
+            kept = choose_residents(near, rest, room)
+            if slots == 0 or len(kept) < len(rest):
+                yield replace(plan, in_dram=kept, ahead=slots)
+
+
+def _oversize(sizes: Mapping[int, int], room: int) -> list[frozenset[int]]:
+    """Returns sets of blocks to keep in any case: none, and those far larger than the others.
+
+    A slot for an embedding is room that several layers could have.
+    """
+    total = sum(sizes.values())
+    common = passed = 0
+    for size in sorted(sizes.values()):
+        passed += size
+        common = size
+        if passed >= total * _COMMON:
+            break
+    large = frozenset(block for block, size in sizes.items() if size > common)
+    slots = common * _SLOTS[0]
+    if not large or sum(sizes[block] for block in large) + slots > room:
+        return [frozenset()]
+    return [frozenset(), large]
