@@ -127,6 +127,7 @@ def test_it_is_nobody_s_when_its_block_goes(what: str, tmp_path: Path) -> None:
             made.check()
         else:
             made.manager.close()
+            made.manager.traffic.ahead.drop(next(iter(made.manager.traffic.ahead.parked)))
         assert entry.transfer.error is not None
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tiermem.core.block import Block, Extent, align_up
 from tiermem.core.residency import Record
 from tiermem.core.schedule import Schedule
 from tiermem.core.victims import NextUseQueue
+from tiermem.errors import ClosedError
 from tiermem.runtime.homes import Homes
 from tiermem.transfer.copy import Event
 from tiermem.transfer.filemover import FileMover, FileTransfer
@@ -289,7 +291,8 @@ class ReadAhead:
         """Gives a read up that has no place."""
         entry = self.parked.pop(block_id, None)
         if entry is not None:
-            entry.mover.cancel(entry.transfer)
+            with suppress(ClosedError):  # closing ends it as well
+                entry.mover.cancel(entry.transfer)
 
     def landed(self) -> list[tuple[Record, FileTransfer]]:
         """Returns the reads that have ended since the last call, and were wanted."""
