@@ -206,3 +206,22 @@ def test_host_memory_has_nothing_to_park(tmp_path: Path) -> None:
             assert not mover.parks
             with pytest.raises(ValueError, match="nothing to park"):
                 mover.park(store.allocate(CHUNK), label="b")
+
+
+def test_a_parked_read_rests_though_no_chunk_is_spare(tmp_path: Path) -> None:
+    """One chunk is its own, the other is still copied out of by a read that has ended."""
+    copier = LateCopier(streamed=True)
+    with SwapFile([tmp_path], None, CHUNK) as store:
+        store.grow(3 * CHUNK)
+        extents = store.allocate(2 * CHUNK), store.allocate(CHUNK)
+        with FileMover(store, ThreadEngine, host(2 * CHUNK), CHUNK, copier) as mover:
+            for extent in extents:
+                write = mover.write(extent, noise(extent.nbytes), label="w")
+                copier.let_go(extent.nbytes // CHUNK)
+                mover.wait(write)
+            read = mover.read(extents[1], host(CHUNK), label="r")
+            mover.wait(read)
+            parked = mover.park(extents[0], label="parked")
+            mover.rest(parked)
+            assert not parked.finished and len(copier.fences) == 1
+            copier.let_go(1)

@@ -219,17 +219,25 @@ class Pieces:
                 requests.append(request)
         if requests:
             self.engine.submit(requests)
-        if all_begun:
-            self._note_rests(waiting)
+        if waiting:
+            self._note_rests(waiting, all_begun)
 
     def _may_park(self, waiting: Sequence[Job]) -> bool:
         """Whether a read without a target may have one more chunk."""
         return sum(job.active for job in waiting) < self._most_parked
 
-    def _note_rests(self, waiting: Sequence[Job]) -> None:
-        """Tells of reads without a target for which nothing is under way and nothing can be."""
+    def _note_rests(self, waiting: Sequence[Job], all_begun: bool) -> None:
+        """Tells of reads without a target for which nothing is under way and nothing can be.
+
+        Args:
+            waiting: The reads without a target.
+            all_begun: Whether there was a chunk for more than there is to do. Where there is none,
+                such a read may still go on later, unless it has all it may have.
+        """
+        most = not self._may_park(waiting)
         for job in waiting:
-            if not (job.rests_ns or job.blockers) and job.active == len(job.parked):
+            still = job.active == len(job.parked) and not (job.rests_ns or job.blockers)
+            if still and (all_begun or most or job.exhausted):
                 job.rests_ns = time.perf_counter_ns()
                 self._rests(job.transfer)
 
