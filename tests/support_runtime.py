@@ -14,7 +14,9 @@ import torch
 from tiermem.config import Policy, Settings
 from tiermem.core.block import Block, Extent, Role
 from tiermem.core.layout import TensorShape
+from tiermem.core.schedule import Schedule
 from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.prefetch import Prefetcher
 from tiermem.runtime.slots import Holder, Slot
 from tiermem.testing.io import ScriptedEngine
 from tiermem.transfer.copy import Event
@@ -39,6 +41,18 @@ class EvenClock(HostClock):
 
     def stamp_copies(self, extent: Extent | None, after: Event | None) -> int:
         return next(self.readings)
+
+
+def park_always(prefetcher: Prefetcher) -> None:
+    """Has every plan read straight into HBM, and begin before there is room."""
+    plan = prefetcher._plan
+
+    def as_wanted(schedule: Schedule) -> None:
+        plan(schedule)
+        prefetcher._shared = prefetcher._through_dram = False
+        prefetcher._parking = True
+
+    prefetcher._plan = as_wanted  # type: ignore[method-assign]
 
 
 class Owner(Holder):

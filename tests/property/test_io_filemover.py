@@ -107,17 +107,19 @@ class LateCopier:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.fences: list[LateFence] = []
+        self.fences: list[Any] = []
+
+    def chance(self) -> bool:
+        return self.rng.random() < 0.3
 
     def to_target(
         self, target: torch.Tensor, staging: torch.Tensor, after: Sequence[Any] = ()
-    ) -> LateFence:
-        chance = lambda: self.rng.random() < 0.3  # noqa: E731
-        fence = LateFence(target, lambda: target.copy_(staging), chance)
+    ) -> Any:
+        fence = LateFence(target, lambda: target.copy_(staging), self.chance)
         self.fences.append(fence)
         return fence
 
-    def from_source(self, staging: torch.Tensor, source: torch.Tensor) -> LateFence:
+    def from_source(self, staging: torch.Tensor, source: torch.Tensor) -> Any:
         return self.to_target(staging, source)
 
 
@@ -148,16 +150,11 @@ class StreamedFence:
     synchronize = wait
 
 
-class StreamedCopier:
-    """Copies that streams wait for: one after the other, and only when they like.
-
-    Args:
-        rng: Decides when.
-    """
+class StreamedCopier(LateCopier):
+    """Copies that streams wait for: one after the other, and only when they like."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-        self.fences: list[StreamedFence] = []
+        super().__init__(rng)
         self.copies: list[Callable[[], object] | None] = []
         self._lock = threading.Lock()
         self._made = 0
@@ -171,16 +168,13 @@ class StreamedCopier:
             self.fences.append(fence)
         return fence
 
-    def from_source(self, staging: torch.Tensor, source: torch.Tensor) -> StreamedFence:
-        return self.to_target(staging, source)
-
     def run_to(self, number: int, looks: int | None = None) -> bool:
         """Makes copies up to one; of a look, perhaps the next one. Returns whether it is made."""
         with self._lock:
             while self._made <= number and looks != 0:
                 if looks is not None:
                     looks -= 1
-                    if self.rng.random() < 0.7:
+                    if not self.chance():
                         continue
                 copy = self.copies[self._made]
                 assert copy is not None
@@ -190,7 +184,7 @@ class StreamedCopier:
             return self._made > number
 
 
-Copier = type[LateCopier] | type[StreamedCopier] | None
+Copier = type[LateCopier] | None
 copiers: st.SearchStrategy[Copier] = st.sampled_from([None, LateCopier, StreamedCopier])
 
 
@@ -269,7 +263,7 @@ def play(
             assert not mover._pump._thread.is_alive()
             if closed_after is not None:
                 assert bool((staging == 0xA5).all()), "staging was touched after the end"
-    if isinstance(copier, LateCopier | StreamedCopier):
+    if isinstance(copier, LateCopier):
         assert all(fence.copy is None for fence in copier.fences)
     _compare(asked)
     return asked
@@ -303,7 +297,7 @@ def _land(mover: FileMover, entry: Asked, rng: random.Random) -> None:
 
 def _under_way(copier: ChunkCopier | None, tensor: torch.Tensor) -> bool:
     """Whether something has still to be copied into a target."""
-    if not isinstance(copier, LateCopier | StreamedCopier):
+    if not isinstance(copier, LateCopier):
         return False
     storage = tensor.untyped_storage().data_ptr()
     mine = [f for f in copier.fences if f.target.untyped_storage().data_ptr() == storage]

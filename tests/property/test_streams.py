@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_runtime import park_always
 from support_virtual import STAGING
 
 import tiermem
@@ -22,9 +23,7 @@ from tiermem.config import Policy, Settings
 from tiermem.core.block import Extent, Role, Tier
 from tiermem.core.layout import TensorShape
 from tiermem.core.residency import State
-from tiermem.core.schedule import Schedule
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.prefetch import Prefetcher
 from tiermem.testing.io import ScriptedEngine
 from tiermem.testing.streams import SimulatedDevice, SimulatedEvent
 from tiermem.transfer.copy import CudaChunkCopier, StreamCopyEngine
@@ -136,22 +135,10 @@ class Streamed:
         self.blocks += found
         self.landing = Landing(copy, content)
         manager.mover = traffic.mover = self.landing  # type: ignore[assignment]
-        self.have_parked(manager.prefetcher)
+        park_always(manager.prefetcher)
         dram = manager.homes.dram
         dram.allocate(dram.capacity - dram.used)
         assert dram.used == dram.capacity and len(self.blocks) == len(self.values)
-
-    @staticmethod
-    def have_parked(prefetcher: Prefetcher) -> None:
-        """Has every plan read straight into HBM, and begin before there is room."""
-        plan = prefetcher._plan
-
-        def as_wanted(schedule: Schedule) -> None:
-            plan(schedule)
-            prefetcher._through_dram, prefetcher._parking = False, True
-
-        prefetcher._plan = as_wanted  # type: ignore[method-assign]
-        prefetcher._through_dram = False
 
     def use(self, number: int, *, write: bool, discard: bool) -> None:
         """One kernel on a block: it looks at every byte, and may write every byte."""

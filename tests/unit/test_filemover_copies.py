@@ -11,6 +11,7 @@ import torch
 from support_copies import SECONDS, LateCopier
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tiermem.core.block import Extent
 from tiermem.io import IoOp, IoRequest, ThreadEngine
 from tiermem.storage.swapfile import SwapFile
 from tiermem.testing.io import Fault, Memory, ScriptedEngine
@@ -29,6 +30,14 @@ def noise(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(os.urandom(nbytes)), dtype=torch.uint8)
 
 
+def store_away(mover: FileMover, copier: LateCopier, extent: Extent, data: torch.Tensor) -> None:
+    """Writes an extent, letting the copies into staging end."""
+    write = mover.write(extent, data, label="w")
+    copier.let_go(data.numel() // CHUNK)
+    mover.wait(write)
+    assert write.error is None
+
+
 def test_chunks_are_kept_until_their_late_copies_are_done(tmp_path: Path) -> None:
     copier = LateCopier()
     data, out = noise(9 * CHUNK), host(9 * CHUNK)
@@ -36,10 +45,7 @@ def test_chunks_are_kept_until_their_late_copies_are_done(tmp_path: Path) -> Non
         store.grow(data.numel())
         extent = store.allocate(data.numel())
         with FileMover(store, ThreadEngine, host(3 * CHUNK), CHUNK, copier) as mover:
-            write = mover.write(extent, data, label="w")
-            copier.let_go(9)
-            mover.wait(write)
-            assert write.error is None
+            store_away(mover, copier, extent, data)
             read = mover.read(extent, out, label="r")
             copier.until_asked(3)
             assert not read.finished
@@ -73,9 +79,7 @@ def test_a_read_ends_when_streams_can_wait_for_the_rest_of_it(tmp_path: Path) ->
         store.grow(data.numel())
         extent = store.allocate(data.numel())
         with FileMover(store, ThreadEngine, host(3 * CHUNK), CHUNK, copier) as mover:
-            write = mover.write(extent, data, label="w")
-            copier.let_go(3)
-            mover.wait(write)
+            store_away(mover, copier, extent, data)
             out, later = host(3 * CHUNK), host(3 * CHUNK)
             first = mover.read(extent, out, label="first")
             mover.wait(first)
@@ -113,9 +117,7 @@ def test_a_read_that_fails_ends_when_its_copies_are_over(tmp_path: Path) -> None
         extent = store.allocate(2 * CHUNK)
         engine = ScriptedEngine(fault=fault)
         with FileMover(store, lambda: engine, host(3 * CHUNK), CHUNK, copier) as mover:
-            write = mover.write(extent, noise(2 * CHUNK), label="w")
-            copier.let_go(2)
-            mover.wait(write)
+            store_away(mover, copier, extent, noise(2 * CHUNK))
             read = mover.read(extent, host(2 * CHUNK), label="r")
             (fence,) = copier.until_asked(1)
             assert not read.finished
@@ -131,9 +133,7 @@ def test_a_read_goes_on_while_writes_wait_for_the_device(tmp_path: Path) -> None
         store.grow(4 * CHUNK)
         extent, other = store.allocate(CHUNK), store.allocate(3 * CHUNK)
         with FileMover(store, ThreadEngine, host(4 * CHUNK), CHUNK, copier) as mover:
-            first = mover.write(extent, data, label="first")
-            copier.let_go(1)
-            mover.wait(first)
+            store_away(mover, copier, extent, data)
             write = mover.write(other, noise(3 * CHUNK), label="w")
             copier.until_asked(3)
             read = mover.read(extent, out, label="r")
@@ -155,9 +155,7 @@ def test_a_read_may_begin_before_it_has_a_target(tmp_path: Path) -> None:
         extents = store.allocate(4 * CHUNK), store.allocate(CHUNK)
         with FileMover(store, ThreadEngine, host(4 * CHUNK), CHUNK, copier) as mover:
             for extent, source in zip(extents, (data, other), strict=True):
-                write = mover.write(extent, source, label="w")
-                copier.let_go(source.numel() // CHUNK)
-                mover.wait(write)
+                store_away(mover, copier, extent, source)
             parked = mover.park(extents[0], label="parked")
             mover.rest(parked)
             assert parked.rests and not parked.finished
@@ -183,11 +181,9 @@ def test_a_parked_read_gives_way_to_a_write_of_its_bytes(tmp_path: Path) -> None
         with FileMover(store, ThreadEngine, host(4 * CHUNK), CHUNK, copier) as mover:
             for _ in range(2):
                 parked = mover.park(extent, label="parked")
-                write = mover.write(extent, noise(3 * CHUNK), label="w")
-                copier.let_go(3)
-                mover.wait(write)
+                store_away(mover, copier, extent, noise(3 * CHUNK))
                 mover.wait(parked)
-                assert write.error is None and parked.error is not None
+                assert parked.error is not None
                 mover.land(parked, host(3 * CHUNK))  # too late, and no harm
             given_up = mover.park(extent, label="parked")
             mover.rest(given_up)
@@ -216,9 +212,7 @@ def test_a_parked_read_rests_though_no_chunk_is_spare(tmp_path: Path) -> None:
         extents = store.allocate(2 * CHUNK), store.allocate(CHUNK)
         with FileMover(store, ThreadEngine, host(2 * CHUNK), CHUNK, copier) as mover:
             for extent in extents:
-                write = mover.write(extent, noise(extent.nbytes), label="w")
-                copier.let_go(extent.nbytes // CHUNK)
-                mover.wait(write)
+                store_away(mover, copier, extent, noise(extent.nbytes))
             read = mover.read(extents[1], host(CHUNK), label="r")
             mover.wait(read)
             parked = mover.park(extents[0], label="parked")

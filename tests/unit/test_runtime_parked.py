@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support_runtime import PAGE, Rig, rig
+from support_runtime import PAGE, Rig, park_always, rig
 
-from tiermem.core.schedule import Schedule
 from tiermem.errors import StorageError
 from tiermem.io.engine import IoOp, IoRequest
 from tiermem.testing.io import Fault, ScriptedEngine
@@ -38,21 +37,14 @@ def parking(folder: Path, hbm: int = 2, fault: Any = None) -> Iterator[Rig]:
     """Opens a rig whose plans all have the disk begin before there is room."""
     with rig(hbm, BLOCKS, nvme=folder) as made:
         manager = made.manager
-        homes, prefetcher = manager.homes, manager.prefetcher
+        homes = manager.homes
         assert manager.mover is not None and homes.swap is not None and homes.staging is not None
         manager.mover.close()
         made.engine = engine = ScriptedEngine(fault=fault)
         manager.mover = manager.traffic.mover = FileMover(
             homes.swap, lambda: engine, homes.staging, homes.chunk, Copier()
         )
-        plan = prefetcher._plan
-
-        def as_wanted(schedule: Schedule) -> None:
-            plan(schedule)
-            prefetcher._shared = prefetcher._through_dram = False
-            prefetcher._parking = True
-
-        prefetcher._plan = as_wanted  # type: ignore[method-assign]
+        park_always(manager.prefetcher)
         yield made
 
 

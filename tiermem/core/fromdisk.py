@@ -163,8 +163,8 @@ class _Player:
         """Has the disk read into slots what comes after a use, as far as there are slots."""
         if not self._one.slots:
             return
-        first, length = bisect_right(self._from_disk, at), len(self.uses)
-        for position in (*self._from_disk[first:], *self._from_disk[:first]):
+        length = len(self.uses)
+        for position in self._reads_after(at):
             other = self.uses[position]
             if other in self._here or other in self._staged:
                 continue
@@ -173,10 +173,9 @@ class _Player:
 
     def _park(self, at: int) -> None:
         """Has the disk begin with the next block that it reads straight into HBM."""
-        if not (self._one.parks and self._from_disk):
+        if not self._one.parks:
             return
-        first = bisect_right(self._from_disk, at)
-        for position in (*self._from_disk[first:], *self._from_disk[:first]):
+        for position in self._reads_after(at):
             block = self.uses[position]
             if block not in self._here:
                 if block != self._parked[0]:
@@ -184,6 +183,11 @@ class _Player:
                     self._parked = block, begin
                     self._disk = begin + self._without_room(block) * self._one.reads[block]
                 return
+
+    def _reads_after(self, at: int) -> list[int]:
+        """Returns where blocks from the disk are used, those after a use first."""
+        first = bisect_right(self._from_disk, at)
+        return self._from_disk[first:] + self._from_disk[:first]
 
     def _without_room(self, block: int) -> float:
         """Returns how much of a block is read before it has room in HBM."""

@@ -333,7 +333,6 @@ class Prefetcher:
             if (
                 record is not None
                 and record.home is Tier.NVME
-                and record.in_hbm is State.ABSENT
                 and record.block.id not in ahead.staged
                 and not ahead.takes(record.block)
                 and not self._manager.lender.borrowers(record.block)
