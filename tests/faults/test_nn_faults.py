@@ -396,7 +396,7 @@ def test_use_after_close() -> None:
     model = tier.wrap(net())
     optimizer = tier.optimizer(model, torch.optim.Adam)
     loss = model(data(1)).sum()
-    tier.close()
+    tier.close(discard=True)
     tier.close()
     acts: list[Callable[[], Any]] = [
         lambda: model(data(1)),

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from tiermem.errors import ParameterError, WrapError
+from tiermem.errors import ClosedError, ParameterError, WrapError
 from tiermem.nn.standin import Opened, StandIn, writes
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Away(StandIn):
             return True, None
         if func is torch.Tensor.requires_grad_ or func == _SET_REQUIRES_GRAD:
             result = func(*args, **kwargs)
-            group_of[id(self)].lender.thawed(args[0])
+            _group(self).lender.thawed(args[0])
             return True, result
         return False, None
 
@@ -62,7 +62,7 @@ class Away(StandIn):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            group_of[id(self)].copy_into(memo)
+            _group(self).copy_into(memo)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -78,7 +78,7 @@ class _Held(Opened):
 
     def __init__(self, away: Any) -> None:
         super().__init__(away)
-        self.group = group_of[id(away)]
+        self.group = _group(away)
         self.pushed = self.group.lender.lend(self.group)
 
     def close(self, func: Callable[..., Any]) -> None:
@@ -86,6 +86,21 @@ class _Held(Opened):
         self.group.lender.lent(
             self.group, self.pushed, dirty=func in _UNSEEN_WRITES or writes(func)
         )
+
+
+def _group(away: Any) -> Group:
+    """Returns the group of a tensor that is away.
+
+    Raises:
+        ClosedError: If nobody has its module or its manager any more.
+    """
+    found = group_of.get(id(away))
+    if found is None:
+        raise ClosedError(
+            "this parameter lived in the tiers of a model and a TierManager that are gone; keep "
+            "the model, or take it out with tier.unwrap(model) or tier.close() first"
+        )
+    return found
 
 
 def away_class(kind: type) -> type:
@@ -102,7 +117,7 @@ def _take_data(away: Any, value: torch.Tensor) -> None:
     """``param.data = value``: takes the values over, since the memory has to be the block's."""
     if value.shape != away.shape or value.dtype is not away.dtype:
         raise ParameterError(
-            f"a parameter of block {group_of[id(away)].block.name!r} cannot become "
+            f"a parameter of block {_group(away).block.name!r} cannot become "
             f"{tuple(value.shape)} {value.dtype} behind the manager's back, it is "
             f"{tuple(away.shape)} {away.dtype}; call tier.unwrap(module) first"
         )

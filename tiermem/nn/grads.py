@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -25,6 +24,7 @@ from tiermem.nn.lazy import (
 )
 from tiermem.nn.quiet import quiet, unrecorded
 from tiermem.nn.shapes import follow, shape_of
+from tiermem.nn.weakly import Hook, Weak
 from tiermem.runtime.pipeline import Pipeline
 from tiermem.runtime.slots import Slot
 
@@ -79,25 +79,6 @@ def divide(group: Group, limit: int) -> list[list[Entry]]:
     return [[entries[i] for i in run] for run in split(sizes, limit)]
 
 
-class _Hook:
-    """Calls a method for a parameter, as long as its entry and the method's object are there.
-
-    torch shows the garbage collector nothing of what runs after accumulation: what that kept
-    would keep the parameter in turn, for ever.
-    """
-
-    __slots__ = ("_entry", "_method")
-
-    def __init__(self, method: Callable[[Entry, torch.Tensor], None], entry: Entry) -> None:
-        self._method = weakref.WeakMethod(method)
-        self._entry = weakref.ref(entry)
-
-    def __call__(self, tensor: torch.Tensor) -> None:
-        method, entry = self._method(), self._entry()
-        if method is not None and entry is not None:
-            method(entry, tensor)
-
-
 class GradStore:
     """Takes gradients into the tiers and gives them back.
 
@@ -124,8 +105,8 @@ class GradStore:
             return
         entry.tracked = True
         entry.hooks += [
-            entry.param.register_hook(_Hook(self._before, entry)),
-            entry.param.register_post_accumulate_grad_hook(_Hook(self._after, entry)),
+            entry.param.register_hook(Hook(self._before, entry)),
+            entry.param.register_post_accumulate_grad_hook(Hook(self._after, entry)),
         ]
 
     def forget(self, entries: Iterable[Entry]) -> None:
@@ -237,6 +218,19 @@ class GradStore:
         if unit is not None and not any(e.has_grad for e in unit.entries):
             unit.pending.clear()
             self._manager.discard(unit.block)
+
+    def hand_over(self, entry: Entry, gradient: torch.Tensor) -> None:
+        """Forgets the gradient of a parameter that leaves the tiers.
+
+        Args:
+            entry: The parameter.
+            gradient: Its value in the dtype it was kept in; whoever still has the stand-in has it.
+        """
+        stand_in, entry.lazy = entry.lazy, None
+        held = is_held(stand_in) or (stand_in is not None and is_elsewhere(stand_in))
+        if isinstance(stand_in, LazyTensor) and held:
+            orphan(stand_in, gradient.to(self._manager.device, copy=True))
+        entry.has_grad = False
 
     def owed(self, entry: Entry) -> bool:
         """Whether a step that uses the gradient of a parameter is still to be made."""
@@ -391,8 +385,8 @@ class GradStore:
                 entry.param.shape,
                 dtype,
                 self._manager.device,
-                partial(self.load, entry, dtype),
-                partial(self._written, entry),
+                Weak(self.load, entry, dtype),
+                Weak(self._written, entry),
                 formal=entry.param.dtype,
             )
         if entry.param.grad is not entry.lazy:

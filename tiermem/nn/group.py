@@ -324,6 +324,10 @@ class Group(Holder):
         """Returns the tensors that point at the block, in the order of the block's specs."""
         return [m.tensor for m in (*self.entries, *self.buffers)]
 
+    def members(self) -> Sequence[Member]:
+        """Returns what lives in the block: parameters, then buffers."""
+        return self._members
+
     def copy_into(self, memo: dict[int, Any]) -> None:
         """Enters ordinary copies of the tensors into a deepcopy's memo."""
         tensors = self.manager.read(self.block)

@@ -41,6 +41,10 @@ class BackwardWatcher(Protocol):
         """It is over."""
         ...
 
+    def settle(self) -> None:
+        """Lets everybody look at all blocks, a step under way or not."""
+        ...
+
 
 class _Ending:
     """Ends a backward; autograd drops it uncalled where that is cut short by an error."""
@@ -80,6 +84,8 @@ class ModuleRuntime:
             forward has got further. Models read values back as they begin (is a mask needed?), and
             on CUDA such a read waits for all copies down that are ready to run.
         worst_chain: Most bytes of blocks that nested calls of one model hold at once.
+        owner: The manager that users see, as long as models are wrapped: who has one of these has
+            the tiers.
         stranded: Parameters that a failed disk kept from being taken back after materialize.
     """
 
@@ -101,6 +107,7 @@ class ModuleRuntime:
         self.on_begin: list[Callable[[bool], None]] = []
         self.backwards: list[BackwardWatcher] = []
         self.stranded: list[Entry] = []
+        self.owner: object = None
         self.unwritten: list[Block] = []
         self._past = -1
         self.worst_chain = 0

@@ -16,7 +16,6 @@ from tiermem.errors import CapacityError
 from tiermem.nn.compiler import hide_from_compiler
 from tiermem.nn.group import Entry, Group, Member
 from tiermem.nn.inspect import Found, find, is_uninitialized, link_shared, owners
-from tiermem.nn.lazy import is_gone, ordinary
 from tiermem.nn.lookup import LookupInterceptor, is_lookup
 from tiermem.nn.names import HeldDict, TieredDict
 from tiermem.nn.partition import Predicate, largest_block, territories, training_bytes
@@ -54,6 +53,9 @@ class WrappedModel:
         groups: Its groups of parameters, then those of large buffers.
         entries: Its parameters.
         scopes: Its intercepted modules, by qualified name.
+        resident: The group of small buffers, which stay in HBM; None where there are none.
+        name: For messages.
+        given_back: Whether the model has left the tiers.
     """
 
     def __init__(
@@ -77,9 +79,10 @@ class WrappedModel:
         self.groups: list[Group] = []
         self.entries: list[Entry] = []
         self.scopes: dict[str, Scope] = {}
+        self.given_back = False
         self._modules = dict(model.named_modules())
         self._states: dict[int, tuple[dict[int, torch.Tensor], set[tuple[int, str]]]] = {}
-        self._name = type(model).__name__ if number == 0 else f"{type(model).__name__}#{number}"
+        self.name = type(model).__name__ if number == 0 else f"{type(model).__name__}#{number}"
         params = find(model, "_parameters")
         link_shared(params)
         buffers = [f for f in find(model, "_buffers") if self._can_move(f)]
@@ -143,11 +146,11 @@ class WrappedModel:
             self._fill_group(group, members, params)
             self.groups.append(group)
             self._sources[block.id] = [f.tensor.detach() for f in members]
-        self._resident = self._place_small(small)
+        self.resident = self._place_small(small)
         self._find_groups(params, large)
 
     def _block_name(self, root: str) -> str:
-        return f"{self._name}.{root}" if root else self._name
+        return f"{self.name}.{root}" if root else self.name
 
     def _sort_buffers(self, buffers: list[Found]) -> tuple[list[Found], list[Found]]:
         """Divides buffers into those that travel and those that stay in HBM."""
@@ -168,7 +171,7 @@ class WrappedModel:
         if not small:
             return None
         shapes = [shape_of(f.name, f.tensor) for f in small]
-        name = f"{self._name}.small_buffers"
+        name = f"{self.name}.small_buffers"
         block = self.manager.add_blocks([(name, Role.BUFFER, shapes)], home="hbm")[0]
         group = Group(self.manager, block, writes_hidden=True)
         self._fill_group(group, small, [])
@@ -262,7 +265,7 @@ class WrappedModel:
     def _move_in(self) -> None:
         """Copies every tensor to its block, then lets go of the tensors' own memory."""
         with torch.no_grad():
-            for group in [*self.groups, *([self._resident] if self._resident else [])]:
+            for group in [*self.groups, *([self.resident] if self.resident else [])]:
                 sources = self._sources[group.block.id]
                 if self._fixed(group):
                     slot = self.manager.acquire(group.block)
@@ -275,7 +278,7 @@ class WrappedModel:
 
     def _abandon(self) -> None:
         """Undoes a wrap that failed; the model's own tensors were not touched."""
-        groups = [*self.groups, *([self._resident] if getattr(self, "_resident", None) else [])]
+        groups = [*self.groups, *([self.resident] if getattr(self, "resident", None) else [])]
         for group in groups:
             if group is not None:
                 self.manager.holders.pop(group.block.id, None)
@@ -284,9 +287,9 @@ class WrappedModel:
     def _install(self) -> None:
         """Points the tensors at their blocks' placeholders and intercepts the modules."""
         self.runtime.add(self.groups)
-        if self._resident is not None:
-            self._resident.ready(self.runtime)
-            self._resident.hold()
+        if self.resident is not None:
+            self.resident.ready(self.runtime)
+            self.resident.hold()
         for entry in self.entries:
             owners[entry.param] = id(self.manager)
         for entry in self.entries:
@@ -353,53 +356,8 @@ class WrappedModel:
                 if not others:
                     first.add_names(names)
 
-    def give_back(self, device: torch.device | None) -> None:
-        """Makes the model an ordinary one again.
-
-        Args:
-            device: Where its tensors go; None for host memory.
-        """
-        with self.manager.lock:
-            for scope in self.scopes.values():
-                scope.inside.empty()
-        for group in self.groups:
-            group.unpoint()
-        for entry in self.entries:
-            if not entry.materialized:
-                self.runtime.grads.sync(entry)
-        values = {g.block.id: self.manager.read(g.block) for g in self.groups}
-        gradients = {id(e): self.runtime.grads.load(e) for e in self.entries if e.has_grad}
-        target = device or torch.device("cpu")
-        for group in self.groups:
-            tensors = values.pop(group.block.id)
-            shared: dict[int, torch.Tensor] = {}
-            for entry in group.entries:
-                if entry.index not in shared:
-                    shared[entry.index] = tensors[entry.index].clone().to(target)
-                if not entry.materialized:
-                    self._free_entry(entry, shared[entry.index], gradients.get(id(entry)))
-                owners.pop(entry.param, None)
-            for member in group.buffers:
-                group.free(member, tensors[member.index].clone().to(target))
-        if self._resident is not None:
-            for member in self._resident.buffers:
-                self._resident.free(member, member.tensor.detach().clone().to(target))
-        self._uninstall()
-
-    def _free_entry(self, entry: Entry, value: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """Makes a parameter an ordinary one."""
-        own = entry.param.grad
-        if entry.has_grad or is_gone(own):
-            own = None
-        if entry.has_grad:
-            self.runtime.grads.clear(entry)
-            own = gradient
-        entry.param.grad = None
-        entry.group.free(entry, value)
-        if own is not None:
-            entry.param.grad = ordinary(own, entry.param, value.device)
-
-    def _uninstall(self) -> None:
+    def uninstall(self) -> None:
+        """Takes the interceptors out, and the blocks; every tensor is an ordinary one already."""
         for group in self.groups:
             group.freed = True
         self.runtime.grads.forget(self.entries)
@@ -407,23 +365,26 @@ class WrappedModel:
         for name in self.scopes:
             module = self._modules[name]
             call = module.__dict__.get(CallInterceptor.method)
-            if call is not None:
+            if isinstance(call, CallInterceptor):
                 call.give_back()
             for kind in _INTERCEPTED:
-                module.__dict__.pop(kind.method, None)
+                if isinstance(module.__dict__.get(kind.method), Interceptor):
+                    del module.__dict__[kind.method]  # what somebody else put there stays
             self._plain_names(module)
         for module in self._modules.values():
             for whole in (ApplyInterceptor, LoadAllInterceptor):
                 module.__dict__.pop(whole.method, None)
         units = {id(e.unit): e.unit for e in self.entries if e.unit is not None}
         blocks = [u.block for u in units.values()] + [g.block for g in self.groups]
-        if self._resident is not None:
-            self._resident.let_go()
-            blocks.append(self._resident.block)
+        if self.resident is not None:
+            if self.resident.holds:  # else this was cut short there
+                self.resident.let_go()
+            blocks.append(self.resident.block)
         self.runtime.remove(self.groups)
         for block in blocks:
             self.manager.holders.pop(block.id, None)
         self.manager.remove_blocks(blocks)
+        self.given_back = True
 
     # -- state dicts -----------------------------------------------------
 
@@ -438,7 +399,7 @@ class WrappedModel:
                 group = self._group_of.get(id(tensor))
                 if group is not None:
                     destination[key] = self._copy_of(tensor, group, cache)
-                elif self._resident is not None and which == "_buffers":
+                elif self.resident is not None and which == "_buffers":
                     destination[key] = tensor.detach().clone()
 
     def _state_of(self, destination: Any, part: tuple[int, str]) -> dict[int, torch.Tensor]:

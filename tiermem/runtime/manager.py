@@ -386,6 +386,20 @@ class BlockManager:
             self.traffic.quiet = False
             self._give_back()
 
+    def stop(self) -> None:
+        """Stops every transfer for good; what is in HBM and at home in DRAM can still be read.
+
+        The first half of :meth:`close`: page-locked memory is ordinary memory from here on.
+        """
+        with self.lock, ExitStack() as steps:  # runs them last first
+            self._closed = True
+            self.traffic.quiet = False
+            steps.callback(self.homes.arena.unlock)
+            steps.callback(self.copy.synchronize)
+            if self.mover is not None:
+                steps.callback(self.mover.close)
+            steps.callback(self.debts.wait)
+
     def _give_back(self) -> None:
         """Closes whatever was opened, each thing however the others fare."""
         with ExitStack() as steps:  # runs them last first
@@ -426,7 +440,11 @@ class BlockManager:
                 "tiers: open one of its own, or pass it ordinary tensors"
             )
         if self._closed:
-            raise ClosedError("this TierManager is closed; open a new one and wrap again")
+            raise ClosedError(
+                "this TierManager is closed: the models that were wrapped in it are ordinary ones "
+                "again, unless they were discarded, and the state of its optimizers is gone (take "
+                "optimizer.state_dict() before); open a new one and wrap again"
+            )
 
     # -- inside ----------------------------------------------------------
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -85,12 +86,31 @@ class HostArena(Arena):
             self._map, dtype=torch.uint8, offset=extent.offset, count=extent.nbytes
         )
 
-    def close(self) -> None:
-        """Unregisters and lets the mapping go with its last tensor."""
-        super().close()
+    @property
+    def locked(self) -> bool:
+        """Whether its pages are locked, so that none of them can be given back."""
+        return self._registered != 0
+
+    def unlock(self) -> None:
+        """Unregisters the memory; nothing may be moving from or to it."""
         if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered)
             self._registered = 0
+
+    def give_back(self, extent: Extent) -> None:
+        """Gives the pages of an extent back to the system, where they are not locked.
+
+        Its bytes are lost; whoever writes there gets new pages.
+        """
+        if self._map is None or self.locked:
+            return
+        with suppress(OSError, ValueError):  # larger pages than the alignment: it is kept
+            self._map.madvise(mmap.MADV_DONTNEED, extent.offset, extent.nbytes)
+
+    def close(self) -> None:
+        """Unregisters and lets the mapping go with its last tensor."""
+        super().close()
+        self.unlock()
         self._map = None
 
     def _page_lock(self, size: int, device: torch.device) -> None:
