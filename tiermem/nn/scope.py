@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import is_grad_enabled, nn
 
-from tiermem.errors import ParameterError, WrapError
+from tiermem.errors import WrapError
 from tiermem.nn.group import Group
 from tiermem.nn.runtime import ModuleRuntime, outputs_with_grad
 from tiermem.nn.statedict import check_state
@@ -351,28 +351,6 @@ class CompileInterceptor(Interceptor):
         plain = getattr(type(self.module), CallInterceptor.method).__get__(self.module)
         call.inner = call.compiled = torch.compile(plain, *args, **kwargs)
         self.scope.wrapped.leave_to_compiler(self.scope.name)
-
-
-class ApplyInterceptor(Interceptor):
-    """Refuses ``to()``, ``half()`` and their like where they would change anything."""
-
-    __slots__ = ()
-
-    method = "_apply"
-
-    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Returns the module where ``fn`` changes no dtype and no device."""
-        for entry in self.scope.wrapped.entries:
-            probe = torch.empty(0, dtype=entry.param.dtype, device=entry.placeholder.device)
-            changed = fn(probe)
-            if changed.dtype != probe.dtype or changed.device != probe.device:
-                raise ParameterError(
-                    f"parameter {entry.name!r} lives in the tiers: its module cannot be moved or "
-                    f"cast to {changed.dtype} on {changed.device}; convert it before tier.wrap, or "
-                    "call tier.unwrap(module) first"
-                )
-            return self.module
-        return self.module
 
 
 class SaveInterceptor(Interceptor):

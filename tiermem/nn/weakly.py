@@ -28,6 +28,7 @@ class Hook:
         self._entry = weakref.ref(entry)
 
     def __call__(self, tensor: torch.Tensor) -> None:
+        """Calls it, where both are there."""
         method, entry = self._method(), self._entry()
         if method is not None and entry is not None:
             method(entry, tensor)
@@ -47,6 +48,7 @@ class Weak:
         self._given = given
 
     def __call__(self, *args: Any) -> Any:
+        """Calls it; raises ClosedError where one of both is gone."""
         method, entry = self._method(), self._entry()
         if method is None or entry is None:
             raise ClosedError(

@@ -13,6 +13,7 @@ from torch import nn
 from tiermem.config import format_size
 from tiermem.core.block import Role
 from tiermem.errors import CapacityError
+from tiermem.nn.applied import ApplyInterceptor
 from tiermem.nn.compiler import hide_from_compiler
 from tiermem.nn.group import Entry, Group, Member
 from tiermem.nn.inspect import Found, find, is_uninitialized, link_shared, owners
@@ -21,7 +22,6 @@ from tiermem.nn.names import HeldDict, TieredDict
 from tiermem.nn.partition import Predicate, largest_block, territories, training_bytes
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.scope import (
-    ApplyInterceptor,
     CallInterceptor,
     CompileInterceptor,
     Inside,
@@ -37,7 +37,6 @@ from tiermem.nn.writes import may_write_uncounted
 _INTERCEPTED: tuple[type[Interceptor], ...] = (
     CallInterceptor,
     CompileInterceptor,
-    ApplyInterceptor,
     SaveInterceptor,
     LoadInterceptor,
 )
@@ -313,6 +312,11 @@ class WrappedModel:
         for module in self._modules.values():
             for whole in (ApplyInterceptor, LoadAllInterceptor):
                 module.__dict__[whole.method] = whole(module, root)
+
+    def managed(self) -> set[int]:
+        """Returns the ids of the tensors that live in the tiers."""
+        small = self.resident.tensors() if self.resident is not None else ()
+        return {*self._group_of, *map(id, small)}
 
     def leave_to_compiler(self, name: str) -> None:
         """Takes out what a compiler cannot see through, inside a module that is compiled.
