@@ -1,4 +1,4 @@
-"""`to()`, `half()` and their like after `wrap`: what changes nothing does nothing; else an error."""
+"""`to()`, `half()` and the like after `wrap`: what changes nothing does nothing, or an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``module.to()``, ``half()``, ``share_memory()`` and their like, on modules whose tensors are away.
+"""``module.to()``, ``half()``, ``share_memory()`` and the like, where tensors are away.
 
 All of them are ``module._apply(fn)``. What leaves every tensor as it is does nothing, as with a
 resident module (trainers call ``model.to(device)`` whatever the model); anything else is refused,

@@ -21,6 +21,7 @@ from tiermem.nn.lazy import (
     orphan,
     refresh,
 )
+from tiermem.nn.need import accumulates, check_gradients
 from tiermem.nn.quiet import quiet, unrecorded
 from tiermem.nn.shapes import follow, shape_of
 from tiermem.nn.weakly import Hook, Weak
@@ -301,7 +302,11 @@ class GradStore:
 
     def dtype_of(self, entry: Entry) -> torch.dtype:
         """Returns the dtype that gradients of a parameter are kept in."""
-        return self._dtypes.get(id(entry.param), entry.param.dtype)
+        return self.dtype_for(entry.param)
+
+    def dtype_for(self, param: torch.Tensor) -> torch.dtype:
+        """Returns the same for a parameter that may not be managed yet."""
+        return self._dtypes.get(id(param), param.dtype)
 
     def load(self, entry: Entry, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns a copy of a stored gradient in ordinary memory on the device.
@@ -346,7 +351,7 @@ class GradStore:
     def store(self, entry: Entry, gradient: torch.Tensor, *, add: bool = False) -> None:
         """Puts a dense gradient into the tiers, and its lazy stand-in into ``param.grad``."""
         if entry.unit is None:
-            self.reserve(self._runtime.groups)
+            check_gradients(self._runtime)
         unit = entry.unit
         if unit is None:
             raise RuntimeError(f"parameter {entry.name!r} is not tracked")
@@ -412,6 +417,8 @@ class GradStore:
         if entry.materialized:
             return
         self._runtime.enter_backward()
+        if entry.unit is None and accumulates(entry):
+            check_gradients(self._runtime)
         self.pay(entry.unit)  # while param.grad is what it was
         for watcher in self.watchers:
             if watcher.arriving(entry):

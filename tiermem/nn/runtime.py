@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from tiermem.core.block import Block, Role
+from tiermem.core.need import unit_limit
 from tiermem.errors import CapacityError, WrapError
 from tiermem.nn.activations import Activations
 from tiermem.nn.grads import GradStore
 from tiermem.nn.group import Entry, Group
+from tiermem.nn.need import Program
 from tiermem.nn.saved import SavedHooks
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.pipeline import Pipeline
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from tiermem.nn.scope import Scope
 
 _SOFT_IN_BACKWARD = 2
-_LEAST_UNIT = 16 << 20
 _PAST = 3  # blocks that forward has come to after the first one: it "has got further"
 
 
@@ -76,6 +77,7 @@ class ModuleRuntime:
         groups: Every group of parameters, in the order of the modules.
         here: Where the calling thread is.
         grads: The gradients.
+        program: What models and optimizers there are, to say what budgets would do.
         saved: The saved-tensor hooks.
         activations: Saved tensors that leave HBM.
         on_begin: Called before each top-level pass (the optimizers check in here).
@@ -95,6 +97,7 @@ class ModuleRuntime:
         self.groups: list[Group] = []
         self.here = _Here()
         self.grads = GradStore(self)
+        self.program = Program(self)
         self.saved = SavedHooks(self)
         settings = manager.settings
         self.activations = Activations(
@@ -138,17 +141,9 @@ class ModuleRuntime:
         self._backward = deque(g for g in self._backward if id(g) not in gone)
 
     def unit_limit(self, group: Group) -> int:
-        """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM.
-
-        A step holds a block of weights, its unit of gradients, and state and masters of a few
-        times the unit's size; and the next unit is fetched meanwhile. Units small enough for
-        that are not made smaller than what a link carries at full speed.
-        """
-        hbm = self.manager.table.hbm.capacity
-        sizes = [e.param.numel() * e.param.element_size() for e in group.entries] or [0]
-        free = max(0, hbm - group.block.nbytes)
-        limit = max(free // 20, min(_LEAST_UNIT, free // 8))
-        return max(max(sizes), min(sum(sizes), limit))
+        """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM."""
+        sizes = [e.param.numel() * e.param.element_size() for e in group.entries]
+        return unit_limit(self.manager.table.hbm.capacity, group.block.nbytes, sizes)
 
     def owner_of(self, block: Block, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the parameter or buffer that shares a version counter with a view of a block."""

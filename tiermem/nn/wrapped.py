@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,12 +14,13 @@ from tiermem.config import format_size
 from tiermem.core.block import Role
 from tiermem.errors import CapacityError
 from tiermem.nn.applied import ApplyInterceptor
+from tiermem.nn.blocks import BlockPlan, Inventory
 from tiermem.nn.compiler import hide_from_compiler
 from tiermem.nn.group import Entry, Group, Member
 from tiermem.nn.inspect import Found, find, is_uninitialized, link_shared, owners
 from tiermem.nn.lookup import LookupInterceptor, is_lookup
 from tiermem.nn.names import HeldDict, TieredDict
-from tiermem.nn.partition import Predicate, largest_block, territories, training_bytes
+from tiermem.nn.partition import Predicate
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.scope import (
     CallInterceptor,
@@ -31,7 +32,6 @@ from tiermem.nn.scope import (
     SaveInterceptor,
     Scope,
 )
-from tiermem.nn.shapes import shape_of
 from tiermem.nn.writes import may_write_uncounted
 
 _INTERCEPTED: tuple[type[Interceptor], ...] = (
@@ -40,7 +40,6 @@ _INTERCEPTED: tuple[type[Interceptor], ...] = (
     SaveInterceptor,
     LoadInterceptor,
 )
-_LARGE_BUFFER = 1 << 18
 
 
 class WrappedModel:
@@ -78,6 +77,8 @@ class WrappedModel:
         self.groups: list[Group] = []
         self.entries: list[Entry] = []
         self.scopes: dict[str, Scope] = {}
+        self.resident: Group | None = None
+        self._sources: dict[int, list[torch.Tensor]] = {}
         self.given_back = False
         self._modules = dict(model.named_modules())
         self._states: dict[int, tuple[dict[int, torch.Tensor], set[tuple[int, str]]]] = {}
@@ -85,17 +86,25 @@ class WrappedModel:
         params = find(model, "_parameters")
         link_shared(params)
         buffers = [f for f in find(model, "_buffers") if self._can_move(f)]
-        largest = largest_block(training_bytes(model), self.manager.table.hbm.capacity)
-        roots = territories(model, blocks, largest)
-        self._territory = self._territories_of(roots)
-        self._plan(params, buffers)
+        inventory = Inventory(model, blocks, params, buffers)
+        self.runtime.program.models.append(inventory)
         hide_from_compiler()
         try:
+            plan = inventory.plan(self.manager.table.hbm.capacity)
+            self._territory = plan.territory
+            self._plan(plan)
             self._check_hbm()
             self._move_in()
-        except BaseException:
+        except BaseException as error:
             self._abandon()
+            refused: BaseException = error
+            if isinstance(error, CapacityError):
+                refused = runtime.program.refuse_model(error)
+            runtime.program.models.remove(inventory)
+            if refused is not error:
+                raise refused from None
             raise
+        self._inventory = inventory
         self._install()
 
     # -- planning --------------------------------------------------------
@@ -110,74 +119,43 @@ class WrappedModel:
             and not tensor.is_inference()
         )
 
-    def _territories_of(self, roots: Mapping[str, nn.Module]) -> dict[str, str]:
-        """Returns, for every module, the name of the module at which its block begins."""
-        found = {}
-        for name in self._modules:
-            root = name
-            while root and root not in roots:
-                root = root.rpartition(".")[0]
-            found[name] = root
-        return found
-
-    def _plan(self, params: list[Found], buffers: list[Found]) -> None:
-        """Decides the blocks and reserves their homes."""
-        by_root: dict[str, list[Found]] = {}
-        for found in params:
-            if found.same_as is None:
-                by_root.setdefault(self._territory[found.places[0][0]], []).append(found)
-        large, small = self._sort_buffers(buffers)
-        buffers_by_root: dict[str, list[Found]] = {}
-        for found in large:
-            buffers_by_root.setdefault(self._territory[found.places[0][0]], []).append(found)
+    def _plan(self, plan: BlockPlan) -> None:
+        """Reserves the blocks' homes."""
+        known = plan.inventory
         wanted = []
-        for root, members in by_root.items():
-            shapes = [shape_of(f.name, f.tensor) for f in members]
+        for root, members in plan.params.items():
+            shapes = [known.shape(f) for f in members]
             wanted.append((self._block_name(root), Role.PARAM, shapes))
-        for root, members in buffers_by_root.items():
-            shapes = [shape_of(f.name, f.tensor) for f in members]
+        for root, members in plan.buffers.items():
+            shapes = [known.shape(f) for f in members]
             wanted.append((f"{self._block_name(root)}.buffers", Role.BUFFER, shapes))
         blocks = self.manager.add_blocks(wanted)
-        self._sources: dict[int, list[torch.Tensor]] = {}
-        members_of = list(by_root.values()) + list(buffers_by_root.values())
+        members_of = [*plan.params.values(), *plan.buffers.values()]
         for block, members in zip(blocks, members_of, strict=True):
             group = Group(self.manager, block, writes_hidden=block.role is Role.BUFFER)
-            self._fill_group(group, members, params)
+            self._fill_group(group, members, known.params)
             self.groups.append(group)
             self._sources[block.id] = [f.tensor.detach() for f in members]
-        self.resident = self._place_small(small)
-        self._find_groups(params, large)
+        self.resident = self._place_small(plan)
+        large = [found for members in plan.buffers.values() for found in members]
+        self._find_groups(known.params, large)
 
     def _block_name(self, root: str) -> str:
         return f"{self.name}.{root}" if root else self.name
 
-    def _sort_buffers(self, buffers: list[Found]) -> tuple[list[Found], list[Found]]:
-        """Divides buffers into those that travel and those that stay in HBM."""
-        allowed = self.manager.table.hbm.capacity // 16
-        ordered = sorted(buffers, key=lambda f: f.tensor.numel() * f.tensor.element_size())
-        small, total = [], 0
-        for found in ordered:
-            nbytes = found.tensor.numel() * found.tensor.element_size()
-            total += nbytes
-            if nbytes > _LARGE_BUFFER or total > allowed:
-                break
-            small.append(found)
-        stay = {id(f) for f in small}
-        return [f for f in buffers if id(f) not in stay], [f for f in buffers if id(f) in stay]
-
-    def _place_small(self, small: list[Found]) -> Group | None:
+    def _place_small(self, plan: BlockPlan) -> Group | None:
         """Gives the small buffers their place in HBM, where they stay."""
-        if not small:
+        if not plan.small:
             return None
-        shapes = [shape_of(f.name, f.tensor) for f in small]
+        shapes = [plan.inventory.shape(f) for f in plan.small]
         name = f"{self.name}.small_buffers"
         block = self.manager.add_blocks([(name, Role.BUFFER, shapes)], home="hbm")[0]
         group = Group(self.manager, block, writes_hidden=True)
-        self._fill_group(group, small, [])
-        self._sources[block.id] = [f.tensor.detach() for f in small]
+        self._fill_group(group, plan.small, [])
+        self._sources[block.id] = [f.tensor.detach() for f in plan.small]
         return group
 
-    def _fill_group(self, group: Group, members: list[Found], params: list[Found]) -> None:
+    def _fill_group(self, group: Group, members: list[Found], params: Sequence[Found]) -> None:
         if group.block.role is Role.BUFFER:
             group.buffers = [Member(f.tensor, group, index) for index, f in enumerate(members)]
             return
@@ -188,7 +166,7 @@ class WrappedModel:
                 group.entries.append(Entry(found.tensor, found.name, group, index))  # type: ignore[arg-type]
         self.entries.extend(group.entries)
 
-    def _find_groups(self, params: list[Found], large: list[Found]) -> None:
+    def _find_groups(self, params: Sequence[Found], large: Sequence[Found]) -> None:
         """Decides which groups each module's call holds."""
         group_of: dict[int, Group] = {}
         for group in self.groups:
@@ -226,9 +204,7 @@ class WrappedModel:
         fixed = self.manager.table.fixed_nbytes()
         worst, chain = self._worst_chain()
         self.runtime.worst_chain = max(self.runtime.worst_chain, worst)
-        trainable = any(e.param.requires_grad for e in self.entries)
-        unit = max((self._largest_gradient(g) for g in self.groups), default=0) if trainable else 0
-        least = fixed + worst + unit
+        least = fixed + worst
         budget = self.manager.table.hbm.capacity
         if least <= budget or not chain:
             return
@@ -236,12 +212,9 @@ class WrappedModel:
         raise CapacityError(
             f"block {largest.name!r} ({format_size(largest.nbytes)}) cannot be used in tier hbm "
             f"with a budget of {format_size(budget)}: together with what is needed at the same "
-            f"time it takes {format_size(least)}; give hbm= at least {least}"
+            f"time it takes {format_size(least)}",
+            f"give hbm= at least {least}",
         )
-
-    def _largest_gradient(self, group: Group) -> int:
-        sizes = [e.param.numel() * e.param.element_size() for e in group.entries]
-        return -(-max(sizes, default=0) // 4096) * 4096
 
     def _worst_chain(self) -> tuple[int, list[Group]]:
         """Returns the most bytes that nested calls hold at once, and by which groups."""
@@ -277,11 +250,10 @@ class WrappedModel:
 
     def _abandon(self) -> None:
         """Undoes a wrap that failed; the model's own tensors were not touched."""
-        groups = [*self.groups, *([self.resident] if getattr(self, "resident", None) else [])]
+        groups = [*self.groups, *([self.resident] if self.resident else [])]
         for group in groups:
-            if group is not None:
-                self.manager.holders.pop(group.block.id, None)
-        self.manager.remove_blocks([g.block for g in groups if g is not None])
+            self.manager.holders.pop(group.block.id, None)
+        self.manager.remove_blocks([g.block for g in groups])
 
     def _install(self) -> None:
         """Points the tensors at their blocks' placeholders and intercepts the modules."""
@@ -388,6 +360,8 @@ class WrappedModel:
         for block in blocks:
             self.manager.holders.pop(block.id, None)
         self.manager.remove_blocks(blocks)
+        if self._inventory in self.runtime.program.models:
+            self.runtime.program.models.remove(self._inventory)
         self.given_back = True
 
     # -- state dicts -----------------------------------------------------

@@ -463,8 +463,9 @@ class BlockManager:
             raise CapacityError(
                 f"blocks whose home tier is hbm take {format_size(least)} of it for good, "
                 f"{format_size(there)} of them before these ({largest.name!r} is the largest, "
-                f"{format_size(largest.nbytes)}); the budget is {format_size(capacity)}; give hbm= "
-                f"at least {least}, and room for what streams, or another home tier to some roles"
+                f"{format_size(largest.nbytes)}); the budget is {format_size(capacity)}",
+                f"give hbm= at least {least}, and room for what streams",
+                ", or another home tier to some roles",
             )
         for block in blocks:
             record = self.table[block.id]

@@ -39,6 +39,7 @@ def too_small(block: Block, table: ResidencyTable, slots: SlotCache) -> Capacity
     names = ", ".join(f"{name!r} ({format_size(n)}, {why})" for n, name, why in held[:6])
     return CapacityError(
         f"block {block.name!r} ({format_size(block.nbytes)}) does not fit in tier hbm "
-        f"({format_size(capacity)}) beside {names or 'nothing'}{pieces}; give hbm= at "
-        f"least {least}, or wrap with smaller blocks"
+        f"({format_size(capacity)}) beside {names or 'nothing'}{pieces}",
+        f"give hbm= at least {least}",
+        ", or wrap with smaller blocks",
     )

@@ -173,7 +173,8 @@ class SwapFile:
                 f"tier nvme at {paths}: {format_size(nbytes)} more asked, but the limit of "
                 f"{format_size(self.capacity_limit)} leaves "
                 f"{format_size(self.capacity_limit - before)} ({self.capacity_limit - before} "
-                f"bytes); it would have to be at least {before + nbytes} bytes"
+                "bytes)",
+                f"give nvme_bytes= at least {before + nbytes} bytes",
             )
         old = [self._file_length(file, before) for file in range(len(self._fds))]
         new = [self._file_length(file, before + nbytes) for file in range(len(self._fds))]
