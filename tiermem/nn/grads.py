@@ -9,7 +9,7 @@ import torch
 
 from tiermem.core.block import Block, Role
 from tiermem.core.layout import TensorShape, split
-from tiermem.errors import StepError
+from tiermem.errors import CapacityError, StepError
 from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import (
     LazyTensor,
@@ -21,7 +21,7 @@ from tiermem.nn.lazy import (
     orphan,
     refresh,
 )
-from tiermem.nn.need import accumulates, check_gradients
+from tiermem.nn.need import accumulates, beside_optimizer, check_gradients
 from tiermem.nn.quiet import quiet, unrecorded
 from tiermem.nn.shapes import follow, shape_of
 from tiermem.nn.weakly import Hook, Weak
@@ -317,7 +317,10 @@ class GradStore:
         """
         if entry.unit is None or not entry.has_grad:
             raise RuntimeError(f"parameter {entry.name!r} has no gradient any more")
-        slot = self.open(entry.unit)
+        try:
+            slot = self.open(entry.unit)
+        except CapacityError as error:
+            raise beside_optimizer(error) from None
         try:
             with torch.no_grad():
                 return slot.views[entry.unit_index].to(dtype or entry.param.dtype, copy=True)

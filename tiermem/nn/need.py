@@ -7,8 +7,10 @@ would have. As long as no optimizer was made, AdamW stands for the one that will
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -274,6 +276,27 @@ def check_gradients(runtime: ModuleRuntime) -> None:
             )
     except CapacityError as error:
         raise program.refuse_gradients(error) from None
+
+
+def beside_optimizer(error: CapacityError) -> CapacityError:
+    """Returns an error that names ``tier.optimizer`` where a plain optimizer asks for the blocks.
+
+    Some of torch's optimizers give a kernel all parameters at once (``fused=True``).
+    """
+    found: list[torch.optim.Optimizer] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(owner, torch.optim.Optimizer):
+            found.append(owner)
+        frame = frame.f_back
+    if not found or hasattr(found[-1], "clip_grad_norm_"):  # that one is ours
+        return error
+    name = type(found[-1]).__name__
+    return CapacityError(
+        f"{error.what}, while a plain torch.optim.{name} asks for many parameters at once",
+        f"make it with tier.optimizer(model, torch.optim.{name}, ...), which steps block by block",
+    )
 
 
 def accumulates(entry: Entry) -> bool:

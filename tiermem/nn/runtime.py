@@ -19,7 +19,7 @@ from tiermem.errors import CapacityError, WrapError
 from tiermem.nn.activations import Activations
 from tiermem.nn.grads import GradStore
 from tiermem.nn.group import Entry, Group
-from tiermem.nn.need import Program
+from tiermem.nn.need import Program, beside_optimizer
 from tiermem.nn.saved import SavedHooks
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.pipeline import Pipeline
@@ -237,7 +237,10 @@ class ModuleRuntime:
         self.manager.guard()
         self.enter_backward()
         _intercept(group)
-        group.hold()
+        try:
+            group.hold()
+        except CapacityError as error:
+            raise beside_optimizer(error) from None
         return 2 if self.saved.push_if_alone() else 1
 
     def lent(self, group: Group, token: int, *, dirty: bool) -> None:
