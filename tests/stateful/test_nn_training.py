@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -155,22 +156,26 @@ class Training(RuleBasedStateMachine):
         trained = [p for p in self.plain.parameters() if p.requires_grad]
         self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.folder = tempfile.mkdtemp() if disk else None
-        homes = homes if disk else ["dram", "auto", "auto"]
+        self.model = copy.deepcopy(self.plain)
+        self.trains = optimizer if trained else None
+        self._open(homes, spare, depth)
+        self.plain_optimizer = optimizer[0](trained, **optimizer[1]) if trained else None
+
+    def _open(self, homes: Any, spare: int, depth: Any) -> None:
+        """Wraps the model in a manager with little more HBM than the least."""
+        homes = homes if self.folder else ["dram", "auto", "auto"]
         policy = dict(zip(("params", "grads", "optimizer"), homes, strict=True))
-        hbm = 4096
+        hbm, self.optimizer = 4096, None
         while True:
             self.tier = tiermem.TierManager(
                 device="cpu", hbm=hbm, dram=3 << 19, nvme=self.folder, policy=policy,
                 prefetch_depth=depth,
             )  # fmt: skip
-            self.model = copy.deepcopy(self.plain)
             try:
                 self.tier.wrap(self.model)
-                self.optimizer = (
-                    self.tier.optimizer(self.model, optimizer[0], **optimizer[1])
-                    if trained
-                    else None
-                )
+                if self.trains is not None:
+                    cls, options = self.trains
+                    self.optimizer = self.tier.optimizer(self.model, cls, **options)
             except tiermem.CapacityError as error:
                 self.tier.close()
                 hbm = asked(error)[1]
@@ -179,7 +184,6 @@ class Training(RuleBasedStateMachine):
                 break
             self.tier.close()
             hbm, spare = hbm + spare, 0
-        self.plain_optimizer = optimizer[0](trained, **optimizer[1]) if trained else None
 
     def _both(self, use: Any, start: int = 0) -> Any:
         results = []
@@ -325,6 +329,34 @@ class Training(RuleBasedStateMachine):
         self.tier.unwrap(self.model)
         self._agree()
         self.tier.wrap(self.model)
+
+    @rule(
+        how=st.sampled_from(["close", "with", "error", "unwrap"]),
+        homes=st.lists(st.sampled_from(["hbm", "dram", "nvme", "auto"]), min_size=3, max_size=3),
+        spare=st.sampled_from([0, 4096, 1 << 16]),
+        depth=st.sampled_from(["auto", 0, 1]),
+    )
+    def left_and_entered_again(self, how: str, homes: Any, spare: int, depth: Any) -> None:
+        """The model leaves one manager, is an ordinary one, and goes on in the next."""
+        self.pending.clear()
+        state = None if self.optimizer is None else self.optimizer.state_dict()
+        if how == "error":
+            with suppress(Stop), self.tier:
+                raise Stop
+        elif how == "with":
+            with self.tier:
+                pass
+        else:
+            if how == "unwrap":
+                self.tier.unwrap(self.model)
+            self.tier.close()
+        assert self.tier.closed
+        kinds = {type(t) for t in (*self.model.parameters(), *self.model.buffers())}
+        assert kinds <= {nn.Parameter, torch.Tensor}, kinds
+        self._agree()
+        self._open(homes, spare, depth)
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state)
 
     @invariant()
     def agree(self) -> None:
