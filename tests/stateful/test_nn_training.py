@@ -157,6 +157,7 @@ class Training(RuleBasedStateMachine):
         self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.folder = tempfile.mkdtemp() if disk else None
         self.model = copy.deepcopy(self.plain)
+        self.entered = False
         self.trains = optimizer if trained else None
         self._open(homes, spare, depth)
         self.plain_optimizer = optimizer[0](trained, **optimizer[1]) if trained else None
@@ -330,6 +331,7 @@ class Training(RuleBasedStateMachine):
         self._agree()
         self.tier.wrap(self.model)
 
+    @precondition(lambda self: not self.entered)  # it takes as long as many others
     @rule(
         how=st.sampled_from(["close", "with", "error", "unwrap"]),
         homes=st.lists(st.sampled_from(["hbm", "dram", "nvme", "auto"]), min_size=3, max_size=3),
@@ -339,6 +341,7 @@ class Training(RuleBasedStateMachine):
     def left_and_entered_again(self, how: str, homes: Any, spare: int, depth: Any) -> None:
         """The model leaves one manager, is an ordinary one, and goes on in the next."""
         self.pending.clear()
+        self.entered = True
         state = None if self.optimizer is None else self.optimizer.state_dict()
         if how == "error":
             with suppress(Stop), self.tier:
