@@ -79,7 +79,9 @@ class HeldDict(dict[str, Any]):
         return ParameterError(
             f"{name!r} of block {self.groups[name].block.name!r} lives in the tiers and cannot be "
             "replaced or removed behind the manager's back; change its values inside "
-            "`with tier.materialize(...)`, or call tier.unwrap(module) first"
+            "`with tier.materialize(...)`; what puts other tensors in its place (weight_norm, "
+            "pruning, another library's offloading) belongs before tier.wrap, or after "
+            "tier.unwrap(module)"
         )
 
 

@@ -22,26 +22,15 @@ from tiermem.nn.names import HeldDict, TieredDict
 from tiermem.nn.partition import Predicate, largest_block, territories, training_bytes
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.scope import (
-    ApplyInterceptor,
+    OF_ALL,
+    OF_SCOPES,
     CallInterceptor,
-    CompileInterceptor,
     Inside,
-    Interceptor,
-    LoadAllInterceptor,
-    LoadInterceptor,
-    SaveInterceptor,
     Scope,
 )
 from tiermem.nn.shapes import shape_of
 from tiermem.nn.writes import may_write_uncounted
 
-_INTERCEPTED: tuple[type[Interceptor], ...] = (
-    CallInterceptor,
-    CompileInterceptor,
-    ApplyInterceptor,
-    SaveInterceptor,
-    LoadInterceptor,
-)
 _LARGE_BUFFER = 1 << 18
 
 
@@ -297,7 +286,7 @@ class WrappedModel:
                 entry.param.grad = old.to(self.manager.device)
         for name, scope in self.scopes.items():
             module = self._modules[name]
-            for kind in _INTERCEPTED:
+            for kind in OF_SCOPES:
                 if kind is CallInterceptor and is_lookup(module, scope):
                     kind = LookupInterceptor
                 module.__dict__[kind.method] = kind(module, scope)
@@ -308,7 +297,7 @@ class WrappedModel:
                 self.leave_to_compiler(name)
         root = self.scopes[""]
         for module in self._modules.values():
-            for whole in (ApplyInterceptor, LoadAllInterceptor):
+            for whole in OF_ALL:
                 module.__dict__[whole.method] = whole(module, root)
 
     def leave_to_compiler(self, name: str) -> None:
@@ -409,11 +398,11 @@ class WrappedModel:
             call = module.__dict__.get(CallInterceptor.method)
             if call is not None:
                 call.give_back()
-            for kind in _INTERCEPTED:
+            for kind in OF_SCOPES:
                 module.__dict__.pop(kind.method, None)
             self._plain_names(module)
         for module in self._modules.values():
-            for whole in (ApplyInterceptor, LoadAllInterceptor):
+            for whole in OF_ALL:
                 module.__dict__.pop(whole.method, None)
         units = {id(e.unit): e.unit for e in self.entries if e.unit is not None}
         blocks = [u.block for u in units.values()] + [g.block for g in self.groups]
@@ -471,6 +460,13 @@ class WrappedModel:
             for member in group.buffers:
                 cache[id(member.tensor)] = tensors[member.index].clone()
         return cache[id(tensor)]
+
+    def copy_small(self, module: nn.Module, memo: dict[int, Any]) -> None:
+        """Enters copies of a module's buffers that stay in HBM into a deepcopy's memo."""
+        stay = {id(member.tensor) for member in self._resident.buffers} if self._resident else ()
+        for tensor in module._buffers.values():
+            if id(tensor) in stay and id(tensor) not in memo:
+                memo[id(tensor)] = tensor.detach().to("cpu", copy=True)  # type: ignore[union-attr]
 
     @contextmanager
     def holding(self, module: nn.Module) -> Iterator[None]:
