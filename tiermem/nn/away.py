@@ -10,6 +10,7 @@ the object has its own class again, and no torch behaviour depends on us.
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -17,8 +18,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import distributed
 
-from tiermem.errors import ParameterError, WrapError
+from tiermem.errors import CapacityError, ParameterError, WrapError
 from tiermem.nn.quiet import unrecorded
 from tiermem.nn.standin import Opened, StandIn, writes
 
@@ -29,6 +31,7 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _UNSEEN_WRITES = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__}
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
+_BROADCAST = distributed._sync_module_states.__code__
 _classes: dict[type, type] = {}
 group_of: WeakValueDictionary[int, Group] = WeakValueDictionary()
 """Managed tensors by id to their group, which keeps them; not kept on the tensors, since what is
@@ -88,11 +91,25 @@ class Away(StandIn):
             if group is not None:
                 group.lender.thawed(args[0])
             return True, result
-        # who calls: nn.Parameter(), StandIn.__torch_function__(), dispatch(), this
-        if func is torch.Tensor.detach and sys._getframe(3).f_code is _NEW_PARAMETER:
+        if func is torch.Tensor.detach:
+            # who calls: nn.Parameter(), StandIn.__torch_function__(), dispatch(), this
+            return self._detach(sys._getframe(3).f_code)
+        return False, None
+
+    def _detach(self, caller: types.CodeType) -> tuple[bool, Any]:
+        if caller is _NEW_PARAMETER:
             # it wants a tensor of the same class, and gives it the class nn.Parameter then
             data = _ordinary(self, torch.Tensor, copy=False)
             return True, torch.Tensor._make_subclass(type(self), data)
+        if caller is _BROADCAST:
+            try:
+                return True, _ordinary(self, torch.Tensor, copy=False)
+            except CapacityError as error:
+                raise CapacityError(
+                    "DistributedDataParallel broadcasts all weights at once as it is made, and "
+                    "HBM has no room for them: start every process from the same weights and "
+                    f"pass init_sync=False to it ({error})"
+                ) from error
         return False, None
 
     def _open(self) -> Opened:

@@ -69,7 +69,10 @@ def check_module(model: object, manager_id: int) -> nn.Module:
                 "Python module it was made from"
             )
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            raise WrapError(f"{what} replicates its module; wrap the module inside it instead")
+            kind = type(module).__name__
+            raise WrapError(
+                f"{what} replicates its module; wrap that first: {kind}(tier.wrap(model))"
+            )
         _check_hooks(module, what)
     for found in find(model, "_parameters"):
         _check_parameter(found, manager_id)

@@ -9,18 +9,23 @@ as the reducer's own buckets do.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from tiermem.errors import StepError, WrapError
+from tiermem.errors import CapacityError, StepError, WrapError
 from tiermem.nn.lazy import LazyTensor, flush, is_gone
 
 if TYPE_CHECKING:
-    from tiermem.nn.group import Entry
+    from tiermem.nn.group import Entry, Group
     from tiermem.nn.runtime import ModuleRuntime
 
+_NAME = DistributedDataParallel.__name__
 
 class ReducedGradients:
     """Sees to it that the reducer finds ordinary gradients.
@@ -35,6 +40,36 @@ class ReducedGradients:
         """Serves ``runtime``."""
         self._runtime = runtime
         self._done = False
+        self._held: list[Group] = []
+        _everybody.add(self)
+
+    def hold_buffers(self, model: nn.Module) -> None:
+        """Has the buffers of a model stay in HBM: they are broadcast as each forward begins.
+
+        Raises:
+            CapacityError: If there is no room.
+        """
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+        ids = {id(tensor) for name, tensor in model.named_buffers() if name not in ignored}
+        for group in self._runtime.groups:
+            if group in self._held or not any(id(b.tensor) in ids for b in group.buffers):
+                continue
+            try:
+                group.hold()
+            except CapacityError as error:
+                raise CapacityError(
+                    f"{_NAME} broadcasts the buffers of its module in every forward, so those in "
+                    f"block {group.block.name!r} have to stay in HBM: {error}"
+                ) from error
+            self._held.append(group)
+            group.manager.mark_dirty(group.block)  # nobody sees it written there
+
+    def let_go(self, groups: Iterable[Group]) -> None:
+        """Gives up what is held of groups that leave the tiers."""
+        for group in groups:
+            if group in self._held:
+                self._held.remove(group)
+                group.let_go(dirty=True)
 
     def begin_forward(self) -> None:
         """A wrapped module is called; a backward may follow.
@@ -58,21 +93,20 @@ class ReducedGradients:
                     self.make_ordinary(entry)
 
     def _check(self, around: Any) -> None:
-        name = DistributedDataParallel.__name__
         device = self._runtime.manager.device
         if around.device != device:
             raise WrapError(
-                f"{name} was made while the model was on {around.device}, and its gradients are on "
-                f"{device}: wrap first, {name}(tier.wrap(model))"
+                f"{_NAME} was made while the model was on {around.device}, and its gradients are "
+                f"on {device}: wrap first, {_NAME}(tier.wrap(model))"
             )
         if around.gradient_as_bucket_view:
             raise WrapError(
-                f"{name}(gradient_as_bucket_view=True) keeps gradients in buckets of its own, "
+                f"{_NAME}(gradient_as_bucket_view=True) keeps gradients in buckets of its own, "
                 "where they cannot go to the tiers; leave that option out"
             )
         if self._runtime.backwards:
             raise StepError(
-                f"overlap='backward' makes steps before {name} has reduced the gradients; use "
+                f"overlap='backward' makes steps before {_NAME} has reduced the gradients; use "
                 "overlap='forward' or none"
             )
 
@@ -90,7 +124,7 @@ class ReducedGradients:
         if grads.dtype_of(entry) is not param.dtype:
             raise StepError(
                 f"the gradient of parameter {entry.name!r} is kept in {grads.dtype_of(entry)} "
-                f"(grad_dtype=), in which {DistributedDataParallel.__name__} cannot add to it; "
+                f"(grad_dtype=), in which {_NAME} cannot add to it; "
                 "leave grad_dtype out, or make one backward per step"
             )
         flush(current)
@@ -107,3 +141,16 @@ class ReducedGradients:
             for entry in group.entries:
                 if entry.tracked and not isinstance(entry.param.grad, LazyTensor):
                     self._runtime.grads.take_over(entry)
+
+
+_everybody: WeakSet[ReducedGradients] = WeakSet()
+
+
+def _surrounded(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    """A module gets a child; a ``DistributedDataParallel`` the one that it is made for."""
+    if isinstance(parent, DistributedDataParallel) and child is not None:
+        for reduced in list(_everybody):
+            reduced.hold_buffers(child)
+
+
+register_module_module_registration_hook(_surrounded)

@@ -351,6 +351,7 @@ class WrappedModel:
         with self.manager.lock:
             for scope in self.scopes.values():
                 scope.inside.empty()
+        self.runtime.reduced.let_go(self.groups)
         for group in self.groups:
             group.unpoint()
         for entry in self.entries:
