@@ -100,7 +100,8 @@ class Away(StandIn):
         if caller is _NEW_PARAMETER:
             # it wants a tensor of the same class, and gives it the class nn.Parameter then
             data = _ordinary(self, torch.Tensor, copy=False)
-            return True, torch.Tensor._make_subclass(type(self), data)
+            kind: Any = type(self)
+            return True, torch.Tensor._make_subclass(kind, data)
         if caller is _BROADCAST:
             try:
                 return True, _ordinary(self, torch.Tensor, copy=False)
@@ -172,7 +173,7 @@ def away_class(kind: type) -> type:
     return found
 
 
-def _ordinary(away: Any, kind: type, *, copy: bool) -> Any:
+def _ordinary(away: Any, kind: Any, *, copy: bool) -> Any:
     """Returns an ordinary tensor of class ``kind`` with the values of one that is away.
 
     Args:
@@ -188,7 +189,7 @@ def _ordinary(away: Any, kind: type, *, copy: bool) -> Any:
                 data = away.clone() if copy else away.detach()
         finally:
             use.close(torch.Tensor.detach)
-        made = torch.Tensor._make_subclass(kind, data, away.requires_grad)
+        made: Any = torch.Tensor._make_subclass(kind, data, away.requires_grad)
     if kind is not torch.Tensor:
         made.__dict__.update(away.__dict__)
     return made

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from tiermem.errors import CapacityError, StepError, WrapError
@@ -26,6 +24,7 @@ if TYPE_CHECKING:
     from tiermem.nn.runtime import ModuleRuntime
 
 _NAME = DistributedDataParallel.__name__
+
 
 class ReducedGradients:
     """Sees to it that the reducer finds ordinary gradients.
@@ -41,7 +40,6 @@ class ReducedGradients:
         self._runtime = runtime
         self._done = False
         self._held: list[Group] = []
-        _everybody.add(self)
 
     def hold_buffers(self, model: nn.Module) -> None:
         """Has the buffers of a model stay in HBM: they are broadcast as each forward begins.
@@ -141,16 +139,3 @@ class ReducedGradients:
             for entry in group.entries:
                 if entry.tracked and not isinstance(entry.param.grad, LazyTensor):
                     self._runtime.grads.take_over(entry)
-
-
-_everybody: WeakSet[ReducedGradients] = WeakSet()
-
-
-def _surrounded(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """A module gets a child; a ``DistributedDataParallel`` the one that it is made for."""
-    if isinstance(parent, DistributedDataParallel) and child is not None:
-        for reduced in list(_everybody):
-            reduced.hold_buffers(child)
-
-
-register_module_module_registration_hook(_surrounded)

@@ -22,6 +22,7 @@ import torch
 from torch import is_grad_enabled, nn
 
 from tiermem.errors import ParameterError, WrapError
+from tiermem.nn.compiler import WHOLE_GRAPH
 from tiermem.nn.group import Group
 from tiermem.nn.runtime import ModuleRuntime, outputs_with_grad
 from tiermem.nn.statedict import check_state
@@ -345,13 +346,24 @@ class CompileInterceptor(Interceptor):
     method = "compile"
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the module's call."""
+        """Compiles the module's call.
+
+        Raises:
+            WrapError: If one graph is asked for, and there are blocks in it.
+        """
+        whole = kwargs.get("fullgraph", args[0] if args else False)
+        if whole and any(block not in self._own() for block in self.scope.order()):
+            name = self.scope.name or type(self.module).__name__
+            raise WrapError(f"compile() of {name!r}: {WHOLE_GRAPH}")
         self.scope.inside.restore()
         call = self.module.__dict__[CallInterceptor.method]
         self.scope.inside.drop(call)
         plain = getattr(type(self.module), CallInterceptor.method).__get__(self.module)
         call.inner = call.compiled = torch.compile(plain, *args, **kwargs)
         self.scope.wrapped.leave_to_compiler(self.scope.name)
+
+    def _own(self) -> set[int]:
+        return {group.block.id for group in self.scope.groups}
 
 
 class ApplyInterceptor(Interceptor):
@@ -405,7 +417,8 @@ class CopyInterceptor(Interceptor):
 
 def _copy(module: nn.Module, memo: dict[int, Any]) -> Any:
     """Does what ``copy.deepcopy`` does with a module that has no ``__deepcopy__``."""
-    make, arguments, state, *_ = module.__reduce_ex__(4)
+    reduced: Any = module.__reduce_ex__(4)
+    make, arguments, state = reduced[:3]
     copied = make(*deepcopy(arguments, memo))
     memo[id(module)] = copied  # before what may refer to it
     if isinstance(state, dict):

@@ -13,6 +13,7 @@ from torch import nn
 from tiermem.config import format_size
 from tiermem.core.block import Role
 from tiermem.errors import CapacityError
+from tiermem.nn import around
 from tiermem.nn.compiler import hide_from_compiler
 from tiermem.nn.group import Entry, Group, Member
 from tiermem.nn.inspect import Found, find, is_uninitialized, link_shared, owners
@@ -77,6 +78,7 @@ class WrappedModel:
         self._territory = self._territories_of(roots)
         self._plan(params, buffers)
         hide_from_compiler()
+        around.follow(runtime.reduced)
         try:
             self._check_hbm()
             self._move_in()
