@@ -31,7 +31,7 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _UNSEEN_WRITES = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__}
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
-_BROADCAST = distributed._sync_module_states.__code__
+_BROADCAST = getattr(getattr(distributed, "_sync_module_states", None), "__code__", None)
 _classes: dict[type, type] = {}
 group_of: WeakValueDictionary[int, Group] = WeakValueDictionary()
 """Managed tensors by id to their group, which keeps them; not kept on the tensors, since what is

@@ -30,6 +30,7 @@ from tiermem.nn.scope import (
     Scope,
 )
 from tiermem.nn.shapes import shape_of
+from tiermem.nn.transformed import follow_transforms
 from tiermem.nn.writes import may_write_uncounted
 
 _LARGE_BUFFER = 1 << 18
@@ -79,6 +80,7 @@ class WrappedModel:
         self._plan(params, buffers)
         hide_from_compiler()
         around.follow(runtime.reduced)
+        follow_transforms()
         try:
             self._check_hbm()
             self._move_in()
