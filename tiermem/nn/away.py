@@ -104,7 +104,7 @@ class Away(StandIn):
             return True, torch.Tensor._make_subclass(kind, data)
         if caller is _BROADCAST:
             try:
-                return True, _ordinary(self, torch.Tensor, copy=False)
+                return True, _ordinary(self, torch.Tensor, copy=False).detach()
             except CapacityError as error:
                 raise CapacityError(
                     "DistributedDataParallel broadcasts all weights at once as it is made, and "

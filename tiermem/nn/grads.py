@@ -448,7 +448,9 @@ class GradStore:
             for watcher in self.watchers:
                 watcher.arriving(entry)
         entry.announced = False
-        if not self._runtime.reduced.active:
+        if self._runtime.reduced.active:
+            self._runtime.reduced.arrived = True
+        else:
             self.take_over(entry)
 
     def take_over(self, entry: Entry) -> None:

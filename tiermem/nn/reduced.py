@@ -31,14 +31,15 @@ class ReducedGradients:
 
     Attributes:
         active: Whether gradients of the next backward (or of the one under way) are reduced.
+        arrived: Whether any was accumulated since the forward (``torch.autograd.grad`` does not).
     """
 
     active = False
+    arrived = False
 
     def __init__(self, runtime: ModuleRuntime) -> None:
         """Serves ``runtime``."""
         self._runtime = runtime
-        self._done = False
         self._held: list[Group] = []
 
     def hold_buffers(self, model: nn.Module) -> None:
@@ -81,10 +82,10 @@ class ReducedGradients:
             return
         if not around.require_backward_grad_sync:  # no_sync(): they are summed up here
             # unless the backward of a forward outside of it is still to come
-            self.active = self.active and not self._done
+            self.active = self.active and not self.arrived
             return
         self._check(around)
-        self.active, self._done = True, False
+        self.active, self.arrived = True, False
         for group in self._runtime.groups:
             for entry in group.entries:
                 if entry.tracked:
@@ -134,7 +135,6 @@ class ReducedGradients:
         """Backward is over, and the reducer is done: gradients go to the tiers."""
         if not self.active:
             return
-        self._done = True
         for group in self._runtime.groups:
             for entry in group.entries:
                 if entry.tracked and not isinstance(entry.param.grad, LazyTensor):
