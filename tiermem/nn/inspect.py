@@ -75,8 +75,22 @@ def check_module(model: object, manager_id: int) -> nn.Module:
             )
         _check_hooks(module, what)
     for found in find(model, "_parameters"):
+        _check_taken_away(model, found)
         _check_parameter(found, manager_id)
     return model
+
+
+def _check_taken_away(model: nn.Module, found: Found) -> None:
+    """Refuses a parameter without values in a module whose ``forward`` somebody has replaced."""
+    if not found.tensor.is_meta:
+        return
+    for name, _ in found.places:
+        if "forward" in vars(model.get_submodule(name)):
+            raise WrapError(
+                f"parameter {found.name!r} is on the meta device, and the forward of its module "
+                "was replaced: another library brings its values for each call; use one of the "
+                "two: remove that library's hooks before tier.wrap, or leave the model to it"
+            )
 
 
 def _check_hooks(module: nn.Module, what: str) -> None:
