@@ -71,6 +71,7 @@ class BlockManager:
         self._generation = generation()
         self._closed = False
         self._given_back = False
+        self._forking = False
         self._next_id = 0
         self.largest_later = 0
         self.mover: FileMover | None = None
@@ -407,11 +408,34 @@ class BlockManager:
                 steps.callback(close)
             steps.callback(self.debts.wait)
 
+    def before_fork(self) -> None:
+        """Lets a child see what somebody else looks at in HBM (CPU); the rest it will not have."""
+        self._forking = self.lock.acquire(blocking=False)
+        if self._forking:
+            seen = [slot.extent for slot in self.slots.current.values() if slot.aliased]
+            self.arena.show_to_children([*seen, *self.table.orphans()])
+        else:  # another thread is at it: nobody knows what is looked at
+            self.arena.show_to_children(None)
+
+    def after_fork(self) -> None:
+        """Has children see nothing again."""
+        self.arena.show_to_children(())
+        if self._forking:
+            self._forking = False
+            self.lock.release()
+
     def forked(self) -> None:
-        """Sees to it that a forked child is refused, and waits for nobody."""
+        """Sees to it that a forked child is refused, waits for nobody and keeps no file open."""
         # another thread of the parent may have had the lock, and will never give it back here
         self.lock = threading.RLock()
         self.traffic.quiet = False
+        if self._given_back:
+            return
+        for holder in list(self.holders.values()):
+            holder.forked()
+        if self.mover is not None:
+            self.mover.forked()
+        self.homes.forked()
 
     @property
     def closed(self) -> bool:
