@@ -228,6 +228,8 @@ def test_a_child_may_forget_a_model_and_its_manager(
     tmp_path: Path, nvme: bool, where: Literal["device", "host"]
 ) -> None:
     folder = tmp_path if nvme else None
+    gc.collect()
+    gc.freeze()  # what the test run has already is not looked through in every child
     things: dict[str, Any] = {"tier": tiermem.TierManager("cpu", "1MiB", "4MiB", folder)}
     things["model"] = things["tier"].wrap(net())
     things["optimizer"] = things["tier"].optimizer(things["model"], torch.optim.SGD, where=where)
@@ -250,6 +252,7 @@ def test_a_child_may_forget_a_model_and_its_manager(
     del things["loss"]
     train(things["model"], things["optimizer"], 1)
     things["tier"].close()
+    gc.unfreeze()
 
 
 def test_workers_of_a_data_loader_may_have_the_model_in_what_they_are_given() -> None:

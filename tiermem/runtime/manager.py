@@ -25,6 +25,7 @@ from tiermem.io.engine import IoEngine
 from tiermem.runtime.contents import Contents
 from tiermem.runtime.debts import Debts
 from tiermem.runtime.homes import HomeRequest, Homes
+from tiermem.runtime.hostheap import HostHeap
 from tiermem.runtime.inplace import InPlace
 from tiermem.runtime.lent import HomeLender
 from tiermem.runtime.opening import open_hbm, open_mover
@@ -107,6 +108,7 @@ class BlockManager:
             self.prefetcher = Prefetcher(self)
             self.steady = Steady(self)
             self.uses = Uses(self)
+            self._heap = None if cuda else HostHeap()
         except BaseException:
             self._give_back()
             raise
@@ -304,6 +306,8 @@ class BlockManager:
             self.guard()
             if self.copy.capturing():
                 return  # nothing runs now; replays are not seen at all
+            if self._heap is not None:
+                self._heap.look()
             self.pacing.begin(key)
             self.prefetcher.end_pass()
             self.planner.begin(key, guess)
