@@ -21,6 +21,7 @@ from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.wrapped import Blocks, WrappedModel
 from tiermem.optim.groups import Params
 from tiermem.optim.tiered import Overlap, TieredOptimizer, Where
+from tiermem.runtime.hostmemory import available_memory
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.stats import PaceRow, ResidencyRow, Stats
 from tiermem.runtime.timeline import Timeline
@@ -59,8 +60,9 @@ class TierManager:
             hbm: Budget of device memory for what tiermem holds there (activations and the
                 framework's own memory come on top); bytes or text such as ``"7GiB"``. By default
                 80% of what is free on the device.
-            dram: Budget of host memory; by default half of what is available. What homes leave
-                over of it is used to read ahead from files.
+            dram: Budget of host memory; by default half of what is available, to the machine and
+                within the limits of the process's cgroups. What homes leave over of it is used
+                to read ahead from files.
             nvme: A folder on a fast disk, or several to stripe over; None for two tiers only.
             nvme_bytes: Most bytes on disk; by default what is needed.
             policy: The home tier of each role.
@@ -326,7 +328,4 @@ def _default_hbm(device: torch.device) -> int:
 
 
 def _default_dram() -> int:
-    import psutil
-
-    available: int = psutil.virtual_memory().available
-    return available // 2
+    return available_memory() // 2
