@@ -11,13 +11,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import surogate
+from . import extreme_offloading, megatron_bridge, surogate
 from .options import Option, option_table
 
 _BEGIN = "<!-- options: written by tiermem.integrations.pages -->"
 _END = "<!-- end of options -->"
 
-PAGES: dict[str, Sequence[Option]] = {"surogate.md": surogate.OPTIONS}
+PAGES: dict[str, Sequence[Option]] = {
+    "extreme_offloading.md": extreme_offloading.OPTIONS,
+    "megatron_bridge.md": megatron_bridge.FIELDS,
+    "surogate.md": surogate.OPTIONS,
+}
 
 
 def with_table(text: str, options: Sequence[Option]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -15,6 +14,7 @@ from tiermem import Policy, TieredOptimizer, TierManager
 
 from ..layers import layers_of, recompute_layers
 from ..options import Row, need
+from ..run import Run
 from .normuon import NorMuon
 from .options import NAMES, OPTIONS, Options
 
@@ -23,7 +23,7 @@ _ROUNDING = 1 << 16  # bytes: what alignment of small tensors adds
 _LEAST_RESIDUAL = 4096  # bytes; smaller tensors are no residuals, and cost more than they free
 
 
-class Offloading:
+class Offloading(Run):
     """A wrapped model with its manager, from Surogate's options.
 
     Attributes:
@@ -179,23 +179,6 @@ class Offloading:
     def explain(self) -> list[Row]:
         """Returns what every option that was written became."""
         return explain(self.options)
-
-    # -- the end ---------------------------------------------------------
-
-    def close(self) -> None:
-        """Closes the manager."""
-        self.tier.close()
-
-    def __enter__(self) -> Offloading:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.tier.__exit__(kind, error, traceback)
 
 
 def explain(

@@ -87,7 +87,12 @@ def test_homes_of_single_modules_go_before_the_policy() -> None:
     with tiermem.TierManager(device="cpu", hbm="1MiB", dram="1MiB", policy="hbm") as tier:
         tier.wrap(model, homes={"0": "dram", "1": "dram", "1.mlp": "hbm"})
         homes = homes_by_block(tier)
-        assert (homes["0"], homes["1"], homes["1.mlp"], homes["2"]) == ("dram", "dram", "hbm", "hbm")
+        assert (homes["0"], homes["1"], homes["1.mlp"], homes["2"]) == (
+            "dram",
+            "dram",
+            "hbm",
+            "hbm",
+        )
         assert torch.equal(model(x), expected)
 
 
