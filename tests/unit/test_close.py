@@ -188,7 +188,7 @@ def test_gradients_that_somebody_keeps(tmp_path: Path) -> None:
 
 
 def no_room(monkeypatch: pytest.MonkeyPatch, nbytes: int = 1000) -> None:
-    monkeypatch.setattr(giveback, "available_host_memory", lambda: nbytes)
+    monkeypatch.setattr(giveback, "available_memory", lambda: nbytes)
 
 
 def test_no_room_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

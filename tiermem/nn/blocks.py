@@ -10,8 +10,15 @@ from torch import nn
 
 from tiermem.core.block import align_up
 from tiermem.core.layout import TensorShape, pack
+from tiermem.core.need import Home
 from tiermem.nn.inspect import Found
-from tiermem.nn.partition import Predicate, largest_block, territories, training_bytes
+from tiermem.nn.partition import (
+    Predicate,
+    home_of,
+    largest_block,
+    territories,
+    training_bytes,
+)
 from tiermem.nn.shapes import shape_of
 
 _LARGE_BUFFER = 1 << 18
@@ -24,6 +31,7 @@ class Inventory:
         model: The model.
         params: Its parameters.
         buffers: Its buffers that can move.
+        homes: Homes of modules' weights that are not the policy's, by qualified name.
     """
 
     def __init__(
@@ -32,9 +40,11 @@ class Inventory:
         blocks: str | Iterable[str] | Predicate,
         params: Sequence[Found],
         buffers: Sequence[Found],
+        homes: Mapping[str, Home],
     ) -> None:
         """Looks at tensors while they have their own memory."""
         self.model = model
+        self.homes = homes
         self.blocks: Any = blocks
         if not isinstance(blocks, str) and not callable(blocks):
             self.blocks = list(blocks)
@@ -81,9 +91,11 @@ class BlockPlan:
         known = self.inventory
         model = known.model
         largest = largest_block(training_bytes(model), self.hbm)
-        self.roots = territories(model, known.blocks, largest)
+        roots = territories(model, known.blocks, largest)
+        modules = dict(model.named_modules())
+        self.roots = {**roots, **{name: modules[name] for name in known.homes}}
         self.territory = {}
-        for name, _ in model.named_modules():
+        for name in modules:
             root = name
             while root and root not in self.roots:
                 root = root.rpartition(".")[0]
@@ -111,13 +123,31 @@ class BlockPlan:
         stay = [f for f in buffers if id(f) in small]
         return [f for f in buffers if id(f) not in small], stay
 
-    def chain(self) -> int:
-        """Returns the most bytes of parameters and large buffers that nested calls hold at once."""
+    def homes(self) -> list[Home | None]:
+        """Returns the home of each block, parameters' first, where it is not the policy's."""
+        return [home_of(root, self.inventory.homes) for root in (*self.params, *self.buffers)]
+
+    def fixed(self, policy: Home, root: str) -> bool:
+        """Whether the blocks that begin at a module are at home in HBM.
+
+        Args:
+            policy: The home of weights in general.
+            root: The module's qualified name.
+        """
+        return (home_of(root, self.inventory.homes) or policy) == "hbm"
+
+    def chain(self, policy: Home) -> int:
+        """Returns the most bytes that nested calls hold at once, less what is at home in HBM.
+
+        Args:
+            policy: The home of weights in general.
+        """
         block_of: dict[int, tuple[str, str]] = {}
         nbytes: dict[tuple[str, str], int] = {}
         for kind, by_root in (("params", self.params), ("buffers", self.buffers)):
             for root, members in by_root.items():
-                nbytes[kind, root] = align_up(self.inventory.packed(members))
+                size = 0 if self.fixed(policy, root) else self.inventory.packed(members)
+                nbytes[kind, root] = align_up(size)
                 block_of.update((id(found), (kind, root)) for found in members)
         needed: dict[str, set[tuple[str, str]]] = {root: set() for root in self.roots}
         travel = [f for members in self.buffers.values() for f in members]

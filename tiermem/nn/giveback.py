@@ -21,7 +21,7 @@ from tiermem.nn.grads import GradUnit
 from tiermem.nn.group import Entry, Group, Member
 from tiermem.nn.inspect import owners
 from tiermem.nn.lazy import is_gone, ordinary
-from tiermem.runtime.hostmemory import available_host_memory
+from tiermem.runtime.hostmemory import available_memory
 
 if TYPE_CHECKING:
     from tiermem.nn.wrapped import WrappedModel
@@ -146,6 +146,7 @@ class Leaving:
 
     def finish(self) -> None:
         """Makes the tensors ordinary; goes on where it was cut short (by Ctrl-C)."""
+        self._runtime.reduced.let_go(self._groups())
         for group in self._groups():
             values = self._values.get(group.block.id) or self._tensors(group)
             for member in group.members():
@@ -246,7 +247,7 @@ def _check_room(leaving: Sequence[Leaving], *, closing: bool) -> None:
         CapacityError: Naming the models and their bytes.
     """
     needed = sum(each.host_bytes(closing=closing) for each in leaving)
-    available = available_host_memory()
+    available = available_memory()
     if needed <= available:
         return
     names = ", ".join(f"{each.wrapped.name!r} ({format_size(each.nbytes())})" for each in leaving)

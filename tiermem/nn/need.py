@@ -87,11 +87,13 @@ class Program:
         chain, plans = 0, [model.plan(hbm) for model in self.models]
         for plan in plans:
             members = [*plan.params.values(), *plan.buffers.values()]
-            homes += [(weights_at, plan.inventory.packed(m)) for m in members]
+            homes += [
+                (own or weights_at, plan.inventory.packed(m))
+                for own, m in zip(plan.homes(), members, strict=True)
+            ]
             if plan.small:
                 homes.append(("hbm", plan.inventory.packed(plan.small)))
-            if weights_at != "hbm":
-                chain = max(chain, plan.chain())
+            chain = max(chain, plan.chain(weights_at))
         if not gradients:
             return Played(homes, chain)
         at: Home = policy.home(Role.GRAD)
@@ -114,7 +116,9 @@ class Program:
         """Returns the units of gradients of a model."""
         found = []
         known, dtype_of = plan.inventory, self._runtime.grads.dtype_for
-        for members in plan.params.values():
+        weights_at = self._settings.policy.home(Role.PARAM)
+        for root, members in plan.params.items():
+            fixed = plan.fixed(weights_at, root)
             own = {id(f) for f in members}
             entries = [f for f in known.params if id(f.same_as or f) in own]
             block = known.packed(members)
@@ -127,7 +131,7 @@ class Program:
                     TensorShape(s.name, s.shape, s.stride, None, dtype_of(f.tensor).itemsize)
                     for f, s in zip(part, shapes, strict=True)
                 ]
-                found.append(_Unit(part, shapes, block, pack(kept)[1]))
+                found.append(_Unit(part, shapes, 0 if fixed else block, pack(kept)[1]))
         return found
 
     def _step(
@@ -144,7 +148,7 @@ class Program:
             return [], [], []
         states = [shape for param, own in mine for shape in kept.state(param, own)]
         masters = [m for param, own in mine if (m := kept.master(param, own)) is not None]
-        weights = 0 if policy.home(Role.PARAM) == "hbm" else unit.block
+        weights = unit.block
         whole = weights + (0 if policy.home(Role.GRAD) == "hbm" else unit.nbytes)
         runs = [(0, 1)]
         if kept.elementwise and len(mine) == 1 == len(unit.members):
@@ -227,7 +231,14 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """A unit of gradients: whose, their shapes, the bytes of their block of weights, its own."""
+    """A unit of gradients.
+
+    Attributes:
+        members: Whose they are.
+        shapes: Of these parameters.
+        block: Bytes of their block of weights; 0 where that is fixed in HBM.
+        nbytes: Of the unit.
+    """
 
     members: Sequence[Found]
     shapes: Sequence[TensorShape]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from tiermem.config import format_size
+from tiermem.config import Home, format_size
 from tiermem.core.block import Role
 from tiermem.errors import CapacityError
+from tiermem.nn import around
 from tiermem.nn.applied import ApplyInterceptor
 from tiermem.nn.blocks import BlockPlan, Inventory
 from tiermem.nn.compiler import hide_from_compiler
@@ -20,26 +21,20 @@ from tiermem.nn.group import Entry, Group, Member
 from tiermem.nn.inspect import Found, find, is_uninitialized, link_shared, owners
 from tiermem.nn.lookup import LookupInterceptor, is_lookup
 from tiermem.nn.names import HeldDict, TieredDict
-from tiermem.nn.partition import Predicate
+from tiermem.nn.partition import Predicate, checked_homes
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.scope import (
+    OF_ALL,
+    OF_SCOPES,
     CallInterceptor,
-    CompileInterceptor,
     Inside,
     Interceptor,
-    LoadAllInterceptor,
-    LoadInterceptor,
-    SaveInterceptor,
     Scope,
 )
+from tiermem.nn.transformed import follow_transforms
 from tiermem.nn.writes import may_write_uncounted
 
-_INTERCEPTED: tuple[type[Interceptor], ...] = (
-    CallInterceptor,
-    CompileInterceptor,
-    SaveInterceptor,
-    LoadInterceptor,
-)
+_OF_ALL: tuple[type[Interceptor], ...] = (ApplyInterceptor, *OF_ALL)
 
 
 class WrappedModel:
@@ -62,12 +57,20 @@ class WrappedModel:
         runtime: ModuleRuntime,
         blocks: str | Iterable[str] | Predicate,
         number: int,
+        homes: Mapping[str, Home] | None = None,
     ) -> None:
         """Plans the blocks, checks the budgets, and only then moves the tensors in.
 
+        Args:
+            model: The model.
+            runtime: The modules' runtime.
+            blocks: What moves as one; see :meth:`tiermem.TierManager.wrap`.
+            number: Tells the models of one manager apart.
+            homes: Homes of modules' weights in place of the policy's, by qualified name.
+
         Raises:
             CapacityError: If a budget cannot hold it; the model is as it was.
-            ConfigError: If ``blocks`` names no module.
+            ConfigError: If ``blocks`` or ``homes`` names no module.
             StorageError: If a file cannot be written; the model is as it was.
         """
         self.model = model
@@ -86,9 +89,12 @@ class WrappedModel:
         params = find(model, "_parameters")
         link_shared(params)
         buffers = [f for f in find(model, "_buffers") if self._can_move(f)]
-        inventory = Inventory(model, blocks, params, buffers)
+        own = checked_homes(homes, self._modules)
+        inventory = Inventory(model, blocks, params, buffers, own)
         self.runtime.program.models.append(inventory)
         hide_from_compiler()
+        around.follow(runtime.reduced)
+        follow_transforms()
         try:
             plan = inventory.plan(self.manager.table.hbm.capacity)
             self._territory = plan.territory
@@ -129,7 +135,7 @@ class WrappedModel:
         for root, members in plan.buffers.items():
             shapes = [known.shape(f) for f in members]
             wanted.append((f"{self._block_name(root)}.buffers", Role.BUFFER, shapes))
-        blocks = self.manager.add_blocks(wanted)
+        blocks = self.manager.add_blocks(wanted, home=plan.homes())
         members_of = [*plan.params.values(), *plan.buffers.values()]
         for block, members in zip(blocks, members_of, strict=True):
             group = Group(self.manager, block, writes_hidden=block.role is Role.BUFFER)
@@ -271,7 +277,7 @@ class WrappedModel:
                 entry.param.grad = old.to(self.manager.device)
         for name, scope in self.scopes.items():
             module = self._modules[name]
-            for kind in _INTERCEPTED:
+            for kind in OF_SCOPES:
                 if kind is CallInterceptor and is_lookup(module, scope):
                     kind = LookupInterceptor
                 module.__dict__[kind.method] = kind(module, scope)
@@ -282,7 +288,7 @@ class WrappedModel:
                 self.leave_to_compiler(name)
         root = self.scopes[""]
         for module in self._modules.values():
-            for whole in (ApplyInterceptor, LoadAllInterceptor):
+            for whole in _OF_ALL:
                 module.__dict__[whole.method] = whole(module, root)
 
     def managed(self) -> set[int]:
@@ -343,12 +349,12 @@ class WrappedModel:
             call = module.__dict__.get(CallInterceptor.method)
             if isinstance(call, CallInterceptor):
                 call.give_back()
-            for kind in _INTERCEPTED:
+            for kind in OF_SCOPES:
                 if isinstance(module.__dict__.get(kind.method), Interceptor):
                     del module.__dict__[kind.method]  # what somebody else put there stays
             self._plain_names(module)
         for module in self._modules.values():
-            for whole in (ApplyInterceptor, LoadAllInterceptor):
+            for whole in _OF_ALL:
                 module.__dict__.pop(whole.method, None)
         units = {id(e.unit): e.unit for e in self.entries if e.unit is not None}
         blocks = [u.block for u in units.values()] + [g.block for g in self.groups]
@@ -410,6 +416,13 @@ class WrappedModel:
             for member in group.buffers:
                 cache[id(member.tensor)] = tensors[member.index].clone()
         return cache[id(tensor)]
+
+    def copy_small(self, module: nn.Module, memo: dict[int, Any]) -> None:
+        """Enters copies of a module's buffers that stay in HBM into a deepcopy's memo."""
+        stay = {id(member.tensor) for member in self.resident.buffers} if self.resident else ()
+        for tensor in module._buffers.values():
+            if id(tensor) in stay and id(tensor) not in memo:
+                memo[id(tensor)] = tensor.detach().to("cpu", copy=True)  # type: ignore[union-attr]
 
     @contextmanager
     def holding(self, module: nn.Module) -> Iterator[None]:
