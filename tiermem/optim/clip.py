@@ -112,6 +112,7 @@ class Norms:
         kind: Kind,
         *,
         error_if_nonfinite: bool,
+        loss_scale: float = 1.0,
     ) -> torch.Tensor:
         """Clips the norm of all gradients together; the factor is applied when next in HBM.
 
@@ -121,6 +122,7 @@ class Norms:
             max_norm: What the norm shall be at most.
             kind: Of norm.
             error_if_nonfinite: Whether to raise where it is not finite.
+            loss_scale: What gradients are to be divided by, too.
 
         Returns:
             The norm before clipping, 0-d.
@@ -154,12 +156,16 @@ class Norms:
         found = [p for p in params if id(p) in norms]
         like = [placeholder(p.shape, dtypes[id(p)], p.device) for p in found]
         total = total_norm([norms[id(p)] for p in found], like, kind[0])
+        if loss_scale != 1.0:
+            total = total / loss_scale
         if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
             raise RuntimeError(
                 f"The total norm of order {kind[0]} for gradients is non-finite, so it "
                 "cannot be clipped; call it with error_if_nonfinite=False to go on"
             )
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        if loss_scale != 1.0:
+            factor = factor / loss_scale
         for unit in units:
             unit.change(self._runtime, partial(scale, factor=factor, foreach=kind[1]))
         return total

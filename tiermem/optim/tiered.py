@@ -53,6 +53,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         grad_dtype: torch.dtype | None = None,
         overlap: Overlap = False,
         where: Where = "device",
+        host_share: float | None = None,
         **settings: Any,
     ) -> None:
         """Tries the class, learns its state and reserves homes for it.
@@ -66,6 +67,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             grad_dtype: In which gradients are summed up and kept, or None for the weights' own.
             overlap: When a step is made; see :meth:`tiermem.TierManager.optimizer`.
             where: Where blocks are stepped.
+            host_share: With ``where="both"``: the host's share of the elements; None to measure.
             **settings: The class's own.
 
         Raises:
@@ -84,7 +86,13 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._owed: set[int] = set()
         if where not in ("device", "host", "both"):
             raise StepError(f"where={where!r}: a step is made on 'device', 'host' or 'both'")
+        if host_share is not None and (where != "both" or not 0 <= host_share <= 1):
+            raise StepError(
+                f"host_share={host_share!r}, where={where!r}: it is a share from 0 to 1 of what "
+                "where='both' has the host step"
+            )
         self._where = where
+        self._host_share = host_share
         self._host: HostSteps | None = None
         self._looked_into = False  # so that users may have edited the state
         self._begun = False  # and not ended: by a step on the host that failed
@@ -330,6 +338,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
+        *,
+        loss_scale: float = 1.0,
     ) -> torch.Tensor:
         """Clips the norm of all gradients together, exactly as ``torch.nn.utils`` does.
 
@@ -337,8 +347,16 @@ class TieredOptimizer(torch.optim.Optimizer):
         settings on; those that are not known are taken here, in a sweep. The factor is applied
         when gradients are next in HBM, at the latest in ``step()``.
 
+        Args:
+            max_norm: What the norm shall be at most.
+            norm_type: Which norm.
+            error_if_nonfinite: Whether to raise where it is not finite.
+            foreach: Whether torch's ``foreach`` kernels are used.
+            loss_scale: What the loss was multiplied by; gradients are divided by it with the same
+                factor. For a power of two the bits are those of dividing first, then clipping.
+
         Returns:
-            The norm before clipping, 0-d.
+            The norm before clipping, without the loss scale, 0-d.
 
         Raises:
             RuntimeError: If it is not finite and ``error_if_nonfinite``.
@@ -353,6 +371,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 float(max_norm),
                 (float(norm_type), foreach),
                 error_if_nonfinite=error_if_nonfinite,
+                loss_scale=loss_scale,
             )
 
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -523,7 +542,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             self.make,
             dtype,
             self.param_groups,
-            share=self._where == "both",
+            share=self._where == "both" if self._host_share is None else float(self._host_share),
             in_backward=self._inside is not None,
             earlier=[unit for unit in self._units if unit.host is not None],
         )
