@@ -179,14 +179,30 @@ class DeepSpeedEngine(nn.Module):
         self.global_samples += self.plan.batch
 
     def _settle_gradients(self, optimizer: TieredOptimizer) -> bool:
-        """Undoes the loss scale and clips; returns whether a gradient is infinite or NaN."""
+        """Undoes the loss scale and clips; returns whether a gradient is infinite or NaN.
+
+        Norm and factor are float32 where there are masters, as if the masters' gradients were
+        clipped.
+        """
+        self._norm = None
         if not self._clip > 0 and not self._needs_norm:
-            self._norm = None
             return False
-        most = self._clip if self._clip > 0 else math.inf
+        if self.plan.dtype is None:
+            self._norm = optimizer.clip_grad_norm_(self._clip)
+            return False
+        norm = optimizer.grad_norm(dtype=torch.float32)
         scale = 1.0 if self.scaler is None else self.scaler.scale
-        self._norm = optimizer.clip_grad_norm_(most, loss_scale=scale)
-        return self._needs_norm and not bool(torch.isfinite(self._norm))
+        self._norm = norm = norm if scale == 1.0 else norm / scale
+        if self._needs_norm and not math.isfinite(found := float(norm)):
+            return True
+        if self._clip > 0:
+            factor = torch.clamp(self._clip / (norm + 1e-6), max=1.0)
+            clips = not self._needs_norm or found * 1.00001 + 1e-5 > self._clip
+            if scale != 1.0 or clips:  # a factor of 1 need not be applied
+                optimizer.grad_factor = factor / scale
+        elif scale != 1.0:
+            optimizer.grad_factor = torch.full_like(norm, 1.0 / scale)
+        return False
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next :meth:`step` steps."""

@@ -190,8 +190,6 @@ def _optimizer(found: Plan, own: dict[str, Any]) -> None:
     halved = found.dtype is not None and not config["bf16.bf16_master_weights_and_grads"]
     kept = config["data_types.grad_accum_dtype"]
     gradients = None if kept is None else DTYPES[SHORT[kept]]
-    if found.dtype is torch.float16:
-        gradients = torch.float32  # the norm of scaled float16 gradients is no float16
     found.optimizer = {
         "master_dtype": torch.float32 if halved else None,
         "grad_dtype": gradients,

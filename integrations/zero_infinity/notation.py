@@ -43,7 +43,7 @@ def load(config: Source) -> tuple[dict[str, Any], str]:
     path = Path(config)
     if _is_file(path):
         return parse(path.read_text(encoding="utf-8-sig"), str(path)), str(path)
-    return parse(_decoded(str(config)), "base64 config"), "base64 config"
+    return _decoded(str(config)), "base64 config"
 
 
 def parse(text: str, name: str) -> dict[str, Any]:
@@ -78,15 +78,18 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _decoded(text: str) -> str:
+def _decoded(text: str) -> dict[str, Any]:
     try:
-        found = base64.urlsafe_b64decode(text.encode()).decode("utf-8")
-    except (binascii.Error, UnicodeError) as error:
-        shown = text if len(text) < 200 else text[:200] + "..."
-        raise ConfigError(
-            f"config={shown!r}: there is no such file, and it is not base64 text either"
-        ) from error
-    return found
+        found = base64.b64decode(text.encode(), altchars=b"-_", validate=True).decode("utf-8")
+        if found.strip():
+            return parse(found, "base64 config")
+        problem: Exception | None = None
+    except (binascii.Error, UnicodeError, ConfigError) as error:
+        problem = error
+    shown = text if len(text) < 200 else text[:200] + "..."
+    raise ConfigError(
+        f"config={shown!r}: there is no such file, and it is not base64 text of a configuration"
+    ) from problem
 
 
 def _unique(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:

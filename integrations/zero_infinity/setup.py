@@ -104,9 +104,15 @@ def initialize(
         comm.init_distributed()
     if hasattr(args, "local_rank"):
         args.local_rank = comm.local_rank()
-    engine = _open(plan, model, made, groups, client, collate_fn)
-    if engine.optimizer is not None and schedule is not None:
-        engine.lr_scheduler = schedule(engine.optimizer)
+    engine = _open(plan, model, collate_fn, lambda tier: _tiered(plan, tier, made, groups, client))
+    try:
+        if engine.optimizer is not None and schedule is not None:
+            engine.lr_scheduler = schedule(engine.optimizer)
+    except BaseException:
+        engine.tier.unwrap(model)
+        engine.destroy()
+        raise
+    engine.client_optimizer = client
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     if read["dump_state"]:
@@ -207,16 +213,15 @@ def _schedule_of(plan: Plan, given: Any) -> Callable[[torch.optim.Optimizer], An
     for key, parameter in list(inspect.signature(cls).parameters.items())[1:]:
         if parameter.default is parameter.empty and key not in params:
             raise ConfigError(f"{config.name}: scheduler.params.{key} is missing; {kind} needs it")
-    return lambda optimizer: cls(optimizer, **params)
+    make: Any = cls
+    return lambda optimizer: make(optimizer, **params)
 
 
 def _open(
     plan: Plan,
     model: nn.Module,
-    made: Made | None,
-    groups: list[Any],
-    client: torch.optim.Optimizer | None,
     collate_fn: Any,
+    optimizer_in: Callable[[TierManager], TieredOptimizer | None],
 ) -> DeepSpeedEngine:
     """Opens the tiers, casts and wraps the model, and makes the optimizer there."""
     tier = TierManager(**plan.manager)
@@ -226,10 +231,8 @@ def _open(
         tier.wrap(model)
         wrapped = True
         engine = DeepSpeedEngine(plan, model, tier, collate_fn=collate_fn)
-        if made is not None:
-            engine.optimizer = _tiered(plan, tier, made, groups, client)
-            engine.client_optimizer = client
-            engine.show_scale()
+        engine.optimizer = optimizer_in(tier)
+        engine.show_scale()
     except BaseException as error:
         if wrapped:
             tier.unwrap(model)
@@ -269,10 +272,12 @@ def cast(plan: Plan, model: nn.Module) -> None:
 def _tiered(
     plan: Plan,
     tier: TierManager,
-    made: Made,
+    made: Made | None,
     groups: list[Any],
     client: torch.optim.Optimizer | None,
-) -> TieredOptimizer:
+) -> TieredOptimizer | None:
+    if made is None:
+        return None
     cls, settings = made
     optimizer = tier.optimizer(groups, cls, **plan.optimizer, **settings)
     if plan.optimizer["overlap"] == "backward":

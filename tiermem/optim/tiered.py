@@ -39,7 +39,13 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     ``param_groups``, learning-rate schedulers, ``state_dict``, ``zero_grad`` and
     step hooks work as on the plain optimizer, and give the same bits.
+
+    Attributes:
+        grad_factor: What the next ``step()`` multiplies each gradient by, 0-d, after its cast to
+            the master's dtype; None for nothing. ``zero_grad()`` forgets it.
     """
+
+    grad_factor: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -137,6 +143,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._runtime.end_backward()
         scaling = self._scaling if again else Scaling.of(self)
+        self.grad_factor = None
         if self._inside is not None and not again:
             self._inside.before_step(scaling)
         if scaling is not None and not (self._fused and self._host is None) and scaling.skips:
@@ -327,6 +334,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self._inside is not None:
             self._inside.refuse("zero_grad()")
         self._refuse_if_pending("zero_grad()")
+        self.grad_factor = None
         for unit in self._units:
             unit.zero_grad(self._runtime, set_to_none=set_to_none)
         if self._inside is not None:
@@ -338,8 +346,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
-        *,
-        loss_scale: float = 1.0,
     ) -> torch.Tensor:
         """Clips the norm of all gradients together, exactly as ``torch.nn.utils`` does.
 
@@ -347,16 +353,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         settings on; those that are not known are taken here, in a sweep. The factor is applied
         when gradients are next in HBM, at the latest in ``step()``.
 
-        Args:
-            max_norm: What the norm shall be at most.
-            norm_type: Which norm.
-            error_if_nonfinite: Whether to raise where it is not finite.
-            foreach: Whether torch's ``foreach`` kernels are used.
-            loss_scale: What the loss was multiplied by; gradients are divided by it with the same
-                factor. For a power of two the bits are those of dividing first, then clipping.
-
         Returns:
-            The norm before clipping, without the loss scale, 0-d.
+            The norm before clipping, 0-d.
 
         Raises:
             RuntimeError: If it is not finite and ``error_if_nonfinite``.
@@ -369,10 +367,30 @@ class TieredOptimizer(torch.optim.Optimizer):
                 self._units,
                 params,
                 float(max_norm),
-                (float(norm_type), foreach),
+                (float(norm_type), foreach, None),
                 error_if_nonfinite=error_if_nonfinite,
-                loss_scale=loss_scale,
             )
+
+    def grad_norm(
+        self,
+        norm_type: float = 2.0,
+        foreach: bool | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Returns the norm of all gradients together, 0-d; they stay as they are.
+
+        Args:
+            norm_type: Which norm.
+            foreach: Whether torch's ``foreach`` kernels are used.
+            dtype: The gradients are cast to it first, say to the masters'; None for as they are.
+        """
+        self._settle_to_clip("grad_norm()")
+        self._runtime.end_backward()
+        kind = float(norm_type), foreach, floating("dtype", dtype)
+        params = [p for group in self.param_groups for p in group["params"]]
+        with torch.no_grad():
+            return self._norms.total(self._units, params, kind)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamps every gradient to ``[-clip_value, clip_value]``."""
