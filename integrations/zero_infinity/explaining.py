@@ -162,6 +162,18 @@ def _for_files(plan: Plan, path: str, section: str) -> str | tuple[str, str] | N
     return f"TierManager(dram): {plan.config[path] * weight:,} bytes"
 
 
+def page() -> str:
+    """Returns the page in ``docs``, made of the tables that files are read by."""
+    head = (
+        "# ZeRO-Infinity and ZeRO-Offload: every option\n\nMade by "
+        "`python -m tiermem.integrations.zero_infinity` from the tables that files are read by. "
+        "Tests are in `tests/integrations`.\nBefore and after: "
+        "[From DeepSpeed](../guides/from-deepspeed.md). `explain(config)` says the same of one "
+        "file.\n\n"
+    )
+    return head + table()
+
+
 def table() -> str:
     """Returns the tables of the page in ``docs``: option, tiermem setting, effect, test."""
     head = "| option | default | tiermem setting | effect | test |\n|---|---|---|---|---|"

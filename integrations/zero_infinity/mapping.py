@@ -187,6 +187,12 @@ def _manager(found: Plan, own: dict[str, Any]) -> None:
 
 def _optimizer(found: Plan, own: dict[str, Any]) -> None:
     config = found.config
+    if config["torch_autocast.enabled"] and (
+        dtype_of(config, "torch_autocast.dtype") is torch.float16
+    ):
+        raise config.error(
+            "torch_autocast.dtype", "the loss would want a scale; write fp16: {enabled: true}"
+        )
     halved = found.dtype is not None and not config["bf16.bf16_master_weights_and_grads"]
     kept = config["data_types.grad_accum_dtype"]
     gradients = None if kept is None else DTYPES[SHORT[kept]]

@@ -148,9 +148,7 @@ def _check_model(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         tier = zero.managed.get(param)
         if tier is not None and not tier.closed:
-            raise WrapError(
-                f"parameter {name!r} belongs to an engine already; destroy() that first"
-            )
+            raise WrapError(f"parameter {name!r} belongs to an engine already; destroy() it")
         if hasattr(param, "ds_id") or hasattr(param, "device_mesh"):
             raise WrapError(
                 f"parameter {name!r} is sharded by another system; make the model without it"

@@ -95,7 +95,7 @@ def test_the_model_shows_through() -> None:
         assert len(engine) == 4 if hasattr(type(engine), "__len__") else True
         with pytest.raises(AttributeError):
             _ = engine.nothing_of_the_kind
-        assert [n for n, _ in engine.named_parameters()][0].startswith("module.0.")
+        assert next(n for n, _ in engine.named_parameters()).startswith("module.0.")
 
 
 def test_inference_without_an_optimizer() -> None:
@@ -233,7 +233,7 @@ def test_what_another_system_has_is_refused(number: int) -> None:
         says = "module '0' is a FullyShardedDataParallel"
     else:
         engine = deepspeed.initialize(model=model, config=config(bf16={"enabled": True}))[0]
-        with pytest.raises(tiermem.WrapError, match=r"belongs to an engine; destroy\(\)"):
+        with pytest.raises(tiermem.WrapError, match=r"belongs to an engine already; destroy\(\)"):
             deepspeed.initialize(model=model, config=config())
         engine.destroy()
         return

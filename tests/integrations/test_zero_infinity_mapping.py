@@ -261,3 +261,10 @@ def test_what_has_no_effect_is_listed_by_name() -> None:
     text = str(found)
     assert "aio.thread_count = 2: no effect: tiermem drives files by io_uring" in text
     assert f"{PARAM}.device = 'cpu': Policy(params='dram')" in text
+
+
+def test_the_rest_of_tiermems_own_section_goes_to_the_manager() -> None:
+    own = {"device": "cpu", "nvme_bytes": "1GiB", "prefetch_depth": 3, "activation_min": "64KiB",
+           "activation_layers": 2}  # fmt: skip
+    manager = deepspeed.explain({"tiermem": own}).manager
+    assert {key: manager[key] for key in own} == own
