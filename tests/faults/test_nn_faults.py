@@ -417,3 +417,31 @@ def test_use_after_close() -> None:
             pytest.fail(f"number {number} went through")
     assert tier.closed and "closed" in repr(tier)
     assert tier.stats().hits >= 0
+
+
+@pytest.mark.parametrize("fault", [Fault(errno=errno.EIO), Fault(flip_bit=77)])
+def test_a_block_that_the_disk_lost_is_given_again_by_load_state_dict(
+    disk: Disk, tmp_path: Path, fault: Fault
+) -> None:
+    """Writing the whole of it needs nothing of what was there."""
+    with tiermem.TierManager("cpu", "16KiB", "8MiB", tmp_path, policy="nvme") as tier:
+        model = tier.wrap(net())
+        saved = model.state_dict()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1.0)
+        disk.arm(IoOp.READ, fault, 0, lasting=True)
+        with pytest.raises(tiermem.StorageError):
+            model(data(1))
+        lost = {name: value.clone() for name, value in saved.items() if not name.startswith("0.")}
+        with pytest.raises(tiermem.StorageError):
+            model.load_state_dict(lost, strict=False)  # that block is not given as a whole
+        model.load_state_dict(saved)
+        disk.heal()
+        plain = net()
+        plain.load_state_dict(saved)
+        assert_same(plain.state_dict(), model.state_dict(), "given again")
+        x = data(1)
+        assert same_bits(plain(x), model(x))
+        with pytest.raises(tiermem.CheckpointError):
+            model.load_state_dict({**saved, "0.0.weight": torch.zeros(3)})

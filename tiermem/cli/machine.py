@@ -72,7 +72,7 @@ def inspect_path(path: str) -> PathFacts:
         return PathFacts(path, "unknown", 0, False, False, str(error))
     os.close(opened.fd)
     disk = os.statvfs(folder)
-    free = disk.f_bavail * disk.f_frsize
+    free = nameless.free_nbytes(disk) or 0
     return PathFacts(path, file_system_of(folder), free, True, opened.direct, opened.reason)
 
 

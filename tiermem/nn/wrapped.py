@@ -33,6 +33,7 @@ from tiermem.nn.scope import (
     Scope,
 )
 from tiermem.nn.shapes import shape_of
+from tiermem.nn.statedict import hold_or_give
 from tiermem.nn.writes import may_write_uncounted
 
 _INTERCEPTED: tuple[type[Interceptor], ...] = (
@@ -54,6 +55,7 @@ class WrappedModel:
         groups: Its groups of parameters, then those of large buffers.
         entries: Its parameters.
         scopes: Its intercepted modules, by qualified name.
+        given: While a state dict is loaded: its values by the id of each tensor.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class WrappedModel:
         self.groups: list[Group] = []
         self.entries: list[Entry] = []
         self.scopes: dict[str, Scope] = {}
+        self.given: dict[int, torch.Tensor] = {}
         self._modules = dict(model.named_modules())
         self._states: dict[int, tuple[dict[int, torch.Tensor], set[tuple[int, str]]]] = {}
         self._name = type(model).__name__ if number == 0 else f"{type(model).__name__}#{number}"
@@ -485,7 +488,7 @@ class WrappedModel:
         self.manager.guard()
         try:
             for group in groups.values():
-                group.hold()
+                hold_or_give(group, self.given)
                 held.append(group)
             yield
         finally:

@@ -131,8 +131,12 @@ class HostArena(Arena):
         def touch(start: int) -> None:
             ctypes.memset(self.address + start, 0, min(_TOUCH_UNIT, size - start))
 
-        with ThreadPoolExecutor(max_workers=16) as pool:
-            list(pool.map(touch, starts))
+        try:
+            with ThreadPoolExecutor(max_workers=16) as pool:
+                list(pool.map(touch, starts))
+        except RuntimeError:  # no thread can be started: it takes longer with this one
+            for start in starts:
+                touch(start)
         with torch.cuda.device(device):  # torch takes it for memory of the device of now
             code = torch.cuda.cudart().cudaHostRegister(self.address, size, 0)
         if int(code) != 0:

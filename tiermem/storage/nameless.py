@@ -7,6 +7,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import struct
 import tempfile
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ _STATX_DIOALIGN = 0x2000
 _AT_EMPTY_PATH = 0x1000
 _STATX_NBYTES = 256
 _FILL_NBYTES = 1 << 20
+_LONG = 200
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,19 @@ def check_folder(path: Path) -> Path:
     Raises:
         ConfigError: If not, naming the path and what to do about it.
     """
-    path = path.absolute()
-    if not path.exists():
-        raise ConfigError(f"nvme path {path} does not exist; create the folder or name another")
-    if not path.is_dir():
+    try:
+        path = path.absolute()
+        mode = os.stat(path).st_mode
+        read_only = os.statvfs(path).f_flag & os.ST_RDONLY
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"nvme path {path} does not exist; create the folder or name another"
+        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte in it
+        raise _unusable(path, error) from error
+    if not stat.S_ISDIR(mode):
         raise ConfigError(f"nvme path {path} is not a folder; name the folder, not a file in it")
-    if os.statvfs(path).f_flag & os.ST_RDONLY:
+    if read_only:
         raise ConfigError(f"nvme path {path} is on a read-only file system; name another folder")
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(
@@ -55,6 +64,23 @@ def check_folder(path: Path) -> Path:
             "change its permissions or name another"
         )
     return path
+
+
+def _unusable(path: Path, error: OSError | ValueError) -> ConfigError:
+    """Returns the error of a folder that the system does not let anybody look at."""
+    text = str(path)
+    if len(text) > _LONG:
+        text = f"{text[:40]}...{text[-40:]} ({len(text)} characters)"
+    reason = getattr(error, "strerror", None) or str(error)
+    remedy = {
+        errno.ENAMETOOLONG: "name a shorter path, say through a symbolic link",
+        errno.EACCES: "change the permissions of the folders above it, or name another",
+        errno.ELOOP: "its symbolic links go in a circle; name another",
+    }.get(
+        getattr(error, "errno", None) or 0,
+        "see what the kernel says of that disk (dmesg), or name a folder on another",
+    )
+    return ConfigError(f"nvme path {text} cannot be used ({reason}); {remedy}")
 
 
 def open_nameless(folder: Path) -> Opened:
@@ -72,6 +98,9 @@ def open_nameless(folder: Path) -> Opened:
         ) from error
     try:
         reason = _make_direct(fd)
+    except OSError as error:
+        os.close(fd)
+        raise _unusable(folder, error) from error
     except BaseException:
         os.close(fd)
         raise
@@ -96,9 +125,12 @@ def _make_direct(fd: int) -> str:
         return "statx says that this file system has no direct I/O"
     if unit is not None and (unit > ALIGNMENT or ALIGNMENT % unit):
         return f"its direct I/O needs an alignment of {unit} bytes, not {ALIGNMENT}"
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+    except OSError as error:  # with the flag not set
+        return f"O_DIRECT is refused ({error.strerror})"
+    try:
         _try_write(fd)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -135,6 +167,14 @@ def dio_alignment(fd: int) -> int | None:
         return None
     memory, offset = struct.unpack_from("<II", answer, 0x98)
     return 0 if not (memory and offset) else max(memory, offset)
+
+
+def free_nbytes(facts: os.statvfs_result) -> int | None:
+    """Returns the bytes that this user may still take; None where the file system does not say.
+
+    ramfs, for one, says that it has no blocks at all.
+    """
+    return facts.f_bavail * facts.f_frsize if facts.f_blocks else None
 
 
 def reserve(fd: int, offset: int, nbytes: int) -> None:
