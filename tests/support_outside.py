@@ -31,10 +31,15 @@ _SET_FILTER, _ALL_THREADS = 1, 1  # SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG
 _LOAD, _IF_EQUAL, _RETURN = 0x20, 0x15, 0x06  # classic BPF
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _CALLS = {
-    "x86_64": {"seccomp": 317, "fcntl": 72},
-    "aarch64": {"seccomp": 277, "fcntl": 25},
+    "x86_64": {"seccomp": 317, "fcntl": 72, "clone": 56},
+    "aarch64": {"seccomp": 277, "fcntl": 25, "clone": 220},
 }
-_EVERYWHERE = {"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427}
+_EVERYWHERE = {
+    "io_uring_setup": 425,
+    "io_uring_enter": 426,
+    "io_uring_register": 427,
+    "clone3": 435,
+}
 
 
 class _Instruction(ctypes.Structure):

@@ -19,6 +19,8 @@ from tiermem.errors import ConfigError
 _STATX_DIOALIGN = 0x2000
 _AT_EMPTY_PATH = 0x1000
 _STATX_NBYTES = 256
+_GET_FLAGS, _SET_FLAGS = 0x80086601, 0x40086602  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS
+_NO_COPY_ON_WRITE = 0x00800000  # FS_NOCOW_FL
 _FILL_NBYTES = 1 << 20
 _LONG = 200
 
@@ -31,11 +33,14 @@ class Opened:
         fd: Its descriptor.
         direct: Whether O_DIRECT is set.
         reason: Why not, if it is not.
+        in_place: Whether it was told never to copy on write. Only file systems that may do so
+            (btrfs) can be told; there a write would need new space otherwise, reserved or not.
     """
 
     fd: int
     direct: bool
     reason: str
+    in_place: bool
 
 
 def check_folder(path: Path) -> Path:
@@ -93,10 +98,11 @@ def open_nameless(folder: Path) -> Opened:
         fd = _open_file(folder)
     except OSError as error:
         raise ConfigError(
-            f"nvme path {folder} takes no file ({error.strerror}); name a folder on a local disk "
-            "that this user may write to"
+            f"nvme path {folder} takes no file ({error.strerror}); name another folder, on a local "
+            "disk that works and that this user may write to"
         ) from error
     try:
+        in_place = _write_in_place(fd)
         reason = _make_direct(fd)
     except OSError as error:
         os.close(fd)
@@ -104,7 +110,7 @@ def open_nameless(folder: Path) -> Opened:
     except BaseException:
         os.close(fd)
         raise
-    return Opened(fd, not reason, reason)
+    return Opened(fd, not reason, reason, in_place)
 
 
 def _open_file(folder: Path) -> int:
@@ -116,6 +122,22 @@ def _open_file(folder: Path) -> int:
     fd, name = tempfile.mkstemp(prefix=".tiermem-", dir=folder)
     os.unlink(name)
     return fd
+
+
+def _write_in_place(fd: int) -> bool:
+    """Tells the file system not to copy on write (as ``chattr +C``); returns whether it will not.
+
+    It has to be told while the file is empty.
+    """
+    try:
+        flags = bytearray(8)
+        fcntl.ioctl(fd, _GET_FLAGS, flags)
+        (before,) = struct.unpack_from("=I", flags)
+        struct.pack_into("=I", flags, 0, before | _NO_COPY_ON_WRITE)
+        fcntl.ioctl(fd, _SET_FLAGS, flags)
+    except OSError:  # it has no such flag, mostly because it never does it
+        return False
+    return True
 
 
 def _make_direct(fd: int) -> str:
