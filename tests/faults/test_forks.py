@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from support_process import child
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -36,24 +37,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
         model(torch.randn(8, WIDTH)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def child(inside: Callable[[], object]) -> int:
-    """Forks a child that runs ``inside``; returns its exit status, 0 if nothing was raised."""
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(60)
-        code = 1
-        try:
-            inside()
-            code = 0
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @contextmanager
