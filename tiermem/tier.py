@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
@@ -105,25 +105,30 @@ class TierManager:
 
     # -- models ----------------------------------------------------------
 
-    def wrap(self, model: ModuleT, blocks: Blocks = "auto") -> ModuleT:
+    def wrap(
+        self, model: ModuleT, blocks: Blocks = "auto", *, homes: Mapping[str, Home] | None = None
+    ) -> ModuleT:
         """Moves a model's parameters into the tiers, in place.
 
         Args:
             model: Any module. It may be on the CPU or on the device already.
             blocks: What moves as one: ``"auto"``; names of modules at which a block begins; or a
                 predicate of name and module.
+            homes: Homes of weights that are not the policy's: by a module's qualified name, for
+                what is in it, say ``{"layers.0": "dram"}``; the innermost name counts.
 
         Returns:
             The same module.
 
         Raises:
+            ConfigError: If ``blocks`` or ``homes`` names a module that the model does not have.
             WrapError: If it cannot be wrapped, with what to do instead.
             CapacityError: If a budget cannot hold it. Whatever is raised, the model is as it was.
         """
         self._manager.guard()
         check_module(model, id(self._manager))
         self._runtime.activations.check()
-        self._wrapped[id(model)] = WrappedModel(model, self._runtime, blocks, self._wraps)
+        self._wrapped[id(model)] = WrappedModel(model, self._runtime, blocks, self._wraps, homes)
         self._wraps += 1
         return model
 

@@ -117,13 +117,16 @@ class BlockManager:
     # -- blocks ----------------------------------------------------------
 
     def add_blocks(
-        self, wanted: Sequence[tuple[str, Role, Sequence[TensorShape]]], *, home: str | None = None
+        self,
+        wanted: Sequence[tuple[str, Role, Sequence[TensorShape]]],
+        *,
+        home: str | Sequence[str | None] | None = None,
     ) -> list[Block]:
         """Packs and enters blocks, with home space for all of them or an error for all.
 
         Args:
             wanted: Name, role and tensors of each block.
-            home: Overrides the policy's home.
+            home: Overrides the policy's home: of all, or of each (None for the policy's).
 
         Returns:
             The blocks, in order; they hold no data yet.
@@ -135,11 +138,12 @@ class BlockManager:
         with self.lock:
             self.guard()
             blocks, requests = [], []
-            for name, role, shapes in wanted:
+            homes = [home] * len(wanted) if home is None or isinstance(home, str) else home
+            for (name, role, shapes), own in zip(wanted, homes, strict=True):
                 specs, nbytes = pack(shapes)
                 blocks.append(Block(self._next_id, name, role, nbytes, specs))
                 self._next_id += 1
-                where = home or self.settings.policy.home(role)
+                where = own or self.settings.policy.home(role)
                 requests.append(HomeRequest(name, nbytes, where))  # type: ignore[arg-type]
             places = self.homes.reserve(requests)
             for block, (tier, extent) in zip(blocks, places, strict=True):
