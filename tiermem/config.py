@@ -23,7 +23,7 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_MOST = 2**63 - 1
+_MOST = 2**80
 _DIGITS = len(str(_MOST))
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
 

@@ -20,6 +20,7 @@ from tiermem.core.block import ALIGNMENT, Extent, Tier, align_up
 from tiermem.errors import CapacityError, ClosedError
 
 _TOUCH_UNIT = 256 << 20
+_MOST = 1 << 62  # torch takes no larger numbers
 _WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # MADV_WIPEONFORK, MADV_KEEPONFORK: not in Python's mmap
 
 
@@ -173,6 +174,8 @@ class DeviceArena(Arena):
         """
         super().__init__(Tier.HBM, capacity)
         self.device = device
+        if self.capacity > _MOST:
+            raise CapacityError(f"tier hbm: no {capacity} bytes on {device}, as asked with hbm=")
         try:
             self._whole: torch.Tensor | None = torch.empty(
                 max(self.capacity, ALIGNMENT), dtype=torch.uint8, device=device
