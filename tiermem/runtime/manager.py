@@ -439,11 +439,11 @@ class BlockManager:
         self.traffic.quiet = False
         if self._given_back:
             return
-        for holder in list(self.holders.values()):
-            holder.forked()
         if self.mover is not None:
             self.mover.forked()
         self.homes.forked()
+        for holder in list(self.holders.values()):
+            holder.forked()
 
     @property
     def closed(self) -> bool:
