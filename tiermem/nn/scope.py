@@ -25,7 +25,7 @@ from tiermem.errors import WrapError
 from tiermem.nn.compiler import WHOLE_GRAPH
 from tiermem.nn.group import Group
 from tiermem.nn.runtime import ModuleRuntime, outputs_with_grad
-from tiermem.nn.statedict import check_state
+from tiermem.nn.statedict import check_state, given_values
 
 if TYPE_CHECKING:
     from tiermem.nn.wrapped import WrappedModel
@@ -442,7 +442,12 @@ class LoadAllInterceptor(Interceptor):
         """Checks every shape, then loads."""
         self.runtime.manager.guard()
         check_state(self.module, state_dict, *args, **kwargs)
-        return self.inner(state_dict, *args, **kwargs)
+        wrapped = self.scope.wrapped
+        wrapped.given = given_values(self.module, state_dict)
+        try:
+            return self.inner(state_dict, *args, **kwargs)
+        finally:
+            wrapped.given = {}
 
 
 OF_SCOPES: tuple[type[Interceptor], ...] = (

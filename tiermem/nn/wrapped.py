@@ -31,6 +31,7 @@ from tiermem.nn.scope import (
     Interceptor,
     Scope,
 )
+from tiermem.nn.statedict import hold_or_give
 from tiermem.nn.transformed import follow_transforms
 from tiermem.nn.writes import may_write_uncounted
 
@@ -49,6 +50,7 @@ class WrappedModel:
         resident: The group of small buffers, which stay in HBM; None where there are none.
         name: For messages.
         given_back: Whether the model has left the tiers.
+        given: While a state dict is loaded: its values by the id of each tensor.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class WrappedModel:
         self.resident: Group | None = None
         self._sources: dict[int, list[torch.Tensor]] = {}
         self.given_back = False
+        self.given: dict[int, torch.Tensor] = {}
         self._modules = dict(model.named_modules())
         self._states: dict[int, tuple[dict[int, torch.Tensor], set[tuple[int, str]]]] = {}
         self.name = type(model).__name__ if number == 0 else f"{type(model).__name__}#{number}"
@@ -437,7 +440,7 @@ class WrappedModel:
         self.manager.guard()
         try:
             for group in groups.values():
-                group.hold()
+                hold_or_give(group, self.given)
                 held.append(group)
             yield
         finally:
