@@ -264,7 +264,8 @@ def _host_memory(found: Plan, sizes: Sizes) -> None:
     import psutil
 
     most = int(psutil.virtual_memory().available * 0.9)
-    if "nvme" in found.manager and policy["activations"] != "dram":
+    alone = policy["activations"] != "dram" and found.optimizer["where"] == "device"
+    if "nvme" in found.manager and alone:  # nothing else takes room there
         asked = sum(found.sources.values())
         most = min(most, asked + asked // 16 + _ROOM)
     found.manager["dram"] = most

@@ -111,6 +111,9 @@ def test_auto_is_the_dtype_that_the_model_has() -> None:
             [section] * bool(dtype)
         )
     assert deepspeed.explain(auto, args={"fp16": True})["fp16.enabled"].value is True
+    chosen = {"fp16": {"enabled": True}, "bf16": {"enabled": "auto"}}
+    rows = deepspeed.explain(chosen, model=build(torch.bfloat16))
+    assert rows["fp16.enabled"].value and not rows["bf16.enabled"].value  # the file has chosen
 
 
 def scale_of(**fp16: Any) -> LossScale:
