@@ -107,9 +107,9 @@ def fill(config: Config, caller: Caller) -> None:
         config.settings[path] = Setting(converted(config.name, path, kind, value), AUTO)
     for path, other in (("bf16.enabled", "fp16.enabled"), ("fp16.enabled", "bf16.enabled")):
         found = config.settings.get(path)
-        if found is not None and found.source == AUTO and config.settings.get(other) is not None:
-            if config.settings[other].source != AUTO and config[other]:  # the file has chosen
-                config.settings[path] = Setting(False, AUTO)
+        chosen = config.settings.get(other, Setting(None, "default")).source != AUTO
+        if found is not None and found.source == AUTO and chosen and config[other]:
+            config.settings[path] = Setting(False, AUTO)  # the file has chosen the other one
     for section in ("optimizer.params", "scheduler.params"):
         params = config[section]
         if params is None:

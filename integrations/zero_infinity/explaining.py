@@ -12,7 +12,8 @@ from torch import nn
 from . import autofill, mapping, notation, reading, schema
 from .mapping import Plan
 from .optimizers import COMPRESSED
-from .schema import OPTIONS, PARAM, SECTIONS, STATE, ZERO
+from .schema import OPTIONS, SECTIONS
+from .zerooptions import PARAM, STATE, ZERO
 
 
 @dataclass(frozen=True)

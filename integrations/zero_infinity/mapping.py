@@ -14,7 +14,7 @@ from tiermem import ConfigError
 
 from . import reading
 from .reading import SHORT, Config, Setting
-from .schema import PARAM, STATE, ZERO
+from .zerooptions import PARAM, STATE, ZERO
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _HOMES = {"none": "hbm", "cpu": "dram", "nvme": "nvme"}

@@ -13,7 +13,8 @@ from typing import Any
 from tiermem import ConfigError
 
 from . import kinds, notation, schema
-from .schema import OPTIONS, PARAM, SECTIONS, STATE, ZERO
+from .schema import OPTIONS, SECTIONS
+from .zerooptions import PARAM, STATE, ZERO
 
 AUTO = "auto"
 
