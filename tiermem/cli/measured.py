@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _Key = TypeVar("_Key")
 _STYLES = ("-", "--", ":", "-.")
+_MARKERS = "os^Dv"
 
 
 @dataclass(frozen=True)
@@ -155,8 +156,8 @@ def _draw_memory(axis: Axes, rows: Sequence[Measurement]) -> None:
 def _draw_disks(axis: Axes, rows: Sequence[Measurement]) -> None:
     hows = list(dict.fromkeys(m.how for m in rows))
     chunks = sorted({m.chunk for m in rows})
-    for color, how in enumerate(hows):
-        for style, chunk in enumerate(chunks):
+    for style, how in enumerate(hows):
+        for color, chunk in enumerate(chunks):
             found = sorted(
                 (m for m in rows if (m.how, m.chunk) == (how, chunk)), key=lambda m: m.depth
             )
@@ -166,8 +167,8 @@ def _draw_disks(axis: Axes, rows: Sequence[Measurement]) -> None:
                     [m.bytes_per_s / 1e9 for m in found],
                     color=f"C{color}",
                     linestyle=_STYLES[style % len(_STYLES)],
-                    marker="o",
-                    markersize=4,
+                    marker=_MARKERS[color % len(_MARKERS)],
+                    markersize=5,
                     label=f"{how}, {format_size(chunk).replace('.00', '')}",
                 )
     depths = sorted({m.depth for m in rows})
