@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 _ROUNDS = 5
+_SECONDS = 2.0  # after which no further round begins
 _WORTH = 0.9  # more threads must need less than this share of the time
 _SET = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -39,12 +40,13 @@ def allowed(most: int, quota: Path = _QUOTA) -> int:
     return max(1, min(most, len(os.sched_getaffinity(0))))
 
 
-def best(most: int, timed: Callable[[int], float]) -> int:
+def best(most: int, timed: Callable[[int], float], limit: float = _SECONDS) -> int:
     """Returns how many threads to take: the fewest that nothing is much faster than.
 
     Args:
         most: At most so many.
         timed: Returns the seconds that a piece of the work takes with so many threads.
+        limit: Seconds of work after which no further round begins.
     """
     numbers = [most]
     while numbers[-1] > 1:
@@ -53,6 +55,8 @@ def best(most: int, timed: Callable[[int], float]) -> int:
     for _ in range(_ROUNDS):  # in turn, so that what else goes on meets them all alike
         for number, seconds in found.items():
             seconds.append(timed(number))
+        if sum(map(sum, found.values())) > limit:
+            break
     medians = {number: statistics.median(seconds) for number, seconds in found.items()}
     chosen = 1
     for number in reversed(numbers):
