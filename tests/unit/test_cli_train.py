@@ -243,7 +243,7 @@ def test_captions_count_the_steps_they_show(steps: int, whole: int, last: int, t
 def test_the_pictures_panels_are_the_steps_of_its_caption(tmp_path, monkeypatch) -> None:
     shown: dict[str, Any] = {}
     monkeypatch.setattr(Timeline, "picture", lambda self, path, **how: shown.update(how))
-    timeline = Timeline()
+    timeline = Timeline(limit=2)
     second = 10**9
     progress = Progress([1.0] * 4, [second * at for at in (5, 10, 15, 20, 25)], second * 25)
     timeline.add("compute", "layer", 7 * second, 9 * second)  # of the first step, half is gone
@@ -251,6 +251,10 @@ def test_the_pictures_panels_are_the_steps_of_its_caption(tmp_path, monkeypatch)
     write_pictures(tmp_path, timeline, 3, progress)
     assert shown["title"] == "3 layers, the last 3 of 4 steps; below, the last 2"
     assert shown["last_seconds"] == 26 - 15
+    timeline = Timeline()
+    timeline.add("compute", "layer", 6 * second, 26 * second)  # after data and zero_grad
+    write_pictures(tmp_path, timeline, 3, progress)
+    assert shown["title"] == "3 layers, 4 steps; below, the last 2"
 
 
 def test_out_must_be_a_folder(fake, tmp_path, capsys) -> None:

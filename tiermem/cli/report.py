@@ -161,7 +161,7 @@ def write_pictures(out: Path, timeline: Timeline, layers: int, progress: Progres
     begins = progress.begins[: len(progress.losses)]
     first = min((event.start_ns for event in events), default=0)
     end = max((event.end_ns for event in events), default=0)
-    whole = sum(begin >= first for begin in begins)
+    whole = sum(begin >= first or not timeline.full for begin in begins)
     last = max(0, min(_SHOWN_STEPS, whole - 1))
     timeline.picture(
         out / "timeline.png",

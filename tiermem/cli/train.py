@@ -341,10 +341,10 @@ def _run_tiered(
             interrupted = True
         stats = tier.stats()
         roles = roles_at_home(tier.residency())
+        write_pictures(out, tier.timeline, settings.shape.layers, progress)
         if not interrupted:
             with tier.materialize(model):
                 weights = copy_weights(model)
-        write_pictures(out, tier.timeline, settings.shape.layers, progress)
     return Outcome(progress.losses, weights, progress.seconds, interrupted), stats, roles
 
 
