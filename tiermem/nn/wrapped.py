@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem.config import format_size
+from tiermem.config import Home, format_size
 from tiermem.core.block import Role
 from tiermem.errors import CapacityError
 from tiermem.nn import around
@@ -20,7 +20,14 @@ from tiermem.nn.inspect import Found, find, is_uninitialized, link_shared, owner
 from tiermem.nn.lazy import is_gone, ordinary
 from tiermem.nn.lookup import LookupInterceptor, is_lookup
 from tiermem.nn.names import HeldDict, TieredDict
-from tiermem.nn.partition import Predicate, largest_block, territories, training_bytes
+from tiermem.nn.partition import (
+    Predicate,
+    checked_homes,
+    home_of,
+    largest_block,
+    territories,
+    training_bytes,
+)
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.scope import (
     OF_ALL,
@@ -53,12 +60,20 @@ class WrappedModel:
         runtime: ModuleRuntime,
         blocks: str | Iterable[str] | Predicate,
         number: int,
+        homes: Mapping[str, Home] | None = None,
     ) -> None:
         """Plans the blocks, checks the budgets, and only then moves the tensors in.
 
+        Args:
+            model: The model.
+            runtime: The modules' runtime.
+            blocks: What moves as one; see :meth:`tiermem.TierManager.wrap`.
+            number: Tells the models of one manager apart.
+            homes: Homes of modules' weights in place of the policy's, by qualified name.
+
         Raises:
             CapacityError: If a budget cannot hold it; the model is as it was.
-            ConfigError: If ``blocks`` names no module.
+            ConfigError: If ``blocks`` or ``homes`` names no module.
             StorageError: If a file cannot be written; the model is as it was.
         """
         self.model = model
@@ -75,7 +90,9 @@ class WrappedModel:
         link_shared(params)
         buffers = [f for f in find(model, "_buffers") if self._can_move(f)]
         largest = largest_block(training_bytes(model), self.manager.table.hbm.capacity)
+        self._homes = checked_homes(homes, self._modules)
         roots = territories(model, blocks, largest)
+        roots.update((name, self._modules[name]) for name in self._homes)
         self._territory = self._territories_of(roots)
         self._plan(params, buffers)
         hide_from_compiler()
@@ -128,7 +145,8 @@ class WrappedModel:
         for root, members in buffers_by_root.items():
             shapes = [shape_of(f.name, f.tensor) for f in members]
             wanted.append((f"{self._block_name(root)}.buffers", Role.BUFFER, shapes))
-        blocks = self.manager.add_blocks(wanted)
+        own = [home_of(root, self._homes) for root in (*by_root, *buffers_by_root)]
+        blocks = self.manager.add_blocks(wanted, home=own)
         self._sources: dict[int, list[torch.Tensor]] = {}
         members_of = list(by_root.values()) + list(buffers_by_root.values())
         for block, members in zip(blocks, members_of, strict=True):
