@@ -140,12 +140,19 @@ def _draw_memory(axis: Axes, rows: Sequence[Measurement]) -> None:
     # Copies within a device are ten times as fast as its bus and would flatten the rest.
     bus = [m.bytes_per_s for m in rows if m.link != "hbm->hbm"]
     top = 1.5 * max(bus, default=max(m.bytes_per_s for m in rows))
-    for (link, how), found in lines.items():
+    for number, ((link, how), found) in enumerate(lines.items()):
         if max(m.bytes_per_s for m in found) > top:
             continue
         found = sorted(found, key=lambda m: m.nbytes)
         speeds = [m.bytes_per_s / 1e9 for m in found]
-        axis.plot([m.nbytes for m in found], speeds, "o-", markersize=4, label=f"{link} {how}")
+        axis.plot(
+            [m.nbytes for m in found],
+            speeds,
+            linestyle=_STYLES[number % len(_STYLES)],
+            marker=_MARKERS[number % len(_MARKERS)],
+            markersize=5,
+            label=f"{link} {how}",
+        )
     axis.set_xscale("log", base=2)
     sizes = sorted({m.nbytes for m in rows})
     names = [format_size(size).replace(".00", "") for size in sizes]
