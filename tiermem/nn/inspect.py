@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tiermem.core.layout import is_dense
 from tiermem.errors import WrapError
 
+_LARGE_BUFFER = 1 << 18
 owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameter to the id of the manager that has it."""
 
@@ -148,6 +149,36 @@ def _check_parameter(found: Found, manager_id: int) -> None:
 def is_uninitialized(tensor: torch.Tensor) -> bool:
     """Whether a buffer has no memory of its own kind to move."""
     return isinstance(tensor, UninitializedBuffer) or tensor.is_meta
+
+
+def can_move(found: Found) -> bool:
+    """Whether a buffer can live in a block."""
+    tensor = found.tensor
+    return (
+        not is_uninitialized(tensor)
+        and tensor.layout is torch.strided
+        and type(tensor) in (torch.Tensor, nn.Buffer)
+        and not tensor.requires_grad
+        and not tensor.is_inference()
+    )
+
+
+def sort_buffers(buffers: list[Found], allowed: int) -> tuple[list[Found], list[Found]]:
+    """Divides buffers into those that travel and those that stay in HBM.
+
+    Args:
+        buffers: All of them.
+        allowed: Bytes that may stay.
+    """
+    ordered = sorted(buffers, key=lambda f: f.tensor.numel() * f.tensor.element_size())
+    small, total = set(), 0
+    for found in ordered:
+        nbytes = found.tensor.numel() * found.tensor.element_size()
+        total += nbytes
+        if nbytes > _LARGE_BUFFER or total > allowed:
+            break
+        small.add(id(found))
+    return [f for f in buffers if id(f) not in small], [f for f in buffers if id(f) in small]
 
 
 def link_shared(params: list[Found]) -> None:

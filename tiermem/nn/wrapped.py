@@ -16,7 +16,14 @@ from tiermem.errors import CapacityError
 from tiermem.nn import around
 from tiermem.nn.compiler import hide_from_compiler
 from tiermem.nn.group import Entry, Group, Member
-from tiermem.nn.inspect import Found, find, is_uninitialized, link_shared, owners
+from tiermem.nn.inspect import (
+    Found,
+    can_move,
+    find,
+    link_shared,
+    owners,
+    sort_buffers,
+)
 from tiermem.nn.lazy import is_gone, ordinary
 from tiermem.nn.lookup import LookupInterceptor, is_lookup
 from tiermem.nn.names import HeldDict, TieredDict
@@ -39,8 +46,6 @@ from tiermem.nn.scope import (
 from tiermem.nn.shapes import shape_of
 from tiermem.nn.transformed import follow_transforms
 from tiermem.nn.writes import may_write_uncounted
-
-_LARGE_BUFFER = 1 << 18
 
 
 class WrappedModel:
@@ -88,7 +93,7 @@ class WrappedModel:
         self._name = type(model).__name__ if number == 0 else f"{type(model).__name__}#{number}"
         params = find(model, "_parameters")
         link_shared(params)
-        buffers = [f for f in find(model, "_buffers") if self._can_move(f)]
+        buffers = [f for f in find(model, "_buffers") if can_move(f)]
         largest = largest_block(training_bytes(model), self.manager.table.hbm.capacity)
         self._homes = checked_homes(homes, self._modules)
         roots = territories(model, blocks, largest)
@@ -108,16 +113,6 @@ class WrappedModel:
 
     # -- planning --------------------------------------------------------
 
-    def _can_move(self, found: Found) -> bool:
-        tensor = found.tensor
-        return (
-            not is_uninitialized(tensor)
-            and tensor.layout is torch.strided
-            and type(tensor) in (torch.Tensor, nn.Buffer)
-            and not tensor.requires_grad
-            and not tensor.is_inference()
-        )
-
     def _territories_of(self, roots: Mapping[str, nn.Module]) -> dict[str, str]:
         """Returns, for every module, the name of the module at which its block begins."""
         found = {}
@@ -134,7 +129,7 @@ class WrappedModel:
         for found in params:
             if found.same_as is None:
                 by_root.setdefault(self._territory[found.places[0][0]], []).append(found)
-        large, small = self._sort_buffers(buffers)
+        large, small = sort_buffers(buffers, self.manager.table.hbm.capacity // 16)
         buffers_by_root: dict[str, list[Found]] = {}
         for found in large:
             buffers_by_root.setdefault(self._territory[found.places[0][0]], []).append(found)
@@ -159,20 +154,6 @@ class WrappedModel:
 
     def _block_name(self, root: str) -> str:
         return f"{self._name}.{root}" if root else self._name
-
-    def _sort_buffers(self, buffers: list[Found]) -> tuple[list[Found], list[Found]]:
-        """Divides buffers into those that travel and those that stay in HBM."""
-        allowed = self.manager.table.hbm.capacity // 16
-        ordered = sorted(buffers, key=lambda f: f.tensor.numel() * f.tensor.element_size())
-        small, total = [], 0
-        for found in ordered:
-            nbytes = found.tensor.numel() * found.tensor.element_size()
-            total += nbytes
-            if nbytes > _LARGE_BUFFER or total > allowed:
-                break
-            small.append(found)
-        stay = {id(f) for f in small}
-        return [f for f in buffers if id(f) not in stay], [f for f in buffers if id(f) in stay]
 
     def _place_small(self, small: list[Found]) -> Group | None:
         """Gives the small buffers their place in HBM, where they stay."""
@@ -484,12 +465,9 @@ class WrappedModel:
                 cache[id(member.tensor)] = tensors[member.index].clone()
         return cache[id(tensor)]
 
-    def copy_small(self, module: nn.Module, memo: dict[int, Any]) -> None:
-        """Enters copies of a module's buffers that stay in HBM into a deepcopy's memo."""
-        stay = {id(member.tensor) for member in self._resident.buffers} if self._resident else ()
-        for tensor in module._buffers.values():
-            if id(tensor) in stay and id(tensor) not in memo:
-                memo[id(tensor)] = tensor.detach().to("cpu", copy=True)  # type: ignore[union-attr]
+    def staying(self) -> set[int]:
+        """Returns the ids of buffers that stay in HBM."""
+        return {id(member.tensor) for member in self._resident.buffers} if self._resident else set()
 
     @contextmanager
     def holding(self, module: nn.Module) -> Iterator[None]:
