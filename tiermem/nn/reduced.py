@@ -66,6 +66,10 @@ class ReducedGradients:
             self._held.append(group)
             group.manager.mark_dirty(group.block)  # nobody sees it written there
 
+    def holds(self, group: Group) -> bool:
+        """Whether a group is held here, whether or not its module is being called."""
+        return group in self._held
+
     def let_go(self, groups: Iterable[Group]) -> None:
         """Gives up what is held of groups that leave the tiers."""
         for group in groups:
