@@ -19,6 +19,7 @@ from tiermem.runtime.slots import Holder, Slot
 
 if TYPE_CHECKING:
     from tiermem.nn.grads import GradUnit
+    from tiermem.nn.saved import SavedHooks
     from tiermem.nn.scope import Inside
 
 ORDINARY = (nn.Parameter, torch.Tensor)
@@ -130,6 +131,11 @@ class Lender(Protocol):
         """A parameter's ``requires_grad`` was set."""
         ...
 
+    @property
+    def saved(self) -> SavedHooks:
+        """What saves tensors of its groups for backward."""
+        ...
+
 
 class Group(Holder):
     """The parameters (or large buffers) of one block, held and let go together.
@@ -211,6 +217,10 @@ class Group(Holder):
         self._sort_members()
         if self.holds:
             names.__class__ = HeldDict
+
+    def member_of(self, tensor: torch.Tensor) -> Member | None:
+        """Returns the member that a tensor is, None where it is none of this group's."""
+        return next((member for member in self._members if member.tensor is tensor), None)
 
     def free(self, member: Member, data: torch.Tensor) -> None:
         """Makes a tensor an ordinary one over ``data``."""
@@ -310,6 +320,14 @@ class Group(Holder):
             if not self.holds and self._slot is not None:
                 self.soft = False
                 self._away()
+
+    def rest(self) -> None:
+        """Asks for the block no more; what points at it does so until the block leaves."""
+        with self.manager.lock:
+            if self.soft and not self.holds:
+                self.soft = False
+                if self._slot is not None:
+                    self._slot.idle = True
 
     def repoint(self, slot: Slot) -> None:
         """Points the tensors at the block's new place."""

@@ -236,7 +236,7 @@ class ModuleRuntime:
         self.enter_backward()
         _intercept(group)
         group.hold()
-        return 2 if self.saved.push_if_alone() else 1
+        return 2 if self.saved.push_for_operation() else 1
 
     def lent(self, group: Group, token: int, *, dirty: bool) -> None:
         """Ends that; the group stays pointed at the block until that leaves."""
@@ -294,7 +294,7 @@ class ModuleRuntime:
                 self._backward.remove(group)
             self._backward.append(group)
         while len(self._backward) > _SOFT_IN_BACKWARD:
-            self._backward.popleft().unpoint()
+            self._backward.popleft().rest()
 
     def _cut_short(self, ending: weakref.ref[_Ending]) -> None:
         """An error has ended backward; gradients that made way for others are seen again."""
@@ -325,7 +325,7 @@ class ModuleRuntime:
 
     def _drop(self, groups: Iterable[Group]) -> None:
         for group in groups:
-            group.unpoint()
+            group.rest()
 
 
 def _intercept(group: Group) -> None:
