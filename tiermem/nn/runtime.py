@@ -287,7 +287,7 @@ class ModuleRuntime:
             return
         self.enter_backward()
         for group in scope.groups:
-            if group.holds or group.block.role is not Role.PARAM:
+            if group.holds or group.freed or group.block.role is not Role.PARAM:
                 continue
             group.point_softly(dirty=False)
             if group in self._backward:

@@ -19,7 +19,8 @@ Where none is covered, what is no weight goes to :mod:`tiermem.nn.activations`.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,10 +29,12 @@ from tiermem.core.block import Block, Role
 from tiermem.errors import ParameterError
 from tiermem.nn.activations import Kept, SavedActivation
 from tiermem.nn.away import group_of
-from tiermem.nn.hookpair import Pair, top_pair
+from tiermem.nn.hookpair import Pair, change_pushed, top_pair
 from tiermem.runtime.slots import Slot, typed_view
+from tiermem.runtime.transforms import transforming, untransformed
 
 if TYPE_CHECKING:
+    from tiermem.nn.group import Group
     from tiermem.nn.runtime import ModuleRuntime
 
 _REFERRED = (Role.PARAM, Role.BUFFER)
@@ -100,10 +103,7 @@ class SavedHooks:
         if not torch.is_grad_enabled():
             return True
         outer = top_pair()
-        return outer is not None and self._is_ours(outer)
-
-    def _is_ours(self, pair: Pair) -> bool:
-        return getattr(pair[0], "__self__", None) is self or getattr(pair[0], "hooks", None) is self
+        return outer is not None and _hooks_of(outer) is self
 
     def push_for_operation(self) -> bool:
         """Pushes a pair for an operation outside every module, unless a checkpoint's is there.
@@ -120,24 +120,47 @@ class SavedHooks:
         Returns:
             Whether one was pushed, and :meth:`pop` is owed.
         """
-        if not torch.is_grad_enabled() or not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        if not torch.is_grad_enabled() or self.refused():
             return False
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            return False  # functorch refuses hooks; aliases hold the slots instead
         outer = top_pair()
         if outer is None:
             pack, unpack = self._plain
-        elif self._is_ours(outer):
+        elif _hooks_of(outer) is self:
             return False
         else:
-            covering = _Covering(self, outer)
-            pack, unpack = covering, self._unpack
+            pack, unpack = self.cover(outer)
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
         return True
+
+    def cover(self, outer: Pair) -> Pair:
+        """Returns a pair of ours over another one."""
+        return _Covering(self, outer), self._unpack
 
     def pop(self) -> None:
         """Takes the pair pushed last off again."""
         torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    @staticmethod
+    def refused() -> bool:
+        """Whether torch takes no hooks now: in ``torch.func``, or where they are disabled."""
+        enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        return not enabled or transforming()
+
+    def hold_for(self, outputs: Sequence[torch.Tensor], groups: Iterable[Group]) -> None:
+        """Has blocks stay in HBM as long as a graph lives that no hook of ours has seen.
+
+        It has saved the parameters themselves. An alias of each block goes into the graph.
+
+        Args:
+            outputs: Of the module that has just used the blocks.
+            groups: The blocks; they are held now.
+        """
+        with untransformed() if transforming() else nullcontext():
+            aliases = [_alias(self._manager.slots.current[g.block.id]) for g in groups]
+        for tensor in outputs:
+            if tensor.grad_fn is not None:
+                kept: dict[str, Any] = tensor.grad_fn.metadata  # type: ignore[assignment]
+                kept.setdefault("tiermem", []).extend(aliases)
 
     def reference(self, tensor: torch.Tensor) -> SavedView | None:
         """Returns a reference in place of a weight, a large buffer or a view of one, or None."""
@@ -248,6 +271,11 @@ class SavedHooks:
         return view
 
 
+def _alias(slot: Slot) -> torch.Tensor:
+    """Returns a view of a block's first byte: as long as it lives the block stays where it is."""
+    return typed_view(slot.sight.reading, torch.uint8, 0, (1,), (1,))
+
+
 def _view_of(slot: Slot, saved: SavedView) -> torch.Tensor:
     """Returns a view of a block in HBM, through the storage that is only read."""
     return typed_view(slot.sight.reading, saved.dtype, saved.offset, saved.shape, saved.stride)
@@ -273,6 +301,24 @@ def _taken_out(saved: SavedView) -> torch.Tensor:
     return typed_view(storage, saved.dtype, offset, saved.shape, saved.stride)
 
 
+def _hooks_of(pair: Pair) -> SavedHooks | None:
+    """Returns whose pair of ours a pair is, None if it is none."""
+    found = getattr(pair[0], "__self__", None) or getattr(pair[0], "hooks", None)
+    return found if isinstance(found, SavedHooks) else None
+
+
+def _covered(pair: Pair) -> Pair:
+    """Returns what is pushed for a pair: one that covers it, inside a wrapped module's call.
+
+    Checkpoints save nothing there, and have to see the same tensors when they recompute outside.
+    """
+    if _hooks_of(pair) is not None or _is_of_checkpoint(pair):
+        return pair
+    outer = top_pair()
+    hooks = None if outer is None else _hooks_of(outer)
+    return pair if hooks is None else hooks.cover(pair)
+
+
 def _is_of_checkpoint(pair: Pair) -> bool:
     """Whether a pair of saved-tensor hooks is one of ``torch.utils.checkpoint``'s."""
     return getattr(pair[0], "__module__", "") == "torch.utils.checkpoint"
@@ -282,9 +328,8 @@ def _only_keeps(pair: Pair) -> bool:
     """Whether a pair returns what it is given, and would only make copies of weights."""
     if isinstance(pair[0], _Covering):
         return _only_keeps(pair[0].outer)
-    of_manager = isinstance(getattr(pair[0], "__self__", None), SavedHooks)
     name = getattr(pair[0], "__qualname__", "")
-    return of_manager or _is_of_checkpoint(pair) or name.startswith("save_on_cpu.")
+    return _hooks_of(pair) is not None or _is_of_checkpoint(pair) or name.startswith("save_on_cpu.")
 
 
 class _Covering:
@@ -324,3 +369,4 @@ class _Covering:
 
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+change_pushed(_covered)
