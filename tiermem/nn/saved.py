@@ -46,15 +46,24 @@ class SavedView:
     Attributes:
         block: The block.
         offset: In elements of ``dtype``, from the first byte of the block.
+        hooks: Of the manager that has the block.
         owner: The parameter or buffer whose bytes they are, if that is known.
         version: Of the owner when the view was saved; -1 where changes are no error.
     """
 
-    __slots__ = ("block", "conj", "dtype", "neg", "offset", "owner", "shape", "stride", "version")
+    __slots__ = (
+        "block", "conj", "dtype", "hooks", "neg", "offset", "owner", "shape", "stride", "version"
+    )  # fmt: skip
 
     def __init__(
-        self, block: Block, tensor: torch.Tensor, offset: int, owner: torch.Tensor | None
+        self,
+        hooks: SavedHooks,
+        block: Block,
+        tensor: torch.Tensor,
+        offset: int,
+        owner: torch.Tensor | None,
     ) -> None:
+        self.hooks = hooks
         self.block = block
         self.offset = offset
         self.shape = tuple(tensor.shape)
@@ -165,26 +174,14 @@ class SavedHooks:
     def reference(self, tensor: torch.Tensor) -> SavedView | None:
         """Returns a reference in place of a weight, a large buffer or a view of one, or None."""
         if type(tensor) not in _PLAIN_TYPES:
-            return self._whole(tensor)
+            return _whole(tensor)
         if tensor.layout is not torch.strided:
             return None
         slot = self._slot_of(tensor)
         if slot is None or slot.block.role not in _REFERRED:
             return None
         owner = self._runtime.owner_of(slot.block, tensor)
-        return SavedView(slot.block, tensor, int(tensor.storage_offset()), owner)
-
-    def _whole(self, tensor: torch.Tensor) -> SavedView | None:
-        """Returns a reference in place of a managed tensor, wherever it points; else None."""
-        group = group_of.get(id(tensor))
-        member = None if group is None else group.member_of(tensor)
-        if group is None or member is None or member.materialized:
-            return None
-        spec = group.block.tensors[member.index]
-        with torch._C.DisableTorchFunctionSubclass():
-            view = SavedView(group.block, tensor, spec.offset // tensor.dtype.itemsize, tensor)
-        view.stride = spec.stride
-        return view
+        return SavedView(self, slot.block, tensor, int(tensor.storage_offset()), owner)
 
     def _slot_of(self, tensor: torch.Tensor) -> Slot | None:
         """Returns the slot that a tensor looks into, or None."""
@@ -198,12 +195,12 @@ class SavedHooks:
     def _pack_plain(self, tensor: torch.Tensor) -> Any:
         found = self.reference(tensor)
         if found is not None:
-            return self._beside(found, tensor) or found
+            return found.hooks.beside(found, tensor) or found
         if type(tensor) not in _PLAIN_TYPES:
             return tensor
         return self._runtime.activations.pack(tensor) or Kept(tensor)
 
-    def _beside(self, saved: SavedView, tensor: torch.Tensor) -> Kept | None:
+    def beside(self, saved: SavedView, tensor: torch.Tensor) -> Kept | None:
         """Returns an alias of bytes that never leave HBM, which backward finds sooner; else None.
 
         It looks through the storage that is only read, and has the tensor's version counter.
@@ -219,31 +216,32 @@ class SavedHooks:
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is SavedView:
-            return self._view(packed)
+            return packed.hooks.view(packed)
         if type(packed) is Kept:
-            return self._bytes_of(packed.open())
+            return _bytes_of(packed.open())
         if type(packed) is SavedActivation:
             self._runtime.enter_backward()
             return self._runtime.activations.open(packed)
         if type(packed) is _Handed:
             inner = packed.packed
             if type(inner) is SavedView:
-                inner = self._view(inner)
-            return self._bytes_of(packed.unpack(inner))
+                inner = inner.hooks.view(inner)
+            return _bytes_of(packed.unpack(inner))
         return packed  # type: ignore[no-any-return]
 
-    def _bytes_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the bytes of a managed tensor that may be away; any other tensor as it is."""
-        if type(tensor) in _PLAIN_TYPES:
-            return tensor
-        found = self._whole(tensor)
-        if found is None:
-            return tensor
-        found.version = -1
-        return group_of[id(tensor)].lender.saved._view(found)
+    def view(self, saved: SavedView) -> torch.Tensor:
+        """Returns the view that was saved, in HBM.
 
-    def _view(self, saved: SavedView) -> torch.Tensor:
-        owner = saved.owner
+        Raises:
+            RuntimeError: If the weight was changed in place since.
+            ParameterError: If its module was unwrapped and the bytes are not known any more.
+            StorageError: If they cannot be read.
+            ClosedError: If the manager is closed.
+        """
+        owner, debts = saved.owner, self._manager.debts
+        if saved.block.id in debts:  # a step that is owed changes the weight, and is counted then
+            with self._manager.lock:
+                debts.pay(saved.block.id)
         if owner is not None and saved.version not in (-1, owner._version):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
@@ -308,15 +306,46 @@ def _hooks_of(pair: Pair) -> SavedHooks | None:
 
 
 def _covered(pair: Pair) -> Pair:
-    """Returns what is pushed for a pair: one that covers it, inside a wrapped module's call.
+    """Returns what is pushed for a pair: one that covers it, if there are wrapped modules.
 
     Checkpoints save nothing there, and have to see the same tensors when they recompute outside.
     """
-    if _hooks_of(pair) is not None or _is_of_checkpoint(pair):
+    if not group_of or _hooks_of(pair) is not None or _is_of_checkpoint(pair):
         return pair
     outer = top_pair()
     hooks = None if outer is None else _hooks_of(outer)
-    return pair if hooks is None else hooks.cover(pair)
+    if hooks is not None:
+        return hooks.cover(pair)
+    pack, unpack = pair
+    return pack, lambda packed: _bytes_of(unpack(packed))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a managed tensor that may be away; any other tensor as it is."""
+    if type(tensor) in _PLAIN_TYPES:
+        return tensor
+    found = _whole(tensor)
+    if found is None:
+        return tensor
+    found.version = -1  # with hooks torch does not look for changes
+    return found.hooks.view(found)
+
+
+def _whole(tensor: torch.Tensor) -> SavedView | None:
+    """Returns a reference in place of a managed tensor, wherever it points; else None."""
+    group = group_of.get(id(tensor))
+    member = None if group is None else group.member_of(tensor)
+    if group is None or member is None or member.materialized:
+        return None
+    if group.block.id in group.manager.debts:
+        with group.manager.lock:
+            group.manager.debts.pay(group.block.id)
+    spec = group.block.tensors[member.index]
+    with torch._C.DisableTorchFunctionSubclass():
+        offset = spec.offset // tensor.dtype.itemsize
+        view = SavedView(group.lender.saved, group.block, tensor, offset, tensor)
+    view.stride = spec.stride
+    return view
 
 
 def _is_of_checkpoint(pair: Pair) -> bool:
