@@ -222,6 +222,12 @@ class Group(Holder):
         """Returns the member that a tensor is, None where it is none of this group's."""
         return next((member for member in self._members if member.tensor is tensor), None)
 
+    def is_replaced(self) -> bool:
+        """Whether its modules have other tensors just now (``torch.func.functional_call``)."""
+        own = {id(tensor) for tensor in self._tensors}
+        values = [value for names in self._names for value in names.values()]
+        return bool(values) and not any(id(value) in own for value in values)
+
     def free(self, member: Member, data: torch.Tensor) -> None:
         """Makes a tensor an ordinary one over ``data``."""
         if self._slot is not None and not member.materialized:

@@ -164,8 +164,9 @@ class SavedHooks:
             outputs: Of the module that has just used the blocks.
             groups: The blocks; they are held now.
         """
+        used = [group.block.id for group in groups if not group.is_replaced()]
         with untransformed() if transforming() else nullcontext():
-            aliases = [_alias(self._manager.slots.current[g.block.id]) for g in groups]
+            aliases = [_alias(self._manager.slots.current[block_id]) for block_id in used]
         for tensor in outputs:
             if tensor.grad_fn is not None:
                 kept: dict[str, Any] = tensor.grad_fn.metadata  # type: ignore[assignment]
