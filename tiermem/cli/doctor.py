@@ -47,6 +47,7 @@ def examine(paths: list[str]) -> dict[str, Any]:
     from tiermem import __version__
     from tiermem.cli.machine import hardware, inspect_path, locked_memory_limit
     from tiermem.io.probe import choose_engine
+    from tiermem.runtime.hostmemory import available_memory
 
     _, engine, reason = choose_engine()
     memory = psutil.virtual_memory()
@@ -54,12 +55,21 @@ def examine(paths: list[str]) -> dict[str, Any]:
         "tiermem": __version__,
         "hardware": hardware(),
         "cuda": torch.cuda.is_available(),
-        "memory": {"total": memory.total, "available": memory.available},
+        "memory": {"total": memory.total, "available": available_memory()},
         "page_lock_limit": locked_memory_limit(),
         "io_engine": engine,
         "io_reason": reason,
         "paths": [asdict(inspect_path(path)) for path in paths],
     }
+
+
+def _space(path: dict[str, Any]) -> str:
+    """Returns what becomes of reserved space, as part of a sentence."""
+    if path["file_system"] in ("tmpfs", "ramfs"):
+        return "in host memory, on top of dram="
+    if path["promises"]:
+        return "reserved space is kept (unless the disk is thin-provisioned)"
+    return "reserved space may be gone when it is written"
 
 
 def _print(facts: dict[str, Any]) -> None:
@@ -80,7 +90,7 @@ def _print(facts: dict[str, Any]) -> None:
     for path in facts["paths"]:
         if path["usable"]:
             how = "O_DIRECT works" if path["direct"] else f"through the page cache: {path['note']}"
-            text = f"{path['file_system']}, {format_size(path['free'])} free, {how}"
+            text = f"{path['file_system']}, {format_size(path['free'])} free, {how}, {_space(path)}"
         else:
             text = f"cannot be used: {path['note']}"
         table.add_row(f"nvme {path['path']}", text)

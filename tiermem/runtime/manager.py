@@ -25,6 +25,7 @@ from tiermem.io.engine import IoEngine
 from tiermem.runtime.contents import Contents
 from tiermem.runtime.debts import Debts
 from tiermem.runtime.homes import HomeRequest, Homes
+from tiermem.runtime.hostheap import HostHeap
 from tiermem.runtime.inplace import InPlace
 from tiermem.runtime.lent import HomeLender
 from tiermem.runtime.opening import open_hbm, open_mover
@@ -71,6 +72,7 @@ class BlockManager:
         self._generation = generation()
         self._closed = False
         self._given_back = False
+        self._forking = False
         self._next_id = 0
         self.largest_later = 0
         self.mover: FileMover | None = None
@@ -106,6 +108,7 @@ class BlockManager:
             self.prefetcher = Prefetcher(self)
             self.steady = Steady(self)
             self.uses = Uses(self)
+            self._heap = None if cuda else HostHeap()
         except BaseException:
             self._give_back()
             raise
@@ -114,13 +117,16 @@ class BlockManager:
     # -- blocks ----------------------------------------------------------
 
     def add_blocks(
-        self, wanted: Sequence[tuple[str, Role, Sequence[TensorShape]]], *, home: str | None = None
+        self,
+        wanted: Sequence[tuple[str, Role, Sequence[TensorShape]]],
+        *,
+        home: str | Sequence[str | None] | None = None,
     ) -> list[Block]:
         """Packs and enters blocks, with home space for all of them or an error for all.
 
         Args:
             wanted: Name, role and tensors of each block.
-            home: Overrides the policy's home.
+            home: Overrides the policy's home: of all, or of each (None for the policy's).
 
         Returns:
             The blocks, in order; they hold no data yet.
@@ -132,11 +138,12 @@ class BlockManager:
         with self.lock:
             self.guard()
             blocks, requests = [], []
-            for name, role, shapes in wanted:
+            homes = [home] * len(wanted) if home is None or isinstance(home, str) else home
+            for (name, role, shapes), own in zip(wanted, homes, strict=True):
                 specs, nbytes = pack(shapes)
                 blocks.append(Block(self._next_id, name, role, nbytes, specs))
                 self._next_id += 1
-                where = home or self.settings.policy.home(role)
+                where = own or self.settings.policy.home(role)
                 requests.append(HomeRequest(name, nbytes, where))  # type: ignore[arg-type]
             places = self.homes.reserve(requests)
             for block, (tier, extent) in zip(blocks, places, strict=True):
@@ -303,6 +310,8 @@ class BlockManager:
             self.guard()
             if self.copy.capturing():
                 return  # nothing runs now; replays are not seen at all
+            if self._heap is not None:
+                self._heap.look()
             self.pacing.begin(key)
             self.prefetcher.end_pass()
             self.planner.begin(key, guess)
@@ -360,7 +369,7 @@ class BlockManager:
                 used=(self.table.hbm.used, homes.dram.used, homes.nvme_used),
                 budget=(settings.hbm, settings.dram, settings.nvme_bytes or on_disk),
                 peak=(self.table.hbm.peak, homes.dram.peak, homes.nvme_peak),
-                io=(self.io_engine, self.io_reason),
+                io=self._io(),
                 direct=homes.swap is not None and homes.swap.direct,
                 efficiency=self.pacing.efficiency(),
                 ahead=(self.prefetcher.reads_into, self.traffic.ahead.kept),
@@ -386,6 +395,20 @@ class BlockManager:
             self.traffic.quiet = False
             self._give_back()
 
+    def stop(self) -> None:
+        """Stops every transfer for good; what is in HBM and at home in DRAM can still be read.
+
+        The first half of :meth:`close`: page-locked memory is ordinary memory from here on.
+        """
+        with self.lock, ExitStack() as steps:  # runs them last first
+            self._closed = True
+            self.traffic.quiet = False
+            steps.callback(self.homes.arena.unlock)
+            steps.callback(self.copy.synchronize)
+            if self.mover is not None:
+                steps.callback(self.mover.close)
+            steps.callback(self.debts.wait)
+
     def _give_back(self) -> None:
         """Closes whatever was opened, each thing however the others fare."""
         with ExitStack() as steps:  # runs them last first
@@ -407,11 +430,34 @@ class BlockManager:
                 steps.callback(close)
             steps.callback(self.debts.wait)
 
+    def before_fork(self) -> None:
+        """Lets a child see what somebody else looks at in HBM (CPU); the rest it will not have."""
+        self._forking = self.lock.acquire(blocking=False)
+        if self._forking:
+            seen = [slot.extent for slot in self.slots.current.values() if slot.aliased]
+            self.arena.show_to_children([*seen, *self.table.orphans()])
+        else:  # another thread is at it: nobody knows what is looked at
+            self.arena.show_to_children(None)
+
+    def after_fork(self) -> None:
+        """Has children see nothing again."""
+        self.arena.show_to_children(())
+        if self._forking:
+            self._forking = False
+            self.lock.release()
+
     def forked(self) -> None:
-        """Sees to it that a forked child is refused, and waits for nobody."""
+        """Sees to it that a forked child is refused, waits for nobody and keeps no file open."""
         # another thread of the parent may have had the lock, and will never give it back here
         self.lock = threading.RLock()
         self.traffic.quiet = False
+        if self._given_back:
+            return
+        if self.mover is not None:
+            self.mover.forked()
+        self.homes.forked()
+        for holder in list(self.holders.values()):
+            holder.forked()
 
     @property
     def closed(self) -> bool:
@@ -426,9 +472,20 @@ class BlockManager:
                 "tiers: open one of its own, or pass it ordinary tensors"
             )
         if self._closed:
-            raise ClosedError("this TierManager is closed; open a new one and wrap again")
+            raise ClosedError(
+                "this TierManager is closed: the models that were wrapped in it are ordinary ones "
+                "again, unless they were discarded, and the state of its optimizers is gone (take "
+                "optimizer.state_dict() before); open a new one and wrap again"
+            )
 
     # -- inside ----------------------------------------------------------
+
+    def _io(self) -> tuple[str, str]:
+        """Returns the name of the I/O engine, and why it is this one."""
+        if self.mover is None or self.io_engine == "given":
+            return self.io_engine, self.io_reason
+        name, note = self.mover.engine
+        return name, note or self.io_reason
 
     def _fix(self, blocks: Sequence[Block]) -> None:
         """Gives blocks whose home is HBM their place for good.
@@ -445,8 +502,9 @@ class BlockManager:
             raise CapacityError(
                 f"blocks whose home tier is hbm take {format_size(least)} of it for good, "
                 f"{format_size(there)} of them before these ({largest.name!r} is the largest, "
-                f"{format_size(largest.nbytes)}); the budget is {format_size(capacity)}; give hbm= "
-                f"at least {least}, and room for what streams, or another home tier to some roles"
+                f"{format_size(largest.nbytes)}); the budget is {format_size(capacity)}",
+                f"give hbm= at least {least}, and room for what streams",
+                ", or another home tier to some roles",
             )
         for block in blocks:
             record = self.table[block.id]

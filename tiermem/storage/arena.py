@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from tiermem.core.block import ALIGNMENT, Extent, Tier, align_up
 from tiermem.errors import CapacityError, ClosedError
 
 _TOUCH_UNIT = 256 << 20
+_MOST = 1 << 62  # torch takes no larger numbers
+_WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # MADV_WIPEONFORK, MADV_KEEPONFORK: not in Python's mmap
 
 
 class Arena:
@@ -39,13 +43,26 @@ class Arena:
         """Returns a new 1-D uint8 tensor over ``extent``, with a storage of its own."""
         raise NotImplementedError
 
+    def show_to_children(self, extents: Iterable[Extent] | None) -> None:
+        """Says what a child that is forked from now on sees of the bytes; the rest is zeros there.
+
+        Args:
+            extents: Page-aligned, or None for all of it.
+        """
+        return
+
     def close(self) -> None:
         """Drops the arena's own hold on the memory."""
         self.closed = True
 
 
 class HostArena(Arena):
-    """An anonymous private mapping, page-aligned and of exact size."""
+    """An anonymous private mapping, page-aligned and of exact size.
+
+    A forked child sees zeros, and costs no memory for it. Without that the kernel would keep what
+    was there at the fork for the child, page by page as the parent goes on, and copy pages that
+    are registered with a device or with io_uring at once.
+    """
 
     def __init__(self, tier: Tier, capacity: int, *, device: torch.device | None = None) -> None:
         """Maps the memory.
@@ -73,6 +90,8 @@ class HostArena(Arena):
                 self._map.madvise(mmap.MADV_HUGEPAGE)
             except OSError:
                 pass  # a kernel without huge pages works as well, only slower
+        self._wiped = True
+        self.show_to_children(())
         self.address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
         if device is not None and device.type == "cuda":
             self._page_lock(size, device)
@@ -85,12 +104,45 @@ class HostArena(Arena):
             self._map, dtype=torch.uint8, offset=extent.offset, count=extent.nbytes
         )
 
-    def close(self) -> None:
-        """Unregisters and lets the mapping go with its last tensor."""
-        super().close()
+    def show_to_children(self, extents: Iterable[Extent] | None) -> None:
+        """Says what a child that is forked from now on sees of the bytes; the rest is zeros there.
+
+        Kernels before 4.14 show it everything.
+        """
+        if self._map is None or not self._wiped:
+            return
+        try:
+            self._map.madvise(_KEEP_ON_FORK if extents is None else _WIPE_ON_FORK)
+            for extent in extents or ():
+                self._map.madvise(_KEEP_ON_FORK, extent.offset, extent.nbytes)
+        except OSError:
+            self._wiped = False
+
+    @property
+    def locked(self) -> bool:
+        """Whether its pages are locked, so that none of them can be given back."""
+        return self._registered != 0
+
+    def unlock(self) -> None:
+        """Unregisters the memory; nothing may be moving from or to it."""
         if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered)
             self._registered = 0
+
+    def give_back(self, extent: Extent) -> None:
+        """Gives the pages of an extent back to the system, where they are not locked.
+
+        Its bytes are lost; whoever writes there gets new pages.
+        """
+        if self._map is None or self.locked:
+            return
+        with suppress(OSError, ValueError):  # larger pages than the alignment: it is kept
+            self._map.madvise(mmap.MADV_DONTNEED, extent.offset, extent.nbytes)
+
+    def close(self) -> None:
+        """Unregisters and lets the mapping go with its last tensor."""
+        super().close()
+        self.unlock()
         self._map = None
 
     def _page_lock(self, size: int, device: torch.device) -> None:
@@ -100,8 +152,12 @@ class HostArena(Arena):
         def touch(start: int) -> None:
             ctypes.memset(self.address + start, 0, min(_TOUCH_UNIT, size - start))
 
-        with ThreadPoolExecutor(max_workers=16) as pool:
-            list(pool.map(touch, starts))
+        try:
+            with ThreadPoolExecutor(max_workers=16) as pool:
+                list(pool.map(touch, starts))
+        except RuntimeError:  # no thread can be started: it takes longer with this one
+            for start in starts:
+                touch(start)
         with torch.cuda.device(device):  # torch takes it for memory of the device of now
             code = torch.cuda.cudart().cudaHostRegister(self.address, size, 0)
         if int(code) != 0:
@@ -138,6 +194,8 @@ class DeviceArena(Arena):
         """
         super().__init__(Tier.HBM, capacity)
         self.device = device
+        if self.capacity > _MOST:
+            raise CapacityError(f"tier hbm: no {capacity} bytes on {device}, as asked with hbm=")
         try:
             self._whole: torch.Tensor | None = torch.empty(
                 max(self.capacity, ALIGNMENT), dtype=torch.uint8, device=device

@@ -25,6 +25,7 @@ from tiermem.transfer.filechunks import (
 from tiermem.transfer.filehelpers import HelperFactory
 from tiermem.transfer.filejobs import FileTransfer, Job
 from tiermem.transfer.filepump import Pump, failure
+from tiermem.transfer.switching import switch_interval
 
 __all__ = [
     "ChunkCopier",
@@ -295,12 +296,17 @@ class FileMover:
         if not transfer.finished:
             self._pump.cancel(transfer)
 
+    @property
+    def engine(self) -> tuple[str, str]:
+        """Name of the I/O engine of now, and why it is not the one that was chosen, or ""."""
+        return self._pump.engine_now()
+
     def stats(self) -> MoverStats:
         """Returns what was done so far."""
         self._check_process()
         counters = self._pump.counters
         return MoverStats(
-            engine=self._pump.engine_name,
+            engine=self.engine[0],
             engine_detail=self._pump.engine_detail,
             bytes_read=counters.bytes_read,
             bytes_written=counters.bytes_written,
@@ -318,6 +324,12 @@ class FileMover:
         """
         self._closed = True
         self._pump.close()
+
+    def forked(self) -> None:
+        """Lets go of the engine's descriptors in a forked child."""
+        self._closed = True
+        self._pump.forked()
+        switch_interval.forked()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
