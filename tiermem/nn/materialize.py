@@ -127,6 +127,8 @@ def _close_block(runtime: ModuleRuntime, members: list[Entry], wrong: list[str])
             gradients.append((entry, entry.param.grad))
             entry.param.grad = None
             group.recapture(entry)
+        group.point_softly(dirty=False)  # a graph made inside may have saved the parameters
+        group.rest()
     finally:
         runtime.manager.release(group.block, dirty=dirty)
     while gradients:

@@ -26,6 +26,7 @@ from tiermem.nn.compiler import WHOLE_GRAPH
 from tiermem.nn.group import Group
 from tiermem.nn.runtime import ModuleRuntime, outputs_with_grad
 from tiermem.nn.statedict import check_state, given_values
+from tiermem.runtime.transforms import transforming
 
 if TYPE_CHECKING:
     from tiermem.nn.wrapped import WrappedModel
@@ -307,8 +308,8 @@ class CallInterceptor(Interceptor):
                 inside = True
             pushed = is_grad_enabled() and runtime.saved.push()
             result = self.inner(*args, **kwargs)
-            if pushed or (self._begins and is_grad_enabled()):
-                self._watch(self.scope, runtime, result)
+            if pushed or is_grad_enabled():
+                self._watch(self.scope, runtime, result, pushed)
             return result
         finally:
             if pushed:
@@ -326,9 +327,11 @@ class CallInterceptor(Interceptor):
                 runtime.busy(self.scope.name or "forward", began)
 
     @staticmethod
-    def _watch(scope: Scope, runtime: ModuleRuntime, result: Any) -> None:
+    def _watch(scope: Scope, runtime: ModuleRuntime, result: Any, pushed: bool) -> None:
         """Has backward announce itself when it reaches this module."""
-        if not scope.begins or torch._C._functorch.peek_interpreter_stack() is not None:
+        if not pushed and runtime.saved.refused():
+            runtime.saved.hold_for(outputs_with_grad(result), scope.groups)
+        if not scope.begins or transforming():
             return
         for tensor in outputs_with_grad(result)[:1]:
             tensor.register_hook(partial(_announce, runtime, scope))
