@@ -369,7 +369,7 @@ class Run:
                 del loss
                 self.again(self.optimizer.zero_grad)
                 continue
-            if not self.program.settings.get("overlap") == "backward":
+            if self.program.settings.get("overlap") != "backward":
                 self.do("clip", lambda: self.optimizer.clip_grad_norm_(0.5))
                 if self.cut != cut:
                     self.optimizer.zero_grad()
@@ -441,8 +441,6 @@ class Run:
         return self.losses, weights, state, self.eval
 
     def leave(self) -> None:
-        if self.program.settings.get("overlap") != "backward":
-            pass
         self.optimizer.close()
 
         def unwrap() -> None:
@@ -554,10 +552,7 @@ def outcome(program: Program, folder: Path, run: Run, expected: Any) -> Outcome:
     before, sys.unraisablehook = sys.unraisablehook, lambda u: unraisable.append(str(u.exc_value))
     try:
         with patience():
-            try:
-                result = run.run()
-            finally:
-                run.tier = run.tier
+            result = run.run()
     except Hung as error:
         return Outcome("stuck", repr(error))
     except Left as error:
@@ -571,6 +566,8 @@ def outcome(program: Program, folder: Path, run: Run, expected: Any) -> Outcome:
     finally:
         sys.unraisablehook = before
         torch.set_grad_enabled(True)
+        while _pair() is not None:  # not to be met by the next run
+            torch._C._autograd._pop_saved_tensors_default_hooks()
     mine, theirs = list(leaves(result)), list(leaves(expected))
     if [p for p, _ in mine] != [p for p, _ in theirs]:
         return Outcome("wrong", "other structure")

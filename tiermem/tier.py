@@ -17,6 +17,7 @@ from tiermem.config import Home, Policy, Settings, parse_size
 from tiermem.errors import ConfigError, WrapError
 from tiermem.nn.inspect import check_module
 from tiermem.nn.materialize import Target, materialize
+from tiermem.nn.repair import entrance
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.wrapped import Blocks, WrappedModel
 from tiermem.optim.groups import Params
@@ -103,6 +104,7 @@ class TierManager:
 
     # -- models ----------------------------------------------------------
 
+    @entrance
     def wrap(self, model: ModuleT, blocks: Blocks = "auto") -> ModuleT:
         """Moves a model's parameters into the tiers, in place.
 
@@ -125,6 +127,7 @@ class TierManager:
         self._wraps += 1
         return model
 
+    @entrance
     def unwrap(self, model: ModuleT, device: str | torch.device | None = None) -> ModuleT:
         """Makes a wrapped model an ordinary one again.
 
@@ -143,6 +146,7 @@ class TierManager:
         del self._wrapped[id(model)]
         return model
 
+    @entrance
     def optimizer(
         self,
         params: Params,

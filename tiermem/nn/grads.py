@@ -11,7 +11,7 @@ import torch
 
 from tiermem.core.block import Block, Role
 from tiermem.core.layout import TensorShape, split
-from tiermem.errors import StepError
+from tiermem.errors import REFUSALS, StepError
 from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import (
     LazyTensor,
@@ -24,6 +24,7 @@ from tiermem.nn.lazy import (
     refresh,
 )
 from tiermem.nn.quiet import quiet, unrecorded
+from tiermem.nn.repair import inside
 from tiermem.nn.shapes import follow, shape_of
 from tiermem.runtime.pipeline import Pipeline
 from tiermem.runtime.slots import Slot
@@ -61,15 +62,17 @@ class GradUnit:
         group: The group they are from.
         pending: Changes that every gradient of it awaits (the factor of a clipping); made when
             the block is next in HBM, so that they cost no sweep of their own.
+        changing: The one that is being made, and the version that each gradient had before.
     """
 
-    __slots__ = ("block", "entries", "group", "pending")
+    __slots__ = ("block", "changing", "entries", "group", "pending")
 
     def __init__(self, block: Block, entries: list[Entry], group: Group) -> None:
         self.block = block
         self.entries = entries
         self.group = group
         self.pending: list[Change] = []
+        self.changing: tuple[Change, list[tuple[torch.Tensor, int]]] | None = None
 
 
 def divide(group: Group, limit: int) -> list[list[Entry]]:
@@ -94,21 +97,29 @@ class _Hook:
 
     def __call__(self, tensor: torch.Tensor) -> None:
         method, entry = self._method(), self._entry()
-        if method is not None and entry is not None:
+        if method is None or entry is None:
+            return
+        try:
             method(entry, tensor)
+        except REFUSALS:
+            raise
+        except BaseException:
+            entry.group.manager.torn = entry.group.manager.unsure = True
+            raise
 
 
 class GradStore:
     """Takes gradients into the tiers and gives them back.
 
     Attributes:
+        manager: Where the gradients are.
         watchers: Told of every gradient that arrives.
     """
 
     def __init__(self, runtime: ModuleRuntime) -> None:
         """Serves ``runtime``."""
         self._runtime = runtime
-        self._manager = runtime.manager
+        self.manager = runtime.manager
         self._displaced: list[Entry] = []
         self._dtypes: dict[int, torch.dtype] = {}
         self.watchers: list[Watcher] = []
@@ -170,7 +181,7 @@ class GradStore:
         for unit in units.values():
             for entry in unit.entries:
                 entry.unit = None
-        self._manager.remove_blocks([unit.block for unit in units.values()])
+        self.manager.remove_blocks([unit.block for unit in units.values()])
         self._dtypes.update((id(entry.param), dtype) for entry in entries)
 
     def reserve(self, groups: Iterable[Group]) -> None:
@@ -186,11 +197,11 @@ class GradStore:
                 shapes = [self._shape(e) for e in entries]
                 wanted.append((name, Role.GRAD, shapes))
                 units.append((entries, group))
-        for block, (entries, group) in zip(self._manager.add_blocks(wanted), units, strict=True):
+        for block, (entries, group) in zip(self.manager.add_blocks(wanted), units, strict=True):
             unit = GradUnit(block, entries, group)
             for index, entry in enumerate(entries):
-                entry.unit = unit
                 entry.unit_index = index
+                entry.unit = unit
 
     def measure(self, entries: Iterable[Entry], measure: Measure) -> None:
         """Has something measured of every gradient that arrives from now on, while it is in HBM.
@@ -236,17 +247,17 @@ class GradStore:
         unit = entry.unit
         if unit is not None and not any(e.has_grad for e in unit.entries):
             unit.pending.clear()
-            self._manager.discard(unit.block)
+            self.manager.discard(unit.block)
 
     def owed(self, entry: Entry) -> bool:
         """Whether a step that uses the gradient of a parameter is still to be made."""
-        return entry.unit is not None and entry.unit.block.id in self._manager.debts
+        return entry.unit is not None and entry.unit.block.id in self.manager.debts
 
     def pay(self, unit: GradUnit | None) -> None:
         """Has a step made that uses the gradients of a unit and is still owed."""
-        if unit is not None and unit.block.id in self._manager.debts:
-            with self._manager.lock:
-                self._manager.debts.pay(unit.block.id)
+        if unit is not None and unit.block.id in self.manager.debts:
+            with self.manager.lock:
+                self.manager.debts.pay(unit.block.id)
 
     def sync(self, entry: Entry) -> None:
         """Takes up what a user did to ``param.grad``: another tensor or None ends our own."""
@@ -306,10 +317,39 @@ class GradStore:
             entry.displaced = False
         self._displaced = waiting
 
+    def repair(self) -> None:
+        """Makes entries agree with their blocks after an exception anywhere; no backward runs.
+
+        A gradient that was being forgotten, or handed out for the first time, is none: whoever cuts
+        a backward short sets the gradients to none before the next.
+        """
+        self._arriving = self._pipeline = None
+        for group in self._runtime.groups:
+            for entry in group.entries:
+                entry.announced = entry.displaced = False
+                if not entry.materialized:
+                    self._repair(entry)
+        self._displaced = []
+
+    def _repair(self, entry: Entry) -> None:
+        unit = entry.unit
+        there = unit is not None and self.manager.table[unit.block.id].defined
+        with torch._C.DisableTorchFunctionSubclass():
+            if entry.has_grad and (not there or entry.lazy is None):
+                entry.has_grad = False
+            if not entry.has_grad and entry.lazy is not None:
+                if entry.param.grad is entry.lazy:
+                    entry.param.grad = None
+                entry.lazy = None
+        if unit is not None and there and not any(e.has_grad for e in unit.entries):
+            unit.pending.clear()
+            self.manager.discard(unit.block)
+
     def dtype_of(self, entry: Entry) -> torch.dtype:
         """Returns the dtype that gradients of a parameter are kept in."""
         return self._dtypes.get(id(entry.param), entry.param.dtype)
 
+    @inside
     def load(self, entry: Entry, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns a copy of a stored gradient in ordinary memory on the device.
 
@@ -324,15 +364,15 @@ class GradStore:
             with torch.no_grad():
                 return slot.views[entry.unit_index].to(dtype or entry.param.dtype, copy=True)
         finally:
-            self._manager.release(entry.unit.block)
+            self.manager.release(entry.unit.block)
 
     def open(self, unit: GradUnit) -> Slot:
         """Acquires a unit's block and makes the changes that are pending; release it after use."""
-        slot = self._manager.acquire(unit.block)
+        slot = self.manager.acquire(unit.block)
         try:
             self.settle(unit, slot)
         except BaseException:
-            self._manager.release(unit.block)
+            self.manager.release(unit.block)
             raise
         return slot
 
@@ -340,15 +380,43 @@ class GradStore:
         """Makes the changes that are pending on a unit whose block has been acquired."""
         if unit.pending:
             views = [slot.views[e.unit_index] for e in unit.entries if e.has_grad]
-            with torch.no_grad():
-                for change in unit.pending:
-                    change(views)
-            unit.pending.clear()
+            if views:
+                self.manager.mark_dirty(unit.block)
             self.unmeasure(unit.entries)
+            try:
+                with torch.no_grad():
+                    while unit.pending:
+                        change = unit.pending[0]
+                        unit.changing = change, [(view, view._version) for view in views]
+                        change(views)
+                        del unit.pending[0]
+                        unit.changing = None
+            except BaseException:
+                self._finish_change(unit)
+                raise
             for entry in unit.entries:
                 refresh(entry.lazy, slot.views[entry.unit_index])
-            if views:
-                self._manager.mark_dirty(unit.block)
+
+    def finish_changes(self) -> None:
+        """Finishes the changes of gradients that an exception cut short half way."""
+        current = self.manager.slots.current
+        for group in self._runtime.groups:
+            for unit in {id(e.unit): e.unit for e in group.entries if e.unit is not None}.values():
+                if unit.changing is not None and unit.block.id in current:
+                    self._finish_change(unit)
+
+    def _finish_change(self, unit: GradUnit) -> None:
+        """Makes a change of the gradients that it was not made of yet: not written since."""
+        if unit.changing is None:
+            return
+        change, before = unit.changing
+        with torch.no_grad():
+            for view, version in before:
+                if view._version == version:
+                    change([view])
+        if unit.pending and unit.pending[0] is change:
+            del unit.pending[0]
+        unit.changing = None
 
     def store(self, entry: Entry, gradient: torch.Tensor, *, add: bool = False) -> None:
         """Puts a dense gradient into the tiers, and its lazy stand-in into ``param.grad``."""
@@ -377,7 +445,7 @@ class GradStore:
                         self._measured[id(entry)] = measure, measure(view)
             entry.has_grad = True
         finally:
-            self._manager.release(unit.block, dirty=written)
+            self.manager.release(unit.block, dirty=written)
         self.expose(entry)
         if not add:
             for watcher in self.watchers:
@@ -390,7 +458,7 @@ class GradStore:
             entry.lazy = lazy(
                 entry.param.shape,
                 dtype,
-                self._manager.device,
+                self.manager.device,
                 partial(self.load, entry, dtype),
                 partial(self._written, entry),
                 formal=entry.param.dtype,
@@ -398,6 +466,7 @@ class GradStore:
         if entry.param.grad is not entry.lazy:
             entry.param.grad = entry.lazy
 
+    @inside
     def _written(self, entry: Entry, gradient: torch.Tensor) -> None:
         """A user wrote to a stand-in, which need not be in ``param.grad`` any more."""
         stand_in = entry.lazy
@@ -481,5 +550,5 @@ class GradStore:
         if before is None or not any(entry.has_grad for entry in before.entries):
             return
         if self._pipeline is None:
-            self._pipeline = Pipeline(self._manager)
+            self._pipeline = Pipeline(self.manager)
         self._pipeline.write([before.block], gradients=True)

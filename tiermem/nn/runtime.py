@@ -18,6 +18,7 @@ from tiermem.errors import CapacityError, WrapError
 from tiermem.nn.activations import Activations
 from tiermem.nn.grads import GradStore
 from tiermem.nn.group import Entry, Group
+from tiermem.nn.repair import inside
 from tiermem.nn.saved import SavedHooks
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.pipeline import Pipeline
@@ -220,6 +221,7 @@ class ModuleRuntime:
             with suppress(CapacityError):  # there may be no backward; if there is, it says so
                 self.grads.reserve(self.groups)
 
+    @inside
     def demand(self, group: Group) -> None:
         """A parameter is reached for while its block is not held."""
         self.manager.guard()
@@ -230,6 +232,7 @@ class ModuleRuntime:
         _intercept(group)
         self._remember(group)
 
+    @inside
     def lend(self, group: Group) -> int:
         """Holds a group for one operation on a tensor of it that is away."""
         self.manager.guard()
@@ -238,6 +241,7 @@ class ModuleRuntime:
         group.hold()
         return 2 if self.saved.push_if_alone() else 1
 
+    @inside
     def lent(self, group: Group, token: int, *, dirty: bool) -> None:
         """Ends that; the group stays pointed at the block until that leaves."""
         if token == 2:
@@ -260,6 +264,7 @@ class ModuleRuntime:
 
     # -- backward --------------------------------------------------------
 
+    @inside
     def enter_backward(self) -> None:
         """Backward has reached something of ours: a new pass, the first time."""
         if torch._C._current_graph_task_id() == -1:
@@ -314,6 +319,12 @@ class ModuleRuntime:
         self.activations.end_backward()
         self.busy("backward", self._backward_began)
 
+    def reset_backward(self) -> None:
+        """Ends a backward after an exception anywhere, however far its end had come."""
+        self._in_backward = True
+        self.end_backward()
+        self._ambient = []
+
     def busy(self, what: str, began_ns: int) -> None:
         """Counts host time spent in a pass."""
         ended = time.perf_counter_ns()
@@ -330,10 +341,10 @@ class ModuleRuntime:
 
 def _intercept(group: Group) -> None:
     """Has the calls of all modules that need a group intercepted: one may be called by itself."""
-    for inside in group.insides:
-        if inside.away:
+    for who in group.insides:
+        if who.away:
             with group.manager.lock:
-                inside.restore()
+                who.restore()
 
 
 def entries_of(groups: Iterable[Group]) -> list[Entry]:

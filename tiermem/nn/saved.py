@@ -20,6 +20,7 @@ import torch
 from tiermem.core.block import Block, Role
 from tiermem.nn.activations import Kept, SavedActivation
 from tiermem.nn.hookpair import Pair, top_pair
+from tiermem.nn.repair import inside
 from tiermem.runtime.slots import Slot, typed_view
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class SavedHooks:
     def __init__(self, runtime: ModuleRuntime) -> None:
         """Serves ``runtime``."""
         self._runtime = runtime
-        self._manager = runtime.manager
+        self.manager = runtime.manager
         self._plain: Pair = (self._pack_plain, self._unpack)
 
     def on_top(self) -> bool:
@@ -125,7 +126,7 @@ class SavedHooks:
         slot = self._slot_of(tensor)
         if slot is None or slot.block.role not in _REFERRED:
             return None
-        if self._manager.table[slot.block.id].fixed:
+        if self.manager.table[slot.block.id].fixed:
             return None
         owner = self._runtime.owner_of(slot.block, tensor)
         return SavedView(slot.block, tensor, owner)
@@ -135,7 +136,7 @@ class SavedHooks:
         if tensor.layout is not torch.strided or type(tensor) not in _PLAIN_TYPES:
             return False
         slot = self._slot_of(tensor)
-        return slot is not None and self._manager.table[slot.block.id].fixed
+        return slot is not None and self.manager.table[slot.block.id].fixed
 
     def _slot_of(self, tensor: torch.Tensor) -> Slot | None:
         """Returns the slot that a tensor looks into, or None."""
@@ -143,9 +144,10 @@ class SavedHooks:
             address = tensor.untyped_storage().data_ptr()
         except RuntimeError:  # zeros without memory, as forward-mode differentiation makes them
             return None
-        return self._manager.by_address.get(address)
+        return self.manager.by_address.get(address)
 
     @_passed_over
+    @inside
     def _pack_plain(self, tensor: torch.Tensor) -> Any:
         found = self.reference(tensor)
         if found is not None:
@@ -154,6 +156,7 @@ class SavedHooks:
             return tensor
         return self._runtime.activations.pack(tensor) or Kept(tensor)
 
+    @inside
     def _unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is SavedView:
             return self._view(packed)
@@ -175,13 +178,13 @@ class SavedHooks:
                 f"{owner._version}; expected version {saved.version} instead"
             )
         self._runtime.enter_backward()
-        slot = self._manager.acquire(saved.block)
+        slot = self.manager.acquire(saved.block)
         try:
             view = typed_view(
                 slot.sight.reading, saved.dtype, saved.offset, saved.shape, saved.stride
             )
         finally:
-            self._manager.release(saved.block)
+            self.manager.release(saved.block)
         if torch.is_grad_enabled():
             # backward with a graph of its own saves this again, where no hook of ours sees it: a
             # copy in ordinary memory does not hold the block in HBM
@@ -197,10 +200,11 @@ class SavedHooks:
 class _Covering:
     """A pack hook over another pair."""
 
-    __slots__ = ("hooks", "outer", "recomputes")
+    __slots__ = ("hooks", "manager", "outer", "recomputes")
 
     def __init__(self, hooks: SavedHooks, outer: Pair) -> None:
         self.hooks = hooks
+        self.manager = hooks.manager
         self.outer = outer
         # a checkpoint computes with the weights of then, changed or not
         self.recomputes = getattr(outer[0], "__module__", "") == "torch.utils.checkpoint"
@@ -215,6 +219,7 @@ class _Covering:
         """The user's pair that such a pair covers."""
         return getattr(self.outer[0], "_user_hooks", None)
 
+    @inside
     def __call__(self, tensor: torch.Tensor) -> Any:
         found = self.hooks.reference(tensor)
         if found is not None:

@@ -171,6 +171,7 @@ class WrappedModel:
         name = f"{self._name}.small_buffers"
         block = self.manager.add_blocks([(name, Role.BUFFER, shapes)], home="hbm")[0]
         group = Group(self.manager, block, writes_hidden=True)
+        group.stays = True
         self._fill_group(group, small, [])
         self._sources[block.id] = [f.tensor.detach() for f in small]
         return group

@@ -31,6 +31,7 @@ from tiermem.runtime.opening import open_hbm, open_mover
 from tiermem.runtime.pacing import open_pacing
 from tiermem.runtime.prefetch import Prefetcher
 from tiermem.runtime.process import generation, tell_of_forks
+from tiermem.runtime.repair import repair_blocks
 from tiermem.runtime.slots import Holder, Slot, SlotCache
 from tiermem.runtime.space import Space
 from tiermem.runtime.stats import Counters, ResidencyRow, Stats, row_of, stats_of
@@ -69,6 +70,8 @@ class BlockManager:
         self.debts = Debts()
         self.closers: list[Callable[[], object]] = []  # what others have open, by the time of close
         self._generation = generation()
+        self.torn = False  # whether an exception came at a line of ours; see cut_short
+        self.unsure = False  # and nobody has looked since who holds what
         self._closed = False
         self._given_back = False
         self._next_id = 0
@@ -139,15 +142,18 @@ class BlockManager:
                 where = home or self.settings.policy.home(role)
                 requests.append(HomeRequest(name, nbytes, where))  # type: ignore[arg-type]
             places = self.homes.reserve(requests)
-            for block, (tier, extent) in zip(blocks, places, strict=True):
-                self.table.add(block, tier, extent)
             try:
+                for block, (tier, extent) in zip(blocks, places, strict=True):
+                    self.table.add(block, tier, extent)
                 self._fix([b for b in blocks if self.table[b.id].home is Tier.HBM])
+                later = (block.nbytes for block in blocks if block.role in _IN_BACKWARD)
+                self.largest_later = max(self.largest_later, *later, 0)
             except BaseException:
                 self.remove_blocks(blocks)
+                for tier, extent in places:
+                    if extent is not None and self.homes.holds(tier, extent):
+                        self.homes.release(tier, extent)  # no block of the table had it yet
                 raise
-            later = (block.nbytes for block in blocks if block.role in _IN_BACKWARD)
-            self.largest_later = max(self.largest_later, *later, 0)
             return blocks
 
     def remove_blocks(self, blocks: Sequence[Block]) -> None:
@@ -427,8 +433,27 @@ class BlockManager:
             )
         if self._closed:
             raise ClosedError("this TierManager is closed; open a new one and wrap again")
+        if self.torn:
+            self._repair()
+
+    def cut_short(self) -> None:
+        """Says that an exception has passed that came at a line of ours: anything may be half done.
+
+        The next call from outside has :mod:`tiermem.runtime.repair` put it right.
+        """
+        self.torn = self.unsure = True
+        self.traffic.quiet = False  # so that the short way of a use is not taken
 
     # -- inside ----------------------------------------------------------
+
+    def _repair(self) -> None:
+        """Puts the blocks right, unless an operation of this very thread is under way."""
+        if self.lock._is_owned():  # type: ignore[attr-defined]
+            return
+        with self.lock:
+            if self.torn:
+                repair_blocks(self)
+                self.torn = False
 
     def _fix(self, blocks: Sequence[Block]) -> None:
         """Gives blocks whose home is HBM their place for good.

@@ -11,7 +11,7 @@ import errno
 import itertools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -255,6 +255,14 @@ class SwapFile:
             raise ValueError(f"{extent} is not handed out")
         self.forget(extent)
         self._free.give_back(extent)
+
+    def holds(self, extent: Extent) -> bool:
+        """Whether just this extent is handed out."""
+        return self._free.holds(extent)
+
+    def keep_only(self, extents: Iterable[Extent]) -> None:
+        """Makes just these be handed out: others were lost when a call was cut short."""
+        self._free.rebuild(extents)
 
     def pieces(self, extent: Extent) -> list[Piece]:
         """Returns the parts of an extent by ascending offset, cut where the stripes are.
