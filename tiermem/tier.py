@@ -96,11 +96,15 @@ class TierManager:
                 ),
             )
         )
-        self._runtime = ModuleRuntime(self._manager)
-        self._wrapped: dict[int, WrappedModel] = {}
-        self._wraps = 0
-        self._optimizers = 0
-        self._finalizer = weakref.finalize(self, self._manager.close)
+        try:
+            self._runtime = ModuleRuntime(self._manager)
+            self._wrapped = self._runtime.models
+            self._wraps = 0
+            self._optimizers = 0
+            self._finalizer = weakref.finalize(self, self._manager.close)
+        except BaseException:  # Ctrl-C
+            self._manager.close()
+            raise
 
     # -- models ----------------------------------------------------------
 
@@ -123,7 +127,7 @@ class TierManager:
         self._manager.guard()
         check_module(model, id(self._manager))
         self._runtime.activations.check()
-        self._wrapped[id(model)] = WrappedModel(model, self._runtime, blocks, self._wraps)
+        WrappedModel(model, self._runtime, blocks, self._wraps)
         self._wraps += 1
         return model
 

@@ -331,11 +331,11 @@ class Group(Holder):
         slot = self.manager.slots.current.get(self.block.id)
         self.holds, self.soft = 0, False
         with _Plain(), torch.inference_mode(False), torch.no_grad():
-            usable = slot is not None and record is not None and record.usable
-            if usable and (self._take_home(slot) or self._count() != self._versions):
-                record.leases += 1
-                self.manager.table.mark_dirty(self.block.id)
-                record.leases -= 1
+            if slot is not None and record is not None and record.usable:
+                written = self._take_home(slot) or self._count() != self._versions
+                record.leases += written
+                if written:
+                    self.manager.table.mark_dirty(self.block.id)
             for left in (self._slot, slot):
                 if left is not None:
                     left.pointed, left.idle = 0, False

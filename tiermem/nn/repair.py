@@ -102,6 +102,8 @@ def repair(runtime: ModuleRuntime) -> None:
         return
     with manager.lock:
         repair_blocks(manager)
+        if runtime.wrapping is not None:
+            runtime.wrapping.undo()
         while runtime.saved.on_top() and torch.is_grad_enabled():
             runtime.saved.pop()
         runtime.here.depth = 0

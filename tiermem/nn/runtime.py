@@ -25,6 +25,7 @@ from tiermem.runtime.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from tiermem.nn.scope import Scope
+    from tiermem.nn.wrapped import WrappedModel
 
 _SOFT_IN_BACKWARD = 2
 _LEAST_UNIT = 16 << 20
@@ -81,6 +82,8 @@ class ModuleRuntime:
             forward has got further. Models read values back as they begin (is a mask needed?), and
             on CUDA such a read waits for all copies down that are ready to run.
         worst_chain: Most bytes of blocks that nested calls of one model hold at once.
+        models: The wrapped models, by the id of their module.
+        wrapping: The one that is being wrapped.
         stranded: Parameters that a failed disk kept from being taken back after materialize.
     """
 
@@ -102,6 +105,8 @@ class ModuleRuntime:
         self.on_begin: list[Callable[[bool], None]] = []
         self.backwards: list[BackwardWatcher] = []
         self.stranded: list[Entry] = []
+        self.models: dict[int, WrappedModel] = {}
+        self.wrapping: WrappedModel | None = None
         self.unwritten: list[Block] = []
         self._past = -1
         self.worst_chain = 0

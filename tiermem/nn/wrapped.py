@@ -12,13 +12,14 @@ from torch import nn
 
 from tiermem.config import format_size
 from tiermem.core.block import Role
-from tiermem.errors import CapacityError
+from tiermem.errors import REFUSALS, CapacityError
 from tiermem.nn.compiler import hide_from_compiler
 from tiermem.nn.group import Entry, Group, Member
 from tiermem.nn.inspect import Found, find, is_uninitialized, link_shared, owners
 from tiermem.nn.lazy import is_gone, ordinary
 from tiermem.nn.lookup import LookupInterceptor, is_lookup
 from tiermem.nn.names import HeldDict, TieredDict
+from tiermem.nn.originals import Originals
 from tiermem.nn.partition import Predicate, largest_block, territories, training_bytes
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.scope import (
@@ -41,6 +42,13 @@ _INTERCEPTED: tuple[type[Interceptor], ...] = (
     ApplyInterceptor,
     SaveInterceptor,
     LoadInterceptor,
+)
+_REPLACED = (
+    "_parameters",
+    "_buffers",
+    "_compiled_call_impl",
+    *(kind.method for kind in _INTERCEPTED),
+    LoadAllInterceptor.method,
 )
 _LARGE_BUFFER = 1 << 18
 
@@ -86,15 +94,22 @@ class WrappedModel:
         largest = largest_block(training_bytes(model), self.manager.table.hbm.capacity)
         roots = territories(model, blocks, largest)
         self._territory = self._territories_of(roots)
-        self._plan(params, buffers)
-        hide_from_compiler()
+        self._before: Originals | None = None
+        self._resident: Group | None = None
+        runtime.wrapping = self
         try:
+            self._plan(params, buffers)
+            hide_from_compiler()
             self._check_hbm()
             self._move_in()
-        except BaseException:
-            self._abandon()
+            self._install()
+            runtime.models[id(model)] = self
+            runtime.wrapping = self._before = None
+        except BaseException as error:
+            if not isinstance(error, REFUSALS):
+                self.manager.cut_short()
+            self.undo()
             raise
-        self._install()
 
     # -- planning --------------------------------------------------------
 
@@ -274,16 +289,35 @@ class WrappedModel:
                     self.manager.write_home(group.block, sources)
         self._sources.clear()
 
-    def _abandon(self) -> None:
-        """Undoes a wrap that failed; the model's own tensors were not touched."""
-        groups = [*self.groups, *([self._resident] if getattr(self, "_resident", None) else [])]
-        for group in groups:
-            if group is not None:
-                self.manager.holders.pop(group.block.id, None)
-        self.manager.remove_blocks([g.block for g in groups if g is not None])
+    def blocks(self) -> set[int]:
+        """Returns the ids of the blocks of its parameters and buffers."""
+        resident = [self._resident] if self._resident is not None else []
+        return {group.block.id for group in (*self.groups, *resident)}
+
+    def undo(self) -> None:
+        """Undoes a wrap that an exception cut short anywhere; can be called again."""
+        manager, runtime = self.manager, self.runtime
+        manager.guard()
+        runtime.models.pop(id(self.model), None)
+        if self._before is not None:
+            self._before.restore()
+        runtime.grads.forget(self.entries)
+        groups = [*self.groups, *([self._resident] if self._resident is not None else [])]
+        runtime.remove(groups)
+        with manager.lock:
+            known = {block_id for model in runtime.models.values() for block_id in model.blocks()}
+            kinds = (Role.PARAM, Role.BUFFER)
+            ours = [r for r in manager.table if r.block.role in kinds and r.block.id not in known]
+            for record in ours:  # also those that came at the very moment and no group has yet
+                manager.holders.pop(record.block.id, None)
+                record.leases = 0
+            manager.remove_blocks([record.block for record in ours])
+        runtime.wrapping = None
 
     def _install(self) -> None:
         """Points the tensors at their blocks' placeholders and intercepts the modules."""
+        groups = [*self.groups, *([self._resident] if self._resident is not None else [])]
+        self._before = Originals(groups, self._modules.values(), _REPLACED)
         self.runtime.add(self.groups)
         if self._resident is not None:
             self._resident.ready(self.runtime)

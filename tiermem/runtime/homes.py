@@ -11,7 +11,7 @@ import torch
 from tiermem.config import Home, format_size
 from tiermem.core.allocator import Allocator
 from tiermem.core.block import Extent, Tier, align_up
-from tiermem.errors import CapacityError
+from tiermem.errors import REFUSALS, CapacityError
 from tiermem.storage.arena import HostArena
 from tiermem.storage.swapfile import SwapFile
 
@@ -70,6 +70,7 @@ class Homes:
                 f"tier dram: an NVMe tier needs {staging} bytes of staging, the budget is {dram}; "
                 f"give dram= at least {staging}"
             )
+        self._bytes: dict[int, torch.Tensor] = {}
         self.swap = SwapFile([Path(p) for p in nvme], nvme_bytes, self.chunk) if nvme else None
         try:
             self.arena = HostArena(Tier.DRAM, dram // 4096 * 4096, device=device)
@@ -84,7 +85,6 @@ class Homes:
             if extent is not None:
                 self.staging = self.arena.bytes_of(extent)
                 self._staging = [(Tier.DRAM, extent)]
-        self._bytes: dict[int, torch.Tensor] = {}
         self.nvme_used = 0
         self.nvme_peak = 0
         self.reclaimers: list[Callable[[], bool]] = []
@@ -129,7 +129,7 @@ class Homes:
             for index, request in enumerate(requests):
                 if tiers[index] is Tier.NVME:
                     given[index] = (Tier.NVME, self._on_disk(request.nbytes))
-        except BaseException:
+        except REFUSALS:  # any other may have come anywhere: repair() finds what it has left
             for tier, extent in given:
                 if extent is not None:
                     self.release(tier, extent)

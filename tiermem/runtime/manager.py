@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 
 import torch
 
@@ -20,7 +21,7 @@ from tiermem.core.block import Block, Role, Tier
 from tiermem.core.layout import TensorShape, pack
 from tiermem.core.residency import Record, ResidencyTable
 from tiermem.core.schedule import Planner
-from tiermem.errors import CapacityError, ClosedError, InvariantError
+from tiermem.errors import REFUSALS, CapacityError, ClosedError, InvariantError
 from tiermem.io.engine import IoEngine
 from tiermem.runtime.contents import Contents
 from tiermem.runtime.debts import Debts
@@ -38,6 +39,7 @@ from tiermem.runtime.stats import Counters, ResidencyRow, Stats, row_of, stats_o
 from tiermem.runtime.steady import Steady
 from tiermem.runtime.timeline import Timeline
 from tiermem.runtime.traffic import Traffic
+from tiermem.runtime.undisturbed import undisturbed
 from tiermem.runtime.uses import Uses
 from tiermem.transfer.copy import CopyEngine, CudaCopyEngine, HostCopyEngine
 from tiermem.transfer.filemover import FileMover
@@ -77,8 +79,8 @@ class BlockManager:
         self._next_id = 0
         self.largest_later = 0
         self.mover: FileMover | None = None
-        self.homes = Homes(settings.dram, settings.nvme, settings.nvme_bytes, self.device)
         try:
+            undisturbed(self._open_homes)
             self.arena = open_hbm(settings.hbm, self.device)
             self.copy: CopyEngine = CudaCopyEngine(self.device) if cuda else HostCopyEngine()
             self.table = ResidencyTable(self.arena.capacity)
@@ -104,7 +106,7 @@ class BlockManager:
             self.contents = Contents(self.traffic)
             self.lender = HomeLender(self)
             self.in_place = InPlace(self)
-            self.mover, self.io_engine, self.io_reason = open_mover(self.homes, self.copy, engine)
+            undisturbed(partial(self._open_mover, engine))
             self.traffic.mover = self.mover
             self.prefetcher = Prefetcher(self)
             self.steady = Steady(self)
@@ -113,6 +115,20 @@ class BlockManager:
             self._give_back()
             raise
         tell_of_forks(self)
+
+    def _open_homes(self) -> None:
+        with self._on_device():
+            settings = self.settings
+            self.homes = Homes(settings.dram, settings.nvme, settings.nvme_bytes, self.device)
+
+    def _open_mover(self, engine: Callable[[], IoEngine] | None) -> None:
+        with self._on_device():
+            opened = open_mover(self.homes, self.copy, engine)
+            self.mover, self.io_engine, self.io_reason = opened
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Makes the device the current one, as it need not be in another thread."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     # -- blocks ----------------------------------------------------------
 
@@ -148,7 +164,9 @@ class BlockManager:
                 self._fix([b for b in blocks if self.table[b.id].home is Tier.HBM])
                 later = (block.nbytes for block in blocks if block.role in _IN_BACKWARD)
                 self.largest_later = max(self.largest_later, *later, 0)
-            except BaseException:
+            except BaseException as error:
+                if not isinstance(error, REFUSALS):
+                    repair_blocks(self)  # it may have come anywhere
                 self.remove_blocks(blocks)
                 for tier, extent in places:
                     if extent is not None and self.homes.holds(tier, extent):
@@ -389,14 +407,16 @@ class BlockManager:
             return
         with self.lock:
             self._closed = True
-            self.traffic.quiet = False
+            if hasattr(self, "traffic"):
+                self.traffic.quiet = False
             self._give_back()
+            self._given_back = True
 
     def _give_back(self) -> None:
         """Closes whatever was opened, each thing however the others fare."""
         with ExitStack() as steps:  # runs them last first
-            steps.callback(setattr, self, "_given_back", True)
-            steps.callback(self.homes.close)
+            if hasattr(self, "homes"):
+                steps.callback(self.homes.close)
             if hasattr(self, "arena"):
                 steps.callback(self.arena.close)
             if hasattr(self, "slots"):

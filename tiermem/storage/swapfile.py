@@ -332,11 +332,12 @@ class SwapFile:
 
     def close(self) -> None:
         """Closes the files, and so gives their space back; in a forked child does nothing."""
-        if self._closed:
-            return
         self._closed = True
         if os.getpid() != self._pid:
             return  # the child may have given these numbers to other files already
-        fds, self._fds = self._fds, []
-        for fd in fds:
-            os.close(fd)
+        while self._fds:  # cut short, it can be called again for the rest
+            os.close(self._fds.pop())
+
+    def __del__(self) -> None:
+        if getattr(self, "_fds", None):  # an exception came before anybody had this to close it
+            self.close()
