@@ -382,7 +382,7 @@ class Run:
         try:
             call()
         except tiermem.StepError as error:
-            if "step() " not in str(error):
+            if "step() " not in str(error) or self.program.settings.get("overlap") == "backward":
                 raise
             self.optimizer.step()
             call()

@@ -118,6 +118,15 @@ def repair(runtime: ModuleRuntime) -> None:
         _drop_lost(runtime)
         repair_homes(manager)
         manager.torn = manager.unsure = False
+    _take_back(runtime)
+
+
+def _take_back(runtime: ModuleRuntime) -> None:
+    """Takes back what a user had as ordinary tensors when the exception came."""
+    if any(lending.left for lending in runtime.lendings):
+        from tiermem.nn.materialize import take_back_left  # it needs this module itself
+
+        take_back_left(runtime)
 
 
 def _drop_lost(runtime: ModuleRuntime) -> None:

@@ -24,6 +24,7 @@ from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.pipeline import Pipeline
 
 if TYPE_CHECKING:
+    from tiermem.nn.materialize import Lending
     from tiermem.nn.scope import Scope
     from tiermem.nn.wrapped import WrappedModel
 
@@ -84,7 +85,7 @@ class ModuleRuntime:
         worst_chain: Most bytes of blocks that nested calls of one model hold at once.
         models: The wrapped models, by the id of their module.
         wrapping: The one that is being wrapped.
-        stranded: Parameters that a failed disk kept from being taken back after materialize.
+        lendings: What users have as ordinary tensors, and what could not be taken back from them.
     """
 
     def __init__(self, manager: BlockManager) -> None:
@@ -104,7 +105,7 @@ class ModuleRuntime:
         )
         self.on_begin: list[Callable[[bool], None]] = []
         self.backwards: list[BackwardWatcher] = []
-        self.stranded: list[Entry] = []
+        self.lendings: list[Lending] = []
         self.models: dict[int, WrappedModel] = {}
         self.wrapping: WrappedModel | None = None
         self.unwritten: list[Block] = []
@@ -291,6 +292,7 @@ class ModuleRuntime:
         self.activations.begin_backward()
         self.grads.begin_backward()
 
+    @inside
     def before_backward(self, scope: Scope) -> None:
         """The gradient of a module's output is there: its backward comes next."""
         if self.manager.closed:
@@ -311,6 +313,7 @@ class ModuleRuntime:
         if self._in_backward and ending is self._ending:
             self.grads.restore()
 
+    @inside
     def end_backward(self) -> None:
         """Backward is over, or was cut short by an error some time ago."""
         if not self._in_backward:
