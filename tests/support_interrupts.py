@@ -66,6 +66,8 @@ def _exits(code: CodeType) -> frozenset[int]:
         values = [o.argval for o in ops[index : index + 3]]
         if names == ["LOAD_CONST"] * 3 and values == [None] * 3:
             found.add(op.offset)
+            if index and ops[index - 1].opname == "SWAP":  # of what is returned from inside
+                found.add(ops[index - 1].offset)
         if op.opname == "POP_BLOCK" and [o.argval for o in ops[index + 1 : index + 2]] == [None]:
             found.add(op.offset)
     return frozenset(found)

@@ -150,6 +150,10 @@ class Holder(Protocol):
         """Lets go of everything after an exception anywhere; nobody holds the block."""
         return
 
+    def forked(self) -> None:
+        """Points elsewhere what points at the block, leased or not: a forked child has no bytes."""
+        return
+
 
 class SlotCache:
     """Makes slots, and keeps them, since addresses repeat from step to step.
