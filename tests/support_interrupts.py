@@ -11,6 +11,7 @@ import dis
 import functools
 import gc
 import os
+import random
 import signal
 import sys
 import threading
@@ -302,6 +303,7 @@ class Run:
         self.around = around
         self.which = which
         self.step = 0
+        self.watch: Callable[[str, Callable[[], Any]], Any] | None = None
         self.cut = ""
         self.losses: list[float] = []
         self.eval: list[torch.Tensor] = []
@@ -398,9 +400,11 @@ class Run:
 
     def do(self, name: str, call: Callable[[], Any]) -> Any:
         """Makes one call, cut short where that is due."""
-        if name != self.phase or self.around is None or self.cut:
-            return call()
         if name in PHASES[3:11] and self.step != self.which:
+            return call()
+        if self.watch is not None:
+            return self.watch(name, call)
+        if name != self.phase or self.around is None or self.cut:
             return call()
         try:
             return self.around(call)
@@ -534,17 +538,64 @@ def reference(program: Program, folder: Path) -> Any:
     return Run(program, folder).run()
 
 
-def record(program: Program, folder: Path, phase: str, depth: int = 1) -> Counter[Any]:
-    """Returns how often each line is come to in a phase."""
-    tracers: list[Tracer] = []
+def record(program: Program, folder: Path, depth: int = 0) -> dict[str, Counter[Any]]:
+    """Returns how often each line is come to in each phase."""
+    seen: dict[str, Counter[Any]] = {}
 
-    def around(call: Callable[[], Any]) -> Any:
+    def around(name: str, call: Callable[[], Any]) -> Any:
         with Tracer(depth=depth) as tracer:
-            tracers.append(tracer)
+            seen[name] = tracer.seen
             return call()
 
-    Run(program, folder, phase, around).run()
-    return tracers[0].seen if tracers else Counter()
+    run = Run(program, folder)
+    run.watch = around
+    run.run()
+    return seen
+
+
+class Signal:
+    """Has a signal come at a random time while a call is made, whose handler raises.
+
+    Attributes:
+        raised: Whether it did.
+    """
+
+    def __init__(self, rng: random.Random, longest: float) -> None:
+        """Draws the time.
+
+        Args:
+            rng: Draws it.
+            longest: Seconds that the call takes, about.
+        """
+        self.delay = rng.random() * longest
+        self.raised = False
+        self._armed = False
+
+    def __call__(self, call: Callable[[], Any]) -> Any:
+        """Makes the call."""
+        before = signal.signal(signal.SIGUSR1, self._ring)
+        over = threading.Event()
+        main = threading.get_ident()
+
+        def ring() -> None:
+            if not over.wait(self.delay):
+                signal.pthread_kill(main, signal.SIGUSR1)
+
+        thread = threading.Thread(target=ring)
+        self._armed = True
+        thread.start()
+        try:
+            return call()
+        finally:
+            self._armed = False
+            over.set()
+            thread.join()
+            signal.signal(signal.SIGUSR1, before)
+
+    def _ring(self, *_: object) -> None:
+        if self._armed and not self.raised:
+            self.raised = True
+            raise Interrupt
 
 
 def outcome(program: Program, folder: Path, run: Run, expected: Any) -> Outcome:
