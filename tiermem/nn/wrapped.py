@@ -17,7 +17,6 @@ from tiermem.nn import around
 from tiermem.nn.compiler import hide_from_compiler
 from tiermem.nn.group import Entry, Group, Member
 from tiermem.nn.inspect import Found, find, is_uninitialized, link_shared, owners
-from tiermem.nn.lazy import is_gone, ordinary
 from tiermem.nn.lookup import LookupInterceptor, is_lookup
 from tiermem.nn.names import HeldDict, TieredDict
 from tiermem.nn.originals import Originals
@@ -29,6 +28,7 @@ from tiermem.nn.partition import (
     territories,
     training_bytes,
 )
+from tiermem.nn.returning import Returning
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.scope import (
     OF_ALL,
@@ -102,6 +102,7 @@ class WrappedModel:
         roots.update((name, self._modules[name]) for name in self._homes)
         self._territory = self._territories_of(roots)
         self._before: Originals | None = None
+        self._returning: Returning | None = None
         self._resident: Group | None = None
         runtime.wrapping = self
         around.follow(runtime.reduced)
@@ -399,7 +400,7 @@ class WrappedModel:
                     first.add_names(names)
 
     def give_back(self, device: torch.device | None) -> None:
-        """Makes the model an ordinary one again.
+        """Makes the model an ordinary one again; cut short anywhere, it can be called again.
 
         Args:
             device: Where its tensors go; None for host memory.
@@ -408,42 +409,16 @@ class WrappedModel:
             for scope in self.scopes.values():
                 scope.inside.empty()
         self.runtime.reduced.let_go(self.groups)
-        for group in self.groups:
-            group.unpoint()
-        for entry in self.entries:
-            if not entry.materialized:
-                self.runtime.grads.sync(entry)
-        values = {g.block.id: self.manager.read(g.block) for g in self.groups}
-        gradients = {id(e): self.runtime.grads.load(e) for e in self.entries if e.has_grad}
-        target = device or torch.device("cpu")
-        for group in self.groups:
-            tensors = values.pop(group.block.id)
-            shared: dict[int, torch.Tensor] = {}
-            for entry in group.entries:
-                if entry.index not in shared:
-                    shared[entry.index] = tensors[entry.index].clone().to(target)
-                if not entry.materialized:
-                    self._free_entry(entry, shared[entry.index], gradients.get(id(entry)))
-                owners.pop(entry.param, None)
-            for member in group.buffers:
-                group.free(member, tensors[member.index].clone().to(target))
+        if self._returning is None:
+            for group in self.groups:
+                group.unpoint()
+            self._returning = Returning(self, device or torch.device("cpu"))
+        self._returning.finish()
         if self._resident is not None:
             for member in self._resident.buffers:
-                self._resident.free(member, member.tensor.detach().clone().to(target))
+                value = member.tensor.detach().clone().to(device or torch.device("cpu"))
+                self._resident.free(member, value)
         self._uninstall()
-
-    def _free_entry(self, entry: Entry, value: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """Makes a parameter an ordinary one."""
-        own = entry.param.grad
-        if entry.has_grad or is_gone(own):
-            own = None
-        if entry.has_grad:
-            self.runtime.grads.clear(entry)
-            own = gradient
-        entry.param.grad = None
-        entry.group.free(entry, value)
-        if own is not None:
-            entry.param.grad = ordinary(own, entry.param, value.device)
 
     def _uninstall(self) -> None:
         for group in self.groups:
@@ -464,7 +439,8 @@ class WrappedModel:
         units = {id(e.unit): e.unit for e in self.entries if e.unit is not None}
         blocks = [u.block for u in units.values()] + [g.block for g in self.groups]
         if self._resident is not None:
-            self._resident.let_go()
+            if self._resident.holds:  # else it was cut short here
+                self._resident.let_go()
             blocks.append(self._resident.block)
         self.runtime.remove(self.groups)
         for block in blocks:
