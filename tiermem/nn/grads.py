@@ -26,6 +26,7 @@ from tiermem.nn.lazy import (
 from tiermem.nn.quiet import quiet, unrecorded
 from tiermem.nn.repair import inside
 from tiermem.nn.shapes import follow, shape_of
+from tiermem.nn.unfinished import finish_change
 from tiermem.runtime.pipeline import Pipeline
 from tiermem.runtime.slots import Slot
 
@@ -317,33 +318,10 @@ class GradStore:
             entry.displaced = False
         self._displaced = waiting
 
-    def repair(self) -> None:
-        """Makes entries agree with their blocks after an exception anywhere; no backward runs.
-
-        A gradient that was being forgotten, or handed out for the first time, is none: whoever cuts
-        a backward short sets the gradients to none before the next.
-        """
+    def forget_backward(self) -> None:
+        """Forgets what is under way in a backward, which an exception has ended."""
         self._arriving = self._pipeline = None
-        for group in self._runtime.groups:
-            for entry in group.entries:
-                entry.announced = entry.displaced = False
-                if not entry.materialized:
-                    self._repair(entry)
         self._displaced = []
-
-    def _repair(self, entry: Entry) -> None:
-        unit = entry.unit
-        there = unit is not None and self.manager.table[unit.block.id].defined
-        with torch._C.DisableTorchFunctionSubclass():
-            if entry.has_grad and (not there or entry.lazy is None):
-                entry.has_grad = False
-            if not entry.has_grad and entry.lazy is not None:
-                if entry.param.grad is entry.lazy:
-                    entry.param.grad = None
-                entry.lazy = None
-        if unit is not None and there and not any(e.has_grad for e in unit.entries):
-            unit.pending.clear()
-            self.manager.discard(unit.block)
 
     def dtype_of(self, entry: Entry) -> torch.dtype:
         """Returns the dtype that gradients of a parameter are kept in."""
@@ -392,31 +370,10 @@ class GradStore:
                         del unit.pending[0]
                         unit.changing = None
             except BaseException:
-                self._finish_change(unit)
+                finish_change(unit)
                 raise
             for entry in unit.entries:
                 refresh(entry.lazy, slot.views[entry.unit_index])
-
-    def finish_changes(self) -> None:
-        """Finishes the changes of gradients that an exception cut short half way."""
-        current = self.manager.slots.current
-        for group in self._runtime.groups:
-            for unit in {id(e.unit): e.unit for e in group.entries if e.unit is not None}.values():
-                if unit.changing is not None and unit.block.id in current:
-                    self._finish_change(unit)
-
-    def _finish_change(self, unit: GradUnit) -> None:
-        """Makes a change of the gradients that it was not made of yet: not written since."""
-        if unit.changing is None:
-            return
-        change, before = unit.changing
-        with torch.no_grad():
-            for view, version in before:
-                if view._version == version:
-                    change([view])
-        if unit.pending and unit.pending[0] is change:
-            del unit.pending[0]
-        unit.changing = None
 
     def store(self, entry: Entry, gradient: torch.Tensor, *, add: bool = False) -> None:
         """Puts a dense gradient into the tiers, and its lazy stand-in into ``param.grad``."""

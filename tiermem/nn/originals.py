@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from tiermem.core.block import Role
 from tiermem.nn.away import group_of
 from tiermem.nn.inspect import owners
 
 if TYPE_CHECKING:
     from tiermem.nn.group import Group, Member
+    from tiermem.nn.wrapped import WrappedModel
 
 _MISSING = object()
 
@@ -56,3 +58,23 @@ class Originals:
                 member.tensor.grad = grad
                 group_of.pop(id(member.tensor), None)
                 owners.pop(member.tensor, None)
+
+
+def undo_wrap(wrapped: WrappedModel) -> None:
+    """Undoes a wrap that an exception cut short anywhere; can be called again."""
+    manager, runtime = wrapped.manager, wrapped.runtime
+    manager.guard()
+    runtime.models.pop(id(wrapped.model), None)
+    if wrapped.before is not None:
+        wrapped.before.restore()
+    runtime.grads.forget(wrapped.entries)
+    runtime.remove(wrapped.groups)
+    with manager.lock:
+        known = {block_id for model in runtime.models.values() for block_id in model.blocks()}
+        kinds = (Role.PARAM, Role.BUFFER)
+        ours = [r for r in manager.table if r.block.role in kinds and r.block.id not in known]
+        for record in ours:  # also those that came at the very moment and no group has yet
+            manager.holders.pop(record.block.id, None)
+            record.leases = 0
+        manager.remove_blocks([record.block for record in ours])
+    runtime.wrapping = None

@@ -21,6 +21,7 @@ import torch
 
 from tiermem.core.block import Role
 from tiermem.errors import REFUSALS
+from tiermem.nn.unfinished import finish_changes, repair_gradients
 from tiermem.runtime.repair import end_leases, repair_blocks, repair_homes
 
 if TYPE_CHECKING:
@@ -103,16 +104,18 @@ def repair(runtime: ModuleRuntime) -> None:
     with manager.lock:
         repair_blocks(manager)
         if runtime.wrapping is not None:
-            runtime.wrapping.undo()
+            from tiermem.nn.originals import undo_wrap  # it needs groups, which need this
+
+            undo_wrap(runtime.wrapping)
         while runtime.saved.on_top() and torch.is_grad_enabled():
             runtime.saved.pop()
         runtime.here.depth = 0
         for holder in list(manager.holders.values()):
             holder.repair()
-        runtime.grads.finish_changes()
+        finish_changes(runtime)
         end_leases(manager)
         runtime.reset_backward()
-        runtime.grads.repair()
+        repair_gradients(runtime)
         if runtime.activations.store is not None:
             runtime.activations.store.repair()
         _drop_lost(runtime)

@@ -19,7 +19,7 @@ from tiermem.nn.group import Entry, Group, Member
 from tiermem.nn.inspect import Found, find, is_uninitialized, link_shared, owners
 from tiermem.nn.lookup import LookupInterceptor, is_lookup
 from tiermem.nn.names import HeldDict, TieredDict
-from tiermem.nn.originals import Originals
+from tiermem.nn.originals import Originals, undo_wrap
 from tiermem.nn.partition import (
     Predicate,
     checked_homes,
@@ -101,7 +101,7 @@ class WrappedModel:
         roots = territories(model, blocks, largest)
         roots.update((name, self._modules[name]) for name in self._homes)
         self._territory = self._territories_of(roots)
-        self._before: Originals | None = None
+        self.before: Originals | None = None  # what it was, until it is wrapped
         self._returning: Returning | None = None
         self._resident: Group | None = None
         runtime.wrapping = self
@@ -114,11 +114,11 @@ class WrappedModel:
             self._move_in()
             self._install()
             runtime.models[id(model)] = self
-            runtime.wrapping = self._before = None
+            runtime.wrapping = self.before = None
         except BaseException as error:
             if not isinstance(error, REFUSALS):
                 self.manager.cut_short()
-            self.undo()
+            undo_wrap(self)
             raise
 
     # -- planning --------------------------------------------------------
@@ -305,30 +305,10 @@ class WrappedModel:
         resident = [self._resident] if self._resident is not None else []
         return {group.block.id for group in (*self.groups, *resident)}
 
-    def undo(self) -> None:
-        """Undoes a wrap that an exception cut short anywhere; can be called again."""
-        manager, runtime = self.manager, self.runtime
-        manager.guard()
-        runtime.models.pop(id(self.model), None)
-        if self._before is not None:
-            self._before.restore()
-        runtime.grads.forget(self.entries)
-        groups = [*self.groups, *([self._resident] if self._resident is not None else [])]
-        runtime.remove(groups)
-        with manager.lock:
-            known = {block_id for model in runtime.models.values() for block_id in model.blocks()}
-            kinds = (Role.PARAM, Role.BUFFER)
-            ours = [r for r in manager.table if r.block.role in kinds and r.block.id not in known]
-            for record in ours:  # also those that came at the very moment and no group has yet
-                manager.holders.pop(record.block.id, None)
-                record.leases = 0
-            manager.remove_blocks([record.block for record in ours])
-        runtime.wrapping = None
-
     def _install(self) -> None:
         """Points the tensors at their blocks' placeholders and intercepts the modules."""
         groups = [*self.groups, *([self._resident] if self._resident is not None else [])]
-        self._before = Originals(groups, self._modules.values(), _REPLACED)
+        self.before = Originals(groups, self._modules.values(), _REPLACED)
         self.runtime.add(self.groups)
         if self._resident is not None:
             self._resident.ready(self.runtime)

@@ -40,7 +40,13 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     ``param_groups``, learning-rate schedulers, ``state_dict``, ``zero_grad`` and
     step hooks work as on the plain optimizer, and give the same bits.
+
+    Attributes:
+        grad_factor: What the next ``step()`` multiplies each gradient by, 0-d, after its cast to
+            the master's dtype; None for nothing. ``zero_grad()`` forgets it.
     """
+
+    grad_factor: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -54,6 +60,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         grad_dtype: torch.dtype | None = None,
         overlap: Overlap = False,
         where: Where = "device",
+        host_share: float | None = None,
         **settings: Any,
     ) -> None:
         """Tries the class, learns its state and reserves homes for it.
@@ -67,6 +74,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             grad_dtype: In which gradients are summed up and kept, or None for the weights' own.
             overlap: When a step is made; see :meth:`tiermem.TierManager.optimizer`.
             where: Where blocks are stepped.
+            host_share: With ``where="both"``: the host's share of the elements; None to measure.
             **settings: The class's own.
 
         Raises:
@@ -85,7 +93,13 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._owed: set[int] = set()
         if where not in ("device", "host", "both"):
             raise StepError(f"where={where!r}: a step is made on 'device', 'host' or 'both'")
+        if host_share is not None and (where != "both" or not 0 <= host_share <= 1):
+            raise StepError(
+                f"host_share={host_share!r}, where={where!r}: it is a share from 0 to 1 of what "
+                "where='both' has the host step"
+            )
         self._where = where
+        self._host_share = host_share
         self._host: HostSteps | None = None
         self._looked_into = False  # so that users may have edited the state
         self._begun = False  # and not ended: by a step on the host that failed
@@ -131,6 +145,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._runtime.end_backward()
         scaling = self._scaling if again else Scaling.of(self)
+        self.grad_factor = None
         if self._inside is not None and not again:
             self._inside.before_step(scaling)
         if scaling is not None and not (self._fused and self._host is None) and scaling.skips:
@@ -324,6 +339,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self._inside is not None:
             self._inside.refuse("zero_grad()")
         self._refuse_if_pending("zero_grad()")
+        self.grad_factor = None
         for unit in self._units:
             unit.zero_grad(self._runtime, set_to_none=set_to_none)
         if self._inside is not None:
@@ -357,9 +373,31 @@ class TieredOptimizer(torch.optim.Optimizer):
                 self._units,
                 params,
                 float(max_norm),
-                (float(norm_type), foreach),
+                (float(norm_type), foreach, None),
                 error_if_nonfinite=error_if_nonfinite,
             )
+
+    @entrance
+    def grad_norm(
+        self,
+        norm_type: float = 2.0,
+        foreach: bool | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Returns the norm of all gradients together, 0-d; they stay as they are.
+
+        Args:
+            norm_type: Which norm.
+            foreach: Whether torch's ``foreach`` kernels are used.
+            dtype: The gradients are cast to it first, say to the masters'; None for as they are.
+        """
+        self._settle_to_clip("grad_norm()")
+        self._runtime.end_backward()
+        kind = float(norm_type), foreach, floating("dtype", dtype)
+        params = [p for group in self.param_groups for p in group["params"]]
+        with torch.no_grad():
+            return self._norms.total(self._units, params, kind)
 
     @entrance
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -534,7 +572,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             self.make,
             dtype,
             self.param_groups,
-            share=self._where == "both",
+            share=self._where == "both" if self._host_share is None else float(self._host_share),
             in_backward=self._inside is not None,
             earlier=[unit for unit in self._units if unit.host is not None],
         )

@@ -11,28 +11,28 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from contextlib import ExitStack
 
 import torch
 
-from tiermem.config import Settings, format_size
+from tiermem.config import Settings
 from tiermem.core.block import Block, Role, Tier
 from tiermem.core.layout import TensorShape, pack
 from tiermem.core.residency import Record, ResidencyTable
 from tiermem.core.schedule import Planner
-from tiermem.errors import REFUSALS, CapacityError, ClosedError, InvariantError
+from tiermem.errors import REFUSALS, ClosedError, InvariantError
 from tiermem.io.engine import IoEngine
 from tiermem.runtime.contents import Contents
 from tiermem.runtime.debts import Debts
-from tiermem.runtime.homes import HomeRequest, Homes
+from tiermem.runtime.homes import HomeRequest
 from tiermem.runtime.hostheap import HostHeap
 from tiermem.runtime.inplace import InPlace
 from tiermem.runtime.lent import HomeLender
-from tiermem.runtime.opening import open_hbm, open_mover
+from tiermem.runtime.opening import open_hbm, open_homes, open_mover
 from tiermem.runtime.pacing import open_pacing
 from tiermem.runtime.prefetch import Prefetcher
 from tiermem.runtime.process import generation, tell_of_forks
+from tiermem.runtime.refusal import too_much_for_good
 from tiermem.runtime.repair import repair_blocks
 from tiermem.runtime.slots import Holder, Slot, SlotCache
 from tiermem.runtime.space import Space
@@ -40,7 +40,6 @@ from tiermem.runtime.stats import Counters, ResidencyRow, Stats, row_of, stats_o
 from tiermem.runtime.steady import Steady
 from tiermem.runtime.timeline import Timeline
 from tiermem.runtime.traffic import Traffic
-from tiermem.runtime.undisturbed import undisturbed
 from tiermem.runtime.uses import Uses
 from tiermem.transfer.copy import CopyEngine, CudaCopyEngine, HostCopyEngine
 from tiermem.transfer.filemover import FileMover
@@ -50,6 +49,10 @@ _IN_BACKWARD = (Role.GRAD, Role.ACTIVATION)
 
 class BlockManager:
     """Blocks in three tiers, under one roof and one lock."""
+
+    homes: Homes
+    io_engine: str
+    io_reason: str
 
     def __init__(self, settings: Settings, engine: Callable[[], IoEngine] | None = None) -> None:
         """Opens the tiers.
@@ -82,7 +85,7 @@ class BlockManager:
         self.largest_later = 0
         self.mover: FileMover | None = None
         try:
-            undisturbed(self._open_homes)
+            open_homes(self)
             self.arena = open_hbm(settings.hbm, self.device)
             self.copy: CopyEngine = CudaCopyEngine(self.device) if cuda else HostCopyEngine()
             self.table = ResidencyTable(self.arena.capacity)
@@ -108,7 +111,7 @@ class BlockManager:
             self.contents = Contents(self.traffic)
             self.lender = HomeLender(self)
             self.in_place = InPlace(self)
-            undisturbed(partial(self._open_mover, engine))
+            open_mover(self, engine)
             self.traffic.mover = self.mover
             self.prefetcher = Prefetcher(self)
             self.steady = Steady(self)
@@ -118,20 +121,6 @@ class BlockManager:
             self._give_back()
             raise
         tell_of_forks(self)
-
-    def _open_homes(self) -> None:
-        with self._on_device():
-            settings = self.settings
-            self.homes = Homes(settings.dram, settings.nvme, settings.nvme_bytes, self.device)
-
-    def _open_mover(self, engine: Callable[[], IoEngine] | None) -> None:
-        with self._on_device():
-            opened = open_mover(self.homes, self.copy, engine)
-            self.mover, self.io_engine, self.io_reason = opened
-
-    def _on_device(self) -> AbstractContextManager[object]:
-        """Makes the device the current one, as it need not be in another thread."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     # -- blocks ----------------------------------------------------------
 
@@ -515,16 +504,9 @@ class BlockManager:
         """
         if not blocks:
             return
-        capacity, largest = self.table.hbm.capacity, max(blocks, key=lambda block: block.nbytes)
         there = self.table.fixed_nbytes()
-        least = there + sum(block.nbytes for block in blocks)
-        if least > capacity:
-            raise CapacityError(
-                f"blocks whose home tier is hbm take {format_size(least)} of it for good, "
-                f"{format_size(there)} of them before these ({largest.name!r} is the largest, "
-                f"{format_size(largest.nbytes)}); the budget is {format_size(capacity)}; give hbm= "
-                f"at least {least}, and room for what streams, or another home tier to some roles"
-            )
+        if there + sum(block.nbytes for block in blocks) > self.table.hbm.capacity:
+            raise too_much_for_good(blocks, there, self.table.hbm.capacity)
         for block in blocks:
             record = self.table[block.id]
             self.uses.place_blank(record)
