@@ -24,7 +24,7 @@ from tiermem.errors import REFUSALS, ClosedError, InvariantError
 from tiermem.io.engine import IoEngine
 from tiermem.runtime.contents import Contents
 from tiermem.runtime.debts import Debts
-from tiermem.runtime.homes import HomeRequest
+from tiermem.runtime.homes import HomeRequest, Homes
 from tiermem.runtime.hostheap import HostHeap
 from tiermem.runtime.inplace import InPlace
 from tiermem.runtime.lent import HomeLender
