@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -314,3 +316,37 @@ def test_budgets_hold() -> None:
         assert stats.peak["hbm"] <= stats.budget["hbm"] == 96 << 10
         assert TIGHT["hbm"] == "96KiB"
         assert engine.explain()["zero_optimization.stage"].value == 3
+
+
+def test_imports_from_inside_are_found_once_installed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("""
+import tiermem.integrations.zero_infinity
+tiermem.integrations.zero_infinity.install()
+tiermem.integrations.zero_infinity.install()
+
+import deepspeed
+from deepspeed import zero
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.lr_schedules import OneCycle, WarmupLR
+from deepspeed.utils import logger
+
+assert deepspeed is tiermem.integrations.zero_infinity
+assert deepspeed.FusedAdam is FusedAdam and deepspeed.WarmupLR is WarmupLR
+print("found")
+""")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert done.stdout == "found\n"
+    script.write_text("""
+import sys, types
+sys.modules["deepspeed"] = types.ModuleType("deepspeed")
+import tiermem.integrations.zero_infinity as ours
+try:
+    ours.install()
+except ours.DeepSpeedConfigError as error:
+    print(error)
+""")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert "imported already" in done.stdout

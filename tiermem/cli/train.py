@@ -277,6 +277,7 @@ def _run_tiered(
             weights = copy_weights(model)
         title = f"{settings.shape.layers} layers, all steps and the last two"
         write_pictures(out, tier.timeline, seconds / settings.steps, title)
+        tier.close(discard=True)  # the weights were copied out above
     return Outcome(losses, weights, seconds), stats, roles
 
 

@@ -62,6 +62,15 @@ def check_module(model: object, manager_id: int) -> nn.Module:
     for name, module in model.named_modules():
         what = f"module {name or type(module).__name__!r}"
         if "_call_impl" in module.__dict__:
+            manager = getattr(
+                getattr(module.__dict__["_call_impl"], "runtime", None), "manager", None
+            )
+            if manager is not None and manager.closed:
+                raise WrapError(
+                    f"{what} was wrapped in a TierManager that cannot be used any more, and its "
+                    "weights are gone with it (close(discard=True), or it is the parent "
+                    "process's); make the module anew"
+                )
             raise WrapError(f"{what} is wrapped already; call tier.unwrap(module) first")
         if isinstance(module, torch.jit.ScriptModule):
             raise WrapError(

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from tiermem.core.block import Block, Role
+from tiermem.core.need import unit_limit
 from tiermem.errors import CapacityError, WrapError
 from tiermem.nn.activations import Activations
 from tiermem.nn.grads import GradStore
 from tiermem.nn.group import Entry, Group
+from tiermem.nn.need import Program, beside_optimizer
 from tiermem.nn.reduced import ReducedGradients
 from tiermem.nn.repair import inside
 from tiermem.nn.saved import SavedHooks
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from tiermem.nn.wrapped import WrappedModel
 
 _SOFT_IN_BACKWARD = 2
-_LEAST_UNIT = 16 << 20
 _PAST = 3  # blocks that forward has come to after the first one: it "has got further"
 
 
@@ -43,6 +44,10 @@ class BackwardWatcher(Protocol):
 
     def ends(self) -> None:
         """It is over."""
+        ...
+
+    def settle(self) -> None:
+        """Lets everybody look at all blocks, a step under way or not."""
         ...
 
 
@@ -81,6 +86,7 @@ class ModuleRuntime:
         groups: Every group of parameters, in the order of the modules.
         here: Where the calling thread is.
         grads: The gradients.
+        program: What models and optimizers there are, to say what budgets would do.
         reduced: Those that a ``DistributedDataParallel`` around a model takes part in.
         saved: The saved-tensor hooks.
         activations: Saved tensors that leave HBM.
@@ -93,6 +99,8 @@ class ModuleRuntime:
         models: The wrapped models, by the id of their module.
         wrapping: The one that is being wrapped.
         lendings: What users have as ordinary tensors, and what could not be taken back from them.
+        owner: The manager that users see, as long as models are wrapped: who has one of these has
+            the tiers.
     """
 
     def __init__(self, manager: BlockManager) -> None:
@@ -101,6 +109,7 @@ class ModuleRuntime:
         self.groups: list[Group] = []
         self.here = _Here()
         self.grads = GradStore(self)
+        self.program = Program(self)
         self.reduced = ReducedGradients(self)
         self.saved = SavedHooks(self)
         settings = manager.settings
@@ -116,6 +125,7 @@ class ModuleRuntime:
         self.lendings: list[Lending] = []
         self.models: dict[int, WrappedModel] = {}
         self.wrapping: WrappedModel | None = None
+        self.owner: object = None
         self.unwritten: list[Block] = []
         self._past = -1
         self.worst_chain = 0
@@ -146,17 +156,9 @@ class ModuleRuntime:
         self._backward = deque(g for g in self._backward if id(g) not in gone)
 
     def unit_limit(self, group: Group) -> int:
-        """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM.
-
-        A step holds a block of weights, its unit of gradients, and state and masters of a few
-        times the unit's size; and the next unit is fetched meanwhile. Units small enough for
-        that are not made smaller than what a link carries at full speed.
-        """
-        hbm = self.manager.table.hbm.capacity
-        sizes = [e.param.numel() * e.param.element_size() for e in group.entries] or [0]
-        free = max(0, hbm - group.block.nbytes)
-        limit = max(free // 20, min(_LEAST_UNIT, free // 8))
-        return max(max(sizes), min(sum(sizes), limit))
+        """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM."""
+        sizes = [e.param.numel() * e.param.element_size() for e in group.entries]
+        return unit_limit(self.manager.table.hbm.capacity, group.block.nbytes, sizes)
 
     def owner_of(self, block: Block, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the parameter or buffer that shares a version counter with a view of a block."""
@@ -253,7 +255,10 @@ class ModuleRuntime:
         self.manager.guard()
         self.enter_backward()
         _intercept(group)
-        group.hold()
+        try:
+            group.hold()
+        except CapacityError as error:
+            raise beside_optimizer(error) from None
         return 2 if self.saved.push_if_alone() else 1
 
     @inside

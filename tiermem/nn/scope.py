@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import is_grad_enabled, nn
 
-from tiermem.errors import REFUSALS, ParameterError, WrapError
+from tiermem.errors import REFUSALS, WrapError
 from tiermem.nn.compiler import WHOLE_GRAPH
 from tiermem.nn.group import Group
 from tiermem.nn.repair import entrance, repair
 from tiermem.nn.runtime import ModuleRuntime, outputs_with_grad
-from tiermem.nn.statedict import check_state
+from tiermem.nn.statedict import check_state, given_values
 
 if TYPE_CHECKING:
     from tiermem.nn.wrapped import WrappedModel
@@ -392,28 +392,6 @@ class CompileInterceptor(Interceptor):
         return {group.block.id for group in self.scope.groups}
 
 
-class ApplyInterceptor(Interceptor):
-    """Refuses ``to()``, ``half()`` and their like where they would change anything."""
-
-    __slots__ = ()
-
-    method = "_apply"
-
-    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Returns the module where ``fn`` changes no dtype and no device."""
-        for entry in self.scope.wrapped.entries:
-            probe = torch.empty(0, dtype=entry.param.dtype, device=entry.placeholder.device)
-            changed = fn(probe)
-            if changed.dtype != probe.dtype or changed.device != probe.device:
-                raise ParameterError(
-                    f"parameter {entry.name!r} lives in the tiers: its module cannot be moved or "
-                    f"cast to {changed.dtype} on {changed.device}; convert it before tier.wrap, or "
-                    "call tier.unwrap(module) first"
-                )
-            return self.module
-        return self.module
-
-
 class CopyInterceptor(Interceptor):
     """Makes an ordinary module where a wrapped one is copied: nothing of ours is in its way."""
 
@@ -493,7 +471,12 @@ class LoadAllInterceptor(Interceptor):
         """Checks every shape, then loads."""
         self.runtime.manager.guard()
         check_state(self.module, state_dict, *args, **kwargs)
-        return self.inner(state_dict, *args, **kwargs)
+        wrapped = self.scope.wrapped
+        wrapped.given = given_values(self.module, state_dict)
+        try:
+            return self.inner(state_dict, *args, **kwargs)
+        finally:
+            wrapped.given = {}
 
 
 OF_SCOPES: tuple[type[Interceptor], ...] = (
@@ -503,7 +486,7 @@ OF_SCOPES: tuple[type[Interceptor], ...] = (
     LoadInterceptor,
 )
 """What stands in modules whose calls are intercepted."""
-OF_ALL: tuple[type[Interceptor], ...] = (ApplyInterceptor, LoadAllInterceptor, CopyInterceptor)
-"""What stands in every module of a wrapped model."""
-INTERCEPTED = frozenset(kind.method for kind in OF_SCOPES + OF_ALL)
+OF_ALL: tuple[type[Interceptor], ...] = (LoadAllInterceptor, CopyInterceptor)
+"""What stands in every module of a wrapped model, beside ``ApplyInterceptor``."""
+INTERCEPTED = frozenset(["_apply", *(kind.method for kind in OF_SCOPES + OF_ALL)])
 """Names in a module's ``__dict__`` that are tiermem's."""

@@ -11,6 +11,7 @@ import torch
 
 from tiermem.errors import CapacityError, StepError, StorageError
 from tiermem.nn.lazy import end
+from tiermem.nn.need import Kept
 from tiermem.nn.quiet import quiet, uncompiled
 from tiermem.nn.repair import entrance
 from tiermem.nn.runtime import ModuleRuntime
@@ -21,7 +22,7 @@ from tiermem.optim.host import rooms_of
 from tiermem.optim.hoststeps import HostSteps, say_how_far
 from tiermem.optim.master import master_dtype_of
 from tiermem.optim.parted import ELEMENTWISE
-from tiermem.optim.plan import plan_units
+from tiermem.optim.plan import kept_of, plan_units
 from tiermem.optim.probe import StateProbe, check_separable, settings_of
 from tiermem.optim.scaling import Scaling
 from tiermem.optim.share import Speeds
@@ -113,6 +114,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._scaling: Scaling | None = None
         self._failed = ""
         self._units: list[StepUnit] = []
+        self._kept: list[Kept] = []
         groups = groups_of(params)
         template = self._template(groups)
         super().__init__(template, dict(self._defaults))
@@ -477,6 +479,8 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._manager.remove_blocks([b for unit in units for b in unit.kept_blocks()])
             self._closed = True
             self._units = []
+            for kept in self._kept:
+                runtime.program.optimizers.remove(kept)
             runtime.on_begin.remove(self._before_forward)
             self._norms.close(units)
             for kept in self._state.values():
@@ -537,22 +541,34 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Plans the units of new groups and reserves their homes."""
         first = len(self.param_groups) - len(groups)
         self._runtime.grads.keep_in(self._grad_dtype, [p for g in groups for p in g["params"]])
-        planned = plan_units(
-            self._runtime,
+        elementwise = self._cls in ELEMENTWISE and self._where != "host"
+        kept = kept_of(
             groups,
             first,
             self._probe,
-            self.make,
             self._master_dtype,
             overlap=self._overlap,
-            on_host=self._where != "device",
-            elementwise=self._cls in ELEMENTWISE and self._where != "host",
+            elementwise=elementwise,
         )
+        program, planned = self._runtime.program, []
         try:
+            planned = plan_units(
+                self._runtime,
+                groups,
+                first,
+                self._probe,
+                self.make,
+                self._master_dtype,
+                overlap=self._overlap,
+                on_host=self._where != "device",
+                elementwise=elementwise,
+            )
             self._choose_sides(planned)
-        except CapacityError:
+        except CapacityError as error:
             self._manager.remove_blocks([b for unit in planned for b in unit.kept_blocks()])
-            raise
+            raise program.refuse_optimizer(error, kept) from None
+        program.optimizers.append(kept)
+        self._kept.append(kept)
         if self._probe.eager:
             for unit in planned:
                 unit.begin(self._runtime, self.param_groups, self._state)

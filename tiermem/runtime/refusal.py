@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tiermem.config import format_size
 from tiermem.core.block import Block, align_up
 from tiermem.core.residency import ResidencyTable
@@ -47,13 +45,14 @@ def too_small(block: Block, table: ResidencyTable, slots: SlotCache) -> Capacity
     seen = any(why == _SEEN for _, _, why in held)
     return CapacityError(
         f"block {block.name!r} ({format_size(block.nbytes)}) does not fit in tier hbm "
-        f"({format_size(capacity)}) beside {names or 'nothing'}{pieces}; give hbm= at "
-        f"least {least}, or wrap with smaller blocks{MANY if seen else ''}"
+        f"({format_size(capacity)}) beside {names or 'nothing'}{pieces}",
+        f"give hbm= at least {least}",
+        f", or wrap with smaller blocks{MANY if seen else ''}",
     )
 
 
 def too_much_for_good(blocks: Sequence[Block], there: int, capacity: int) -> CapacityError:
-    """Says that blocks at home in HBM leave no room, or do not fit.
+    """Returns the error of blocks at home in HBM that do not fit.
 
     Args:
         blocks: Which were to be added.
@@ -65,6 +64,7 @@ def too_much_for_good(blocks: Sequence[Block], there: int, capacity: int) -> Cap
     return CapacityError(
         f"blocks whose home tier is hbm take {format_size(least)} of it for good, "
         f"{format_size(there)} of them before these ({largest.name!r} is the largest, "
-        f"{format_size(largest.nbytes)}); the budget is {format_size(capacity)}; give hbm= "
-        f"at least {least}, and room for what streams, or another home tier to some roles"
+        f"{format_size(largest.nbytes)}); the budget is {format_size(capacity)}",
+        f"give hbm= at least {least}, and room for what streams",
+        ", or another home tier to some roles",
     )
