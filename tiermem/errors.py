@@ -115,3 +115,16 @@ class StorageError(TierError, OSError):
 
 class IntegrityError(StorageError):
     """Bytes read back are not the bytes written (their checksum differs)."""
+
+
+REFUSALS = (
+    CapacityError,
+    CheckpointError,
+    ClosedError,
+    ConfigError,
+    ParameterError,
+    StepError,
+    StorageError,
+    WrapError,
+)
+"""Errors that are raised on purpose, where nothing is left half done."""

@@ -18,6 +18,7 @@ from tiermem.errors import ConfigError, WrapError
 from tiermem.nn.giveback import Leaving, finish, give_back, prepare, say_beside
 from tiermem.nn.inspect import check_module
 from tiermem.nn.materialize import Target, materialize
+from tiermem.nn.repair import entrance
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.wrapped import Blocks, WrappedModel
 from tiermem.optim.groups import Params
@@ -100,16 +101,21 @@ class TierManager:
                 ),
             )
         )
-        self._runtime = ModuleRuntime(self._manager)
-        self._wrapped: dict[int, WrappedModel] = {}
-        self._wraps = 0
-        self._optimizers = 0
-        self._leaving: list[Leaving] = []
-        # at the end of the interpreter; weakly, since the blocks lead back here while models live
-        weakref.finalize(self, _close, weakref.ref(self._manager))
+        try:
+            self._runtime = ModuleRuntime(self._manager)
+            self._wrapped = self._runtime.models
+            self._wraps = 0
+            self._optimizers = 0
+            self._leaving: list[Leaving] = []
+            # at the end of the interpreter; weakly: the blocks lead back here while models live
+            weakref.finalize(self, _close, weakref.ref(self._manager))
+        except BaseException:  # Ctrl-C
+            self._manager.close()
+            raise
 
     # -- models ----------------------------------------------------------
 
+    @entrance
     def wrap(
         self, model: ModuleT, blocks: Blocks = "auto", *, homes: Mapping[str, Home] | None = None
     ) -> ModuleT:
@@ -133,11 +139,12 @@ class TierManager:
         self._manager.guard()
         check_module(model, id(self._manager))
         self._runtime.activations.check()
-        self._wrapped[id(model)] = WrappedModel(model, self._runtime, blocks, self._wraps, homes)
+        WrappedModel(model, self._runtime, blocks, self._wraps, homes)
         self._runtime.owner = self  # who has the model has the tiers
         self._wraps += 1
         return model
 
+    @entrance
     def unwrap(self, model: ModuleT, device: str | torch.device | None = None) -> ModuleT:
         """Makes a wrapped model an ordinary one again.
 
@@ -156,6 +163,7 @@ class TierManager:
         self._forget(id(model))
         return model
 
+    @entrance
     def optimizer(
         self,
         params: Params,

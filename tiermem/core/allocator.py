@@ -193,6 +193,30 @@ class Allocator:
                 last, end = last + 1, behind + size
         gaps[first:last] = [(start, end - start)]
 
+    def rebuild(self, extents: Iterable[Extent]) -> None:
+        """Makes just these be handed out, whatever was before.
+
+        Args:
+            extents: No two of them overlap.
+
+        Raises:
+            InvariantError: If two overlap, or one reaches past the capacity.
+        """
+        ordered = sorted(extents, key=lambda extent: extent.offset)
+        gaps, at = [], 0
+        for extent in ordered:
+            if extent.offset < at or extent.end > self.capacity:
+                raise InvariantError(f"{extent} overlaps another, or the end")
+            if extent.offset > at:
+                gaps.append((at, extent.offset - at))
+            at = extent.end
+        if at < self.capacity:
+            gaps.append((at, self.capacity - at))
+        self._taken = {extent.offset: extent.nbytes for extent in ordered}
+        self._order = [extent.offset for extent in ordered]
+        self._gaps = gaps
+        self.used = sum(extent.nbytes for extent in ordered)
+
     def cheapest_window(
         self,
         nbytes: int,

@@ -9,7 +9,7 @@ transfer restores the state before it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -153,8 +153,8 @@ class ResidencyTable:
         record = self._records[block_id]
         if record.leases or record.in_hbm in (State.FILLING, State.DRAINING):
             raise self._wrong(record, "removed")
+        del self._records[block_id]  # first: cut short after it, the rest follows from it
         self._leave(record, keep=keep)
-        del self._records[block_id]
         self.nbytes -= record.block.nbytes
         return record
 
@@ -322,12 +322,12 @@ class ResidencyTable:
         record = self._records[block_id]
         if record.leases or record.in_hbm in (State.FILLING, State.DRAINING):
             raise self._wrong(record, "discarded")
+        record.defined = False  # first: cut short after it, the rest follows from it
+        record.at_home = State.ABSENT
         if not record.fixed:
             self._leave(record, keep=keep)
         elif record.usable:
             record.in_hbm = State.VALID
-        record.at_home = State.ABSENT
-        record.defined = False
 
     def orphans(self) -> list[Extent]:
         """Returns the HBM extents that belong to no block and are taken all the same."""
@@ -366,6 +366,45 @@ class ResidencyTable:
             raise self._wrong(record, "written at home")
         record.at_home = State.VALID
         record.defined = True
+
+    # -- after an exception ----------------------------------------------
+
+    def repair(self, orphans: Iterable[Extent] = ()) -> None:
+        """Makes everything agree again after an operation that an exception cut short anywhere.
+
+        What is believed are the records: whether a block has an extent in HBM, and whether that
+        copy is the only one. The rest is made anew from them. A block that was being dropped or
+        discarded when it happened is either there still or gone.
+
+        Args:
+            orphans: Extents that something looks at still, although their block has gone.
+        """
+        self._at.clear()
+        for record in self._records.values():
+            self._repair(record)
+            if record.extent is not None:
+                self._at[record.extent.offset] = record
+        self._orphans.update((extent.offset, extent) for extent in orphans)
+        for offset in [offset for offset in self._orphans if offset in self._at]:
+            del self._orphans[offset]  # was about to become one
+        held = [record.extent for record in self._at.values() if record.extent is not None]
+        self.hbm.rebuild([*held, *self._orphans.values()])
+        self.nbytes = sum(record.block.nbytes for record in self._records.values())
+
+    def _repair(self, record: Record) -> None:
+        if record.extent is None or record.in_hbm is State.ABSENT:
+            record.extent = None
+            record.in_hbm = State.ABSENT
+        if not record.defined:
+            record.at_home = State.ABSENT
+            if record.in_hbm is State.DIRTY or record.in_hbm is State.DRAINING:
+                record.in_hbm = State.VALID
+        elif record.in_hbm is State.VALID and record.at_home is not State.VALID:
+            record.in_hbm = State.DIRTY  # a write home that was about to be entered
+        if record.in_hbm is State.DIRTY or (
+            record.at_home is State.FILLING and record.in_hbm is not State.DRAINING
+        ):
+            record.at_home = State.ABSENT
 
     # -- rules -----------------------------------------------------------
 

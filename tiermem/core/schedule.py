@@ -193,6 +193,14 @@ class Planner:
         for step in self.schedule.upcoming(self.cursor):
             yield Step(step.position - self.cursor, step.block)
 
+    def reset(self) -> None:
+        """Ends the pass under way without learning from it, after an exception anywhere."""
+        self._trace = None
+        self._cache.clear()
+        self.schedule = Schedule(())
+        self.cursor = 0
+        self.last = -1
+
     def forget(self, blocks: set[int]) -> None:
         """Takes blocks that no longer exist out of every trace."""
         for key, order in self._known.items():

@@ -23,7 +23,9 @@ from tiermem.nn.lazy import (
 )
 from tiermem.nn.need import accumulates, beside_optimizer, check_gradients
 from tiermem.nn.quiet import quiet, unrecorded
+from tiermem.nn.repair import inside
 from tiermem.nn.shapes import follow, shape_of
+from tiermem.nn.unfinished import finish_change
 from tiermem.nn.weakly import Hook, Weak
 from tiermem.runtime.pipeline import Pipeline
 from tiermem.runtime.slots import Slot
@@ -61,15 +63,17 @@ class GradUnit:
         group: The group they are from.
         pending: Changes that every gradient of it awaits (the factor of a clipping); made when
             the block is next in HBM, so that they cost no sweep of their own.
+        changing: The one that is being made, and the version that each gradient had before.
     """
 
-    __slots__ = ("block", "entries", "group", "pending")
+    __slots__ = ("block", "changing", "entries", "group", "pending")
 
     def __init__(self, block: Block, entries: list[Entry], group: Group) -> None:
         self.block = block
         self.entries = entries
         self.group = group
         self.pending: list[Change] = []
+        self.changing: tuple[Change, list[tuple[torch.Tensor, int]]] | None = None
 
 
 def divide(group: Group, limit: int) -> list[list[Entry]]:
@@ -83,13 +87,14 @@ class GradStore:
     """Takes gradients into the tiers and gives them back.
 
     Attributes:
+        manager: Where the gradients are.
         watchers: Told of every gradient that arrives.
     """
 
     def __init__(self, runtime: ModuleRuntime) -> None:
         """Serves ``runtime``."""
         self._runtime = runtime
-        self._manager = runtime.manager
+        self.manager = runtime.manager
         self._displaced: list[Entry] = []
         self._dtypes: dict[int, torch.dtype] = {}
         self.watchers: list[Watcher] = []
@@ -151,7 +156,7 @@ class GradStore:
         for unit in units.values():
             for entry in unit.entries:
                 entry.unit = None
-        self._manager.remove_blocks([unit.block for unit in units.values()])
+        self.manager.remove_blocks([unit.block for unit in units.values()])
         self._dtypes.update((id(entry.param), dtype) for entry in entries)
 
     def reserve(self, groups: Iterable[Group]) -> None:
@@ -167,11 +172,11 @@ class GradStore:
                 shapes = [self._shape(e) for e in entries]
                 wanted.append((name, Role.GRAD, shapes))
                 units.append((entries, group))
-        for block, (entries, group) in zip(self._manager.add_blocks(wanted), units, strict=True):
+        for block, (entries, group) in zip(self.manager.add_blocks(wanted), units, strict=True):
             unit = GradUnit(block, entries, group)
             for index, entry in enumerate(entries):
-                entry.unit = unit
                 entry.unit_index = index
+                entry.unit = unit
 
     def measure(self, entries: Iterable[Entry], measure: Measure) -> None:
         """Has something measured of every gradient that arrives from now on, while it is in HBM.
@@ -217,7 +222,7 @@ class GradStore:
         unit = entry.unit
         if unit is not None and not any(e.has_grad for e in unit.entries):
             unit.pending.clear()
-            self._manager.discard(unit.block)
+            self.manager.discard(unit.block)
 
     def hand_over(self, entry: Entry, gradient: torch.Tensor) -> None:
         """Forgets the gradient of a parameter that leaves the tiers.
@@ -229,18 +234,18 @@ class GradStore:
         stand_in, entry.lazy = entry.lazy, None
         held = is_held(stand_in) or (stand_in is not None and is_elsewhere(stand_in))
         if isinstance(stand_in, LazyTensor) and held:
-            orphan(stand_in, gradient.to(self._manager.device, copy=True))
+            orphan(stand_in, gradient.to(self.manager.device, copy=True))
         entry.has_grad = False
 
     def owed(self, entry: Entry) -> bool:
         """Whether a step that uses the gradient of a parameter is still to be made."""
-        return entry.unit is not None and entry.unit.block.id in self._manager.debts
+        return entry.unit is not None and entry.unit.block.id in self.manager.debts
 
     def pay(self, unit: GradUnit | None) -> None:
         """Has a step made that uses the gradients of a unit and is still owed."""
-        if unit is not None and unit.block.id in self._manager.debts:
-            with self._manager.lock:
-                self._manager.debts.pay(unit.block.id)
+        if unit is not None and unit.block.id in self.manager.debts:
+            with self.manager.lock:
+                self.manager.debts.pay(unit.block.id)
 
     def sync(self, entry: Entry) -> None:
         """Takes up what a user did to ``param.grad``: another tensor or None ends our own."""
@@ -300,6 +305,11 @@ class GradStore:
             entry.displaced = False
         self._displaced = waiting
 
+    def forget_backward(self) -> None:
+        """Forgets what is under way in a backward, which an exception has ended."""
+        self._arriving = self._pipeline = None
+        self._displaced = []
+
     def dtype_of(self, entry: Entry) -> torch.dtype:
         """Returns the dtype that gradients of a parameter are kept in."""
         return self.dtype_for(entry.param)
@@ -308,6 +318,7 @@ class GradStore:
         """Returns the same for a parameter that may not be managed yet."""
         return self._dtypes.get(id(param), param.dtype)
 
+    @inside
     def load(self, entry: Entry, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns a copy of a stored gradient in ordinary memory on the device.
 
@@ -325,15 +336,15 @@ class GradStore:
             with torch.no_grad():
                 return slot.views[entry.unit_index].to(dtype or entry.param.dtype, copy=True)
         finally:
-            self._manager.release(entry.unit.block)
+            self.manager.release(entry.unit.block)
 
     def open(self, unit: GradUnit) -> Slot:
         """Acquires a unit's block and makes the changes that are pending; release it after use."""
-        slot = self._manager.acquire(unit.block)
+        slot = self.manager.acquire(unit.block)
         try:
             self.settle(unit, slot)
         except BaseException:
-            self._manager.release(unit.block)
+            self.manager.release(unit.block)
             raise
         return slot
 
@@ -341,15 +352,22 @@ class GradStore:
         """Makes the changes that are pending on a unit whose block has been acquired."""
         if unit.pending:
             views = [slot.views[e.unit_index] for e in unit.entries if e.has_grad]
-            with torch.no_grad():
-                for change in unit.pending:
-                    change(views)
-            unit.pending.clear()
+            if views:
+                self.manager.mark_dirty(unit.block)
             self.unmeasure(unit.entries)
+            try:
+                with torch.no_grad():
+                    while unit.pending:
+                        change = unit.pending[0]
+                        unit.changing = change, [(view, view._version) for view in views]
+                        change(views)
+                        del unit.pending[0]
+                        unit.changing = None
+            except BaseException:
+                finish_change(unit)
+                raise
             for entry in unit.entries:
                 refresh(entry.lazy, slot.views[entry.unit_index])
-            if views:
-                self._manager.mark_dirty(unit.block)
 
     def store(self, entry: Entry, gradient: torch.Tensor, *, add: bool = False) -> None:
         """Puts a dense gradient into the tiers, and its lazy stand-in into ``param.grad``."""
@@ -378,7 +396,7 @@ class GradStore:
                         self._measured[id(entry)] = measure, measure(view)
             entry.has_grad = True
         finally:
-            self._manager.release(unit.block, dirty=written)
+            self.manager.release(unit.block, dirty=written)
         self.expose(entry)
         if not add:
             for watcher in self.watchers:
@@ -391,7 +409,7 @@ class GradStore:
             entry.lazy = lazy(
                 entry.param.shape,
                 dtype,
-                self._manager.device,
+                self.manager.device,
                 Weak(self.load, entry, dtype),
                 Weak(self._written, entry),
                 formal=entry.param.dtype,
@@ -399,6 +417,7 @@ class GradStore:
         if entry.param.grad is not entry.lazy:
             entry.param.grad = entry.lazy
 
+    @inside
     def _written(self, entry: Entry, gradient: torch.Tensor) -> None:
         """A user wrote to a stand-in, which need not be in ``param.grad`` any more."""
         stand_in = entry.lazy
@@ -414,6 +433,7 @@ class GradStore:
         like = torch.empty(entry.param.shape, dtype=self.dtype_of(entry), device="meta")
         return shape_of(entry.name, like, entry.group.block.tensors[entry.index].stride)
 
+    @inside
     def _before(self, entry: Entry, _gradient: torch.Tensor | None = None) -> None:
         """Runs before autograd accumulates: gets the lazy stand-in out of its way."""
         entry.announced = True
@@ -444,6 +464,7 @@ class GradStore:
                 entry.displaced = True
                 self._displaced.append(entry)
 
+    @inside
     def _after(self, entry: Entry, _param: torch.Tensor) -> None:
         """Runs after autograd has put a new gradient into ``param.grad``."""
         if not entry.announced:
@@ -494,5 +515,5 @@ class GradStore:
         if before is None or not any(entry.has_grad for entry in before.entries):
             return
         if self._pipeline is None:
-            self._pipeline = Pipeline(self._manager)
+            self._pipeline = Pipeline(self.manager)
         self._pipeline.write([before.block], gradients=True)

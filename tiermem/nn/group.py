@@ -9,7 +9,7 @@ import torch
 from torch import is_inference_mode_enabled, nn
 from torch.utils.hooks import RemovableHandle
 
-from tiermem.core.block import Block
+from tiermem.core.block import ALIGNMENT, Block, Extent
 from tiermem.nn.away import away_class, group_of
 from tiermem.nn.names import HeldDict, TieredDict
 from tiermem.nn.placeholder import shared_placeholder
@@ -160,11 +160,13 @@ class Group(Holder):
         insides: Of the modules that need it.
         freed: Whether its module was taken out of the tiers.
         stepped: How many of its writes were steps of an optimizer.
+        stays: Whether it is held for as long as its module is in the tiers.
     """
 
     lender: Lender
     freed = False
     stepped = 0
+    stays = False
 
     def __init__(self, manager: BlockManager, block: Block, *, writes_hidden: bool = False) -> None:
         """Describes a block.
@@ -344,6 +346,49 @@ class Group(Holder):
         """Points the tensors at the block's new place."""
         self._point(slot)
         slot.idle = not (self.holds or self.soft)
+
+    def repair(self) -> None:
+        """Lets go of everything after an exception anywhere; nobody holds the group.
+
+        Tensors that a user has pointed at memory of their own keep those values.
+        """
+        if self.stays or not self._members:
+            return
+        for inside in self.insides:
+            inside.reset()
+        record = self.manager.table.get(self.block.id)
+        slot = self.manager.slots.current.get(self.block.id)
+        self.holds, self.soft = 0, False
+        with _Plain(), torch.inference_mode(False), torch.no_grad():
+            if slot is not None and record is not None and record.usable:
+                written = self._take_home(slot) or self._count() != self._versions
+                record.leases += written
+                if written:
+                    self.manager.table.mark_dirty(self.block.id)
+            for left in (self._slot, slot):
+                if left is not None:
+                    left.pointed, left.idle = 0, False
+            self._slot = None
+            self._sort_members()
+            self._away()
+        self._versions = self._count()
+        _change(self._hidden)
+
+    def _take_home(self, slot: Slot) -> bool:
+        """Takes over what a user pointed tensors at; what is in the arena is a block's."""
+        base = self.manager.arena.bytes_of(Extent(0, ALIGNMENT)).data_ptr()
+        found = False
+        for member in self._members:
+            data, view = member.tensor.data, slot.views[member.index]
+            address = data.untyped_storage().data_ptr()
+            if member.materialized or base <= address < base + self.manager.arena.capacity:
+                continue
+            if address == member.placeholder.untyped_storage().data_ptr():
+                continue
+            if data.shape == view.shape and data.dtype is view.dtype:
+                view.copy_(data)
+                found = True
+        return found
 
     def leases(self) -> int:
         """Returns how many leases of the block are this group's own."""

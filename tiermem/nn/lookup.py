@@ -16,6 +16,7 @@ from torch.nn.modules import module as modules
 from torch.utils._device import DeviceContext
 
 from tiermem.nn.group import ORDINARY, Entry
+from tiermem.nn.repair import repair
 from tiermem.nn.scope import CallInterceptor, Scope
 
 _SHARE = 2
@@ -59,6 +60,8 @@ class LookupInterceptor(CallInterceptor):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Looks rows up where they lie in DRAM, or calls the module as any other."""
+        if self._manager.unsure:
+            repair(self.runtime)
         ids = args[0] if len(args) == 1 and not kwargs else None
         if self._here.depth and isinstance(ids, torch.Tensor) and self._may(ids):
 

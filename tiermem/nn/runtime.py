@@ -21,12 +21,15 @@ from tiermem.nn.grads import GradStore
 from tiermem.nn.group import Entry, Group
 from tiermem.nn.need import Program, beside_optimizer
 from tiermem.nn.reduced import ReducedGradients
+from tiermem.nn.repair import inside
 from tiermem.nn.saved import SavedHooks
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.pipeline import Pipeline
 
 if TYPE_CHECKING:
+    from tiermem.nn.materialize import Lending
     from tiermem.nn.scope import Scope
+    from tiermem.nn.wrapped import WrappedModel
 
 _SOFT_IN_BACKWARD = 2
 _PAST = 3  # blocks that forward has come to after the first one: it "has got further"
@@ -93,9 +96,11 @@ class ModuleRuntime:
             forward has got further. Models read values back as they begin (is a mask needed?), and
             on CUDA such a read waits for all copies down that are ready to run.
         worst_chain: Most bytes of blocks that nested calls of one model hold at once.
+        models: The wrapped models, by the id of their module.
+        wrapping: The one that is being wrapped.
+        lendings: What users have as ordinary tensors, and what could not be taken back from them.
         owner: The manager that users see, as long as models are wrapped: who has one of these has
             the tiers.
-        stranded: Parameters that a failed disk kept from being taken back after materialize.
     """
 
     def __init__(self, manager: BlockManager) -> None:
@@ -117,7 +122,9 @@ class ModuleRuntime:
         )
         self.on_begin: list[Callable[[bool], None]] = []
         self.backwards: list[BackwardWatcher] = []
-        self.stranded: list[Entry] = []
+        self.lendings: list[Lending] = []
+        self.models: dict[int, WrappedModel] = {}
+        self.wrapping: WrappedModel | None = None
         self.owner: object = None
         self.unwritten: list[Block] = []
         self._past = -1
@@ -231,6 +238,7 @@ class ModuleRuntime:
             with suppress(CapacityError):  # there may be no backward; if there is, it says so
                 self.grads.reserve(self.groups)
 
+    @inside
     def demand(self, group: Group) -> None:
         """A parameter is reached for while its block is not held."""
         self.manager.guard()
@@ -241,6 +249,7 @@ class ModuleRuntime:
         _intercept(group)
         self._remember(group)
 
+    @inside
     def lend(self, group: Group) -> int:
         """Holds a group for one operation on a tensor of it that is away."""
         self.manager.guard()
@@ -252,6 +261,7 @@ class ModuleRuntime:
             raise beside_optimizer(error) from None
         return 2 if self.saved.push_for_operation() else 1
 
+    @inside
     def lent(self, group: Group, token: int, *, dirty: bool) -> None:
         """Ends that; the group stays pointed at the block until that leaves."""
         if token == 2:
@@ -274,6 +284,7 @@ class ModuleRuntime:
 
     # -- backward --------------------------------------------------------
 
+    @inside
     def enter_backward(self) -> None:
         """Backward has reached something of ours: a new pass, the first time."""
         if torch._C._current_graph_task_id() == -1:
@@ -295,6 +306,7 @@ class ModuleRuntime:
         self.activations.begin_backward()
         self.grads.begin_backward()
 
+    @inside
     def before_backward(self, scope: Scope) -> None:
         """The gradient of a module's output is there: its backward comes next."""
         if self.manager.closed:
@@ -315,6 +327,7 @@ class ModuleRuntime:
         if self._in_backward and ending is self._ending:
             self.grads.restore()
 
+    @inside
     def end_backward(self) -> None:
         """Backward is over, or was cut short by an error some time ago."""
         if not self._in_backward:
@@ -328,6 +341,12 @@ class ModuleRuntime:
         self._backward.clear()
         self.activations.end_backward()
         self.busy("backward", self._backward_began)
+
+    def reset_backward(self) -> None:
+        """Ends a backward after an exception anywhere, however far its end had come."""
+        self._in_backward = True
+        self.end_backward()
+        self._ambient = []
 
     def busy(self, what: str, began_ns: int) -> None:
         """Counts host time spent in a pass."""
@@ -345,10 +364,10 @@ class ModuleRuntime:
 
 def _intercept(group: Group) -> None:
     """Has the calls of all modules that need a group intercepted: one may be called by itself."""
-    for inside in group.insides:
-        if inside.away:
+    for who in group.insides:
+        if who.away:
             with group.manager.lock:
-                inside.restore()
+                who.restore()
 
 
 def entries_of(groups: Iterable[Group]) -> list[Entry]:

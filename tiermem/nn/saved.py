@@ -30,6 +30,7 @@ from tiermem.errors import ParameterError
 from tiermem.nn.activations import Kept, SavedActivation
 from tiermem.nn.away import group_of
 from tiermem.nn.hookpair import Pair, change_pushed, top_pair
+from tiermem.nn.repair import inside
 from tiermem.runtime.slots import Slot, typed_view
 from tiermem.runtime.transforms import transforming, untransformed
 
@@ -104,7 +105,7 @@ class SavedHooks:
     def __init__(self, runtime: ModuleRuntime) -> None:
         """Serves ``runtime``."""
         self._runtime = runtime
-        self._manager = runtime.manager
+        self.manager = runtime.manager
         self._plain: Pair = (self._pack_plain, self._unpack)
 
     def on_top(self) -> bool:
@@ -166,7 +167,7 @@ class SavedHooks:
         """
         used = [group.block.id for group in groups if not group.is_replaced()]
         with untransformed() if transforming() else nullcontext():
-            aliases = [_alias(self._manager.slots.current[block_id]) for block_id in used]
+            aliases = [_alias(self.manager.slots.current[block_id]) for block_id in used]
         for tensor in outputs:
             if tensor.grad_fn is not None:
                 kept: dict[str, Any] = tensor.grad_fn.metadata  # type: ignore[assignment]
@@ -190,9 +191,10 @@ class SavedHooks:
             address = tensor.untyped_storage().data_ptr()
         except RuntimeError:  # zeros without memory, as forward-mode differentiation makes them
             return None
-        return self._manager.by_address.get(address)
+        return self.manager.by_address.get(address)
 
     @_passed_over
+    @inside
     def _pack_plain(self, tensor: torch.Tensor) -> Any:
         found = self.reference(tensor)
         if found is not None:
@@ -206,15 +208,16 @@ class SavedHooks:
 
         It looks through the storage that is only read, and has the tensor's version counter.
         """
-        record = self._manager.table.get(saved.block.id)
+        record = self.manager.table.get(saved.block.id)
         if record is None or not record.fixed or saved.conj or saved.neg:
             return None
-        slot = self._manager.slots.current[saved.block.id]
+        slot = self.manager.slots.current[saved.block.id]
         with torch._C.DisableTorchFunctionSubclass():
             alias = tensor.detach()
             alias.data = _view_of(slot, saved)
         return Kept(alias)
 
+    @inside
     def _unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is SavedView:
             return packed.hooks.view(packed)
@@ -239,9 +242,9 @@ class SavedHooks:
             StorageError: If they cannot be read.
             ClosedError: If the manager is closed.
         """
-        owner, debts = saved.owner, self._manager.debts
+        owner, debts = saved.owner, self.manager.debts
         if saved.block.id in debts:  # a step that is owed changes the weight, and is counted then
-            with self._manager.lock:
+            with self.manager.lock:
                 debts.pay(saved.block.id)
         if owner is not None and saved.version not in (-1, owner._version):
             raise RuntimeError(
@@ -250,14 +253,14 @@ class SavedHooks:
                 f"{owner._version}; expected version {saved.version} instead"
             )
         self._runtime.enter_backward()
-        if self._manager.table.get(saved.block.id) is None and not self._manager.closed:
+        if self.manager.table.get(saved.block.id) is None and not self.manager.closed:
             view = _taken_out(saved)
         else:
-            slot = self._manager.acquire(saved.block)
+            slot = self.manager.acquire(saved.block)
             try:
                 view = _view_of(slot, saved)
             finally:
-                self._manager.release(saved.block)
+                self.manager.release(saved.block)
         if torch.is_grad_enabled():
             # backward with a graph of its own saves this again, where no hook of ours sees it: a
             # copy in ordinary memory does not hold the block in HBM
@@ -365,10 +368,11 @@ def _only_keeps(pair: Pair) -> bool:
 class _Covering:
     """A pack hook over another pair."""
 
-    __slots__ = ("hooks", "only_keeps", "outer", "recomputes")
+    __slots__ = ("hooks", "manager", "only_keeps", "outer", "recomputes")
 
     def __init__(self, hooks: SavedHooks, outer: Pair) -> None:
         self.hooks = hooks
+        self.manager = hooks.manager
         self.outer = outer
         self.only_keeps = _only_keeps(outer)
         # a checkpoint computes with the weights of then, changed or not
@@ -384,6 +388,7 @@ class _Covering:
         """The user's pair that such a pair covers."""
         return getattr(self.outer[0], "_user_hooks", None)
 
+    @inside
     def __call__(self, tensor: torch.Tensor) -> Any:
         found = self.hooks.reference(tensor)
         if found is not None and self.recomputes:

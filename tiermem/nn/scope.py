@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import is_grad_enabled, nn
 
-from tiermem.errors import WrapError
+from tiermem.errors import REFUSALS, WrapError
 from tiermem.nn.compiler import WHOLE_GRAPH
 from tiermem.nn.group import Group
+from tiermem.nn.repair import entrance, repair
 from tiermem.nn.runtime import ModuleRuntime, outputs_with_grad
 from tiermem.nn.statedict import check_state, given_values
 from tiermem.runtime.transforms import transforming
@@ -115,6 +116,14 @@ class Inside:
         if self._guests:
             self._guests = set()
             self._let_go()
+
+    def reset(self) -> None:
+        """Forgets who is inside, after an exception anywhere; nobody is."""
+        self.thread = self._depth = 0
+        self._guests = set()
+        for call in self._calls:
+            call.module.__dict__.setdefault(_CALL, call)
+        self.away = False
 
     def restore(self) -> None:
         """Puts the calls back that are out of the way."""
@@ -237,6 +246,10 @@ class Interceptor:
         self.runtime: ModuleRuntime = scope.wrapped.runtime
         self.inner: Callable[..., Any] = getattr(type(module), self.method).__get__(module)
 
+    @property
+    def _runtime(self) -> ModuleRuntime:
+        return self.runtime
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the method."""
         return self.inner(*args, **kwargs)
@@ -287,44 +300,57 @@ class CallInterceptor(Interceptor):
         ):
             return self.inner(*args, **kwargs)
         runtime, manager, groups, here = self.runtime, self._manager, self._groups, self._here
+        if manager.unsure:
+            repair(runtime)
         began = held = 0
         depth = here.depth
-        if not depth:
-            manager.guard()
-            runtime.begin_forward(self.scope)
-            began = time.perf_counter_ns()
-        elif runtime.unwritten and groups:
-            runtime.got_further(self.scope)
-        here.depth = depth + 1
-        pushed = entered = inside = False
+        pushed = entered = inside = theirs = ended = False
         try:
-            if self._begins and runtime.activations.store is not None:
-                entered = runtime.activations.enter(self.scope)
-            with manager.lock:
-                for group in groups:
-                    group.hold_locked()
-                    held += 1
-                self._inside.enter(self._begins)
-                inside = True
-            pushed = is_grad_enabled() and runtime.saved.push()
-            result = self.inner(*args, **kwargs)
-            if pushed or is_grad_enabled():
-                self._watch(self.scope, runtime, result, pushed)
-            return result
-        finally:
-            if pushed:
-                runtime.saved.pop()
-            if entered:
-                runtime.activations.leave()
-            here.depth = depth
-            with manager.lock:
-                if inside:
-                    self._inside.leave()
-                while held:
-                    held -= 1
-                    groups[held].let_go_locked()
-            if began:
-                runtime.busy(self.scope.name or "forward", began)
+            if not depth:
+                manager.guard()
+                runtime.begin_forward(self.scope)
+                began = time.perf_counter_ns()
+            elif runtime.unwritten and groups:
+                runtime.got_further(self.scope)
+            here.depth = depth + 1
+            try:
+                if self._begins and runtime.activations.store is not None:
+                    entered = runtime.activations.enter(self.scope)
+                with manager.lock:
+                    for group in groups:
+                        group.hold_locked()
+                        held += 1
+                    self._inside.enter(self._begins)
+                    inside = True
+                pushed = is_grad_enabled() and runtime.saved.push()
+                theirs = True
+                result = self.inner(*args, **kwargs)
+                theirs = False
+                if pushed or is_grad_enabled():
+                    self._watch(self.scope, runtime, result, pushed)
+                return result
+            finally:
+                if pushed:
+                    runtime.saved.pop()
+                if entered:
+                    runtime.activations.leave()
+                here.depth = depth
+                with manager.lock:
+                    if inside:
+                        self._inside.leave()
+                    while held:
+                        held -= 1
+                        groups[held].let_go_locked()
+                if began:
+                    runtime.busy(self.scope.name or "forward", began)
+                ended = True
+        except REFUSALS:
+            raise
+        except BaseException:
+            if not (theirs and ended):  # it came at a line of ours; no call: see entrance
+                manager.torn = manager.unsure = True
+                here.depth = depth
+            raise
 
     @staticmethod
     def _watch(scope: Scope, runtime: ModuleRuntime, result: Any, pushed: bool) -> None:
@@ -418,6 +444,7 @@ class SaveInterceptor(Interceptor):
 
     method = "_save_to_state_dict"
 
+    @entrance
     def __call__(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Fills ``destination`` with copies in host memory."""
         self.inner(destination, prefix, keep_vars)
@@ -431,6 +458,7 @@ class LoadInterceptor(Interceptor):
 
     method = "_load_from_state_dict"
 
+    @entrance
     def __call__(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
         """Loads into the blocks."""
         with self.scope.wrapped.holding(self.module):
@@ -444,6 +472,7 @@ class LoadAllInterceptor(Interceptor):
 
     method = "load_state_dict"
 
+    @entrance
     def __call__(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Checks every shape, then loads."""
         self.runtime.manager.guard()

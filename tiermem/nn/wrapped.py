@@ -12,7 +12,7 @@ from torch import nn
 
 from tiermem.config import Home, format_size
 from tiermem.core.block import Role
-from tiermem.errors import CapacityError
+from tiermem.errors import REFUSALS, CapacityError
 from tiermem.nn import around
 from tiermem.nn.applied import ApplyInterceptor
 from tiermem.nn.blocks import BlockPlan, Inventory
@@ -21,6 +21,7 @@ from tiermem.nn.group import Entry, Group, Member
 from tiermem.nn.inspect import Found, can_move, find, link_shared, owners
 from tiermem.nn.lookup import LookupInterceptor, is_lookup
 from tiermem.nn.names import HeldDict, TieredDict
+from tiermem.nn.originals import Originals, undo_wrap
 from tiermem.nn.partition import Predicate, checked_homes
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.scope import (
@@ -36,6 +37,12 @@ from tiermem.nn.transformed import follow_transforms
 from tiermem.nn.writes import may_write_uncounted
 
 _OF_ALL: tuple[type[Interceptor], ...] = (ApplyInterceptor, *OF_ALL)
+_REPLACED = (
+    "_parameters",
+    "_buffers",
+    "_compiled_call_impl",
+    *(kind.method for kind in (*OF_SCOPES, *_OF_ALL)),
+)
 
 
 class WrappedModel:
@@ -94,27 +101,34 @@ class WrappedModel:
         buffers = [f for f in find(model, "_buffers") if can_move(f)]
         own = checked_homes(homes, self._modules)
         inventory = Inventory(model, blocks, params, buffers, own)
-        self.runtime.program.models.append(inventory)
+        self.before: Originals | None = None  # what it was, until it is wrapped
+        runtime.wrapping = self
         hide_from_compiler()
         around.follow(runtime.reduced)
         follow_transforms()
         try:
+            self.runtime.program.models.append(inventory)
             plan = inventory.plan(self.manager.table.hbm.capacity)
             self._territory = plan.territory
             self._plan(plan)
             self._check_hbm()
             self._move_in()
+            self._inventory = inventory
+            self._install()
+            runtime.models[id(model)] = self
+            runtime.wrapping = self.before = None
         except BaseException as error:
-            self._abandon()
+            if not isinstance(error, REFUSALS):
+                self.manager.cut_short()
+            undo_wrap(self)
             refused: BaseException = error
             if isinstance(error, CapacityError):
                 refused = runtime.program.refuse_model(error)
-            runtime.program.models.remove(inventory)
+            if inventory in runtime.program.models:
+                runtime.program.models.remove(inventory)
             if refused is not error:
                 raise refused from None
             raise
-        self._inventory = inventory
-        self._install()
 
     # -- planning --------------------------------------------------------
 
@@ -150,6 +164,7 @@ class WrappedModel:
         name = f"{self.name}.small_buffers"
         block = self.manager.add_blocks([(name, Role.BUFFER, shapes)], home="hbm")[0]
         group = Group(self.manager, block, writes_hidden=True)
+        group.stays = True
         self._fill_group(group, plan.small, [])
         self._sources[block.id] = [f.tensor.detach() for f in plan.small]
         return group
@@ -247,15 +262,15 @@ class WrappedModel:
                     self.manager.write_home(group.block, sources)
         self._sources.clear()
 
-    def _abandon(self) -> None:
-        """Undoes a wrap that failed; the model's own tensors were not touched."""
-        groups = [*self.groups, *([self.resident] if self.resident else [])]
-        for group in groups:
-            self.manager.holders.pop(group.block.id, None)
-        self.manager.remove_blocks([g.block for g in groups])
+    def blocks(self) -> set[int]:
+        """Returns the ids of the blocks of its parameters and buffers."""
+        resident = [self.resident] if self.resident is not None else []
+        return {group.block.id for group in (*self.groups, *resident)}
 
     def _install(self) -> None:
         """Points the tensors at their blocks' placeholders and intercepts the modules."""
+        groups = [*self.groups, *([self.resident] if self.resident is not None else [])]
+        self.before = Originals(groups, self._modules.values(), _REPLACED)
         self.runtime.add(self.groups)
         if self.resident is not None:
             self.resident.ready(self.runtime)

@@ -13,6 +13,7 @@ from tiermem.errors import CapacityError, StepError, StorageError
 from tiermem.nn.lazy import end
 from tiermem.nn.need import Kept
 from tiermem.nn.quiet import quiet, uncompiled
+from tiermem.nn.repair import entrance
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim import clip
 from tiermem.optim.backward import InBackward
@@ -123,6 +124,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     # -- the optimizer's own methods -------------------------------------
 
+    @entrance
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Makes one step, each block of weights in turn.
 
@@ -268,6 +270,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         pipeline.write(unit.kept_blocks())
         self._manager.timeline.add("optimizer", unit.name, began, time.perf_counter_ns())
 
+    @entrance
     def finish(self) -> None:
         """Makes what is left of the last step (``overlap``); whoever looks has it made anyway."""
         unfinished = self._unfinished()
@@ -280,6 +283,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Returns units that are owed a step, of those that were asked for."""
         return self._owed if self._inside is None else self._owed - self._inside.made.keys()
 
+    @entrance
     def accumulate(self, micro_batches: int) -> None:
         """Says how many backwards there are for each step, from the next step on.
 
@@ -330,6 +334,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         with self._manager.lock, quiet(self._manager.device):
             take_in_edits(self._runtime, units, self.param_groups, self._state)
 
+    @entrance
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients, or sets them to zero."""
         self._refuse_if_closed("zero_grad()")
@@ -342,6 +347,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self._inside is not None:
             self._inside.forgotten(set_to_none=set_to_none)
 
+    @entrance
     def clip_grad_norm_(
         self,
         max_norm: float,
@@ -373,6 +379,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 error_if_nonfinite=error_if_nonfinite,
             )
 
+    @entrance
     def grad_norm(
         self,
         norm_type: float = 2.0,
@@ -394,12 +401,14 @@ class TieredOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             return self._norms.total(self._units, params, kind)
 
+    @entrance
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamps every gradient to ``[-clip_value, clip_value]``."""
         self._settle_to_clip("clip_grad_value_()")
         for unit in self._units:
             unit.change(self._runtime, partial(clip.clamp, limit=float(clip_value)))
 
+    @entrance
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, and reserves homes for their state."""
         if not hasattr(self, "_units") or not getattr(self, "_ready", False):
@@ -414,6 +423,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             self.param_groups.remove(group)
             raise
 
+    @entrance
     def state_dict(self) -> dict[str, Any]:
         """Returns what the plain optimizer's ``state_dict`` would, with tensors in host memory.
 
@@ -431,6 +441,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             result = result if changed is None else changed
         return result
 
+    @entrance
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state over, from this or from the plain optimizer.
 
@@ -449,6 +460,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         for post in self._optimizer_load_state_dict_post_hooks.values():
             post(self)
 
+    @entrance
     def close(self) -> None:
         """Gives the room of state and masters back; what it has not stepped is stepped first.
 

@@ -194,7 +194,6 @@ class ActivationStore:
             self.counters.kept += 1
             return None
         copy = Copy(self._dropped, storage, low, nbytes, name)
-        copy.ident = self._next
         copy.place = place
         try:
             self._write(copy, place, body)
@@ -202,6 +201,7 @@ class ActivationStore:
             copy.place = None
             self.pool.give_back(place)
             raise
+        copy.ident = self._next
         self._number(copy)
         self._of_storage[storage._cdata] = copy
         self._held[copy.ident] = (ref(copy), nbytes)
@@ -440,6 +440,14 @@ class ActivationStore:
             if source is not None and place.transfer is not None:
                 self._leaving.append((source, None, place.transfer))
             self.pool.give_back(place)
+
+    def repair(self) -> None:
+        """Counts anew what is held and fetched, after an exception anywhere."""
+        self.collect()
+        self.pool.repair()
+        self._held_bytes = sum(nbytes for _, nbytes in self._held.values())
+        self._fetched_bytes = sum(nbytes for _, nbytes in self._fetched.values())
+        self._looked_to = float("inf")
 
     def copies(self) -> list[Copy]:
         """Returns the copies there are, in the order of saving."""

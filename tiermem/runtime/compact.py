@@ -8,18 +8,39 @@ the device is waited for before and after.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from tiermem.core.block import align_up
+from tiermem.core.block import Extent, align_up
 from tiermem.core.residency import Record
+from tiermem.runtime.slots import Slot
 
 if TYPE_CHECKING:
     from tiermem.runtime.space import Space
     from tiermem.runtime.stats import Counters
 
 _BOUNCE = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Slide:
+    """A block on its way to a lower address.
+
+    Attributes:
+        record: The block.
+        source: Where it was.
+        target: Where it goes.
+        begin: How many of its bytes are there.
+        piece: The bytes from there on, which the target may have been written over with already.
+    """
+
+    record: Record
+    source: Slot
+    target: Slot
+    begin: int
+    piece: torch.Tensor | None
 
 
 class Compactor:
@@ -29,6 +50,7 @@ class Compactor:
         """Works for ``space``, under its lock."""
         self._space = space
         self._counters = counters
+        self._sliding: _Slide | None = None
 
     def gather(self, nbytes: int, keep: Record | None = None) -> bool:
         """Makes one gap of ``nbytes`` by evicting and moving blocks; nothing may be under way.
@@ -102,20 +124,56 @@ class Compactor:
     def _slide(self, record: Record, offset: int) -> None:
         """Moves a block to a lower address, which may overlap the one it has."""
         space = self._space
-        block = record.block
+        block, old = record.block, record.extent
+        if old is None:
+            return
         source = space.slots.current[block.id]
         pointed = source.pointed
-        extent = space.table.relocate(block.id, offset)
-        target = space.slots.enter(block, extent)
-        with torch.no_grad(), torch.inference_mode(False):
-            for begin in range(0, extent.nbytes, _BOUNCE):
-                end = min(begin + _BOUNCE, extent.nbytes)
-                target.bytes[begin:end].copy_(source.bytes[begin:end].clone())
+        target = space.slots.slot(block, Extent(offset, old.nbytes))
+        self._move(_Slide(record, source, target, 0, None))
+        space.table.relocate(block.id, offset)
+        space.slots.enter(block, target.extent)
         holder = space.holders.get(block.id)
         if holder is not None and (pointed or holder.leases()):
             holder.repoint(target)
         source.pointed = 0
+        self._sliding = None
         space.traffic.ready.pop(block.id, None)
         space.traffic.changes += 1
         space.traffic.quiet = False
         self._counters.relocations += 1
+
+    def finish(self) -> None:
+        """Finishes a move that an exception cut short: half of the bytes may be at either place.
+
+        The allocator is not told: its owner makes it anew from where the blocks are.
+        """
+        slide = self._sliding
+        if slide is None:
+            return
+        self._move(slide)
+        record, target = slide.record, slide.target
+        self._space.traffic.copy.synchronize()
+        record.extent = target.extent
+        holder = self._space.holders.get(record.block.id)
+        if holder is not None and (slide.source.pointed or holder.leases()):
+            holder.repoint(target)
+        slide.source.pointed = 0
+        self._sliding = None
+
+    def _move(self, slide: _Slide) -> None:
+        """Copies what is left of a block's bytes.
+
+        The two places may overlap, so a piece that has been written cannot be read again: it is
+        kept until the next one is. Cut short anywhere, this can go on with the slide kept last.
+        """
+        source, target = slide.source.bytes, slide.target.bytes
+        begin, piece = slide.begin, slide.piece
+        with torch.no_grad(), torch.inference_mode(False):
+            while begin < target.numel():
+                if piece is None:
+                    piece = source[begin : begin + _BOUNCE].clone()
+                self._sliding = replace(slide, begin=begin, piece=piece)
+                target[begin : begin + piece.numel()].copy_(piece)
+                begin += piece.numel()
+                piece = None

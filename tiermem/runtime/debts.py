@@ -27,7 +27,8 @@ class Debt:
     Attributes:
         name: For messages.
         blocks: Ids of the blocks that it reads or writes, in the order in which it uses them.
-        work: Does it; whole, or not at all where it raises.
+        work: Does it; whole, or not at all where it raises. Called once more after it was done, as
+            an exception may have it, it does nothing.
         elsewhere: What goes on in another thread, to be taken up by ``work``; None where that
             does it all.
     """
@@ -49,6 +50,7 @@ class Debts:
         """Owes nothing."""
         self.owed: dict[int, list[Debt]] = {}
         self._elsewhere: deque[Debt] = deque()
+        self._paying: list[Debt] = []
 
     def __bool__(self) -> bool:
         return bool(self.owed)
@@ -117,16 +119,29 @@ class Debts:
         return list(dict.fromkeys(found))
 
     def _settle(self, debts: list[Debt]) -> None:
-        for debt in debts:  # all first: the work of one may use the block, and is not to pay others
-            self._strike(debt)
+        self._paying.extend(debts)
         try:
+            for debt in debts:  # all first: the work of one may use the block, and pays no others
+                self._strike(debt)
             while debts:
                 debts[0].work()
+                self._paying.remove(debts[0])
                 del debts[0]
         except BaseException:
-            for debt in debts:
-                self.add(debt)
+            self._owe_again(debts)
             raise
+
+    def _owe_again(self, debts: Sequence[Debt]) -> None:
+        """Owes what was about to be done once more; what was done by then knows that it was."""
+        for debt in debts:
+            self._strike(debt)
+            self.add(debt)
+            if debt in self._paying:
+                self._paying.remove(debt)
+
+    def repair(self) -> None:
+        """Owes what an exception kept from being done; nothing of it is under way."""
+        self._owe_again(list(self._paying))
 
     def _strike(self, debt: Debt) -> None:
         for block_id in dict.fromkeys(debt.blocks):

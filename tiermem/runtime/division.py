@@ -30,6 +30,14 @@ class Division:
         self._lanes: tuple[int, ...] = ()
         self._parts = [(0, self.border)]
 
+    def reset(self) -> None:
+        """Leaves all of HBM to what streams, until :meth:`keep` is called again."""
+        self.border = self._table.hbm.capacity
+        self.by_lane = {}
+        self._slot, self._lanes = 0, ()
+        self._parts = [(0, self.border)]
+        self.residents = frozenset()
+
     def keep(self, residents: frozenset[int], slot: int, lanes: tuple[int, ...] = ()) -> bool:
         """Divides HBM anew.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +11,11 @@ import torch
 from tiermem.config import Home, format_size
 from tiermem.core.allocator import Allocator
 from tiermem.core.block import Extent, Tier, align_up
-from tiermem.errors import CapacityError
+from tiermem.errors import REFUSALS, CapacityError
 from tiermem.storage.arena import HostArena
 from tiermem.storage.swapfile import SwapFile
+
+Owned = tuple[Tier, Extent]
 
 _CHUNKS = 16
 _LEAST_CHUNK = 32 << 10
@@ -73,6 +75,7 @@ class Homes:
                 f"tier dram: an NVMe tier needs {staging} bytes of staging, the budget is {dram}",
                 f"give dram= at least {staging}",
             )
+        self._bytes: dict[int, torch.Tensor] = {}
         self.swap = SwapFile([Path(p) for p in nvme], nvme_bytes, self.chunk) if nvme else None
         try:
             self.arena = HostArena(Tier.DRAM, dram // 4096 * 4096, device=device)
@@ -81,15 +84,19 @@ class Homes:
             raise
         self.dram = Allocator(self.arena.capacity)
         self.staging: torch.Tensor | None = None
+        self._staging: list[Owned] = []
         if staging:
             extent = self.dram.allocate(staging)
             if extent is not None:
                 self.staging = self.arena.bytes_of(extent)
-        self._bytes: dict[int, torch.Tensor] = {}
+                self._staging = [(Tier.DRAM, extent)]
         self.nvme_used = 0
         self.nvme_peak = 0
         self.reclaimers: list[Callable[[], bool]] = []
         """Each gives up space that is kept for later, and returns whether there was any."""
+        self.owners: list[Callable[[], Iterable[Owned]]] = []
+        """Each returns the space that it has from here. Whoever has any, but for blocks and what
+        is read ahead, enters itself: what nobody has is freed by :meth:`repair`."""
 
     def reserve(self, requests: Sequence[HomeRequest]) -> list[tuple[Tier, Extent | None]]:
         """Reserves a home for every request, or for none.
@@ -127,7 +134,7 @@ class Homes:
             for index, request in enumerate(requests):
                 if tiers[index] is Tier.NVME:
                     given[index] = (Tier.NVME, self._on_disk(request.nbytes))
-        except BaseException:
+        except REFUSALS:  # any other may have come anywhere: repair() finds what it has left
             for tier, extent in given:
                 if extent is not None:
                     self.release(tier, extent)
@@ -141,6 +148,12 @@ class Homes:
             found = self._bytes[extent.offset] = self.arena.bytes_of(extent)
         return found
 
+    def holds(self, tier: Tier, extent: Extent) -> bool:
+        """Whether a home extent is handed out."""
+        if tier is Tier.DRAM:
+            return self.dram.holds(extent)
+        return self.swap is not None and self.swap.holds(extent)
+
     def release(self, tier: Tier, extent: Extent) -> None:
         """Gives a home extent back."""
         if tier is Tier.DRAM:
@@ -149,6 +162,23 @@ class Homes:
         elif tier is Tier.NVME and self.swap is not None:
             self.swap.free(extent)
             self.nvme_used -= extent.nbytes
+
+    def repair(self, blocks: Iterable[Owned]) -> None:
+        """Frees what nobody has, because an exception came between taking it and entering it.
+
+        Args:
+            blocks: The homes of all blocks.
+        """
+        owned = [*self._staging, *blocks]
+        for owner in self.owners:
+            owned.extend(owner())
+        found = set(owned)
+        self._bytes.clear()
+        self.dram.rebuild(extent for tier, extent in found if tier is Tier.DRAM)
+        if self.swap is not None:
+            on_disk = [extent for tier, extent in found if tier is Tier.NVME]
+            self.swap.keep_only(on_disk)
+            self.nvme_used = sum(extent.nbytes for extent in on_disk)
 
     def close(self) -> None:
         """Closes the stores; the swap files vanish."""

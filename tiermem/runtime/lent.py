@@ -128,9 +128,24 @@ class HomeLender:
             self._defined[block.id] = self._defined[block.id] or written
             self._out[block.id] -= 1
             if not self._out[block.id]:
-                del self._out[block.id], self._before[block.id]
-                if self._defined.pop(block.id):
+                del self._out[block.id]
+                self._before.pop(block.id, None)
+                if self._defined[block.id]:
                     self._manager.table.home_written(block.id)
+                del self._defined[block.id]
+
+    def repair(self) -> None:
+        """Takes back what an exception kept from being lent, or from being given back in full."""
+        table = self._manager.table
+        for block_id, defined in list(self._defined.items()):
+            if self._out.get(block_id):
+                continue
+            self._out.pop(block_id, None)
+            self._before.pop(block_id, None)
+            record = table.get(block_id)
+            if record is not None and defined and not record.defined:
+                table.home_written(block_id)
+            del self._defined[block_id]
 
     def _views(self, block: Block) -> list[torch.Tensor]:
         record = self._manager.table[block.id]

@@ -15,12 +15,12 @@ from contextlib import ExitStack
 
 import torch
 
-from tiermem.config import Settings, format_size
+from tiermem.config import Settings
 from tiermem.core.block import Block, Role, Tier
 from tiermem.core.layout import TensorShape, pack
 from tiermem.core.residency import Record, ResidencyTable
 from tiermem.core.schedule import Planner
-from tiermem.errors import CapacityError, ClosedError, InvariantError
+from tiermem.errors import REFUSALS, ClosedError, InvariantError
 from tiermem.io.engine import IoEngine
 from tiermem.runtime.contents import Contents
 from tiermem.runtime.debts import Debts
@@ -28,10 +28,12 @@ from tiermem.runtime.homes import HomeRequest, Homes
 from tiermem.runtime.hostheap import HostHeap
 from tiermem.runtime.inplace import InPlace
 from tiermem.runtime.lent import HomeLender
-from tiermem.runtime.opening import open_hbm, open_mover
+from tiermem.runtime.opening import open_hbm, open_homes, open_mover
 from tiermem.runtime.pacing import open_pacing
 from tiermem.runtime.prefetch import Prefetcher
 from tiermem.runtime.process import generation, tell_of_forks
+from tiermem.runtime.refusal import too_much_for_good
+from tiermem.runtime.repair import repair_blocks
 from tiermem.runtime.slots import Holder, Slot, SlotCache
 from tiermem.runtime.space import Space
 from tiermem.runtime.stats import Counters, ResidencyRow, Stats, row_of, stats_of
@@ -47,6 +49,10 @@ _IN_BACKWARD = (Role.GRAD, Role.ACTIVATION)
 
 class BlockManager:
     """Blocks in three tiers, under one roof and one lock."""
+
+    homes: Homes
+    io_engine: str
+    io_reason: str
 
     def __init__(self, settings: Settings, engine: Callable[[], IoEngine] | None = None) -> None:
         """Opens the tiers.
@@ -70,14 +76,16 @@ class BlockManager:
         self.debts = Debts()
         self.closers: list[Callable[[], object]] = []  # what others have open, by the time of close
         self._generation = generation()
+        self.torn = False  # whether an exception came at a line of ours; see cut_short
+        self.unsure = False  # and nobody has looked since who holds what
         self._closed = False
         self._given_back = False
         self._forking = False
         self._next_id = 0
         self.largest_later = 0
         self.mover: FileMover | None = None
-        self.homes = Homes(settings.dram, settings.nvme, settings.nvme_bytes, self.device)
         try:
+            open_homes(self)
             self.arena = open_hbm(settings.hbm, self.device)
             self.copy: CopyEngine = CudaCopyEngine(self.device) if cuda else HostCopyEngine()
             self.table = ResidencyTable(self.arena.capacity)
@@ -103,7 +111,7 @@ class BlockManager:
             self.contents = Contents(self.traffic)
             self.lender = HomeLender(self)
             self.in_place = InPlace(self)
-            self.mover, self.io_engine, self.io_reason = open_mover(self.homes, self.copy, engine)
+            open_mover(self, engine)
             self.traffic.mover = self.mover
             self.prefetcher = Prefetcher(self)
             self.steady = Steady(self)
@@ -146,15 +154,20 @@ class BlockManager:
                 where = own or self.settings.policy.home(role)
                 requests.append(HomeRequest(name, nbytes, where))  # type: ignore[arg-type]
             places = self.homes.reserve(requests)
-            for block, (tier, extent) in zip(blocks, places, strict=True):
-                self.table.add(block, tier, extent)
             try:
+                for block, (tier, extent) in zip(blocks, places, strict=True):
+                    self.table.add(block, tier, extent)
                 self._fix([b for b in blocks if self.table[b.id].home is Tier.HBM])
-            except BaseException:
+                later = (block.nbytes for block in blocks if block.role in _IN_BACKWARD)
+                self.largest_later = max(self.largest_later, *later, 0)
+            except BaseException as error:
+                if not isinstance(error, REFUSALS):
+                    repair_blocks(self)  # it may have come anywhere
                 self.remove_blocks(blocks)
+                for tier, extent in places:
+                    if extent is not None and self.homes.holds(tier, extent):
+                        self.homes.release(tier, extent)  # no block of the table had it yet
                 raise
-            later = (block.nbytes for block in blocks if block.role in _IN_BACKWARD)
-            self.largest_later = max(self.largest_later, *later, 0)
             return blocks
 
     def remove_blocks(self, blocks: Sequence[Block]) -> None:
@@ -392,8 +405,10 @@ class BlockManager:
             return
         with self.lock:
             self._closed = True
-            self.traffic.quiet = False
+            if hasattr(self, "traffic"):
+                self.traffic.quiet = False
             self._give_back()
+            self._given_back = True
 
     def stop(self) -> None:
         """Stops every transfer for good; what is in HBM and at home in DRAM can still be read.
@@ -412,8 +427,8 @@ class BlockManager:
     def _give_back(self) -> None:
         """Closes whatever was opened, each thing however the others fare."""
         with ExitStack() as steps:  # runs them last first
-            steps.callback(setattr, self, "_given_back", True)
-            steps.callback(self.homes.close)
+            if hasattr(self, "homes"):
+                steps.callback(self.homes.close)
             if hasattr(self, "arena"):
                 steps.callback(self.arena.close)
             if hasattr(self, "slots"):
@@ -478,7 +493,27 @@ class BlockManager:
                 "optimizer.state_dict() before); open a new one and wrap again"
             )
 
+        if self.torn:
+            self._repair()
+
+    def cut_short(self) -> None:
+        """Says that an exception has passed that came at a line of ours: anything may be half done.
+
+        The next call from outside has :mod:`tiermem.runtime.repair` put it right.
+        """
+        self.torn = self.unsure = True
+        self.traffic.quiet = False  # so that the short way of a use is not taken
+
     # -- inside ----------------------------------------------------------
+
+    def _repair(self) -> None:
+        """Puts the blocks right, unless an operation of this very thread is under way."""
+        if self.lock._is_owned():  # type: ignore[attr-defined]
+            return
+        with self.lock:
+            if self.torn:
+                repair_blocks(self)
+                self.torn = False
 
     def _io(self) -> tuple[str, str]:
         """Returns the name of the I/O engine, and why it is this one."""
@@ -495,17 +530,9 @@ class BlockManager:
         """
         if not blocks:
             return
-        capacity, largest = self.table.hbm.capacity, max(blocks, key=lambda block: block.nbytes)
         there = self.table.fixed_nbytes()
-        least = there + sum(block.nbytes for block in blocks)
-        if least > capacity:
-            raise CapacityError(
-                f"blocks whose home tier is hbm take {format_size(least)} of it for good, "
-                f"{format_size(there)} of them before these ({largest.name!r} is the largest, "
-                f"{format_size(largest.nbytes)}); the budget is {format_size(capacity)}",
-                f"give hbm= at least {least}, and room for what streams",
-                ", or another home tier to some roles",
-            )
+        if there + sum(block.nbytes for block in blocks) > self.table.hbm.capacity:
+            raise too_much_for_good(blocks, there, self.table.hbm.capacity)
         for block in blocks:
             record = self.table[block.id]
             self.uses.place_blank(record)

@@ -122,6 +122,13 @@ class Pacing:
                 self._open = _Sample(key, self._counters.bytes_by_link())
         self._slowed = self.sampling or self.pending
 
+    def cut_short(self) -> None:
+        """Drops what is being measured, after an exception anywhere."""
+        self._open = self._before = self._begin = None
+        self._waiting.clear()
+        self._fills, self._older = {}, {}
+        self.sampling = self.pending = False
+
     def arrived(self) -> None:
         """Says that the compute stream has come to a use, before it waits for anything."""
         self._drop_loose()

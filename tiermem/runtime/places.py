@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from weakref import WeakSet
 
 from tiermem.config import Home
 from tiermem.core.block import Extent, Tier, align_up
@@ -13,7 +13,6 @@ from tiermem.transfer.copy import Event
 from tiermem.transfer.filemover import FileTransfer
 
 
-@dataclass(slots=True, eq=False)
 class Place:
     """An extent below HBM.
 
@@ -25,11 +24,14 @@ class Place:
         transfer: The last file transfer of it.
     """
 
-    tier: Tier
-    extent: Extent
-    written: Event | None = None
-    read: Event | None = None
-    transfer: FileTransfer | None = None
+    __slots__ = ("__weakref__", "extent", "read", "tier", "transfer", "written")
+
+    def __init__(self, tier: Tier, extent: Extent) -> None:
+        self.tier = tier
+        self.extent = extent
+        self.written: Event | None = None
+        self.read: Event | None = None
+        self.transfer: FileTransfer | None = None
 
 
 class PlacePool:
@@ -55,7 +57,9 @@ class PlacePool:
         self._idle: dict[tuple[Tier, int], list[Place]] = {}
         self.used = 0
         self.peak = 0
+        self._all: WeakSet[Place] = WeakSet()
         homes.reclaimers.append(self.trim)
+        homes.owners.append(self._owned)
 
     @property
     def idle(self) -> int:
@@ -85,6 +89,7 @@ class PlacePool:
             if extent is None:
                 return None
             place = Place(tier, extent)
+            self._all.add(place)
         self.used += size
         self.peak = max(self.peak, self.used)
         return place
@@ -101,7 +106,17 @@ class PlacePool:
             while places:
                 place = places.pop()
                 self._settle(place)
+                self._all.discard(place)
                 self._homes.release(place.tier, place.extent)
                 found = True
         self._idle.clear()
         return found
+
+    def _owned(self) -> Iterator[tuple[Tier, Extent]]:
+        """Yields the space of every place that is idle or that anybody has."""
+        for place in self._all:
+            yield place.tier, place.extent
+
+    def repair(self) -> None:
+        """Counts anew what is handed out, after an exception anywhere."""
+        self.used = sum(place.extent.nbytes for place in self._all) - self.idle

@@ -184,6 +184,17 @@ class Prefetcher:
         """Has the walk go on from the present use: blocks have changed places unseen by it."""
         self._restart(self._planner.cursor)
 
+    def reset(self) -> None:
+        """Forgets every plan, after an exception anywhere: they are made anew."""
+        self._planned = None
+        self._outlooks.clear()
+        self._held.clear()
+        self._previous = None
+        self._lanes = None
+        self._shared = self._parking = False
+        self._complete = (None, -1)
+        self._restart(0)
+
     def _restart(self, cursor: int) -> None:
         self._changes = self._traffic.changes
         self._traffic.gone.clear()

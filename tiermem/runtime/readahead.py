@@ -372,6 +372,26 @@ class ReadAhead:
             self._bury()
         return self.nbytes < before
 
+    def reset(self) -> None:
+        """Forgets everything, after an exception anywhere; nothing is being read any more.
+
+        Its places are the caller's to free. What it had are copies, to be read again.
+        """
+        for entries in (self.staged, self._places, self._cancelled, self._slots, self._fixed):
+            entries.clear()
+        self.parked.clear()
+        self.reading = []
+        self._dying, self._free = [], []
+        self._queue = NextUseQueue()
+        self._shared = None
+        self.unsettled = False
+        self.nbytes = 0
+
+    def cancel(self) -> None:
+        """Gives up the reads that have no place, which would otherwise never end."""
+        for block_id in list(self.parked):
+            self._unpark(block_id)
+
     def settle(self) -> None:
         """Waits for every read under way."""
         for _, transfer in self.reading:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tiermem.config import format_size
 from tiermem.core.block import Block, align_up
 from tiermem.core.residency import ResidencyTable
@@ -48,4 +50,23 @@ def too_small(block: Block, table: ResidencyTable, slots: SlotCache) -> Capacity
         f"({format_size(capacity)}) beside {names or 'nothing'}{pieces}",
         f"give hbm= at least {least}",
         f", or wrap with smaller blocks{MANY if seen else ''}",
+    )
+
+
+def too_much_for_good(blocks: Sequence[Block], there: int, capacity: int) -> CapacityError:
+    """Returns the error of blocks at home in HBM that do not fit.
+
+    Args:
+        blocks: Which were to be added.
+        there: Bytes taken for good before them.
+        capacity: The budget.
+    """
+    largest = max(blocks, key=lambda block: block.nbytes)
+    least = there + sum(block.nbytes for block in blocks)
+    return CapacityError(
+        f"blocks whose home tier is hbm take {format_size(least)} of it for good, "
+        f"{format_size(there)} of them before these ({largest.name!r} is the largest, "
+        f"{format_size(largest.nbytes)}); the budget is {format_size(capacity)}",
+        f"give hbm= at least {least}, and room for what streams",
+        ", or another home tier to some roles",
     )

@@ -9,7 +9,7 @@ while it is alive the bytes stay too, but nobody writes through it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -146,6 +146,10 @@ class Holder(Protocol):
         """Returns how many leases of the block are this holder's own, and follow a repoint."""
         return 0
 
+    def repair(self) -> None:
+        """Lets go of everything after an exception anywhere; nobody holds the block."""
+        return
+
     def forked(self) -> None:
         """Points elsewhere what points at the block, leased or not: a forked child has no bytes."""
         return
@@ -200,6 +204,21 @@ class SlotCache:
             if len(kept) > _KEPT_PER_BLOCK:
                 del kept[next(iter(kept))]
         return slot
+
+    def repair(self, places: Iterable[tuple[Block, Extent]]) -> None:
+        """Makes just these blocks be in HBM, after an operation that was cut short.
+
+        Args:
+            places: Every block that is there or on its way, and where.
+        """
+        self.by_address.clear()
+        current = dict(self.current)
+        self.current.clear()
+        for block, extent in places:
+            slot = current.get(block.id)
+            if slot is None or slot.extent != extent:
+                slot = self.slot(block, extent)
+            self.current[block.id] = self.by_address[slot.address] = slot
 
     def forget(self, block_id: int) -> None:
         """Lets the slots of a block go."""

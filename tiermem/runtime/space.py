@@ -414,12 +414,12 @@ class Space:
         self.moved.discard(block_id)
         slot = self.slots.current.get(block_id)
         keep = slot is not None and slot.aliased and (gone or not record.fixed)
+        if keep and slot is not None:
+            self._orphans.append(slot)  # first: cut short, the bytes must stay all the same
         if gone:
             self.table.remove(block_id, keep=keep)
         else:
             self.table.discard(block_id, keep=keep)
-        if keep and slot is not None:
-            self._orphans.append(slot)
         if gone or not record.fixed:
             self.traffic.leave(block_id, seen=keep)
 
@@ -434,6 +434,25 @@ class Space:
             self.unpoint(record)
         return not slot.aliased
 
+    def repair(self) -> None:
+        """Makes table, slots and what is kept beside them agree after an exception anywhere.
+
+        Every lease is left as it is.
+        """
+        self._compactor.finish()
+        self.table.repair(slot.extent for slot in self._orphans if slot.aliased)
+        left = self.table.orphans()
+        self._orphans = [slot for slot in self._orphans if slot.extent in left]
+        inside = [(r.block, r.extent) for r in self.table if r.extent is not None]
+        self.slots.repair(inside)
+        self._queue.schedule = None
+        self.left = None
+        self.unseen.clear()
+        self.moved.clear()
+        self._rounds.clear()
+        self._attempts = 0
+        self.division.reset()
+
     def reap(self) -> bool:
         """Frees what belongs to no block and that nothing looks at; returns whether it found any.
 
@@ -441,10 +460,9 @@ class Space:
         got it because of a Ctrl-C in between.
         """
         gone = [slot for slot in self._orphans if not slot.aliased]
-        if gone:
-            self._orphans = [slot for slot in self._orphans if slot not in gone]
-            for slot in gone:
-                self.table.reclaim(slot.extent)
+        for slot in gone:
+            self._orphans.remove(slot)
+            self.table.reclaim(slot.extent)
         if len(self.slots.current) != self.table.present:
             for block_id in list(self.slots.current):
                 record = self.table.get(block_id)

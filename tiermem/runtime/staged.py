@@ -147,6 +147,7 @@ class HostStage:
         self._ahead: deque[Order] = deque()
         self._moves: list[FileTransfer] = []
         self._reserved: list[Extent] = []
+        manager.homes.owners.append(self._owned)
         self._own, self._shared = self._open(loads)
 
     @property
@@ -158,6 +159,11 @@ class HostStage:
         """Gives the memory back; nothing is in it."""
         while self._reserved:
             self._manager.homes.release(Tier.DRAM, self._reserved.pop())
+        if self._owned in self._manager.homes.owners:
+            self._manager.homes.owners.remove(self._owned)
+
+    def _owned(self) -> list[tuple[Tier, Extent]]:
+        return [(Tier.DRAM, extent) for extent in self._reserved]
 
     # -- under the manager's lock ----------------------------------------
 

@@ -229,6 +229,12 @@ class Steady:
             swap = Swap(record, leaves, extent.nbytes, cursor + position)
             noted.swaps.append((cursor, swap))
 
+    def reset(self) -> None:
+        """Forgets what passes did, after an exception anywhere."""
+        self._tapes.clear()
+        self._open = self._steps = self._schedule = None
+        self.swift = False
+
     def repeat(self) -> bool:
         """Does what the passes before did at this use; returns False where it is to be decided."""
         steps = self._steps

@@ -268,6 +268,37 @@ class Traffic:
         self.ahead.settle()
         self.poll()
 
+    def repair(self) -> None:
+        """Waits until nothing moves, and ends what is under way by the table alone.
+
+        After an exception anywhere, with the table repaired; see :mod:`tiermem.runtime.repair`.
+        """
+        self.patient = False
+        if self.mover is not None:
+            self.ahead.cancel()
+            self.mover.wait_all()
+            self.mover.poll()
+        for block_id, flight in list(self.flights.items()):
+            if self.table.get(block_id) is None:
+                del self.flights[block_id]
+            elif flight.transfer.finished:
+                self._land(block_id, flight)
+        self.copy.synchronize()
+        for record in self.table:
+            if record.in_hbm is State.FILLING:
+                self.table.end_fill(record.block.id, ok=False)
+                self.slots.leave(record.block.id)
+            elif record.in_hbm is State.DRAINING:
+                self.table.end_drain(record.block.id, ok=False)
+        for block_id in [*self.ready, *self.home_ready]:
+            if self.table.get(block_id) is None:
+                self.ready.pop(block_id, None)
+                self.home_ready.pop(block_id, None)
+        self.ahead.reset()
+        self.gone.clear()
+        self.changes += 1
+        self.quiet = False
+
     def wait(self, transfer: FileTransfer) -> None:
         """Waits for one transfer, and counts that as a stall."""
         if transfer.finished:

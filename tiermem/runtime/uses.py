@@ -41,7 +41,7 @@ class Uses:
             slot = self._steady.take(block_id)
             if slot is not None:
                 return slot
-        if manager.closed:
+        if manager.closed or manager.torn:
             manager.guard()
         if debts.owed:
             if block_id in debts.owed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 
 from tiermem.core.block import Extent
 
@@ -62,6 +63,23 @@ class FreeList:
         del self._taken[extent.offset]
         self.used -= extent.nbytes
         self._give(extent.offset, extent.nbytes)
+
+    def rebuild(self, extents: Iterable[Extent]) -> None:
+        """Makes just these be handed out, whatever was before.
+
+        Args:
+            extents: No two of them overlap.
+        """
+        self._starts, self._lengths, self._taken = [], {}, {}
+        at = 0
+        for extent in sorted(extents, key=lambda extent: extent.offset):
+            if extent.offset > at:
+                self._give(at, extent.offset - at)
+            self._taken[extent.offset] = extent.nbytes
+            at = extent.end
+        if at < self.capacity:
+            self._give(at, self.capacity - at)
+        self.used = sum(self._taken.values())
 
     def _cut(self, start: int, nbytes: int) -> None:
         length = self._lengths.pop(start)

@@ -12,7 +12,7 @@ import errno
 import itertools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -271,6 +271,14 @@ class SwapFile:
         self.forget(extent)
         self._free.give_back(extent)
 
+    def holds(self, extent: Extent) -> bool:
+        """Whether just this extent is handed out."""
+        return self._free.holds(extent)
+
+    def keep_only(self, extents: Iterable[Extent]) -> None:
+        """Makes just these be handed out: others were lost when a call was cut short."""
+        self._free.rebuild(extents)
+
     def pieces(self, extent: Extent) -> list[Piece]:
         """Returns the parts of an extent by ascending offset, cut where the stripes are.
 
@@ -339,8 +347,6 @@ class SwapFile:
 
     def close(self) -> None:
         """Closes the files, and so gives their space back; in a forked child does nothing."""
-        if self._closed:
-            return
         self._closed = True
         if os.getpid() != self._pid:
             return  # the child may have given these numbers to other files already
@@ -356,6 +362,9 @@ class SwapFile:
         self._close_files()
 
     def _close_files(self) -> None:
-        fds, self._fds = self._fds, []
-        for fd in fds:
-            os.close(fd)
+        while self._fds:  # cut short, it can be called again for the rest
+            os.close(self._fds.pop())
+
+    def __del__(self) -> None:
+        if getattr(self, "_fds", None):  # an exception came before anybody had this to close it
+            self.close()

@@ -65,6 +65,9 @@ class MoverStats:
     wait_seconds: float
 
 
+_LOOK = 0.01
+
+
 class FileMover:
     """The pump between a swap file and memory. Close it before its store.
 
@@ -274,6 +277,19 @@ class FileMover:
         with self._pump.lock:
             while not (transfer.rests or transfer.finished):
                 self._pump.changed.wait()
+
+    def wait_all(self) -> None:
+        """Blocks, without the GIL, until nothing is under way but reads that wait for a target.
+
+        Also for what its caller knows nothing of, because an exception came between.
+
+        Raises:
+            ClosedError: If the mover belongs to another process.
+        """
+        self._check_process()
+        with self._pump.lock:
+            while self._pump.at_work():
+                self._pump.changed.wait(_LOOK)
 
     def wait_any(self, transfers: Sequence[FileTransfer]) -> None:
         """Blocks, without the GIL, until one of several has finished; hurries none.

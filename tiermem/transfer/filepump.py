@@ -69,6 +69,7 @@ class Pump:
         self._make_helpers = threads() if helpers is None else helpers
         self._pid = os.getpid()
         self._inbox: list[tuple[Message, FileTransfer, Job | None]] = []
+        self._taking = False
         self._closing = False
         self._started = threading.Event()
         self._brisk = False
@@ -126,6 +127,13 @@ class Pump:
                 self._engine.wake()
             self._inbox.append((message, transfer, job))
             return True
+
+    def at_work(self) -> bool:
+        """Whether any transfer has not ended that has somewhere to go; asked under ``lock``."""
+        if self.dead is not None or not self._thread.is_alive():
+            return False
+        jobs = list(self.pieces.queue.jobs.values())
+        return bool(self._inbox) or self._taking or any(job.tensor is not None for job in jobs)
 
     def settle(self, transfer: FileTransfer, error: StorageError | None) -> None:
         """Marks a transfer as finished and tells whoever waits."""
@@ -256,6 +264,7 @@ class Pump:
     def _read_inbox(self) -> None:
         with self.lock:
             messages, self._inbox = self._inbox, []
+            self._taking = bool(messages)
         for message, transfer, job in messages:
             if message is Message.START and job is not None:
                 self.pieces.add(job)
@@ -269,6 +278,7 @@ class Pump:
                 self.pieces.queue.hurry(known)
             elif job is not None and job.tensor is not None:
                 self.pieces.land(known, job.tensor, job.after, job.urgent)
+        self._taking = False
 
     # The end -------------------------------------------------------------------------
 

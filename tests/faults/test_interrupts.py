@@ -1,0 +1,108 @@
+"""Ctrl-C, a signal handler's exception or an error of Python's own, at lines of every package.
+
+A training program is cut short once, goes on as its user would, and must end with the very bits of
+the run that nobody cut short, with nothing left behind: see :mod:`support_interrupts`. What runs
+here is a sample of lines that is the same every time. ``TIERMEM_INTERRUPTS=all`` takes every line
+of every call (its first, middle and last time), ``=N`` takes N lines of each.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support_interrupts import (
+    PHASES,
+    PROGRAMS,
+    Alarm,
+    Interrupt,
+    Recursion,
+    Run,
+    Signal,
+    interrupted,
+    outcome,
+    record,
+    reference,
+)
+
+_ASKED = os.environ.get("TIERMEM_INTERRUPTS", "2")
+_ERRORS = (Interrupt, Interrupt, Alarm, MemoryError)
+_QUICK = {
+    "dram": PHASES,
+    "nvme": ("open", "wrap", "forward", "backward", "clip", "eval", "close"),
+    "activations": ("forward", "backward"),
+    "hbm": ("forward", "backward", "materialize"),
+}
+_runs: dict[str, tuple[Any, dict[str, Any]]] = {}
+
+
+def _known(name: str, folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Returns what a program ends with, and the lines of each of its calls."""
+    if name not in _runs:
+        _runs[name] = reference(PROGRAMS[name], folder), record(PROGRAMS[name], folder)
+    return _runs[name]
+
+
+def _pairs() -> list[tuple[str, str]]:
+    if _ASKED == "2":
+        return [(name, phase) for name, phases in _QUICK.items() for phase in phases]
+    return [(name, phase) for name in PROGRAMS for phase in PHASES]
+
+
+@pytest.mark.timeout(7200 if _ASKED != "2" else 300)
+@pytest.mark.parametrize(("name", "phase"), _pairs())
+def test_a_program_cut_short_at_a_line_goes_on_to_the_same_bits(tmp_path, name, phase) -> None:
+    """Or is refused with an error of the project's that says what to do."""
+    program = PROGRAMS[name]
+    expected, phases = _known(name, tmp_path)
+    seen = phases.get(phase)
+    if not seen:
+        pytest.skip(f"program {name!r} has no {phase}")
+    rng = random.Random(f"{name} {phase}")
+    sites = [(*line, count) for line, n in sorted(seen.items()) for count in {1, (n + 1) // 2, n}]
+    if _ASKED != "all":
+        sites = rng.sample(sites, min(int(_ASKED), len(sites)))
+    bad = []
+    for site in sites:
+        found = interrupted(program, tmp_path, phase, site, expected, rng.choice(_ERRORS), 0)
+        if found is not None and found.kind not in ("same", "refused"):
+            bad.append((site, found.kind, found.why))
+    assert not bad, f"{len(bad)} of {len(sites)}: {bad[:5]}"
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "zero", "materialize"])
+def test_a_recursion_error_at_any_depth_leaves_all_usable(tmp_path, phase) -> None:
+    """The stack ends after so many frames of a call, and goes on at its ordinary depth."""
+    program = PROGRAMS["dram"]
+    expected, _ = _known("dram", tmp_path)
+    depths = range(1, 60) if _ASKED == "all" else range(2, 40, 12)
+    bad, cut = [], 0
+    for headroom in depths:
+        run = Run(program, tmp_path, phase, Recursion(headroom))
+        found = outcome(program, tmp_path, run, expected)
+        cut += bool(found.why)
+        if found.kind not in ("same", "refused"):
+            bad.append((headroom, found.kind, found.why))
+    assert cut
+    assert not bad, bad
+
+
+@pytest.mark.skipif(_ASKED == "2", reason="at random times: set TIERMEM_INTERRUPTS")
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_signal_at_a_random_time(tmp_path, name) -> None:
+    """Its handler raises; the program goes on to the same bits, or is refused."""
+    program = PROGRAMS[name]
+    expected, phases = _known(name, tmp_path)
+    rng = random.Random(name)
+    bad = []
+    for _ in range(400 if _ASKED == "all" else 10 * int(_ASKED)):
+        phase = rng.choice(list(phases))
+        run = Run(program, tmp_path, phase, Signal(rng, 0.03))
+        found = outcome(program, tmp_path, run, expected)
+        if found.kind not in ("same", "refused"):
+            bad.append((phase, found.kind, found.why))
+    assert not bad, bad

@@ -1,0 +1,63 @@
+"""Makes a manager consistent again after an exception that came at a line of its own.
+
+Ctrl-C, a signal handler of the user's, a RecursionError or a MemoryError may come between any two
+lines. No order of assignments makes every operation whole for all of them. So whoever lets users
+in notes that such an exception has passed (:attr:`BlockManager.torn`), and the next who comes in
+has this called first, before anything is looked at.
+
+Believed is what one assignment says and what holds the only copy of something: the records of the
+blocks, the transfers under way, the tensors' own bytes. All else (who lies where in HBM, what is
+free, what was read ahead, what was learned of the order of use) is made anew from that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tiermem.core.block import Role
+
+if TYPE_CHECKING:
+    from tiermem.runtime.manager import BlockManager
+
+
+def repair_blocks(manager: BlockManager) -> None:
+    """Makes table, slots and transfers agree; leases and whoever has them are left alone.
+
+    Called under the manager's lock by whoever has just taken it, so that no operation on blocks is
+    under way. It waits for the disk. Cut short itself, it can be called again.
+    """
+    manager.space.repair()
+    manager.traffic.repair()
+    manager.lender.repair()
+    manager.planner.reset()
+    manager.prefetcher.reset()
+    manager.steady.reset()
+    manager.pacing.cut_short()
+    manager.in_place.clear()
+    manager.debts.repair()
+    manager.space.reap()
+
+
+def repair_homes(manager: BlockManager) -> None:
+    """Frees the space below HBM that nobody has; nothing else may be under way in any thread."""
+    table = manager.table
+    manager.homes.repair(
+        (record.home, record.home_extent) for record in table if record.home_extent is not None
+    )
+
+
+def end_leases(manager: BlockManager) -> None:
+    """Ends every lease that no holder of the block counts as its own.
+
+    What was leased may have been written, by somebody who did not come to say so: the copy in HBM
+    is the newer one in any case, and counts from now on. Nothing else may be under way.
+    """
+    for record in manager.table:
+        holder = manager.holders.get(record.block.id)
+        known = holder.leases() if holder is not None else 0
+        if record.leases == known:
+            continue
+        if record.usable and record.block.role is not Role.QUANT:
+            record.leases = 1
+            manager.table.mark_dirty(record.block.id)
+        record.leases = known
