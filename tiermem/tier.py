@@ -366,12 +366,18 @@ def _device(device: str | torch.device) -> torch.device:
 def _folders(nvme: PathLike | Sequence[PathLike] | None) -> tuple[str, ...]:
     if nvme is None:
         return ()
-    if isinstance(nvme, str | os.PathLike):
-        return (os.fspath(nvme),)
     try:
-        return tuple(os.fspath(path) for path in nvme)
+        several = [nvme] if isinstance(nvme, str | os.PathLike) else list(nvme)
+        paths = tuple(os.fspath(path) for path in several)
     except TypeError as error:
         raise ConfigError(f"nvme must be a folder or several, not {nvme!r}") from error
+    for path in paths:
+        if not isinstance(path, str) or not path:
+            raise ConfigError(
+                f"nvme={nvme!r} names no folder: write its path (the current folder is '.'), or "
+                "leave nvme out for two tiers only"
+            )
+    return paths
 
 
 def _depth(depth: int | Literal["auto"]) -> int | Literal["auto"]:

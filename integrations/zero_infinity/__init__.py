@@ -7,11 +7,12 @@ configuration as it is. :func:`explain` says what each setting became.
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 from tiermem import ConfigError as DeepSpeedConfigError
 
-from . import checkpointing, comm, ops, schedules, zero
+from . import aliases, checkpointing, comm, ops, schedules, zero
 from .accelerator import get_accelerator
 from .comm import init_distributed
 from .engine import DeepSpeedEngine
@@ -61,12 +62,25 @@ __all__ = [
     "get_accelerator",
     "init_distributed",
     "initialize",
+    "install",
     "logger",
     "ops",
     "schedules",
     "set_z3_leaf_modules",
     "zero",
 ]
+
+
+def install() -> None:
+    """Has ``import deepspeed``, and imports from inside it, find this package in this process.
+
+    For scripts with lines such as ``from deepspeed.ops.adam import DeepSpeedCPUAdam``; call it
+    before them.
+
+    Raises:
+        ConfigError: If DeepSpeed itself was imported before.
+    """
+    aliases.install(sys.modules[__name__])
 
 
 def __getattr__(name: str) -> Any:

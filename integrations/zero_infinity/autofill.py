@@ -105,6 +105,11 @@ def fill(config: Config, caller: Caller) -> None:
             continue
         kind = OPTIONS[path].kind
         config.settings[path] = Setting(converted(config.name, path, kind, value), AUTO)
+    for path, other in (("bf16.enabled", "fp16.enabled"), ("fp16.enabled", "bf16.enabled")):
+        found = config.settings.get(path)
+        chosen = config.settings.get(other, Setting(None, "default")).source != AUTO
+        if found is not None and found.source == AUTO and chosen and config[other]:
+            config.settings[path] = Setting(False, AUTO)  # the file has chosen the other one
     for section in ("optimizer.params", "scheduler.params"):
         params = config[section]
         if params is None:

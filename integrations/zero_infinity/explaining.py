@@ -12,7 +12,8 @@ from torch import nn
 from . import autofill, mapping, notation, reading, schema
 from .mapping import Plan
 from .optimizers import COMPRESSED
-from .schema import OPTIONS, PARAM, SECTIONS, STATE, ZERO
+from .schema import OPTIONS, SECTIONS
+from .zerooptions import PARAM, STATE, ZERO
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Explanation:
             where a model was given.
         optimizer: Settings of ``tier.optimizer``.
         unknown: Keys that nobody knows, and the nearest known one or "".
-        conflict: Why ``initialize`` refuses the batch numbers with one process, or "".
+        refused: Why ``initialize`` would refuse it here: a folder that is missing, batch numbers
+            for several processes; or "".
     """
 
     name: str
@@ -53,7 +55,7 @@ class Explanation:
     manager: dict[str, Any]
     optimizer: dict[str, Any]
     unknown: dict[str, str]
-    conflict: str
+    refused: str
 
     @property
     def without_effect(self) -> list[str]:
@@ -74,8 +76,8 @@ class Explanation:
             lines.append(f"  {row.option} = {row.value!r}{source}: {became}: {row.effect}")
         for key, near in self.unknown.items():
             lines.append(f"  {key}: not known" + (f"; did you mean {near!r}?" if near else ""))
-        if self.conflict:
-            lines.append(f"  refused: {self.conflict}")
+        if self.refused:
+            lines.append(f"  refused: {self.refused}")
         return "\n".join(lines)
 
 
@@ -90,8 +92,7 @@ def explain(
         model: Sizes what depends on it.
 
     Raises:
-        ConfigError: If ``initialize`` would refuse it, but for batch numbers that need more
-            processes: those are in ``conflict``.
+        ConfigError: If it is wrong on any machine; what it lacks on this one is in ``refused``.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -113,7 +114,7 @@ def explained(plan: Plan) -> Explanation:
         dict(plan.manager),
         dict(plan.optimizer),
         dict(config.unknown),
-        plan.conflict,
+        plan.refused,
     )
 
 

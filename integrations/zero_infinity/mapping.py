@@ -14,7 +14,7 @@ from tiermem import ConfigError
 
 from . import reading
 from .reading import SHORT, Config, Setting
-from .schema import PARAM, STATE, ZERO
+from .zerooptions import PARAM, STATE, ZERO
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _HOMES = {"none": "hbm", "cpu": "dram", "nvme": "nvme"}
@@ -64,7 +64,8 @@ class Plan:
         manager: Settings of ``TierManager``.
         optimizer: Settings of ``tier.optimizer``, without the class's own.
         sources: Where DRAM goes, for the explanation.
-        conflict: Why the batch numbers cannot be had with one process, or "".
+        refused: Why it cannot be used here: folders that are missing, batch numbers for several
+            processes; or "".
     """
 
     config: Config
@@ -75,7 +76,7 @@ class Plan:
     manager: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, int] = field(default_factory=dict)
-    conflict: str = ""
+    refused: str = ""
 
     @property
     def stage(self) -> int:
@@ -102,6 +103,7 @@ def plan(config: Config, sizes: Sizes | None, more: Mapping[str, Any] | None = N
     reading.check(config)
     found = Plan(config)
     _batches(found)
+    found.refused = found.refused or str(reading.missing(config) or "")
     half = "fp16" if config["fp16.enabled"] else "bf16" if config["bf16.enabled"] else None
     found.dtype = None if half is None else DTYPES[half]
     own = _own(config, more)
@@ -130,13 +132,13 @@ def _batches(found: Plan) -> None:
         steps = batch // micro
     if micro * steps != batch or not micro or not steps:
         said = ", ".join(f"{key}={value}" for key, value in given.items())
-        found.conflict = (
+        found.refused = (
             f"{config.name}: {said}: train_batch_size is train_micro_batch_size_per_gpu × "
             "gradient_accumulation_steps × processes, and there is one process; leave one of "
             "them out"
         )
         if not micro or not steps or batch % (micro * steps):
-            raise ConfigError(found.conflict)
+            raise ConfigError(found.refused)
     found.batch, found.micro, found.accumulation = batch, micro, steps
     for key, value in zip(keys, (batch, micro, steps), strict=True):
         if key not in given:
@@ -262,7 +264,8 @@ def _host_memory(found: Plan, sizes: Sizes) -> None:
     import psutil
 
     most = int(psutil.virtual_memory().available * 0.9)
-    if "nvme" in found.manager and policy["activations"] != "dram":
+    alone = policy["activations"] != "dram" and found.optimizer["where"] == "device"
+    if "nvme" in found.manager and alone:  # nothing else takes room there
         asked = sum(found.sources.values())
         most = min(most, asked + asked // 16 + _ROOM)
     found.manager["dram"] = most

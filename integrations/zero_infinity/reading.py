@@ -13,7 +13,8 @@ from typing import Any
 from tiermem import ConfigError
 
 from . import kinds, notation, schema
-from .schema import OPTIONS, PARAM, SECTIONS, STATE, ZERO
+from .schema import OPTIONS, SECTIONS
+from .zerooptions import PARAM, STATE, ZERO
 
 AUTO = "auto"
 
@@ -225,10 +226,6 @@ def check(config: Config) -> None:
     """
     if config["fp16.enabled"] and config["bf16.enabled"]:
         raise config.error("fp16.enabled", "bf16.enabled is true as well; one of them can be")
-    if config["amp.enabled"]:
-        raise config.error(
-            "amp.enabled", "it needs NVIDIA Apex; write torch_autocast: {enabled: true} instead"
-        )
     if config["fp16.fp16_master_weights_and_grads"]:
         raise config.error(
             "fp16.fp16_master_weights_and_grads",
@@ -261,16 +258,26 @@ def _check_paths(config: Config) -> None:
     if config.given(ratio) and config[ratio] < 1 and config[f"{STATE}.device"] == "none":
         raise config.error(ratio, f"{STATE}.device is 'none'; write 'cpu' or 'nvme'")
     for section in (PARAM, STATE):
-        path = config[f"{section}.nvme_path"]
+        if config[f"{section}.device"] == "nvme" and config[f"{section}.nvme_path"] is None:
+            raise config.error(f"{section}.device", f"{section}.nvme_path is missing")
+
+
+def missing(config: Config) -> ConfigError | None:
+    """Returns why a configuration that is right cannot be used here, or None."""
+    if config["amp.enabled"]:
+        return config.error(
+            "amp.enabled", "it needs NVIDIA Apex; write torch_autocast: {enabled: true} instead"
+        )
+    for section in (PARAM, STATE):
+        path = f"{section}.nvme_path"
         if config[f"{section}.device"] != "nvme":
             continue
-        if path is None:
-            raise config.error(f"{section}.device", f"{section}.nvme_path is missing")
-        folder = Path(path).expanduser()
+        folder = Path(config[path]).expanduser()
         if not folder.is_dir():
-            raise config.error(f"{section}.nvme_path", "there is no such folder; make it first")
+            return config.error(path, "there is no such folder; make it first")
         if not os.access(folder, os.W_OK):
-            raise config.error(f"{section}.nvme_path", "nothing can be written there")
+            return config.error(path, "nothing can be written there")
+    return None
 
 
 SHORT = {

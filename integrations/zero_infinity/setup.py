@@ -96,8 +96,8 @@ def initialize(
     client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     autofill.fill(read, autofill.Caller(args, model, client))
     plan = mapping.plan(read, mapping.Sizes.of(model), tiermem)
-    if plan.conflict:
-        raise ConfigError(plan.conflict)
+    if plan.refused:
+        raise ConfigError(plan.refused)
     made, groups = _optimizer_of(plan, model, optimizer, model_parameters)
     schedule = _schedule_of(plan, lr_scheduler) if made is not None else None
     if dist_init_required is not False:

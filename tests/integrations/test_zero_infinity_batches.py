@@ -63,7 +63,7 @@ def test_contradicting_numbers_are_refused_before_anything_moves(given: dict[str
 
 def test_numbers_for_several_processes_are_explained_and_refused_by_one() -> None:
     given = {BATCH: 32, MICRO: 2, STEPS: 4}  # of four processes
-    assert "there is one process" in deepspeed.explain(given).conflict
+    assert "there is one process" in deepspeed.explain(given).refused
     with pytest.raises(tiermem.ConfigError, match="there is one process; leave one of them out"):
         deepspeed.initialize(model=build(), config=given)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -314,3 +316,46 @@ def test_budgets_hold() -> None:
         assert stats.peak["hbm"] <= stats.budget["hbm"] == 96 << 10
         assert TIGHT["hbm"] == "96KiB"
         assert engine.explain()["zero_optimization.stage"].value == 3
+
+
+@pytest.fixture
+def _no_deepspeed() -> Any:
+    """Whatever is imported by this name is gone before and after."""
+
+    def away() -> dict[str, Any]:
+        names = [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]
+        return {name: sys.modules.pop(name) for name in names}
+
+    there = away()
+    yield
+    away()
+    sys.modules.update(there)
+
+
+@pytest.mark.usefixtures("_no_deepspeed")
+def test_imports_from_inside_are_found_once_installed() -> None:
+    found: dict[str, Any] = {}
+    deepspeed.install()
+    deepspeed.install()
+    exec(
+        """
+import deepspeed
+from deepspeed import zero
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.lr_schedules import OneCycle, WarmupLR
+from deepspeed.utils import logger
+""",
+        found,
+    )
+    assert found["deepspeed"] is deepspeed
+    for name in ("zero", "get_accelerator", "FusedAdam", "checkpointing", "WarmupLR", "logger"):
+        assert found[name] is getattr(deepspeed, name), name
+
+
+@pytest.mark.usefixtures("_no_deepspeed")
+def test_deepspeed_itself_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
+    with pytest.raises(tiermem.ConfigError, match="imported already; install first"):
+        deepspeed.install()

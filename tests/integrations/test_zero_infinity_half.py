@@ -78,7 +78,6 @@ def test_weights_without_masters() -> None:
     ("raw", "says"),
     [
         ({"fp16": {"enabled": True}, **BF16}, "fp16.enabled=True: bf16.enabled is true as well"),
-        ({"amp": {"enabled": True}}, "amp.enabled=True: it needs NVIDIA Apex"),
         ({"fp16": {"fp16_master_weights_and_grads": True}}, "float16 masters lose"),
         ({**BF16, "data_types": {"param_dtype": "fp16"}}, "weights are bf16"),
         ({"data_types": {"param_dtype": "bf16"}}, "weights are fp32"),
@@ -94,6 +93,15 @@ def test_contradictions_are_refused(raw: dict[str, Any], says: str) -> None:
         deepspeed.explain(raw)
 
 
+def test_apex_is_refused() -> None:
+    raw = {"amp": {"enabled": True, "opt_level": "O1"}}
+    with pytest.warns(UserWarning, match="opt_level"):
+        with pytest.raises(tiermem.ConfigError, match=r"amp\.enabled=True: it needs NVIDIA Apex"):
+            deepspeed.initialize(model=build(), config=raw)
+    assert "NVIDIA Apex" in deepspeed.explain(raw).refused
+    assert not deepspeed.explain({"amp": {"enabled": False}}).refused
+
+
 def test_auto_is_the_dtype_that_the_model_has() -> None:
     auto = {"fp16": {"enabled": "auto"}, "bfloat16": {"enabled": "auto"}}
     for dtype, section in ((torch.float16, "fp16"), (torch.bfloat16, "bf16"), (None, "")):
@@ -103,6 +111,9 @@ def test_auto_is_the_dtype_that_the_model_has() -> None:
             [section] * bool(dtype)
         )
     assert deepspeed.explain(auto, args={"fp16": True})["fp16.enabled"].value is True
+    chosen = {"fp16": {"enabled": True}, "bf16": {"enabled": "auto"}}
+    rows = deepspeed.explain(chosen, model=build(torch.bfloat16))
+    assert rows["fp16.enabled"].value and not rows["bf16.enabled"].value  # the file has chosen
 
 
 def scale_of(**fp16: Any) -> LossScale:

@@ -81,8 +81,12 @@ def test_nvme_needs_a_folder(section: str, tmp_path: Path) -> None:
     with pytest.raises(tiermem.ConfigError, match=rf"{path}.device='nvme': {path}.nvme_path is"):
         deepspeed.explain({ZERO: {f"offload_{section}": {"device": "nvme"}}})
     gone = str(tmp_path / "gone")
+    raw = {ZERO: {f"offload_{section}": {"device": "nvme", "nvme_path": gone}}}
+    assert "there is no such folder" in deepspeed.explain(raw).refused  # a file of another machine
+    model = build()
     with pytest.raises(tiermem.ConfigError, match=rf"{path}.nvme_path='{gone}': there is no such"):
-        deepspeed.explain({ZERO: {f"offload_{section}": {"device": "nvme", "nvme_path": gone}}})
+        deepspeed.initialize(model=model, config=raw)
+    loss_of(model, torch.randn(2, 32)).backward()
 
 
 def test_an_unknown_device_is_refused() -> None:

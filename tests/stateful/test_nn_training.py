@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     rule,
 )
 from support_nn import asked, assert_same, check_table, same_bits, seed
+from support_process import child
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -158,6 +159,7 @@ class Training(RuleBasedStateMachine):
         self.folder = tempfile.mkdtemp() if disk else None
         self.model = copy.deepcopy(self.plain)
         self.entered = False
+        self.has_forked = False
         self.trains = optimizer if trained else None
         self._open(homes, spare, depth)
         self.plain_optimizer = optimizer[0](trained, **optimizer[1]) if trained else None
@@ -317,6 +319,33 @@ class Training(RuleBasedStateMachine):
         if swap:
             self.plain_optimizer.load_state_dict(states[1])
             self.optimizer.load_state_dict(states[0])
+
+    @precondition(lambda self: not self.has_forked)
+    @rule(how=st.sampled_from(["touched", "run", "backward", "forgotten"]))
+    def in_a_forked_child(self, how: str) -> None:
+        """There everything is refused, nothing crashes, and the parent goes on."""
+        self.has_forked = True  # once is enough: a fork takes longer than all the rest
+        assert child(lambda: self._inside(how)) == 0
+
+    def _inside(self, how: str) -> None:
+        uses: list[Any] = []
+        if how == "touched":
+            uses = [param.sum for param in self.model.parameters()]
+            uses += [self.model.state_dict, self.optimizer and self.optimizer.step]
+        elif how == "run":
+            uses = [lambda: self.model(torch.randn(3, WIDTH))]
+        elif how == "backward":
+            uses = [output.sum().backward for _, output in self.pending]
+        elif how == "forgotten":
+            self.pending.clear()
+            del self.tier, self.model, self.optimizer
+        for use in filter(None, uses):
+            try:
+                use()
+            except tiermem.ClosedError as error:
+                assert "forked child" in str(error)
+            else:
+                raise AssertionError(f"{use} was not refused")
 
     @rule()
     def copied(self) -> None:

@@ -313,8 +313,8 @@ class Group(Holder):
 
     def forked(self) -> None:
         """Hides the tensors in a forked child, where every operation on them is refused."""
-        self._away()
         _change(self._hidden)
+        self._away()
 
     def repoint(self, slot: Slot) -> None:
         """Points the tensors at the block's new place."""

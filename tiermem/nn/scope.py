@@ -25,7 +25,7 @@ from tiermem.errors import WrapError
 from tiermem.nn.compiler import WHOLE_GRAPH
 from tiermem.nn.group import Group
 from tiermem.nn.runtime import ModuleRuntime, outputs_with_grad
-from tiermem.nn.statedict import check_state
+from tiermem.nn.statedict import check_state, given_values
 
 if TYPE_CHECKING:
     from tiermem.nn.wrapped import WrappedModel
@@ -383,7 +383,10 @@ class CopyInterceptor(Interceptor):
 
     def __call__(self, memo: dict[int, Any]) -> Any:
         """Returns the copy, in host memory."""
-        self.scope.wrapped.copy_small(self.module, memo)
+        stay = self.scope.wrapped.staying()
+        for tensor in self.module._buffers.values():
+            if tensor is not None and id(tensor) in stay and id(tensor) not in memo:
+                memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
         copied = self.inner(memo)
         for name in INTERCEPTED:
             getattr(copied, "__dict__", {}).pop(name, None)
@@ -442,7 +445,12 @@ class LoadAllInterceptor(Interceptor):
         """Checks every shape, then loads."""
         self.runtime.manager.guard()
         check_state(self.module, state_dict, *args, **kwargs)
-        return self.inner(state_dict, *args, **kwargs)
+        wrapped = self.scope.wrapped
+        wrapped.given = given_values(self.module, state_dict)
+        try:
+            return self.inner(state_dict, *args, **kwargs)
+        finally:
+            wrapped.given = {}
 
 
 OF_SCOPES: tuple[type[Interceptor], ...] = (

@@ -369,7 +369,7 @@ class BlockManager:
                 used=(self.table.hbm.used, homes.dram.used, homes.nvme_used),
                 budget=(settings.hbm, settings.dram, settings.nvme_bytes or on_disk),
                 peak=(self.table.hbm.peak, homes.dram.peak, homes.nvme_peak),
-                io=(self.io_engine, self.io_reason),
+                io=self._io(),
                 direct=homes.swap is not None and homes.swap.direct,
                 efficiency=self.pacing.efficiency(),
                 ahead=(self.prefetcher.reads_into, self.traffic.ahead.kept),
@@ -453,11 +453,11 @@ class BlockManager:
         self.traffic.quiet = False
         if self._given_back:
             return
-        for holder in list(self.holders.values()):
-            holder.forked()
         if self.mover is not None:
             self.mover.forked()
         self.homes.forked()
+        for holder in list(self.holders.values()):
+            holder.forked()
 
     @property
     def closed(self) -> bool:
@@ -479,6 +479,13 @@ class BlockManager:
             )
 
     # -- inside ----------------------------------------------------------
+
+    def _io(self) -> tuple[str, str]:
+        """Returns the name of the I/O engine, and why it is this one."""
+        if self.mover is None or self.io_engine == "given":
+            return self.io_engine, self.io_reason
+        name, note = self.mover.engine
+        return name, note or self.io_reason
 
     def _fix(self, blocks: Sequence[Block]) -> None:
         """Gives blocks whose home is HBM their place for good.

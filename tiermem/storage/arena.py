@@ -21,6 +21,7 @@ from tiermem.core.block import ALIGNMENT, Extent, Tier, align_up
 from tiermem.errors import CapacityError, ClosedError
 
 _TOUCH_UNIT = 256 << 20
+_MOST = 1 << 62  # torch takes no larger numbers
 _WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # MADV_WIPEONFORK, MADV_KEEPONFORK: not in Python's mmap
 
 
@@ -151,8 +152,12 @@ class HostArena(Arena):
         def touch(start: int) -> None:
             ctypes.memset(self.address + start, 0, min(_TOUCH_UNIT, size - start))
 
-        with ThreadPoolExecutor(max_workers=16) as pool:
-            list(pool.map(touch, starts))
+        try:
+            with ThreadPoolExecutor(max_workers=16) as pool:
+                list(pool.map(touch, starts))
+        except RuntimeError:  # no thread can be started: it takes longer with this one
+            for start in starts:
+                touch(start)
         with torch.cuda.device(device):  # torch takes it for memory of the device of now
             code = torch.cuda.cudart().cudaHostRegister(self.address, size, 0)
         if int(code) != 0:
@@ -189,6 +194,8 @@ class DeviceArena(Arena):
         """
         super().__init__(Tier.HBM, capacity)
         self.device = device
+        if self.capacity > _MOST:
+            raise CapacityError(f"tier hbm: no {capacity} bytes on {device}, as asked with hbm=")
         try:
             self._whole: torch.Tensor | None = torch.empty(
                 max(self.capacity, ALIGNMENT), dtype=torch.uint8, device=device
