@@ -183,7 +183,7 @@ class ModuleRuntime:
             )
         with self.manager.lock:
             self.end_backward()
-            self.reduced.begin_forward()
+            self.reduced.begin_forward(scope)
             training = torch.is_grad_enabled()
             for check in self.on_begin:
                 check(training)

@@ -386,7 +386,10 @@ class CopyInterceptor(Interceptor):
 
     def __call__(self, memo: dict[int, Any]) -> Any:
         """Returns the copy, in host memory."""
-        self.scope.wrapped.copy_small(self.module, memo)
+        stay = self.scope.wrapped.staying()
+        for tensor in self.module._buffers.values():
+            if tensor is not None and id(tensor) in stay and id(tensor) not in memo:
+                memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
         copied = self.inner(memo)
         for name in INTERCEPTED:
             getattr(copied, "__dict__", {}).pop(name, None)
