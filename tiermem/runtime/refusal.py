@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tiermem.config import format_size
 from tiermem.core.block import Block, align_up
 from tiermem.core.residency import ResidencyTable
