@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import subprocess
 import sys
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -318,13 +318,27 @@ def test_budgets_hold() -> None:
         assert engine.explain()["zero_optimization.stage"].value == 3
 
 
-def test_imports_from_inside_are_found_once_installed(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("""
-import tiermem.integrations.zero_infinity
-tiermem.integrations.zero_infinity.install()
-tiermem.integrations.zero_infinity.install()
+@pytest.fixture
+def _no_deepspeed() -> Any:
+    """Whatever is imported by this name is gone before and after."""
 
+    def away() -> dict[str, Any]:
+        names = [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]
+        return {name: sys.modules.pop(name) for name in names}
+
+    there = away()
+    yield
+    away()
+    sys.modules.update(there)
+
+
+@pytest.mark.usefixtures("_no_deepspeed")
+def test_imports_from_inside_are_found_once_installed() -> None:
+    found: dict[str, Any] = {}
+    deepspeed.install()
+    deepspeed.install()
+    exec(
+        """
 import deepspeed
 from deepspeed import zero
 from deepspeed.accelerator import get_accelerator
@@ -332,21 +346,16 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.lr_schedules import OneCycle, WarmupLR
 from deepspeed.utils import logger
+""",
+        found,
+    )
+    assert found["deepspeed"] is deepspeed
+    for name in ("zero", "get_accelerator", "FusedAdam", "checkpointing", "WarmupLR", "logger"):
+        assert found[name] is getattr(deepspeed, name), name
 
-assert deepspeed is tiermem.integrations.zero_infinity
-assert deepspeed.FusedAdam is FusedAdam and deepspeed.WarmupLR is WarmupLR
-print("found")
-""")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
-    assert done.stdout == "found\n"
-    script.write_text("""
-import sys, types
-sys.modules["deepspeed"] = types.ModuleType("deepspeed")
-import tiermem.integrations.zero_infinity as ours
-try:
-    ours.install()
-except ours.DeepSpeedConfigError as error:
-    print(error)
-""")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
-    assert "imported already" in done.stdout
+
+@pytest.mark.usefixtures("_no_deepspeed")
+def test_deepspeed_itself_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
+    with pytest.raises(tiermem.ConfigError, match="imported already; install first"):
+        deepspeed.install()

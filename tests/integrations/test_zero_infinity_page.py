@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
+
+import pytest
 
 from tiermem.integrations.zero_infinity.explaining import page
 from tiermem.integrations.zero_infinity.schema import OPTIONS
@@ -27,9 +29,14 @@ def test_the_tests_that_it_names_are_there_and_name_the_option() -> None:
             assert f"{option.path.rpartition('.')[2]}" in text, option.path
 
 
-def test_the_command_explains_files(tmp_path: Path) -> None:
+def test_the_command_explains_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 2, "overlap_comm": True}}))
-    command = [sys.executable, "-m", "tiermem.integrations.zero_infinity", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "zero_optimization.overlap_comm = True: no effect" in done.stdout
+    monkeypatch.setattr(sys, "argv", ["zero_infinity", str(path)])
+    runpy.run_module("tiermem.integrations.zero_infinity", run_name="__main__")
+    assert "zero_optimization.overlap_comm = True: no effect" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["zero_infinity"])
+    runpy.run_module("tiermem.integrations.zero_infinity", run_name="__main__")
+    assert capsys.readouterr().out == page()

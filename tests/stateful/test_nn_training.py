@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 from support_nn import asked, assert_same, check_table, same_bits, seed
 from support_process import child
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import tiermem
@@ -32,6 +33,11 @@ KINDS = (
     "attention",
     "conv",
     "gru",
+    "lstm",
+    "encoder",
+    "nested",
+    "function",
+    "hooked",
     "twice",
     "tied",
     "masked",
@@ -50,6 +56,31 @@ class Masked(nn.Linear):
         return super().forward(x)
 
 
+class Scale(torch.autograd.Function):
+    """Multiplies by a weight, and saves the weight itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+HOOKS: dict[str, Any] = {
+    "keep": (lambda t: t, lambda t: t),
+    "clone": (lambda t: t.detach().clone(), lambda t: t),
+    "change": (lambda t: t.half() if t.is_floating_point() else t, lambda t: _widened(t)),
+}
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
 class Layer(nn.Module):
     """One of several kinds, with a trap that can be set."""
 
@@ -66,6 +97,15 @@ class Layer(nn.Module):
             self.net = nn.Conv1d(1, 1, 3, padding=1)
         elif kind == "gru":
             self.net = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        elif kind == "lstm":
+            self.net = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        elif kind == "encoder":
+            self.net = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, 0.1, batch_first=True)
+        elif kind == "nested":
+            inner = nn.Sequential(nn.GELU(), nn.Linear(2 * WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+            self.net = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), inner)
+        elif kind in ("function", "hooked"):
+            self.net = nn.LayerNorm(WIDTH)
         elif kind == "masked":
             self.net = Masked(WIDTH, WIDTH)
         elif kind == "tied" and first is not None and isinstance(first.net, nn.Linear):
@@ -81,8 +121,15 @@ class Layer(nn.Module):
             raise Stop
         if self.kind == "attention":
             x = self.net(x[:, None], x[:, None], x[:, None])[0][:, 0]
-        elif self.kind == "gru":
+        elif self.kind in ("gru", "lstm"):
             x = self.net(x[:, None])[0][:, 0]
+        elif self.kind == "encoder":
+            x = self.net(x[:, None])[:, 0]
+        elif self.kind == "function":
+            x = Scale.apply(self.net(x), self.net.weight)
+        elif self.kind == "hooked":
+            with saved_tensors_hooks(*HOOKS["keep"]):
+                x = nn.functional.layer_norm(x, (WIDTH,), self.net.weight, self.net.bias)
         elif self.kind == "conv":
             x = self.net(x[:, None])[:, 0]
         elif self.kind == "outside":
@@ -118,6 +165,8 @@ class Model(nn.Module):
         for index, layer in enumerate(self.layers):
             if index != skip:
                 x = x + layer(x)
+            if layer.kind == "function":
+                x = Scale.apply(x, layer.net.weight)  # of a child that is not held now
         return x
 
 
@@ -128,6 +177,8 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.Adagrad, {"lr": 0.01}),
     (torch.optim.Rprop, {"lr": 0.01}),
 ]
+ROLES = ("params", "grads", "master", "optimizer", "activations")
+HOMES = ("hbm", "dram", "nvme", "auto")
 number = st.integers(0, 1 << 20)
 
 
@@ -144,7 +195,7 @@ class Training(RuleBasedStateMachine):
         ),
         optimizer=st.sampled_from(OPTIMIZERS),
         disk=st.booleans(),
-        homes=st.lists(st.sampled_from(["dram", "nvme", "auto"]), min_size=3, max_size=3),
+        homes=st.lists(st.sampled_from(HOMES), min_size=len(ROLES), max_size=len(ROLES)),
         spare=st.sampled_from([0, 0, 4096, 1 << 16]),
         depth=st.sampled_from(["auto", 0, 1, 3]),
         start=number,
@@ -153,11 +204,11 @@ class Training(RuleBasedStateMachine):
         self, kinds: Any, optimizer: Any, disk: bool, homes: Any, spare: int, depth: Any, start: int
     ) -> None:
         seed(start)
-        self.plain = Model(kinds)
+        self.plain, self.plain_other = Model(kinds), Model(kinds[:2])
         trained = [p for p in self.plain.parameters() if p.requires_grad]
         self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.folder = tempfile.mkdtemp() if disk else None
-        self.model = copy.deepcopy(self.plain)
+        self.model, self.other = copy.deepcopy(self.plain), copy.deepcopy(self.plain_other)
         self.entered = False
         self.has_forked = False
         self.trains = optimizer if trained else None
@@ -165,28 +216,46 @@ class Training(RuleBasedStateMachine):
         self.plain_optimizer = optimizer[0](trained, **optimizer[1]) if trained else None
 
     def _open(self, homes: Any, spare: int, depth: Any) -> None:
-        """Wraps the model in a manager with little more HBM than the least."""
-        homes = homes if self.folder else ["dram", "auto", "auto"]
-        policy = dict(zip(("params", "grads", "optimizer"), homes, strict=True))
-        hbm, self.optimizer = 4096, None
+        """Wraps the models in a manager with little more HBM than the least."""
+        policy = {
+            role: "auto" if home == "nvme" and not self.folder else home
+            for role, home in zip(ROLES, homes, strict=True)
+        }
+        hbm, self.optimizer, tried = 4096, None, False
+        models = self.model, self.other
         while True:
             self.tier = tiermem.TierManager(
                 device="cpu", hbm=hbm, dram=3 << 19, nvme=self.folder, policy=policy,
-                prefetch_depth=depth,
+                prefetch_depth=depth, activation_min=64,
             )  # fmt: skip
+            # what a model gets before the budget is known does not count: that is tried on copies
+            self.model, self.other = models if tried else copy.deepcopy(models)
             try:
                 self.tier.wrap(self.model)
+                self.tier.wrap(self.other)
                 if self.trains is not None:
                     cls, options = self.trains
                     self.optimizer = self.tier.optimizer(self.model, cls, **options)
+                if not tried:
+                    self._try()
             except tiermem.CapacityError as error:
                 self.tier.close()
                 hbm = asked(error)[1]
                 continue
-            if not spare:
+            if tried and not spare:
                 break
             self.tier.close()
-            hbm, spare = hbm + spare, 0
+            hbm, spare, tried = hbm + spare, 0, True
+
+    def _try(self) -> None:
+        """Does what needs most HBM, so that what is missing is asked for before it counts."""
+        nets = (self.model, self.model, self.other)
+        outputs = [net(torch.randn(3, WIDTH, requires_grad=True)) for net in nets]
+        for output in outputs:
+            with suppress(RuntimeError):  # nothing is trained, or a masked weight was changed
+                output.square().sum().backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
 
     def _both(self, use: Any, start: int = 0) -> Any:
         results = []
@@ -208,6 +277,48 @@ class Training(RuleBasedStateMachine):
         outputs = self._both(run, start)
         if len(self.pending) < 2 and outputs[0].requires_grad:
             self.pending.append((outputs[0], outputs[1]))
+
+    @rule(start=number, how=st.sampled_from(["call", "no_grad", "backward"]))
+    def call_the_other_model(self, start: int, how: str) -> None:
+        results = []
+        for other in (self.plain_other, self.other):
+            seed(start)
+            with torch.set_grad_enabled(how != "no_grad"):
+                output = other(torch.randn(3, WIDTH, requires_grad=True))
+            if how == "backward":
+                output.square().sum().backward()
+            results.append(output)
+        assert_same(results[0], results[1], "the other model")
+        if how == "call" and len(self.pending) < 2:
+            self.pending.append((results[0], results[1]))
+
+    @rule(start=number, how=st.sampled_from([*HOOKS, "reentrant", "not"]))
+    def forward_inside_hooks_or_a_checkpoint(self, start: int, how: str) -> None:
+        def run(model: Any, optimizer: Any) -> Any:
+            x = torch.randn(3, WIDTH, requires_grad=True)
+            if how not in HOOKS:
+                return checkpoint(model, x, use_reentrant=how == "reentrant")
+            with saved_tensors_hooks(*HOOKS[how]):
+                return model(x)
+
+        outputs = self._both(run, start)
+        if len(self.pending) < 2:
+            self.pending.append((outputs[0], outputs[1]))
+
+    @rule(start=number, index=st.integers(0, 4))
+    def use_a_weight_outside(self, start: int, index: int) -> None:
+        results = []
+        for model in (self.plain, self.model):
+            seed(start)
+            x = torch.randn(3, WIDTH, requires_grad=True)
+            vectors = [p for p in model.parameters() if p.shape == (WIDTH,)]
+            if not vectors:
+                return
+            weight = vectors[index % len(vectors)]
+            results.append(Scale.apply(x * weight, weight))
+        assert_same(results[0], results[1], "a weight outside")
+        if len(self.pending) < 2:
+            self.pending.append((results[0], results[1]))
 
     @rule(start=number, inference=st.booleans())
     def evaluate(self, start: int, inference: bool) -> None:
@@ -363,7 +474,7 @@ class Training(RuleBasedStateMachine):
     @precondition(lambda self: not self.entered)  # it takes as long as many others
     @rule(
         how=st.sampled_from(["close", "with", "error", "unwrap"]),
-        homes=st.lists(st.sampled_from(["hbm", "dram", "nvme", "auto"]), min_size=3, max_size=3),
+        homes=st.lists(st.sampled_from(HOMES), min_size=len(ROLES), max_size=len(ROLES)),
         spare=st.sampled_from([0, 4096, 1 << 16]),
         depth=st.sampled_from(["auto", 0, 1]),
     )
@@ -397,9 +508,13 @@ class Training(RuleBasedStateMachine):
             check_table(self.tier)
 
     def _agree(self) -> None:
-        assert_same(dict(self.plain.state_dict()), dict(self.model.state_dict()), "state")
-        ours = dict(self.model.named_parameters())
-        for name, param in self.plain.named_parameters():
+        for plain, model in ((self.plain, self.model), (self.plain_other, self.other)):
+            self._agree_on(plain, model)
+
+    def _agree_on(self, plain: nn.Module, model: nn.Module) -> None:
+        assert_same(dict(plain.state_dict()), dict(model.state_dict()), "state")
+        ours = dict(model.named_parameters())
+        for name, param in plain.named_parameters():
             mine = ours[name].grad
             assert (mine is None) == (param.grad is None), name
             if param.grad is not None and mine is not None:

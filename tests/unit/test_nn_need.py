@@ -99,6 +99,17 @@ def test_an_optimizer_that_needs_more_says_all_of_it(tiers: Any) -> None:
     optimizer.step()
 
 
+def test_homes_of_single_modules_count(tiers: Any) -> None:
+    homes = {"0": "hbm", "2.0": "hbm"}
+    asked = named(refused(lambda: tiers(dram=4096).wrap(build(), homes=homes)))
+    assert asked["hbm"] > named(refused(lambda: tiers(dram=4096).wrap(build())))["hbm"]
+    tier = tiers(**asked)
+    model = tier.wrap(build(), homes=homes)
+    optimizer = tier.optimizer(model, torch.optim.AdamW)
+    model(data()).square().mean().backward()
+    optimizer.step()
+
+
 def test_a_second_model_counts_the_first(tiers: Any) -> None:
     tier = tiers(hbm=1 << 20, dram=100 << 10)
     tier.wrap(build())

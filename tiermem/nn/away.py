@@ -155,7 +155,12 @@ class _Held(Opened):
     def __init__(self, away: Any) -> None:
         super().__init__(away)
         self.group = _group(away)
-        self.pushed = self.group.lender.lend(self.group)
+        lender = self.group.lender
+        self.pushed = lender.lend(self.group)
+        if torch.is_grad_enabled() and away.requires_grad and lender.saved.refused():
+            # autograd keeps what it is given, where no hook of ours sees it: not the parameter
+            # itself then, which is pointed elsewhere one day, but a view that holds the bytes
+            self.tensor = away.view_as(away)
 
     def close(self, func: Callable[..., Any]) -> None:
         """Lets go; whoever got an address may write through it."""

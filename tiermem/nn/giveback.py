@@ -104,7 +104,7 @@ class Leaving:
             for scope in self.wrapped.scopes.values():
                 scope.inside.empty()
             for group in self._groups():
-                if group.holds:
+                if group.holds > self._runtime.reduced.holds(group):
                     raise WrapError(
                         f"block {group.block.name!r} is in use (its module is being called); take "
                         "the model out of the tiers once the call has returned"

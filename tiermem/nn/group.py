@@ -19,6 +19,7 @@ from tiermem.runtime.slots import Holder, Slot
 
 if TYPE_CHECKING:
     from tiermem.nn.grads import GradUnit
+    from tiermem.nn.saved import SavedHooks
     from tiermem.nn.scope import Inside
 
 ORDINARY = (nn.Parameter, torch.Tensor)
@@ -130,6 +131,11 @@ class Lender(Protocol):
         """A parameter's ``requires_grad`` was set."""
         ...
 
+    @property
+    def saved(self) -> SavedHooks:
+        """What saves tensors of its groups for backward."""
+        ...
+
 
 class Group(Holder):
     """The parameters (or large buffers) of one block, held and let go together.
@@ -213,6 +219,16 @@ class Group(Holder):
         self._sort_members()
         if self.holds:
             names.__class__ = HeldDict
+
+    def member_of(self, tensor: torch.Tensor) -> Member | None:
+        """Returns the member that a tensor is, None where it is none of this group's."""
+        return next((member for member in self._members if member.tensor is tensor), None)
+
+    def is_replaced(self) -> bool:
+        """Whether its modules have other tensors just now (``torch.func.functional_call``)."""
+        own = {id(tensor) for tensor in self._tensors}
+        values = [value for names in self._names for value in names.values()]
+        return bool(values) and not any(id(value) in own for value in values)
 
     def free(self, member: Member, data: torch.Tensor) -> None:
         """Makes a tensor an ordinary one over ``data``."""
@@ -312,6 +328,14 @@ class Group(Holder):
             if not self.holds and self._slot is not None:
                 self.soft = False
                 self._away()
+
+    def rest(self) -> None:
+        """Asks for the block no more; what points at it does so until the block leaves."""
+        with self.manager.lock:
+            if self.soft and not self.holds:
+                self.soft = False
+                if self._slot is not None:
+                    self._slot.idle = True
 
     def forked(self) -> None:
         """Hides the tensors in a forked child, where every operation on them is refused."""

@@ -65,3 +65,18 @@ def _teller(autograd: Any) -> Callable[[], Pair | None]:
 
 top_pair: Callable[[], Pair | None] = _teller(torch._C._autograd)
 """Returns the pair of saved-tensor hooks in force, or None."""
+
+
+def change_pushed(change: Callable[[Pair], Pair], autograd: Any = torch._C._autograd) -> None:
+    """Has every pair that is pushed from now on be changed first.
+
+    Args:
+        change: Gets a pair and returns the one to push.
+        autograd: Has the function that pushes, which is replaced.
+    """
+    push: Callable[..., None] = autograd._push_saved_tensors_default_hooks
+
+    def changed_push(pack: Callable[..., Any], unpack: Callable[..., torch.Tensor]) -> None:
+        push(*change((pack, unpack)))
+
+    autograd._push_saved_tensors_default_hooks = changed_push

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tiermem.core.layout import is_dense
 from tiermem.errors import WrapError
 
+_LARGE_BUFFER = 1 << 18
 owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameter to the id of the manager that has it."""
 
@@ -157,6 +158,18 @@ def _check_parameter(found: Found, manager_id: int) -> None:
 def is_uninitialized(tensor: torch.Tensor) -> bool:
     """Whether a buffer has no memory of its own kind to move."""
     return isinstance(tensor, UninitializedBuffer) or tensor.is_meta
+
+
+def can_move(found: Found) -> bool:
+    """Whether a buffer can live in a block."""
+    tensor = found.tensor
+    return (
+        not is_uninitialized(tensor)
+        and tensor.layout is torch.strided
+        and type(tensor) in (torch.Tensor, nn.Buffer)
+        and not tensor.requires_grad
+        and not tensor.is_inference()
+    )
 
 
 def link_shared(params: list[Found]) -> None:

@@ -225,6 +225,8 @@ def _close_block(runtime: ModuleRuntime, lending: Lending, group: Group, wrong: 
                 use.gradient = entry.param.grad
             entry.param.grad = None
             group.recapture(entry)
+        group.point_softly(dirty=False)  # a graph made inside may have saved the parameters
+        group.rest()
     finally:
         runtime.manager.release(group.block, dirty=dirty)
     for use in mine:

@@ -1,8 +1,8 @@
-"""What a parameter holds while its block is elsewhere: one poisoned element, expanded.
+"""What a parameter holds while its block is elsewhere: nothing that could be read.
 
-Shape, dtype and device stay right, reading gives NaN (all bits set), and most
-writes are refused by torch because the elements share memory. So a use of
-weights that are not there shows at once.
+Shape, dtype and device stay right. Whoever asks for the bytes, by whatever way, gets an error of
+torch's (:mod:`tiermem.nn.refusing`). There is one element behind it, with all bits set, which is
+NaN: on a torch that cannot be told to refuse, a use that escaped everything shows at least.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from weakref import WeakValueDictionary
 import torch
 
 from tiermem.nn.quiet import unrecorded
+from tiermem.nn.refusing import refuse
 
-_kept: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+_TEXT = (
+    "the bytes of a {what} of shape {shape} and dtype {dtype} were asked for while they were not "
+    "in HBM: it belongs to a wrapped model, and code that torch does not show to tiermem has kept "
+    "the tensor itself. Call that code inside `with tier.materialize(module)`, where parameters "
+    "are ordinary tensors, or give it a clone"
+)
 _shared: WeakValueDictionary[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = (
     WeakValueDictionary()
 )
 
 
 def poison_element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns a 0-d tensor with every bit set (True for bool)."""
-    key = (dtype, device)
-    element = _kept.get(key)
-    if element is None:
-        with unrecorded():
-            if dtype is torch.bool:
-                element = torch.ones((), dtype=dtype, device=device)
-            else:
-                raw = torch.full((dtype.itemsize,), 0xFF, dtype=torch.uint8)
-                element = raw.view(dtype).reshape(()).to(device)
-        _kept[key] = element
-    return element
+    """Returns a new 0-d tensor with every bit set (True for bool)."""
+    with unrecorded():
+        if dtype is torch.bool:
+            return torch.ones((), dtype=dtype, device=device)
+        raw = torch.full((dtype.itemsize,), 0xFF, dtype=torch.uint8)
+        return raw.view(dtype).reshape(()).to(device)
 
 
 def is_placeholder(tensor: torch.Tensor) -> bool:
@@ -43,9 +43,12 @@ def is_placeholder(tensor: torch.Tensor) -> bool:
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns a tensor of this shape that takes one element of memory and reads as poison."""
+    """Returns a tensor of this shape that takes one element of memory and cannot be read."""
     with unrecorded():
-        return poison_element(dtype, device).expand(shape)
+        found = poison_element(dtype, device).expand(shape)
+    if found.numel():  # of nothing nothing is read
+        refuse(found, _TEXT.format(what="parameter or gradient", shape=tuple(shape), dtype=dtype))
+    return found
 
 
 def shared_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -190,7 +190,7 @@ class ModuleRuntime:
             )
         with self.manager.lock:
             self.end_backward()
-            self.reduced.begin_forward()
+            self.reduced.begin_forward(scope)
             training = torch.is_grad_enabled()
             for check in self.on_begin:
                 check(training)
@@ -259,7 +259,7 @@ class ModuleRuntime:
             group.hold()
         except CapacityError as error:
             raise beside_optimizer(error) from None
-        return 2 if self.saved.push_if_alone() else 1
+        return 2 if self.saved.push_for_operation() else 1
 
     @inside
     def lent(self, group: Group, token: int, *, dirty: bool) -> None:
@@ -313,14 +313,14 @@ class ModuleRuntime:
             return
         self.enter_backward()
         for group in scope.groups:
-            if group.holds or group.block.role is not Role.PARAM:
+            if group.holds or group.freed or group.block.role is not Role.PARAM:
                 continue
             group.point_softly(dirty=False)
             if group in self._backward:
                 self._backward.remove(group)
             self._backward.append(group)
         while len(self._backward) > _SOFT_IN_BACKWARD:
-            self._backward.popleft().unpoint()
+            self._backward.popleft().rest()
 
     def _cut_short(self, ending: weakref.ref[_Ending]) -> None:
         """An error has ended backward; gradients that made way for others are seen again."""
@@ -359,7 +359,7 @@ class ModuleRuntime:
 
     def _drop(self, groups: Iterable[Group]) -> None:
         for group in groups:
-            group.unpoint()
+            group.rest()
 
 
 def _intercept(group: Group) -> None:

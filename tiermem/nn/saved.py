@@ -4,46 +4,78 @@ autograd keeps views of weights (``weight.t()``) that look into an HBM slot.
 Kept as they are, they would hold the slot until backward. So they are packed
 as (block, offset, shape, stride) and unpacked from wherever the block is then.
 
+The parameter itself must never be what is kept: it shows whatever it points at by
+then, which may be nothing. It is packed by who it is, whatever class it has at the
+moment, and where somebody else kept it (a hook of the user's), it is replaced by
+its bytes when it comes back.
+
 Saved-tensor hooks do not chain: only the innermost pair sees a tensor. So each
-pair here remembers the pair it covers (``checkpoint``'s, or the user's) and
-hands on every tensor that is not a view of a weight. Where it covers none, what is
-no view of a weight goes to :mod:`tiermem.nn.activations`.
+pair here remembers the pair it covers (``checkpoint``'s, or the user's). The user's
+sees every tensor, weights too, as it does without tiermem: what it returns may be
+another value. Those that only keep tensors elsewhere see those that are no weights.
+Where none is covered, what is no weight goes to :mod:`tiermem.nn.activations`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tiermem.core.block import Block, Role
+from tiermem.errors import ParameterError
 from tiermem.nn.activations import Kept, SavedActivation
-from tiermem.nn.hookpair import Pair, top_pair
+from tiermem.nn.away import group_of
+from tiermem.nn.hookpair import Pair, change_pushed, top_pair
 from tiermem.nn.repair import inside
 from tiermem.runtime.slots import Slot, typed_view
+from tiermem.runtime.transforms import transforming, untransformed
 
 if TYPE_CHECKING:
+    from tiermem.nn.group import Group
     from tiermem.nn.runtime import ModuleRuntime
 
 _REFERRED = (Role.PARAM, Role.BUFFER)
 
 
 class SavedView:
-    """A view of a block's bytes, without holding them."""
+    """A view of a block's bytes, without holding them.
 
-    __slots__ = ("block", "conj", "dtype", "neg", "offset", "owner", "shape", "stride", "version")
+    Attributes:
+        block: The block.
+        offset: In elements of ``dtype``, from the first byte of the block.
+        hooks: Of the manager that has the block.
+        owner: The parameter or buffer whose bytes they are, if that is known.
+        version: Of the owner when the view was saved; -1 where changes are no error.
+    """
 
-    def __init__(self, block: Block, tensor: torch.Tensor, owner: torch.Tensor | None) -> None:
+    __slots__ = (
+        "block", "conj", "dtype", "hooks", "neg", "offset", "owner", "shape", "stride", "version"
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        hooks: SavedHooks,
+        block: Block,
+        tensor: torch.Tensor,
+        offset: int,
+        owner: torch.Tensor | None,
+    ) -> None:
+        self.hooks = hooks
         self.block = block
-        self.offset = int(tensor.storage_offset())
+        self.offset = offset
         self.shape = tuple(tensor.shape)
         self.stride = tensor.stride()
         self.dtype = tensor.dtype
         self.conj = tensor.is_conj()
         self.neg = tensor.is_neg()
         self.owner = owner
-        self.version = tensor._version if owner is not None else -1
+        # a tensor with a counter of its own (``weight.data``) is not said to be changed either
+        same = owner is not None and owner._version == tensor._version
+        self.version = tensor._version if same else -1
 
 
 def _passed_over(pack: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,18 +113,16 @@ class SavedHooks:
         if not torch.is_grad_enabled():
             return True
         outer = top_pair()
-        return outer is not None and self._is_ours(outer)
+        return outer is not None and _hooks_of(outer) is self
 
-    def _is_ours(self, pair: Pair) -> bool:
-        return getattr(pair[0], "__self__", None) is self or getattr(pair[0], "hooks", None) is self
-
-    def push_if_alone(self) -> bool:
-        """Pushes a pair for an operation outside every module, unless somebody's is there.
+    def push_for_operation(self) -> bool:
+        """Pushes a pair for an operation outside every module, unless a checkpoint's is there.
 
         A checkpoint runs such an operation once inside a module's call, where we do not see it,
         and once more on its own: both times it has to see the same tensors.
         """
-        return top_pair() is None and self.push()
+        outer = top_pair()
+        return not (outer is not None and _is_of_checkpoint(outer)) and self.push()
 
     def push(self) -> bool:
         """Puts a pair of ours on top, unless one is there or none can be.
@@ -100,43 +130,60 @@ class SavedHooks:
         Returns:
             Whether one was pushed, and :meth:`pop` is owed.
         """
-        if not torch.is_grad_enabled() or not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        if not torch.is_grad_enabled() or self.refused():
             return False
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            return False  # functorch refuses hooks; aliases hold the slots instead
         outer = top_pair()
         if outer is None:
             pack, unpack = self._plain
-        elif self._is_ours(outer):
+        elif _hooks_of(outer) is self:
             return False
         else:
-            covering = _Covering(self, outer)
-            pack, unpack = covering, self._unpack
+            pack, unpack = self.cover(outer)
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
         return True
+
+    def cover(self, outer: Pair) -> Pair:
+        """Returns a pair of ours over another one."""
+        return _Covering(self, outer), self._unpack
 
     def pop(self) -> None:
         """Takes the pair pushed last off again."""
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
+    @staticmethod
+    def refused() -> bool:
+        """Whether torch takes no hooks now: in ``torch.func``, or where they are disabled."""
+        enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        return not enabled or transforming()
+
+    def hold_for(self, outputs: Sequence[torch.Tensor], groups: Iterable[Group]) -> None:
+        """Has blocks stay in HBM as long as a graph lives that no hook of ours has seen.
+
+        It has saved the parameters themselves. An alias of each block goes into the graph.
+
+        Args:
+            outputs: Of the module that has just used the blocks.
+            groups: The blocks; they are held now.
+        """
+        used = [group.block.id for group in groups if not group.is_replaced()]
+        with untransformed() if transforming() else nullcontext():
+            aliases = [_alias(self.manager.slots.current[block_id]) for block_id in used]
+        for tensor in outputs:
+            if tensor.grad_fn is not None:
+                kept: dict[str, Any] = tensor.grad_fn.metadata  # type: ignore[assignment]
+                kept.setdefault("tiermem", []).extend(aliases)
+
     def reference(self, tensor: torch.Tensor) -> SavedView | None:
-        """Returns a reference in place of a view of a weight or large buffer, or None."""
-        if tensor.layout is not torch.strided or type(tensor) not in _PLAIN_TYPES:
+        """Returns a reference in place of a weight, a large buffer or a view of one, or None."""
+        if type(tensor) not in _PLAIN_TYPES:
+            return _whole(tensor)
+        if tensor.layout is not torch.strided:
             return None
         slot = self._slot_of(tensor)
         if slot is None or slot.block.role not in _REFERRED:
             return None
-        if self.manager.table[slot.block.id].fixed:
-            return None
         owner = self._runtime.owner_of(slot.block, tensor)
-        return SavedView(slot.block, tensor, owner)
-
-    def is_fixed(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor looks into a block that never leaves HBM."""
-        if tensor.layout is not torch.strided or type(tensor) not in _PLAIN_TYPES:
-            return False
-        slot = self._slot_of(tensor)
-        return slot is not None and self.manager.table[slot.block.id].fixed
+        return SavedView(self, slot.block, tensor, int(tensor.storage_offset()), owner)
 
     def _slot_of(self, tensor: torch.Tensor) -> Slot | None:
         """Returns the slot that a tensor looks into, or None."""
@@ -151,40 +198,69 @@ class SavedHooks:
     def _pack_plain(self, tensor: torch.Tensor) -> Any:
         found = self.reference(tensor)
         if found is not None:
-            return found
+            return found.hooks.beside(found, tensor) or found
         if type(tensor) not in _PLAIN_TYPES:
             return tensor
         return self._runtime.activations.pack(tensor) or Kept(tensor)
 
+    def beside(self, saved: SavedView, tensor: torch.Tensor) -> Kept | None:
+        """Returns an alias of bytes that never leave HBM, which backward finds sooner; else None.
+
+        It looks through the storage that is only read, and has the tensor's version counter.
+        """
+        record = self.manager.table.get(saved.block.id)
+        if record is None or not record.fixed or saved.conj or saved.neg:
+            return None
+        slot = self.manager.slots.current[saved.block.id]
+        with torch._C.DisableTorchFunctionSubclass():
+            alias = tensor.detach()
+            alias.data = _view_of(slot, saved)
+        return Kept(alias)
+
     @inside
     def _unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is SavedView:
-            return self._view(packed)
-        if type(packed) is _Handed:
-            return packed.unpack(packed.packed)
+            return packed.hooks.view(packed)
         if type(packed) is Kept:
-            return packed.open()
+            return _bytes_of(packed.open())
         if type(packed) is SavedActivation:
             self._runtime.enter_backward()
             return self._runtime.activations.open(packed)
+        if type(packed) is _Handed:
+            inner = packed.packed
+            if type(inner) is SavedView:
+                inner = inner.hooks.view(inner)
+            return _bytes_of(packed.unpack(inner))
         return packed  # type: ignore[no-any-return]
 
-    def _view(self, saved: SavedView) -> torch.Tensor:
-        owner = saved.owner
-        if owner is not None and owner._version != saved.version:
+    def view(self, saved: SavedView) -> torch.Tensor:
+        """Returns the view that was saved, in HBM.
+
+        Raises:
+            RuntimeError: If the weight was changed in place since.
+            ParameterError: If its module was unwrapped and the bytes are not known any more.
+            StorageError: If they cannot be read.
+            ClosedError: If the manager is closed.
+        """
+        owner, debts = saved.owner, self.manager.debts
+        if saved.block.id in debts:  # a step that is owed changes the weight, and is counted then
+            with self.manager.lock:
+                debts.pay(saved.block.id)
+        if owner is not None and saved.version not in (-1, owner._version):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: a weight of block {saved.block.name!r} is at version "
                 f"{owner._version}; expected version {saved.version} instead"
             )
         self._runtime.enter_backward()
-        slot = self.manager.acquire(saved.block)
-        try:
-            view = typed_view(
-                slot.sight.reading, saved.dtype, saved.offset, saved.shape, saved.stride
-            )
-        finally:
-            self.manager.release(saved.block)
+        if self.manager.table.get(saved.block.id) is None and not self.manager.closed:
+            view = _taken_out(saved)
+        else:
+            slot = self.manager.acquire(saved.block)
+            try:
+                view = _view_of(slot, saved)
+            finally:
+                self.manager.release(saved.block)
         if torch.is_grad_enabled():
             # backward with a graph of its own saves this again, where no hook of ours sees it: a
             # copy in ordinary memory does not hold the block in HBM
@@ -197,17 +273,110 @@ class SavedHooks:
         return view
 
 
+def _alias(slot: Slot) -> torch.Tensor:
+    """Returns a view of a block's first byte: as long as it lives the block stays where it is."""
+    return typed_view(slot.sight.reading, torch.uint8, 0, (1,), (1,))
+
+
+def _view_of(slot: Slot, saved: SavedView) -> torch.Tensor:
+    """Returns a view of a block in HBM, through the storage that is only read."""
+    return typed_view(slot.sight.reading, saved.dtype, saved.offset, saved.shape, saved.stride)
+
+
+def _taken_out(saved: SavedView) -> torch.Tensor:
+    """Returns a view of a weight whose module was unwrapped since: the parameter has the bytes.
+
+    Raises:
+        ParameterError: If it is not known whose bytes they are, or the parameter has others.
+    """
+    owner, item = saved.owner, saved.dtype.itemsize
+    position = saved.offset * item
+    index = bisect_right(saved.block.tensors, position, key=lambda spec: spec.offset) - 1
+    spec = saved.block.tensors[index]
+    if owner is None or owner.stride() != spec.stride:
+        raise ParameterError(
+            f"backward needs a weight of block {saved.block.name!r}, which was taken out of the "
+            "tiers after forward; call tier.unwrap(module) after backward"
+        )
+    offset = (position - spec.offset + int(owner.storage_offset()) * owner.itemsize) // item
+    storage = owner.detach().untyped_storage()
+    return typed_view(storage, saved.dtype, offset, saved.shape, saved.stride)
+
+
+def _hooks_of(pair: Pair) -> SavedHooks | None:
+    """Returns whose pair of ours a pair is, None if it is none."""
+    found = getattr(pair[0], "__self__", None) or getattr(pair[0], "hooks", None)
+    return found if isinstance(found, SavedHooks) else None
+
+
+def _covered(pair: Pair) -> Pair:
+    """Returns what is pushed for a pair: one that covers it, if there are wrapped modules.
+
+    Checkpoints save nothing there, and have to see the same tensors when they recompute outside.
+    """
+    if not group_of or _hooks_of(pair) is not None or _is_of_checkpoint(pair):
+        return pair
+    outer = top_pair()
+    hooks = None if outer is None else _hooks_of(outer)
+    if hooks is not None:
+        return hooks.cover(pair)
+    pack, unpack = pair
+    return pack, lambda packed: _bytes_of(unpack(packed))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a managed tensor that may be away; any other tensor as it is."""
+    if type(tensor) in _PLAIN_TYPES:
+        return tensor
+    found = _whole(tensor)
+    if found is None:
+        return tensor
+    found.version = -1  # with hooks torch does not look for changes
+    return found.hooks.view(found)
+
+
+def _whole(tensor: torch.Tensor) -> SavedView | None:
+    """Returns a reference in place of a managed tensor, wherever it points; else None."""
+    group = group_of.get(id(tensor))
+    member = None if group is None else group.member_of(tensor)
+    if group is None or member is None or member.materialized:
+        return None
+    if group.block.id in group.manager.debts:
+        with group.manager.lock:
+            group.manager.debts.pay(group.block.id)
+    spec = group.block.tensors[member.index]
+    with torch._C.DisableTorchFunctionSubclass():
+        offset = spec.offset // tensor.dtype.itemsize
+        view = SavedView(group.lender.saved, group.block, tensor, offset, tensor)
+    view.stride = spec.stride
+    return view
+
+
+def _is_of_checkpoint(pair: Pair) -> bool:
+    """Whether a pair of saved-tensor hooks is one of ``torch.utils.checkpoint``'s."""
+    return getattr(pair[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def _only_keeps(pair: Pair) -> bool:
+    """Whether a pair returns what it is given, and would only make copies of weights."""
+    if isinstance(pair[0], _Covering):
+        return _only_keeps(pair[0].outer)
+    name = getattr(pair[0], "__qualname__", "")
+    return _hooks_of(pair) is not None or _is_of_checkpoint(pair) or name.startswith("save_on_cpu.")
+
+
 class _Covering:
     """A pack hook over another pair."""
 
-    __slots__ = ("hooks", "manager", "outer", "recomputes")
+    __slots__ = ("hooks", "manager", "only_keeps", "outer", "recomputes")
 
     def __init__(self, hooks: SavedHooks, outer: Pair) -> None:
         self.hooks = hooks
         self.manager = hooks.manager
         self.outer = outer
+        self.only_keeps = _only_keeps(outer)
         # a checkpoint computes with the weights of then, changed or not
-        self.recomputes = getattr(outer[0], "__module__", "") == "torch.utils.checkpoint"
+        self.recomputes = _is_of_checkpoint(outer)
 
     @property
     def _checkpoint_internal(self) -> bool:
@@ -222,14 +391,17 @@ class _Covering:
     @inside
     def __call__(self, tensor: torch.Tensor) -> Any:
         found = self.hooks.reference(tensor)
-        if found is not None:
-            if self.recomputes:
-                found.owner = None
+        if found is not None and self.recomputes:
+            found.version = -1
+        if found is not None and self.only_keeps:
             return found
-        if not tensor.requires_grad and self.hooks.is_fixed(tensor):
-            tensor = tensor.detach()  # the parameter itself is pointed away after the call
         pack, unpack = self.outer
-        return _Handed(pack(tensor), unpack)
+        packed = pack(tensor)
+        if found is not None and packed is tensor:
+            found.version = -1  # with hooks torch does not look for changes
+            return _Handed(found, unpack)
+        return _Handed(packed, unpack)
 
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+change_pushed(_covered)

@@ -27,6 +27,7 @@ from tiermem.nn.group import Group
 from tiermem.nn.repair import entrance, repair
 from tiermem.nn.runtime import ModuleRuntime, outputs_with_grad
 from tiermem.nn.statedict import check_state, given_values
+from tiermem.runtime.transforms import transforming
 
 if TYPE_CHECKING:
     from tiermem.nn.wrapped import WrappedModel
@@ -325,8 +326,8 @@ class CallInterceptor(Interceptor):
                 theirs = True
                 result = self.inner(*args, **kwargs)
                 theirs = False
-                if pushed or (self._begins and is_grad_enabled()):
-                    self._watch(self.scope, runtime, result)
+                if pushed or is_grad_enabled():
+                    self._watch(self.scope, runtime, result, pushed)
                 return result
             finally:
                 if pushed:
@@ -352,9 +353,11 @@ class CallInterceptor(Interceptor):
             raise
 
     @staticmethod
-    def _watch(scope: Scope, runtime: ModuleRuntime, result: Any) -> None:
+    def _watch(scope: Scope, runtime: ModuleRuntime, result: Any, pushed: bool) -> None:
         """Has backward announce itself when it reaches this module."""
-        if not scope.begins or torch._C._functorch.peek_interpreter_stack() is not None:
+        if not pushed and runtime.saved.refused():
+            runtime.saved.hold_for(outputs_with_grad(result), scope.groups)
+        if not scope.begins or transforming():
             return
         for tensor in outputs_with_grad(result)[:1]:
             tensor.register_hook(partial(_announce, runtime, scope))
@@ -409,7 +412,10 @@ class CopyInterceptor(Interceptor):
 
     def __call__(self, memo: dict[int, Any]) -> Any:
         """Returns the copy, in host memory."""
-        self.scope.wrapped.copy_small(self.module, memo)
+        stay = self.scope.wrapped.staying()
+        for tensor in self.module._buffers.values():
+            if tensor is not None and id(tensor) in stay and id(tensor) not in memo:
+                memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
         copied = self.inner(memo)
         for name in INTERCEPTED:
             getattr(copied, "__dict__", {}).pop(name, None)

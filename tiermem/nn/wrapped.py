@@ -18,7 +18,7 @@ from tiermem.nn.applied import ApplyInterceptor
 from tiermem.nn.blocks import BlockPlan, Inventory
 from tiermem.nn.compiler import hide_from_compiler
 from tiermem.nn.group import Entry, Group, Member
-from tiermem.nn.inspect import Found, find, is_uninitialized, link_shared, owners
+from tiermem.nn.inspect import Found, can_move, find, link_shared, owners
 from tiermem.nn.lookup import LookupInterceptor, is_lookup
 from tiermem.nn.names import HeldDict, TieredDict
 from tiermem.nn.originals import Originals, undo_wrap
@@ -98,7 +98,7 @@ class WrappedModel:
         self.name = type(model).__name__ if number == 0 else f"{type(model).__name__}#{number}"
         params = find(model, "_parameters")
         link_shared(params)
-        buffers = [f for f in find(model, "_buffers") if self._can_move(f)]
+        buffers = [f for f in find(model, "_buffers") if can_move(f)]
         own = checked_homes(homes, self._modules)
         inventory = Inventory(model, blocks, params, buffers, own)
         self.before: Originals | None = None  # what it was, until it is wrapped
@@ -131,16 +131,6 @@ class WrappedModel:
             raise
 
     # -- planning --------------------------------------------------------
-
-    def _can_move(self, found: Found) -> bool:
-        tensor = found.tensor
-        return (
-            not is_uninitialized(tensor)
-            and tensor.layout is torch.strided
-            and type(tensor) in (torch.Tensor, nn.Buffer)
-            and not tensor.requires_grad
-            and not tensor.is_inference()
-        )
 
     def _plan(self, plan: BlockPlan) -> None:
         """Reserves the blocks' homes."""
@@ -435,12 +425,9 @@ class WrappedModel:
                 cache[id(member.tensor)] = tensors[member.index].clone()
         return cache[id(tensor)]
 
-    def copy_small(self, module: nn.Module, memo: dict[int, Any]) -> None:
-        """Enters copies of a module's buffers that stay in HBM into a deepcopy's memo."""
-        stay = {id(member.tensor) for member in self.resident.buffers} if self.resident else ()
-        for tensor in module._buffers.values():
-            if id(tensor) in stay and id(tensor) not in memo:
-                memo[id(tensor)] = tensor.detach().to("cpu", copy=True)  # type: ignore[union-attr]
+    def staying(self) -> set[int]:
+        """Returns the ids of buffers that stay in HBM."""
+        return {id(member.tensor) for member in self.resident.buffers} if self.resident else set()
 
     @contextmanager
     def holding(self, module: nn.Module) -> Iterator[None]:

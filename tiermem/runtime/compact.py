@@ -81,7 +81,8 @@ class Compactor:
             extent = record.extent
             if extent is None:
                 continue
-            if extent.offset != start and not self._held(record):
+            seen = space.slots.current[record.block.id].aliased
+            if extent.offset != start and not (seen or self._held(record)):
                 space.unpoint(record)  # pointed at without a lease of its own: it can let go
             if extent.offset != start and space.movable(record):
                 self._slide(record, start)

@@ -43,8 +43,10 @@ class HomeLender:
             if block.id in self._out:
                 continue
             manager.traffic.settle(block.id)
-            manager.space.unpoint(record)
             slot = manager.slots.current.get(block.id)
+            if slot is not None and slot.aliased:
+                return block.name
+            manager.space.unpoint(record)
             if record.leases or (slot is not None and slot.aliased):
                 return block.name
         for block in blocks:

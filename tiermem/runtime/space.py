@@ -428,9 +428,11 @@ class Space:
         if record.leases or record.fixed or record.extent is None:
             return False
         slot = self.slots.current.get(record.block.id)
-        if slot is not None and slot.pointed:
+        if slot is None or slot.aliased:
+            return False  # it stays, and parameters that point there may be used by who has aliases
+        if slot.pointed:
             self.unpoint(record)
-        return slot is not None and not slot.aliased
+        return not slot.aliased
 
     def repair(self) -> None:
         """Makes table, slots and what is kept beside them agree after an exception anywhere.
