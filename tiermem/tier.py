@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from tiermem.config import Home, Policy, Settings, parse_size
-from tiermem.errors import ConfigError, WrapError
+from tiermem.core.block import Role
+from tiermem.errors import REFUSALS, ConfigError, WrapError
 from tiermem.nn.giveback import Leaving, finish, give_back, prepare, say_beside
 from tiermem.nn.inspect import check_module
 from tiermem.nn.materialize import Target, materialize
@@ -218,18 +219,29 @@ class TierManager:
             CapacityError: If a budget cannot hold its state or a step.
         """
         self._optimizers += 1
-        return TieredOptimizer(
-            self._runtime,
-            params,
-            cls,
-            self._optimizers,
-            master_dtype=master_dtype,
-            grad_dtype=grad_dtype,
-            overlap=overlap,
-            where=where,
-            host_share=host_share,
-            **settings,
-        )
+        known = {record.block.id for record in self._manager.table}
+        try:
+            return TieredOptimizer(
+                self._runtime,
+                params,
+                cls,
+                self._optimizers,
+                master_dtype=master_dtype,
+                grad_dtype=grad_dtype,
+                overlap=overlap,
+                where=where,
+                host_share=host_share,
+                **settings,
+            )
+        except REFUSALS:
+            raise
+        except BaseException:  # it may have come anywhere, and nobody has what was reserved
+            self._manager.cut_short()
+            self._manager.guard()
+            kinds = (Role.OPTIMIZER, Role.MASTER)
+            new = [r.block for r in self._manager.table if r.block.id not in known]
+            self._manager.remove_blocks([block for block in new if block.role in kinds])
+            raise
 
     def materialize(
         self, target: Target, device: str | torch.device | None = None
@@ -272,6 +284,7 @@ class TierManager:
 
     # -- the end ---------------------------------------------------------
 
+    @entrance
     def close(self, *, discard: bool = False) -> None:
         """Gives wrapped models back as ordinary ones in host memory, and gives all room back.
 
@@ -323,6 +336,7 @@ class TierManager:
         self._manager.guard()
         return self
 
+    @entrance
     def __exit__(
         self,
         kind: type[BaseException] | None,

@@ -8,12 +8,14 @@ of every call (its first, middle and last time), ``=N`` takes N lines of each.
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support_interrupts import (
     PHASES,
     PROGRAMS,
@@ -22,11 +24,15 @@ from support_interrupts import (
     Recursion,
     Run,
     Signal,
+    Tracer,
     interrupted,
     outcome,
     record,
     reference,
 )
+
+import tiermem
+from tiermem.nn.group import Group
 
 _ASKED = os.environ.get("TIERMEM_INTERRUPTS", "2")
 _ERRORS = (Interrupt, Interrupt, Alarm, MemoryError)
@@ -106,3 +112,20 @@ def test_a_signal_at_a_random_time(tmp_path, name) -> None:
         if found.kind not in ("same", "refused"):
             bad.append((phase, found.kind, found.why))
     assert not bad, bad
+
+
+def test_leaving_with_after_an_interrupt_gives_the_model_back(tmp_path) -> None:
+    """A call that was cut short in its last lines holds nothing that keeps the model in."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(24, 24) for _ in range(3)])
+    before = [p.detach().clone() for p in model.parameters()]
+    site = ("nn/group.py", _line_of(Group.let_go_locked, "_change(self._hidden)"), "", 1)
+    with pytest.raises(Interrupt), tiermem.TierManager("cpu", hbm="64KiB", dram="8MiB") as tier:
+        tier.wrap(model)
+        with Tracer(site, depth=0):
+            model(torch.ones(2, 24))
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def _line_of(function: Any, text: str) -> int:
+    lines, first = inspect.getsourcelines(function)
+    return first + next(n for n, line in enumerate(lines) if text in line)
