@@ -380,10 +380,10 @@ class Group(Holder):
         found = False
         for member in self._members:
             data, view = member.tensor.data, slot.views[member.index]
+            if data.untyped_storage()._cdata == member.placeholder.untyped_storage()._cdata:
+                continue  # it has no bytes to look at
             address = data.untyped_storage().data_ptr()
             if member.materialized or base <= address < base + self.manager.arena.capacity:
-                continue
-            if address == member.placeholder.untyped_storage().data_ptr():
                 continue
             if data.shape == view.shape and data.dtype is view.dtype:
                 view.copy_(data)

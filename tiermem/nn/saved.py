@@ -388,7 +388,6 @@ class _Covering:
         """The user's pair that such a pair covers."""
         return getattr(self.outer[0], "_user_hooks", None)
 
-    @inside
     def __call__(self, tensor: torch.Tensor) -> Any:
         found = self.hooks.reference(tensor)
         if found is not None and self.recomputes:
