@@ -227,9 +227,8 @@ def test_data_parallel_over_several_devices_is_refused(
     tier: tiermem.TierManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Says so before torch has looked for the devices, of which there are none here."""
-    monkeypatch.setattr(
-        "torch.nn.parallel.data_parallel._get_available_device_type", lambda: "cuda"
-    )
+    torchs = sys.modules[nn.DataParallel.__module__]
+    monkeypatch.setattr(torchs, "_get_available_device_type", lambda: "cuda")
     model = tier.wrap(replicas.Net())
     with pytest.raises(tiermem.WrapError, match=r"2 devices.*device_ids=\[0\]"):
         nn.DataParallel(model, device_ids=[0, 1])

@@ -1,9 +1,9 @@
 """Modules that are put around a wrapped one, seen as they are made.
 
 torch tells of every module that becomes another's child. Three kinds of parents matter here: a
-``DistributedDataParallel``, which broadcasts buffers behind Python's back; a ``DataParallel``, which
-copies all weights to several devices in each call; and what ``torch.compile`` returns, where one
-graph of the whole is asked for.
+``DistributedDataParallel``, which broadcasts buffers behind Python's back; a ``DataParallel``,
+which copies all weights to several devices in each call; and what ``torch.compile`` returns, where
+one graph of the whole is asked for.
 """
 
 from __future__ import annotations
