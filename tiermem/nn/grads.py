@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -52,6 +52,38 @@ class Watcher(Protocol):
         ...
 
 
+class Pending:
+    """A change that gradients of one block await; it is made once of each, whatever comes between.
+
+    Attributes:
+        entries: Whose gradients.
+    """
+
+    __slots__ = ("_change", "_done", "entries")
+
+    def __init__(self, entries: Sequence[Entry], change: Change) -> None:
+        self.entries = list(entries)
+        self._change = change
+        self._done: list[Entry] = []
+
+    def make(self, found: dict[int, torch.Tensor]) -> None:
+        """Changes the gradients that are there and not changed yet; it may be called again.
+
+        Args:
+            found: Gradients by the id of their entry; each is changed in place with one call.
+        """
+        left = [e for e in self.entries if id(e) in found and e not in self._done]
+        tensors = [found[id(entry)] for entry in left]
+        before = [tensor._version for tensor in tensors]
+        try:
+            self._change(tensors)
+            self._done += left
+        except BaseException:  # Ctrl-C, no memory: torch has counted which are changed
+            both = zip(left, tensors, before, strict=True)
+            self._done += [entry for entry, t, version in both if t._version != version]
+            raise
+
+
 class GradUnit:
     """One block of gradients: those of consecutive parameters of one group.
 
@@ -69,7 +101,7 @@ class GradUnit:
         self.block = block
         self.entries = entries
         self.group = group
-        self.pending: list[Change] = []
+        self.pending: list[Pending] = []
 
 
 def divide(group: Group, limit: int) -> list[list[Entry]]:
@@ -173,8 +205,11 @@ class GradStore:
         self._manager.remove_blocks([unit.block for unit in units.values()])
         self._dtypes.update((id(entry.param), dtype) for entry in entries)
 
-    def reserve(self, groups: Iterable[Group]) -> None:
+    def reserve(self, groups: Iterable[Group]) -> list[GradUnit]:
         """Reserves homes for the gradients of every trainable parameter that has none yet.
+
+        Returns:
+            What is new.
 
         Raises:
             CapacityError: Before anything is changed.
@@ -186,11 +221,21 @@ class GradStore:
                 shapes = [self._shape(e) for e in entries]
                 wanted.append((name, Role.GRAD, shapes))
                 units.append((entries, group))
+        made = []
         for block, (entries, group) in zip(self._manager.add_blocks(wanted), units, strict=True):
             unit = GradUnit(block, entries, group)
+            made.append(unit)
             for index, entry in enumerate(entries):
                 entry.unit = unit
                 entry.unit_index = index
+        return made
+
+    def unreserve(self, units: Sequence[GradUnit]) -> None:
+        """Gives homes back that were reserved and are not used yet."""
+        for unit in units:
+            for entry in unit.entries:
+                entry.unit = None
+        self._manager.remove_blocks([unit.block for unit in units])
 
     def measure(self, entries: Iterable[Entry], measure: Measure) -> None:
         """Has something measured of every gradient that arrives from now on, while it is in HBM.
@@ -338,17 +383,19 @@ class GradStore:
 
     def settle(self, unit: GradUnit, slot: Slot) -> None:
         """Makes the changes that are pending on a unit whose block has been acquired."""
-        if unit.pending:
-            views = [slot.views[e.unit_index] for e in unit.entries if e.has_grad]
+        if not unit.pending:
+            return
+        found = {id(e): slot.views[e.unit_index] for e in unit.entries if e.has_grad}
+        if found:
+            self._manager.mark_dirty(unit.block)
+        self.unmeasure(unit.entries)
+        try:
             with torch.no_grad():
-                for change in unit.pending:
-                    change(views)
-            unit.pending.clear()
-            self.unmeasure(unit.entries)
+                while unit.pending:
+                    _make_first(unit.pending, found)
+        finally:
             for entry in unit.entries:
                 refresh(entry.lazy, slot.views[entry.unit_index])
-            if views:
-                self._manager.mark_dirty(unit.block)
 
     def store(self, entry: Entry, gradient: torch.Tensor, *, add: bool = False) -> None:
         """Puts a dense gradient into the tiers, and its lazy stand-in into ``param.grad``."""
@@ -483,3 +530,10 @@ class GradStore:
         if self._pipeline is None:
             self._pipeline = Pipeline(self._manager)
         self._pipeline.write([before.block], gradients=True)
+
+
+def _make_first(pending: list[Pending], found: dict[int, torch.Tensor]) -> None:
+    """Makes the first of some changes, which is pending no more then."""
+    first = pending[0]
+    first.make(found)
+    del pending[0]

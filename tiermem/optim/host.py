@@ -13,7 +13,7 @@ with the same settings.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ from torch import nn
 from tiermem.core.block import Block, Tier
 from tiermem.core.residency import State as Residency
 from tiermem.errors import StepError, TierError
-from tiermem.nn.grads import Change, GradUnit
+from tiermem.nn.grads import GradUnit, Pending
 from tiermem.nn.group import Entry
 from tiermem.nn.lazy import LazyTensor, forget, is_viewed, refresh
 from tiermem.nn.placeholder import shared_placeholder
@@ -109,7 +109,7 @@ class Job:
 
     stored: list[Entry]
     gradients: dict[int, torch.Tensor]
-    changes: list[tuple[GradUnit, list[Change]]]
+    changes: list[tuple[GradUnit, list[Pending]]]
     blocks: list[Block]
     views: dict[int, list[torch.Tensor]]
     events: list[Event]
@@ -237,10 +237,12 @@ class HostSide:
         runtime: ModuleRuntime,
         groups: Sequence[dict[str, Any]],
         scaling: Scaling | None,
+        register: Callable[[Job], None],
     ) -> Job:
         """Takes the blocks for a step that :meth:`check` allows; :meth:`take_up` ends it.
 
-        From now on it is owed to them; :meth:`begin` need not have been called.
+        From now on it is owed to them: ``register`` sees to that, and :meth:`begin` need not have
+        been called.
         """
         unit, manager = self.unit, runtime.manager
         unit.optimizer_for(groups)
@@ -255,8 +257,10 @@ class HostSide:
         files = self.in_files(runtime)
         own = [block for block in files if block is not blocks[-1]]
         load = Load(own, [block for block in files if block is blocks[-1]])
-        views, events = manager.lender.lend(blocks)
+        out = {block.id: manager.lender.borrowers(block) for block in blocks}
+        job: Job | None = None
         try:
+            views, events = manager.lender.lend(blocks)
             job = Job(
                 stored,
                 loose,
@@ -269,12 +273,19 @@ class HostSide:
                 load,
                 self.stage if files else None,
             )
+            register(job)
+            for u in held:
+                u.pending.clear()
+            return job
         except BaseException:
-            manager.lender.give_back(blocks, written=False)
+            if job is not None:  # Ctrl-C: it is owed, and is begun when somebody needs it
+                register(job)
+                for u in held:
+                    u.pending.clear()
+            else:
+                lent = [b for b in blocks if manager.lender.borrowers(b) > out[b.id]]
+                manager.lender.give_back(lent, written=False)
             raise
-        for u in held:
-            u.pending.clear()
-        return job
 
     def announce(self, job: Job) -> None:
         """Has what a step reads from files read ahead, and stay until the step has used it."""
@@ -338,6 +349,16 @@ class HostSide:
             if entry.param.grad is not entry.lazy:
                 runtime.grads.clear(entry)
 
+    def give_up(self, runtime: ModuleRuntime, job: Job) -> None:
+        """Has the blocks of a step back that failed, as they were, for who makes no other try."""
+        for u, changes in job.changes:
+            if u.block.id not in job.settled:
+                u.pending[:0] = changes
+        runtime.manager.lender.give_back(job.blocks, written=False)
+        for entry in job.stored:
+            if entry.param.grad is not entry.lazy:
+                runtime.grads.clear(entry)
+
     # -- in the thread ---------------------------------------------------
 
     def _work(self, runtime: ModuleRuntime, optimizer: torch.optim.Optimizer, job: Job) -> None:
@@ -384,8 +405,8 @@ class HostSide:
             own.grad = gradient
         seen = [u for u in self._blocks_of_gradients(job) if unit.sees(u)]
         counts = [versions(job.views[u.block.id]) for u in seen]
-        for own in self._own.values():
-            undo.keep_entry(optimizer.state, own)
+        undo.keep_entries(optimizer.state, list(self._own.values()))
+        undo.keep_settings(optimizer)
         if not cannot_fail_midway(optimizer):
             self._keep_for_undo(job, undo, seen)
         if job.scaling is not None:
@@ -419,9 +440,9 @@ class HostSide:
         for u, changes in job.changes:
             if u.block.id in job.settled:
                 continue
-            mine = [found[id(entry.param)] for entry in job.stored if entry.unit is u]
+            mine = {id(e): found[id(e.param)] for e in job.stored if e.unit is u}
             for change in changes:
-                change(mine)
+                change.make(mine)
             if u.block.id not in files:
                 job.settled.add(u.block.id)
         return found

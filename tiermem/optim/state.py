@@ -26,8 +26,17 @@ def load_state(
     groups: Sequence[dict[str, Any]],
     state: State,
     state_dict: dict[str, Any],
+    begin: Callable[[], None] | None = None,
 ) -> None:
     """Checks a state dict against the units, then takes it over.
+
+    Args:
+        runtime: The modules' runtime.
+        units: All units.
+        groups: The parameter groups.
+        state: The tiered optimizer's.
+        state_dict: What is loaded.
+        begin: Called once it is known to fit.
 
     Raises:
         CheckpointError: If groups, their lengths or a tensor's shape differ; nothing is changed.
@@ -50,6 +59,8 @@ def load_state(
                 masters[id(param)] = state_dict[MASTER][number]
     _check_shapes(units, saved)
     _check_masters(units, masters)
+    if begin is not None:
+        begin()
     for group, other in zip(groups, saved_groups, strict=True):
         group.update(deepcopy(settings_of(other)))  # a tensor learning rate is written in place
     for unit in units:

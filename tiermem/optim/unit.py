@@ -10,10 +10,11 @@ import torch
 
 from tiermem.core.block import Block
 from tiermem.errors import StepError
-from tiermem.nn.grads import Change, GradUnit
+from tiermem.nn.grads import Change, GradUnit, Pending
 from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import LazyTensor, ensure_there, flush, forget, is_viewed, lazy, refresh
 from tiermem.nn.runtime import ModuleRuntime
+from tiermem.optim.attempt import Attempt
 from tiermem.optim.foreign import ForeignWrites
 from tiermem.optim.held import Held
 from tiermem.optim.master import Masters
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from tiermem.optim.host import HostSide
 
 State = dict[Any, Any]
+Shown = tuple[torch.Tensor | None, torch.Tensor]
+"""What stands for a tensor, and the tensor."""
 
 
 class StepUnit:
@@ -44,6 +47,8 @@ class StepUnit:
         keys: For each tensor of that block, its parameter and the state's key.
         spoils: Whether a step of the class may write the gradients that it is given.
         scaled: Whether the step under way undoes a scale in them.
+        made: The ticket of the last step that was made.
+        attempt: The step under way, or one that could not be taken back yet.
         given: Gradients that are neither in the tiers nor ``param.grad``, by the parameter's id.
     """
 
@@ -66,6 +71,8 @@ class StepUnit:
         self.keys: list[tuple[torch.Tensor, str]] = []
         self.spoils = True
         self.make = make
+        self.made: object = None
+        self.attempt: Attempt | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self.scaled = False
         self.given: dict[int, torch.Tensor] = {}
@@ -119,6 +126,10 @@ class StepUnit:
         units = [e.unit for e in self.entries if e.unit is not None]
         return list({id(unit): unit for unit in units}.values())
 
+    def entries_in(self, unit: GradUnit) -> list[Entry]:
+        """Returns those of its parameters that have their gradients in a block."""
+        return [entry for entry in self.entries if entry.unit is unit]
+
     def wanted(self, runtime: ModuleRuntime) -> bool:
         """Whether any parameter of it has a gradient.
 
@@ -144,43 +155,91 @@ class StepUnit:
         state: State,
         scaling: Scaling | None = None,
         *,
+        ticket: object,
         owed: bool = False,
         meanwhile: Callable[[], None] | None = None,
         write: Callable[[Sequence[Block]], None] | None = None,
     ) -> None:
-        """Steps the unit: everything it needs is brought up first, so it happens whole or not.
+        """Steps the unit: everything it needs is brought up first, and it happens whole or not.
 
         Args:
             runtime: The modules' runtime.
             groups: Settings of the parameter groups.
             state: The tiered optimizer's state, to be kept up to date.
             scaling: What a GradScaler left to the step, or None.
+            ticket: Stands for the step that was asked for; with the same one it is made once.
             owed: Whether the step was asked for some time ago: then it uses the gradients that
                 were there, and leaves ``param.grad`` as the user has it by now.
             meanwhile: Called once everything is at hand.
             write: Called with blocks that the rest of a step does not use, if it has parts.
         """
-        if self.group is not None and self.group.freed:
-            self.refuse_freed()
-        optimizer = self.optimizer_for(groups)
-        if not owed:
-            for entry in self.entries:
-                runtime.grads.sync(entry)
-        stored = [e for e in self.entries if e.has_grad and not e.materialized]
-        seen = {id(p): p.grad for p, _ in self.members} if owed else {}
-        self.flush()
-        try:
-            with self.held(runtime) as slots:
-                if meanwhile is not None:
-                    meanwhile()
-                self._update(runtime, optimizer, stored, slots, state, scaling, owed=owed)
-        finally:
-            with torch._C.DisableTorchFunctionSubclass():
-                for entry in stored:
-                    entry.param.grad = seen.get(id(entry.param), entry.lazy)
-        for entry in stored if owed else ():
-            if entry.param.grad is not entry.lazy:  # forgotten or replaced while the step was owed
+        self.recover()
+        if self.made is not ticket:
+            if self.group is not None and self.group.freed:
+                self.refuse_freed()
+            optimizer = self.optimizer_for(groups)
+            if not owed:
+                self.sync(runtime)
+            self.flush()
+            self._try(runtime, optimizer, state, scaling, ticket, meanwhile, owed=owed)
+        if owed:
+            self.clear_forgotten(runtime)
+
+    def clear_forgotten(self, runtime: ModuleRuntime) -> None:
+        """Lets go of gradients that users forgot or replaced while a step was owed."""
+        for entry in self.entries:
+            stored = entry.has_grad and not entry.materialized
+            if stored and entry.param.grad is not entry.lazy:
                 runtime.grads.clear(entry)
+
+    def abandon(self) -> None:
+        """Ends a step that failed: as it was before, where that can be had, else as it is.
+
+        Raises:
+            StorageError: If the disk that has its bytes fails.
+        """
+        try:
+            self.recover()
+        except StepError:
+            if self.attempt is not None:
+                self.attempt.drop()
+
+    def recover(self) -> None:
+        """Takes back what could not be taken back when it failed.
+
+        Raises:
+            StorageError: If the disk that has its bytes still fails.
+            StepError: If it never can be.
+        """
+        if self.attempt is not None:
+            self.attempt.end()
+
+    def _try(
+        self,
+        runtime: ModuleRuntime,
+        optimizer: torch.optim.Optimizer,
+        state: State,
+        scaling: Scaling | None,
+        ticket: object,
+        meanwhile: Callable[[], None] | None,
+        *,
+        owed: bool,
+    ) -> None:
+        """Makes the step, or leaves the unit as it was."""
+        stored = [e for e in self.entries if e.has_grad and not e.materialized]
+        attempt = self.attempt = Attempt(self, runtime)
+        try:
+            slots = attempt.held.open()
+            if meanwhile is not None:
+                meanwhile()
+            fused = scaling is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
+            attempt.keep(optimizer, slots, state, spoils=self.spoils or fused)
+            shown = self._update(runtime, optimizer, stored, slots, state, scaling, owed=owed)
+            attempt.shown, attempt.made, self.made = shown, True, ticket
+            attempt.end()
+        except BaseException:
+            attempt.end()
+            raise
 
     def refuse_freed(self) -> None:
         """Says that there is nothing to step any more.
@@ -218,8 +277,12 @@ class StepUnit:
         scaling: Scaling | None,
         *,
         owed: bool,
-    ) -> None:
-        """Steps what is held."""
+    ) -> list[Shown]:
+        """Steps what is held.
+
+        Returns:
+            What stands for the tensors that were written, and their values.
+        """
         gradients: dict[int, torch.Tensor] = {}
         if not owed:
             gradients = {id(p): p.grad for p, _ in self.members if p.grad is not None}
@@ -229,19 +292,14 @@ class StepUnit:
             if e.unit is not None
         }
         slot = slots.get(id(self.block))
-        try:
-            self._hand_over({**gradients, **views, **self.given})
-            self._attach(slot)
-            try:
-                self._run(optimizer, scaling)
-            finally:
-                self.detach(runtime, optimizer, slot, state)
-            if self.masters is not None:
-                self.masters.derive()
-        finally:
-            for entry in stored:
-                refresh(entry.lazy, views[id(entry.param)])
-                entry.param.grad = None
+        self._hand_over({**gradients, **views, **self.given})
+        self._attach(slot)
+        self._run(optimizer, scaling)
+        shown = self._take_in(runtime, optimizer, slot)
+        self.publish(optimizer, state)
+        if self.masters is not None:
+            self.masters.derive()
+        return [*shown, *((e.lazy, views[id(e.param)]) for e in stored)]
 
     def can_wait(self, runtime: ModuleRuntime) -> bool:
         """Whether nobody could see that the step is made later than asked for.
@@ -312,7 +370,7 @@ class StepUnit:
                 raise RuntimeError(f"{self.name}: no optimizer yet")
             make = self.make
             with torch.enable_grad():
-                self._optimizer = make(
+                made = make(
                     [
                         {
                             **settings_of(groups[number]),
@@ -322,6 +380,7 @@ class StepUnit:
                     ]
                 )
             self._places = [(self.own(param), key) for param, key in self.keys]
+            self._optimizer = made
         if groups is None:
             return self._optimizer
         for mine, number in zip(self._optimizer.param_groups, self._numbers, strict=True):
@@ -348,24 +407,30 @@ class StepUnit:
         state: State,
     ) -> None:
         """Takes what is new into the slot and leaves lazy stand-ins behind."""
-        if slot is not None and self.block is not None:
-            for index, (own, key) in enumerate(self.stored_state()):
-                value = own.get(key) if own is not None else None
-                if (
-                    own is None
-                    or not isinstance(value, torch.Tensor)
-                    or isinstance(value, LazyTensor)
-                ):
-                    continue
-                view = slot.views[index]
-                if value is not view:
-                    if value.shape != view.shape or value.dtype is not view.dtype:
-                        continue  # it became something else: it stays in ordinary memory
-                    view.copy_(value)
-                    forget(self._stand_ins.get(index))  # its views are of what it was
-                own[key] = stand_in = self.stand_in(runtime, index)
-                refresh(stand_in, view)
+        for stand_in, value in self._take_in(runtime, optimizer, slot):
+            refresh(stand_in, value)
         self.publish(optimizer, state)
+
+    def _take_in(
+        self, runtime: ModuleRuntime, optimizer: torch.optim.Optimizer, slot: Slot | None
+    ) -> list[Shown]:
+        """Does that, and returns what is to be shown in views of the stand-ins."""
+        shown: list[Shown] = []
+        if slot is None or self.block is None:
+            return shown
+        for index, (own, key) in enumerate(self.stored_state()):
+            value = own.get(key) if own is not None else None
+            if own is None or not isinstance(value, torch.Tensor) or isinstance(value, LazyTensor):
+                continue
+            view = slot.views[index]
+            if value is not view:
+                if value.shape != view.shape or value.dtype is not view.dtype:
+                    continue  # it became something else: it stays in ordinary memory
+                view.copy_(value)
+                forget(self._stand_ins.get(index))  # its views are of what it was
+            own[key] = stand_in = self.stand_in(runtime, index)
+            shown.append((stand_in, view))
+        return shown
 
     def publish(self, optimizer: torch.optim.Optimizer, state: State) -> None:
         """Shows the state in the tiered optimizer's."""
@@ -476,9 +541,9 @@ class StepUnit:
         """Has every gradient changed: ordinary ones now, stored ones when next in HBM."""
         self.sync(runtime)
         for unit in self.grad_units():
-            if any(e.has_grad for e in unit.entries):
+            if any(e.has_grad for e in self.entries_in(unit)):
                 runtime.grads.pay(unit)
-                unit.pending.append(change)
+                unit.pending.append(Pending(self.entries_in(unit), change))
         loose = [
             p.grad
             for p, _ in self.members
