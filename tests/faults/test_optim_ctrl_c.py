@@ -1,21 +1,21 @@
-"""The steps of an optimizer under Ctrl-C, at every line: going on gives what it would have."""
+"""An optimizer under Ctrl-C, at every line of its code: going on gives what it would have."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support_ctrl_c import cut_short
-from support_nn import Tiers, check_table
+from support_nn import Tiers, same_bits
 from support_optim import Layer, Twins
 from torch import nn
 
-import tiermem
-
-STRIDE = int(os.environ.get("TIERMEM_CTRL_C_STRIDE", "23"))
-"""Every so many lines; 1 tries all of them."""
+STRIDE = int(os.environ.get("TIERMEM_CTRL_C_STRIDE", "61"))
+"""Every so many lines are tried; with 1 all of them."""
+OPTIM = ["optim/"]
 
 
 class Small(nn.Module):
@@ -45,48 +45,79 @@ KINDS: dict[str, tuple[Tiers, dict[str, Any]]] = {
 }
 
 
-def number_of(line: int) -> int:
-    return 1 + line * STRIDE
+def twins(kind: str) -> Twins:
+    tiers, options = KINDS[kind]
+    return Twins(Small, tiers, settings={"lr": 0.01, "foreach": False}, **options)
+
+
+def every_line(call: Callable[[int], str], check: Callable[[], None]) -> None:
+    """Has a call cut short before one line after the other, until it comes to no more."""
+    number, where = 1, "-"
+    while where:
+        where = call(number)
+        if (number // STRIDE) % 8 == 0 or not where or STRIDE == 1:
+            try:
+                check()
+            except AssertionError as error:
+                raise AssertionError(f"after Ctrl-C at {where}, line {number}") from error
+        number += STRIDE
+    assert number > 100
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("clips", [False, True])
-def test_a_step_cut_short_is_gone_on_with(kind: str, clips: bool) -> None:
-    """``step()`` once more, and all is as if nothing had happened; so with the next forward."""
-    tiers, options = KINDS[kind]
-    line, met = 0, set()
-    with Twins(Small, tiers, settings={"lr": 0.01, "foreach": False}, **options) as pair:
+def test_a_step_cut_short_is_gone_on_with(kind: str) -> None:
+    """``step()`` once more, and all is as if nothing had happened."""
+    with twins(kind) as pair:
         pair.backward(0)
         pair.step()
-        places = ["step", "backward"] if "overlap" in options else ["step"]
-        while places:
-            where = ""
-            if places[0] == "backward":  # what is owed is paid in the forward before
-                where = cut_short(lambda: pair.model(ids()), number_of(line), ["optim/"])
-            pair.backward(line)
-            if clips:
+
+        def step(number: int) -> str:
+            pair.backward(number)
+            if number % 2:
                 pair.clip_norm(0.5)
             pair.by_hand.step()
-            if places[0] == "step":
-                where = cut_short(pair.optimizer.step, number_of(line), ["optim/"])
-                if where:
-                    pair.optimizer.step()
-            else:
+            where = cut_short(pair.optimizer.step, number, OPTIM)
+            if where:
                 pair.optimizer.step()
             pair.by_hand.zero_grad()
             pair.optimizer.zero_grad()
-            if line % 8 == 0 or not where or STRIDE == 1:
-                try:
-                    pair.check()
-                except AssertionError as error:
-                    raise AssertionError(f"after Ctrl-C at {where}") from error
-            if not where:
-                places.pop(0)
-                line = -1
-            met.add(where)
-            line += 1
-    assert len(met) > 1000 // STRIDE // 4
+            return where
+
+        every_line(step, pair.check)
 
 
-def ids() -> torch.Tensor:
-    return torch.arange(6).view(1, 6)
+@pytest.mark.parametrize("kind", ["forward", "host and forward"])
+def test_a_forward_cut_short_that_pays_for_steps(kind: str) -> None:
+    """The next forward pays for what is left."""
+    with twins(kind) as pair:
+        pair.backward(0)
+        pair.step()
+
+        def forward(number: int) -> str:
+            ids = torch.arange(6).view(1, 6)
+            where = cut_short(lambda: pair.model(ids), number, OPTIM)
+            pair.backward(number)
+            pair.step()
+            return where
+
+        every_line(forward, pair.check)
+
+
+@pytest.mark.parametrize("kind", ["streaming", "staying"])
+def test_clipping_cut_short_has_clipped_all_or_nothing(kind: str) -> None:
+    with twins(kind) as pair:
+
+        def clip(number: int) -> str:
+            pair.backward(number)
+            before = [gradient.clone() for gradient in pair.by_hand.gradients()]
+            where = cut_short(lambda: pair.optimizer.clip_grad_norm_(0.01), number, OPTIM)
+            found = [p.grad.clone() for p in pair.model.parameters() if p.grad is not None]
+            nn.utils.clip_grad_norm_(pair.by_hand.params, 0.01)
+            done = [same_bits(g, w) for g, w in zip(found, pair.by_hand.gradients(), strict=True)]
+            left = [same_bits(g, w) for g, w in zip(found, before, strict=True)]
+            assert all(done) or all(left), where
+            pair.by_hand.zero_grad()
+            pair.optimizer.zero_grad()
+            return where
+
+        every_line(clip, pair.check)

@@ -259,7 +259,7 @@ def test_masters_of_what_is_thawed() -> None:
 
 
 def test_what_cannot_be_thawed_is_refused_before_anything_changes() -> None:
-    with Both(freeze, dram="12KiB") as both:
+    with Both(freeze, dram="28KiB") as both:
         both.train(0)
         both.check()
         both.do(thaw)

@@ -57,13 +57,14 @@ class Pending:
 
     Attributes:
         entries: Whose gradients.
+        change: What is done to them.
     """
 
-    __slots__ = ("_change", "_done", "entries")
+    __slots__ = ("_done", "change", "entries")
 
     def __init__(self, entries: Sequence[Entry], change: Change) -> None:
         self.entries = list(entries)
-        self._change = change
+        self.change = change
         self._done: list[Entry] = []
 
     def make(self, found: dict[int, torch.Tensor]) -> None:
@@ -76,7 +77,7 @@ class Pending:
         tensors = [found[id(entry)] for entry in left]
         before = [tensor._version for tensor in tensors]
         try:
-            self._change(tensors)
+            self.change(tensors)
             self._done += left
         except BaseException:  # Ctrl-C, no memory: torch has counted which are changed
             both = zip(left, tensors, before, strict=True)

@@ -104,6 +104,7 @@ class Job:
         renewed: Numbers of the tensors of state that the class made anew; views are of the old.
         computed: Whether the step is made; it may still have to go home.
         broken: Whether it is to be begun, or begun anew: its failure was reported.
+        returned: Whether the blocks were given back.
         future: Its end in the thread.
     """
 
@@ -123,6 +124,7 @@ class Job:
     renewed: set[int] = field(default_factory=set)
     computed: bool = False
     broken: bool = True
+    returned: bool = False
     future: Future[None] | None = None
 
     def succeeded(self) -> bool:
@@ -295,8 +297,8 @@ class HostSide:
     def begin(self, runtime: ModuleRuntime, job: Job, pool: ThreadPoolExecutor) -> None:
         """Has the thread make a step."""
         self.announce(job)
+        job.broken = False  # first: else Ctrl-C in between would have it begun twice
         job.future = pool.submit(self._work, runtime, self.unit.optimizer_for(None), job)
-        job.broken = False
 
     def take_up(
         self, runtime: ModuleRuntime, job: Job, state: State, pool: ThreadPoolExecutor
@@ -310,7 +312,7 @@ class HostSide:
         """
         unit, lender = self.unit, runtime.manager.lender
         optimizer = unit.optimizer_for(None)
-        if job.broken and not job.computed:
+        if job.future is None or (job.broken and not job.computed):
             self.begin(runtime, job, pool)
         future = job.future
         if future is None:
@@ -331,11 +333,12 @@ class HostSide:
         for index, (param, key) in enumerate(unit.keys):
             own = optimizer.state.get(self.own(param))
             if own is not None and slot is not None and own.get(key) is slot[index]:
-                own[key] = stand_in = unit.stand_in(runtime, index)
+                stand_in = unit.stand_in(runtime, index)
                 if unit.block in job.load.own or index in job.renewed:
                     forget(stand_in)
                 else:
                     refresh(stand_in, slot[index])
+                own[key] = stand_in
         unit.publish(optimizer, state)
         for u, changes in job.changes:
             if u.block.id in job.settled:
@@ -343,18 +346,29 @@ class HostSide:
                     if entry.unit is u:
                         refresh(entry.lazy, job.views[u.block.id][entry.unit_index])
             elif u.block.id not in job.written:  # the file has them without
-                u.pending[:0] = changes
-        lender.give_back(job.blocks)
-        for entry in job.stored:
-            if entry.param.grad is not entry.lazy:
-                runtime.grads.clear(entry)
+                _put_back(u, changes)
+        self._return(runtime, job, written=True)
 
     def give_up(self, runtime: ModuleRuntime, job: Job) -> None:
         """Has the blocks of a step back that failed, as they were, for who makes no other try."""
         for u, changes in job.changes:
             if u.block.id not in job.settled:
-                u.pending[:0] = changes
-        runtime.manager.lender.give_back(job.blocks, written=False)
+                _put_back(u, changes)
+        self._return(runtime, job, written=False)
+
+    def _return(self, runtime: ModuleRuntime, job: Job, *, written: bool) -> None:
+        """Gives blocks back, each once, also where Ctrl-C comes in between."""
+        if not job.returned:
+            lender = runtime.manager.lender
+            lent = {block.id: lender.borrowers(block) for block in job.blocks}
+            try:
+                lender.give_back(job.blocks, written=written)
+                job.returned = True
+            except BaseException:
+                out = [b for b in job.blocks if lender.borrowers(b) == lent[b.id]]
+                lender.give_back(out, written=written)
+                job.returned = True
+                raise
         for entry in job.stored:
             if entry.param.grad is not entry.lazy:
                 runtime.grads.clear(entry)
@@ -507,3 +521,8 @@ class HostSide:
                 view.copy_(value)
                 own[key] = view
                 job.renewed.add(index)
+
+
+def _put_back(unit: GradUnit, changes: Sequence[Pending]) -> None:
+    """Has gradients await changes again that were not made of them; each once."""
+    unit.pending[:0] = [change for change in changes if change not in unit.pending]

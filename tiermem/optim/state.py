@@ -148,9 +148,10 @@ def export_all(
     """Returns a state dict as torch makes it, and masters beside it; tensors in host memory."""
     numbers: dict[int, int] = {}
     packed = []
-    for group in groups:
-        for param in group["params"]:
-            numbers.setdefault(id(param), len(numbers))
+    count = 0
+    for group in groups:  # one that is there twice has the last number, as torch counts
+        numbers.update((id(p), n) for n, p in enumerate(group["params"], count))
+        count += len(group["params"])
         members = [numbers[id(p)] for p in group["params"]]
         packed.append({**{k: v for k, v in group.items() if k != "params"}, "params": members})
     values = {

@@ -418,8 +418,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Clamps every gradient to ``[-clip_value, clip_value]``."""
         self._settle_to_clip("clip_grad_value_()")
         self._take_on(self._members.wanted())
-        for unit in self._units:
-            unit.change(self._runtime, partial(clip.clamp, limit=float(clip_value)))
+        change = partial(clip.clamp, limit=float(clip_value))
+        clip.change_all(self._runtime, self._units, change)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters as torch takes them, and reserves homes for their state.

@@ -552,6 +552,11 @@ class StepUnit:
         if loose:
             change(loose)
 
+    def unchange(self, change: Change) -> None:
+        """Takes a change back that stored gradients still await."""
+        for unit in self.grad_units():
+            unit.pending[:] = [found for found in unit.pending if found.change is not change]
+
 
 def _zero(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
