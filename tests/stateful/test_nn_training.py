@@ -152,7 +152,6 @@ class Training(RuleBasedStateMachine):
     ) -> None:
         seed(start)
         self.plain = Model(kinds)
-        trained = [p for p in self.plain.parameters() if p.requires_grad]
         self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.folder = tempfile.mkdtemp() if disk else None
         homes = homes if disk else ["dram", "auto", "auto"]
@@ -166,11 +165,7 @@ class Training(RuleBasedStateMachine):
             self.model = copy.deepcopy(self.plain)
             try:
                 self.tier.wrap(self.model)
-                self.optimizer = (
-                    self.tier.optimizer(self.model, optimizer[0], **optimizer[1])
-                    if trained
-                    else None
-                )
+                self.optimizer = self.tier.optimizer(self.model, optimizer[0], **optimizer[1])
             except tiermem.CapacityError as error:
                 self.tier.close()
                 hbm = asked(error)[1]
@@ -179,7 +174,7 @@ class Training(RuleBasedStateMachine):
                 break
             self.tier.close()
             hbm, spare = hbm + spare, 0
-        self.plain_optimizer = optimizer[0](trained, **optimizer[1]) if trained else None
+        self.plain_optimizer = optimizer[0](self.plain.parameters(), **optimizer[1])
 
     def _both(self, use: Any, start: int = 0) -> Any:
         results = []
