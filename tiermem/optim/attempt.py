@@ -78,7 +78,8 @@ class Attempt:
         undo.keep_shown(state, params)
         undo.keep_settings(optimizer)
         try:
-            self._keep_bytes(undo, slots, spoils=spoils)
+            if not self._manager.copy.capturing():  # else nothing is written now, only recorded
+                self._keep_bytes(undo, slots, spoils=spoils)
         except (torch.OutOfMemoryError, MemoryError) as error:
             # better a step that cannot be taken back than none where there was room for one
             self._cannot = f"{type(error).__name__} when its bytes were to be kept"

@@ -351,6 +351,9 @@ class HostSide:
 
     def give_up(self, runtime: ModuleRuntime, job: Job) -> None:
         """Has the blocks of a step back that failed, as they were, for who makes no other try."""
+        if job.stage is not None and job.order is not None:
+            job.stage.failed(job.order)
+            job.order = None
         for u, changes in job.changes:
             if u.block.id not in job.settled:
                 _put_back(u, changes)

@@ -12,7 +12,7 @@ import torch
 
 from tiermem.errors import CapacityError, StepError
 from tiermem.nn.lazy import end
-from tiermem.nn.quiet import quiet, uncompiled
+from tiermem.nn.quiet import quiet
 from tiermem.nn.runtime import ModuleRuntime, entries_of
 from tiermem.optim import clip
 from tiermem.optim.backward import InBackward
@@ -31,13 +31,13 @@ from tiermem.optim.members import Membership
 from tiermem.optim.parted import ELEMENTWISE
 from tiermem.optim.plan import Member, plan_units
 from tiermem.optim.probe import StateProbe, check_separable, settings_of
+from tiermem.optim.putoff import PutOff
 from tiermem.optim.rounds import Round
 from tiermem.optim.scaling import Scaling
 from tiermem.optim.share import Speeds
 from tiermem.optim.sides import choose_sides
 from tiermem.optim.state import MASTER, export_all, load_state, take_in_edits
 from tiermem.optim.unit import StepUnit
-from tiermem.runtime.debts import Debt
 from tiermem.runtime.pipeline import Pipeline
 
 Where = Literal["device", "host", "both"]
@@ -104,11 +104,11 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._number = number
         self._norms = clip.Norms(runtime, number)
         self._rounds: list[Round] = []  # the one that is begun and not ended, if any
-        self._put_off: dict[int, list[Debt]] = {}  # what is owed to blocks, by unit
         self._units: list[StepUnit] = []
         groups = self._complete(groups_of(params))
         with told_of_duplicates():
             super().__init__(groups, dict(self._defaults))
+        self._put_off = PutOff(runtime, self._owed, self._state, self._explain_owed)
         self._members = Membership(self.param_groups)
         self._separable()
         self._keep_gradients(self.param_groups)
@@ -170,7 +170,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 raise error
             units = self._begin_on_host(current)
             if self._overlap:
-                units = self._owe(units, current)
+                units = self._put_off.owe(units, current)
             self._step(units, current)
             if not self._overlap:
                 self.finish()
@@ -195,8 +195,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         with self._manager.lock, torch.no_grad():
             for unit in self._units:
                 unit.abandon()
-                if id(unit) in self._put_off:
-                    self._owe_no_more(unit)
+                if self._put_off.cancel(unit):
                     unit.clear_forgotten(self._runtime)
             if self._host is not None:
                 self._host.abandon()
@@ -238,7 +237,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             with torch.no_grad(), pipeline.sweeping():
                 for unit, following in zip_longest(units, units[1:]):
                     ahead = [] if following is None else following.begins_with()
-                    self._owe_no_more(unit)
+                    self._put_off.cancel(unit)
                     unit.step(
                         self._runtime,
                         current.groups,
@@ -254,59 +253,6 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._explain(error, [unit.name for unit in left])
             raise
         self._runtime.busy("optimizer", began)
-
-    def _owe(self, units: Sequence[StepUnit], current: Round) -> list[StepUnit]:
-        """Puts off the step of every unit that can wait, settings as now; returns the others."""
-        settings = frozen_settings(current.groups)
-        scaling = None if current.scaling is None else current.scaling.frozen()
-        now = []
-        pipeline = Pipeline(self._manager)
-        with self._manager.lock:
-            for unit in units:
-                for gradients in unit.grad_units():  # another optimizer's: one may clear them
-                    self._runtime.grads.pay(gradients)
-                if unit.made is current.ticket:
-                    continue  # it was owed already, and is paid
-                if unit.group is None or not unit.can_wait(self._runtime):
-                    now.append(unit)
-                    continue
-                unit.group.unpoint()
-                blocks = [block.id for block in unit.blocks()]
-                work = partial(self._pay, unit, settings, scaling, current.ticket, pipeline)
-                debt = Debt(unit.name, blocks, work)
-                self._owe_no_more(unit)
-                self._put_off.setdefault(id(unit), []).append(debt)
-                self._manager.debts.add(debt)
-                self._owed.add(id(unit))
-        return now
-
-    def _owe_no_more(self, unit: StepUnit) -> None:
-        """Forgets what is owed to the blocks of a unit: it is stepped now, or owed anew."""
-        for debt in self._put_off.pop(id(unit), ()):
-            self._manager.debts.cancel(debt)
-            self._owed.discard(id(unit))
-
-    def _pay(
-        self,
-        unit: StepUnit,
-        settings: Sequence[dict[str, Any]],
-        scaling: Scaling | None,
-        ticket: object,
-        pipeline: Pipeline,
-    ) -> None:
-        """Makes a step that was put off, wherever we are by now."""
-        began = time.perf_counter_ns()
-        with quiet(self._manager.device), pipeline.sweeping():
-            step = uncompiled(type(unit).step)  # the call around it may be a compiled one
-            try:
-                step(unit, self._runtime, settings, self._state, scaling, ticket=ticket, owed=True)
-            except BaseException as error:
-                self._explain(error, [u.name for u in self._units if id(u) in self._owed])
-                raise
-        self._owed.discard(id(unit))
-        self._put_off.pop(id(unit), None)
-        pipeline.write(unit.kept_blocks())
-        self._manager.timeline.add("optimizer", unit.name, began, time.perf_counter_ns())
 
     def finish(self) -> None:
         """Makes what is left of the last step (``overlap``); whoever looks has it made anyway."""
@@ -633,6 +579,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self._owed:
             again = "the next use of them makes it, or optimizer.step()"
         say_how_far(error, len(self._units), left, again)
+
+    def _explain_owed(self, error: BaseException) -> None:
+        self._explain(error, [unit.name for unit in self._units if id(unit) in self._owed])
 
     def _settle(self, what: str) -> None:
         """Makes sure that no step is unfinished."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +10,13 @@ import torch
 
 from tiermem.core.block import Block
 from tiermem.errors import StepError
-from tiermem.nn.grads import Change, GradUnit, Pending
+from tiermem.nn.grads import GradUnit
 from tiermem.nn.group import Entry, Group
-from tiermem.nn.lazy import LazyTensor, ensure_there, flush, forget, is_viewed, lazy, refresh
+from tiermem.nn.lazy import LazyTensor, flush, forget, is_viewed, lazy, refresh
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.attempt import Attempt
 from tiermem.optim.foreign import ForeignWrites
+from tiermem.optim.gradients import UnitGradients
 from tiermem.optim.held import Held
 from tiermem.optim.master import Masters
 from tiermem.optim.plainstep import run, run_scaled
@@ -31,7 +32,7 @@ Shown = tuple[torch.Tensor | None, torch.Tensor]
 """What stands for a tensor, and the tensor."""
 
 
-class StepUnit:
+class StepUnit(UnitGradients):
     """What is stepped together.
 
     Attributes:
@@ -121,31 +122,6 @@ class StepUnit:
         """Returns the blocks that are in HBM at once in a step, at most."""
         return self.blocks()
 
-    def grad_units(self) -> list[GradUnit]:
-        """Returns the blocks of gradients of these parameters; normally one."""
-        units = [e.unit for e in self.entries if e.unit is not None]
-        return list({id(unit): unit for unit in units}.values())
-
-    def entries_in(self, unit: GradUnit) -> list[Entry]:
-        """Returns those of its parameters that have their gradients in a block."""
-        return [entry for entry in self.entries if entry.unit is unit]
-
-    def wanted(self, runtime: ModuleRuntime) -> bool:
-        """Whether any parameter of it has a gradient.
-
-        Raises:
-            StepError: If one was used up by another optimizer's step.
-        """
-        self.sync(runtime)
-        for param, _ in self.members:
-            ensure_there(param.grad)
-        return any(param.grad is not None for param, _ in self.members)
-
-    def sync(self, runtime: ModuleRuntime) -> None:
-        """Takes up what a user did to the gradients."""
-        for entry in self.entries:
-            runtime.grads.sync(entry)
-
     # -- the step --------------------------------------------------------
 
     def step(
@@ -184,13 +160,6 @@ class StepUnit:
             self._try(runtime, optimizer, state, scaling, ticket, meanwhile, owed=owed)
         if owed:
             self.clear_forgotten(runtime)
-
-    def clear_forgotten(self, runtime: ModuleRuntime) -> None:
-        """Lets go of gradients that users forgot or replaced while a step was owed."""
-        for entry in self.entries:
-            stored = entry.has_grad and not entry.materialized
-            if stored and entry.param.grad is not entry.lazy:
-                runtime.grads.clear(entry)
 
     def abandon(self) -> None:
         """Ends a step that failed: as it was before, where that can be had, else as it is.
@@ -492,72 +461,3 @@ class StepUnit:
         with torch.no_grad(), self.held(runtime) as slots:
             optimizer = self.optimizer_for(groups)
             self.detach(runtime, optimizer, slots.get(id(self.block)), state)
-
-    # -- gradients -------------------------------------------------------
-
-    def zero_grad(self, runtime: ModuleRuntime, *, set_to_none: bool) -> None:
-        """Forgets the gradients, or sets them to zero."""
-        self.sync(runtime)
-        if not set_to_none:
-            self.change(runtime, _zero)
-            return
-        for entry in self.entries:
-            if entry.has_grad:
-                entry.param.grad = None
-                if not runtime.grads.owed(entry):  # else once it has been used
-                    runtime.grads.clear(entry)
-        for param, _ in self.members:
-            param.grad = None
-
-    def each_gradient(
-        self,
-        runtime: ModuleRuntime,
-        use: Callable[[torch.Tensor, torch.Tensor], None],
-        but: Container[int] = (),
-    ) -> None:
-        """Calls ``use`` with every parameter that has a gradient, and the gradient.
-
-        Args:
-            runtime: The modules' runtime.
-            use: What to call.
-            but: Ids of entries to pass over.
-        """
-        self.sync(runtime)
-        for unit in self.grad_units():
-            stored = [e for e in self.entries if e.has_grad and e.unit is unit and id(e) not in but]
-            if not stored:
-                continue
-            slot = runtime.grads.open(unit)
-            try:
-                for entry in stored:
-                    use(entry.param, slot.views[entry.unit_index])
-            finally:
-                runtime.manager.release(unit.block)
-        for param, _ in self.members:
-            if param.grad is not None and not isinstance(param.grad, LazyTensor):
-                use(param, param.grad)
-
-    def change(self, runtime: ModuleRuntime, change: Change) -> None:
-        """Has every gradient changed: ordinary ones now, stored ones when next in HBM."""
-        self.sync(runtime)
-        for unit in self.grad_units():
-            if any(e.has_grad for e in self.entries_in(unit)):
-                runtime.grads.pay(unit)
-                unit.pending.append(Pending(self.entries_in(unit), change))
-        loose = [
-            p.grad
-            for p, _ in self.members
-            if p.grad is not None and not isinstance(p.grad, LazyTensor)
-        ]
-        if loose:
-            change(loose)
-
-    def unchange(self, change: Change) -> None:
-        """Takes a change back that stored gradients still await."""
-        for unit in self.grad_units():
-            unit.pending[:] = [found for found in unit.pending if found.change is not change]
-
-
-def _zero(tensors: Sequence[torch.Tensor]) -> None:
-    for tensor in tensors:
-        tensor.zero_()
