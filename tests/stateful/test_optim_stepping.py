@@ -137,7 +137,7 @@ class Stepping(RuleBasedStateMachine):
         self.overlap = overlap
         self.folder = tempfile.mkdtemp() if home == "nvme" else None
         policy: Any = {"params": "hbm"} if home == "weights" else home
-        hbm = 1 << 14
+        hbm = 1 << 17 if home in ("hbm", "weights") else 1 << 15  # for what is thawed, too
         own = {"foreach": False} if cls is Late else {}
         while True:
             self.tier = tiermem.TierManager(
@@ -316,12 +316,16 @@ class Stepping(RuleBasedStateMachine):
     def freeze(self, index: int, what: str, on: bool) -> None:
         for model in (self.plain, self.model):
             layer = model.layers[index]
-            if what == "module":
-                layer.requires_grad_(on)
-            elif what == "weight":
-                layer.up.weight.requires_grad_(on)
-            else:
-                layer.norm.bias.requires_grad = on
+
+            def use(layer: Any = layer) -> None:
+                if what == "module":
+                    layer.requires_grad_(on)
+                elif what == "weight":
+                    layer.up.weight.requires_grad_(on)
+                else:
+                    layer.norm.bias.requires_grad = on
+
+            self._tiered(use)
 
     @rule(index=layers, how=st.sampled_from(["generator", "list", "appended"]))
     def add_group(self, index: int, how: str) -> None:
