@@ -159,6 +159,7 @@ class TierManager:
         grad_dtype: torch.dtype | None = None,
         overlap: Overlap = False,
         where: Where = "device",
+        host_share: float | None = None,
         **settings: Any,
     ) -> TieredOptimizer:
         """Makes an optimizer whose state lives in the tiers.
@@ -190,6 +191,8 @@ class TierManager:
                 are stepped there by torch's CPU kernels, which round differently; the others on
                 the device. ``"both"``: a share of them, by measured
                 speed, so that both sides finish together.
+            host_share: With ``where="both"``: the share of the elements that the host steps, 0 to
+                1, met as closely as whole blocks allow; by default the one that is measured.
             **settings: The class's own settings.
 
         Returns:
@@ -210,6 +213,7 @@ class TierManager:
             grad_dtype=grad_dtype,
             overlap=overlap,
             where=where,
+            host_share=host_share,
             **settings,
         )
 

@@ -49,7 +49,13 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     ``param_groups``, learning-rate schedulers, ``state_dict``, ``zero_grad`` and
     step hooks work as on the plain optimizer, and give the same bits.
+
+    Attributes:
+        grad_factor: What the next ``step()`` multiplies each gradient by, 0-d, after its cast to
+            the master's dtype; None for nothing. ``zero_grad()`` forgets it.
     """
+
+    grad_factor: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -63,6 +69,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         grad_dtype: torch.dtype | None = None,
         overlap: Overlap = False,
         where: Where = "device",
+        host_share: float | None = None,
         **settings: Any,
     ) -> None:
         """Tries the class, learns its state and reserves homes for it.
@@ -76,6 +83,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             grad_dtype: In which gradients are summed up and kept, or None for the weights' own.
             overlap: When a step is made; see :meth:`tiermem.TierManager.optimizer`.
             where: Where blocks are stepped.
+            host_share: With ``where="both"``: the host's share of the elements; None to measure.
             **settings: The class's own.
 
         Raises:
@@ -94,7 +102,13 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._owed: set[int] = set()
         if where not in ("device", "host", "both"):
             raise StepError(f"where={where!r}: a step is made on 'device', 'host' or 'both'")
+        if host_share is not None and (where != "both" or not 0 <= host_share <= 1):
+            raise StepError(
+                f"host_share={host_share!r}, where={where!r}: it is a share from 0 to 1 of what "
+                "where='both' has the host step"
+            )
         self._where = where
+        self._host_share = host_share
         self._host: HostSteps | None = None
         self._looked_into = False  # so that users may have edited the state
         self._closed = False
@@ -149,6 +163,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if inside is not None:
             inside.before_step(scaling)
         if scaling is not None and not (self._fused and self._host is None) and scaling.skips:
+            self.grad_factor = None
             return False
         self.finish()
         self._norms.forget(self._units)  # a class may write gradients
@@ -164,6 +179,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _go_on(self, current: Round) -> Any:
         """Does what is left of a step; returns what its closure returned."""
+        self.grad_factor = None  # the step has it
         try:
             if current.error is not None:
                 error, current.error = current.error, None
@@ -322,6 +338,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self._inside is not None:
             self._inside.refuse("zero_grad()")
         self._refuse_if_pending("zero_grad()")
+        self.grad_factor = None
         for unit in self._units:
             unit.zero_grad(self._runtime, set_to_none=set_to_none)
         self._members.zero_grad(set_to_none=set_to_none)
@@ -356,9 +373,31 @@ class TieredOptimizer(torch.optim.Optimizer):
                 self._units,
                 params,
                 float(max_norm),
-                (float(norm_type), foreach),
+                (float(norm_type), foreach, None),
                 error_if_nonfinite=error_if_nonfinite,
             )
+
+    def grad_norm(
+        self,
+        norm_type: float = 2.0,
+        foreach: bool | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Returns the norm of all gradients together, 0-d; they stay as they are.
+
+        Args:
+            norm_type: Which norm.
+            foreach: Whether torch's ``foreach`` kernels are used.
+            dtype: The gradients are cast to it first, say to the masters'; None for as they are.
+        """
+        self._settle_to_clip("grad_norm()")
+        self._runtime.end_backward()
+        self._take_on(self._members.wanted())
+        kind = float(norm_type), foreach, floating("dtype", dtype)
+        params = [p for group in self.param_groups for p in group["params"]]
+        with torch.no_grad():
+            return self._norms.total(self._units, params, kind)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamps every gradient to ``[-clip_value, clip_value]``."""
@@ -559,7 +598,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             self.make,
             dtype,
             self.param_groups,
-            share=self._where == "both",
+            share=self._where == "both" if self._host_share is None else float(self._host_share),
             in_backward=self._inside is not None,
             earlier=[unit for unit in self._units if unit.host is not None],
         )
