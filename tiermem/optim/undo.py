@@ -90,13 +90,14 @@ class Undo:
             self.then(lambda: [state.pop(key, None) for key in new])
 
     def keep_settings(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes the numbers that a class keeps in its groups, and in the optimizer itself."""
+        """Notes what a class keeps in its groups; its own fields are its own affair."""
         tensors: list[torch.Tensor] = []
         for group in optimizer.param_groups:
             self._dicts.append((group, dict(group)))
             tensors += [v for v in settings_of(group).values() if isinstance(v, torch.Tensor)]
-        self._dicts.append((vars(optimizer), dict(vars(optimizer))))
         self.keep_values(tensors)
+        own = vars(optimizer)
+        self.then(lambda: [own.pop(name, None) for name in ("grad_scale", "found_inf")])
 
     def then(self, step: Callable[[], Any]) -> None:
         """Has something done, after the rest, when all is taken back; it may be done twice."""
