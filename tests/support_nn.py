@@ -199,7 +199,7 @@ class Pair:
         trained = [p for p in self.plain.parameters() if p.requires_grad]
         if optimizer is not None and trained:
             own = {k: v for k, v in optimizer[1].items() if k not in _TIERED_ONLY}
-            self.plain_optimizer = optimizer[0](trained, **own)
+            self.plain_optimizer = optimizer[0](self.plain.parameters(), **own)
         self.tier, self.model, self.optimizer = wrap_tight(make, tiers, optimizer, blocks)
 
     def __enter__(self) -> Pair:

@@ -205,15 +205,14 @@ class Training(RuleBasedStateMachine):
     ) -> None:
         seed(start)
         self.plain, self.plain_other = Model(kinds), Model(kinds[:2])
-        trained = [p for p in self.plain.parameters() if p.requires_grad]
         self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.folder = tempfile.mkdtemp() if disk else None
         self.model, self.other = copy.deepcopy(self.plain), copy.deepcopy(self.plain_other)
         self.entered = False
         self.has_forked = False
-        self.trains = optimizer if trained else None
+        self.trains = optimizer
         self._open(homes, spare, depth)
-        self.plain_optimizer = optimizer[0](trained, **optimizer[1]) if trained else None
+        self.plain_optimizer = optimizer[0](self.plain.parameters(), **optimizer[1])
 
     def _open(self, homes: Any, spare: int, depth: Any) -> None:
         """Wraps the models in a manager with little more HBM than the least."""
@@ -233,9 +232,8 @@ class Training(RuleBasedStateMachine):
             try:
                 self.tier.wrap(self.model)
                 self.tier.wrap(self.other)
-                if self.trains is not None:
-                    cls, options = self.trains
-                    self.optimizer = self.tier.optimizer(self.model, cls, **options)
+                cls, options = self.trains
+                self.optimizer = self.tier.optimizer(self.model, cls, **options)
                 if not tried:
                     self._try()
             except tiermem.CapacityError as error:

@@ -13,7 +13,7 @@ with the same settings.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ from torch import nn
 from tiermem.core.block import Block, Tier
 from tiermem.core.residency import State as Residency
 from tiermem.errors import StepError, TierError
-from tiermem.nn.grads import Change, GradUnit
+from tiermem.nn.grads import GradUnit, Pending
 from tiermem.nn.group import Entry
 from tiermem.nn.lazy import LazyTensor, forget, is_viewed, refresh
 from tiermem.nn.placeholder import shared_placeholder
@@ -104,12 +104,13 @@ class Job:
         renewed: Numbers of the tensors of state that the class made anew; views are of the old.
         computed: Whether the step is made; it may still have to go home.
         broken: Whether it is to be begun, or begun anew: its failure was reported.
+        returned: Whether the blocks were given back.
         future: Its end in the thread.
     """
 
     stored: list[Entry]
     gradients: dict[int, torch.Tensor]
-    changes: list[tuple[GradUnit, list[Change]]]
+    changes: list[tuple[GradUnit, list[Pending]]]
     blocks: list[Block]
     views: dict[int, list[torch.Tensor]]
     events: list[Event]
@@ -123,6 +124,7 @@ class Job:
     renewed: set[int] = field(default_factory=set)
     computed: bool = False
     broken: bool = True
+    returned: bool = False
     future: Future[None] | None = None
 
     def succeeded(self) -> bool:
@@ -237,10 +239,12 @@ class HostSide:
         runtime: ModuleRuntime,
         groups: Sequence[dict[str, Any]],
         scaling: Scaling | None,
+        register: Callable[[Job], None],
     ) -> Job:
         """Takes the blocks for a step that :meth:`check` allows; :meth:`take_up` ends it.
 
-        From now on it is owed to them; :meth:`begin` need not have been called.
+        From now on it is owed to them: ``register`` sees to that, and :meth:`begin` need not have
+        been called.
         """
         unit, manager = self.unit, runtime.manager
         unit.optimizer_for(groups)
@@ -255,8 +259,10 @@ class HostSide:
         files = self.in_files(runtime)
         own = [block for block in files if block is not blocks[-1]]
         load = Load(own, [block for block in files if block is blocks[-1]])
-        views, events = manager.lender.lend(blocks)
+        out = {block.id: manager.lender.borrowers(block) for block in blocks}
+        job: Job | None = None
         try:
+            views, events = manager.lender.lend(blocks)
             job = Job(
                 stored,
                 loose,
@@ -269,12 +275,19 @@ class HostSide:
                 load,
                 self.stage if files else None,
             )
+            register(job)
+            for u in held:
+                u.pending.clear()
+            return job
         except BaseException:
-            manager.lender.give_back(blocks, written=False)
+            if job is not None:  # Ctrl-C: it is owed, and is begun when somebody needs it
+                register(job)
+                for u in held:
+                    u.pending.clear()
+            else:
+                lent = [b for b in blocks if manager.lender.borrowers(b) > out[b.id]]
+                manager.lender.give_back(lent, written=False)
             raise
-        for u in held:
-            u.pending.clear()
-        return job
 
     def announce(self, job: Job) -> None:
         """Has what a step reads from files read ahead, and stay until the step has used it."""
@@ -284,8 +297,8 @@ class HostSide:
     def begin(self, runtime: ModuleRuntime, job: Job, pool: ThreadPoolExecutor) -> None:
         """Has the thread make a step."""
         self.announce(job)
+        job.broken = False  # first: else Ctrl-C in between would have it begun twice
         job.future = pool.submit(self._work, runtime, self.unit.optimizer_for(None), job)
-        job.broken = False
 
     def take_up(
         self, runtime: ModuleRuntime, job: Job, state: State, pool: ThreadPoolExecutor
@@ -299,7 +312,7 @@ class HostSide:
         """
         unit, lender = self.unit, runtime.manager.lender
         optimizer = unit.optimizer_for(None)
-        if job.broken and not job.computed:
+        if job.future is None or (job.broken and not job.computed):
             self.begin(runtime, job, pool)
         future = job.future
         if future is None:
@@ -320,11 +333,12 @@ class HostSide:
         for index, (param, key) in enumerate(unit.keys):
             own = optimizer.state.get(self.own(param))
             if own is not None and slot is not None and own.get(key) is slot[index]:
-                own[key] = stand_in = unit.stand_in(runtime, index)
+                stand_in = unit.stand_in(runtime, index)
                 if unit.block in job.load.own or index in job.renewed:
                     forget(stand_in)
                 else:
                     refresh(stand_in, slot[index])
+                own[key] = stand_in
         unit.publish(optimizer, state)
         for u, changes in job.changes:
             if u.block.id in job.settled:
@@ -332,8 +346,32 @@ class HostSide:
                     if entry.unit is u:
                         refresh(entry.lazy, job.views[u.block.id][entry.unit_index])
             elif u.block.id not in job.written:  # the file has them without
-                u.pending[:0] = changes
-        lender.give_back(job.blocks)
+                _put_back(u, changes)
+        self._return(runtime, job, written=True)
+
+    def give_up(self, runtime: ModuleRuntime, job: Job) -> None:
+        """Has the blocks of a step back that failed, as they were, for who makes no other try."""
+        if job.stage is not None and job.order is not None:
+            job.stage.failed(job.order)
+            job.order = None
+        for u, changes in job.changes:
+            if u.block.id not in job.settled:
+                _put_back(u, changes)
+        self._return(runtime, job, written=False)
+
+    def _return(self, runtime: ModuleRuntime, job: Job, *, written: bool) -> None:
+        """Gives blocks back, each once, also where Ctrl-C comes in between."""
+        if not job.returned:
+            lender = runtime.manager.lender
+            lent = {block.id: lender.borrowers(block) for block in job.blocks}
+            try:
+                lender.give_back(job.blocks, written=written)
+                job.returned = True
+            except BaseException:
+                out = [b for b in job.blocks if lender.borrowers(b) == lent[b.id]]
+                lender.give_back(out, written=written)
+                job.returned = True
+                raise
         for entry in job.stored:
             if entry.param.grad is not entry.lazy:
                 runtime.grads.clear(entry)
@@ -384,8 +422,8 @@ class HostSide:
             own.grad = gradient
         seen = [u for u in self._blocks_of_gradients(job) if unit.sees(u)]
         counts = [versions(job.views[u.block.id]) for u in seen]
-        for own in self._own.values():
-            undo.keep_entry(optimizer.state, own)
+        undo.keep_entries(optimizer.state, list(self._own.values()))
+        undo.keep_settings(optimizer)
         if not cannot_fail_midway(optimizer):
             self._keep_for_undo(job, undo, seen)
         if job.scaling is not None:
@@ -421,9 +459,9 @@ class HostSide:
         for u, changes in job.changes:
             if u.block.id in job.settled:
                 continue
-            mine = [found[id(entry.param)] for entry in job.stored if entry.unit is u]
+            mine = {id(e): found[id(e.param)] for e in job.stored if e.unit is u}
             for change in changes:
-                change(mine)
+                change.make(mine)
             if u.block.id not in files:
                 job.settled.add(u.block.id)
         return found
@@ -488,3 +526,8 @@ class HostSide:
                 view.copy_(value)
                 own[key] = view
                 job.renewed.add(index)
+
+
+def _put_back(unit: GradUnit, changes: Sequence[Pending]) -> None:
+    """Has gradients await changes again that were not made of them; each once."""
+    unit.pending[:0] = [change for change in changes if change not in unit.pending]

@@ -119,7 +119,7 @@ class Masters:
             return views[index], not self.made
         fresh = id(param) not in self._loose
         if fresh:
-            self._loose[id(param)] = torch.empty_like(weight, dtype=self.dtype)
+            self._loose[id(param)] = weight.detach().to(self.dtype, copy=True)
         return self._loose[id(param)], fresh
 
     def loose(self) -> list[torch.Tensor]:
@@ -132,6 +132,17 @@ class Masters:
             for param, own in self._pairs():
                 if own.grad is not None:
                     param.data.copy_(own.data)
+
+    def rederive(self, slot: Slot | None) -> None:
+        """Makes every work weight the cast of its master, which is what it was before a step.
+
+        Args:
+            slot: Of the block, leased.
+        """
+        with unrecorded():
+            for param, own in self._pairs():
+                own.data, _ = self.place_of(param, None if slot is None else slot.views, own.data)
+                param.data.copy_(own.data)
 
     def close(self) -> None:
         """Points the masters away again."""

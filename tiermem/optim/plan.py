@@ -23,12 +23,14 @@ from tiermem.optim.unit import StepUnit
 from tiermem.runtime.staged import MOST_LOADS
 
 Wanted = tuple[str, Role, Sequence[TensorShape]]
+Member = tuple[torch.Tensor, int]
+"""A parameter and the number of its parameter group."""
 
 
 def plan_units(
     runtime: ModuleRuntime,
     groups: Sequence[dict[str, Any]],
-    first: int,
+    members: Sequence[Member],
     probe: StateProbe,
     make: Make,
     master_dtype: torch.dtype | None = None,
@@ -37,12 +39,12 @@ def plan_units(
     on_host: bool = False,
     elementwise: bool = False,
 ) -> list[StepUnit]:
-    """Plans the units of parameter groups and reserves homes for gradients and state.
+    """Plans the units of parameters and reserves homes for gradients and state.
 
     Args:
         runtime: The modules' runtime.
-        groups: The parameter groups.
-        first: Number of the first of them.
+        groups: All parameter groups, by number.
+        members: The parameters, and the number of the group of each.
         probe: Knows the state.
         make: Makes a plain optimizer.
         master_dtype: Of the masters of parameters that have another dtype; None for no masters.
@@ -54,53 +56,70 @@ def plan_units(
     Raises:
         CapacityError: If a step or the state does not fit; nothing is reserved then.
     """
-    number_of = {id(p): first + i for i, group in enumerate(groups) for p in group["params"]}
-    check_gradients(runtime)
+    made = check_gradients(runtime)
+    try:
+        units = _divide(runtime, members, make)
+        _prepare(units, groups, probe, master_dtype)
+        if elementwise:
+            room = runtime.manager.table.hbm.capacity - runtime.manager.table.fixed_nbytes()
+            units = [_in_parts(runtime, unit, groups, probe, room) for unit in units]
+        _reserve(runtime, units, groups, probe, overlap=overlap, on_host=on_host)
+    except BaseException:
+        runtime.grads.unreserve(made)
+        raise
+    return units
+
+
+def _divide(runtime: ModuleRuntime, members: Sequence[Member], make: Make) -> list[StepUnit]:
+    """Returns units for parameters; one that is there twice is stepped twice, as by torch."""
+    places: dict[int, list[Member]] = {}
+    for param, number in members:
+        places.setdefault(id(param), []).append((param, number))
     units: list[StepUnit] = []
     seen: set[int] = set()
     by_unit: dict[int, list[Entry]] = {}
     for group in runtime.groups:
         for entry in group.entries:
-            if id(entry.param) in number_of:
+            if id(entry.param) in places:
                 seen.add(id(entry.param))
                 by_unit.setdefault(id(entry.unit) if entry.unit else id(group), []).append(entry)
     for entries in by_unit.values():
-        members = [(e.param, number_of[id(e.param)]) for e in entries]
-        units.append(StepUnit(f"step[{entries[0].name}]", members, entries, make))
-    rest = [
-        (p, first + i)
-        for i, group in enumerate(groups)
-        for p in group["params"]
-        if id(p) not in seen
-    ]
+        mine = [member for entry in entries for member in places[id(entry.param)]]
+        units.append(StepUnit(f"step[{entries[0].name}]", mine, entries, make))
+    rest = [(param, number) for param, number in members if id(param) not in seen]
     if rest:
         units.append(StepUnit("step[ordinary parameters]", rest, [], make))
+    return units
+
+
+def _prepare(
+    units: Sequence[StepUnit],
+    groups: Sequence[dict[str, Any]],
+    probe: StateProbe,
+    master_dtype: torch.dtype | None,
+) -> None:
+    """Gives units their masters, and has them know whether steps write gradients."""
     if master_dtype is not None:
         for unit in units:
             _give_masters(unit, master_dtype)
     for unit in units:
         unit.spoils = any(
-            probe.spoils(unit.own(param), number, settings_of(groups[number - first]))
+            probe.spoils(unit.own(param), number, settings_of(groups[number]))
             for param, number in unit.members
         )
-    if elementwise:
-        room = runtime.manager.table.hbm.capacity - runtime.manager.table.fixed_nbytes()
-        units = [_in_parts(runtime, unit, groups, first, probe, room) for unit in units]
-    _reserve(runtime, units, groups, first, probe, overlap=overlap, on_host=on_host)
-    return units
 
 
 def kept_of(
     groups: Sequence[dict[str, Any]],
-    first: int,
+    members: Sequence[Member],
     probe: StateProbe,
     master_dtype: torch.dtype | None,
     *,
     overlap: bool,
     elementwise: bool,
 ) -> Kept:
-    """Returns what an optimizer over these groups keeps; arguments as for :func:`plan_units`."""
-    number_of = {id(p): first + i for i, group in enumerate(groups) for p in group["params"]}
+    """Returns what an optimizer of these parameters keeps; arguments as for :func:`plan_units`."""
+    number_of = {id(param): number for param, number in members}
 
     def own(param: torch.Tensor) -> torch.Tensor:
         dtype = master_dtype_of(param, master_dtype) or param.dtype
@@ -109,7 +128,7 @@ def kept_of(
     def state(param: torch.Tensor, shape: TensorShape) -> list[TensorShape]:
         (spec,), _ = pack([shape])
         number = number_of[id(param)]
-        settings = settings_of(groups[number - first])
+        settings = settings_of(groups[number])
         found = probe.state_of(own(param), spec.stride, number, settings)
         return [shape_of(f"{shape.name}.{key}", value) for key, value in found.items()]
 
@@ -126,7 +145,6 @@ def _in_parts(
     runtime: ModuleRuntime,
     unit: StepUnit,
     groups: Sequence[dict[str, Any]],
-    first: int,
     probe: StateProbe,
     room: int,
 ) -> StepUnit:
@@ -143,7 +161,7 @@ def _in_parts(
     gradient = entry.unit.block.tensors[entry.unit_index]
     rows = torch.empty(weight.shape, device="meta").stride()
     own = unit.own(param)
-    found = probe.state_of(own, weight.stride, number, settings_of(groups[number - first]))
+    found = probe.state_of(own, weight.stride, number, settings_of(groups[number]))
     whole = all(value.shape == param.shape for value in found.values())
     if not whole or not weight.stride == gradient.stride == rows:
         return unit
@@ -172,25 +190,20 @@ def _leaves(units: Sequence[StepUnit]) -> Iterator[tuple[StepUnit, list[_Kept]]]
             continue
         yield (
             unit,
-            [
-                _Kept(e.param, e.name, e.group.block.tensors[e.index].stride)
-                for e in unit.entries
-                if e.param.requires_grad
-            ],
+            [_Kept(e.param, e.name, e.group.block.tensors[e.index].stride) for e in unit.entries],
         )
 
 
 def _give_masters(unit: StepUnit, master_dtype: torch.dtype) -> None:
-    params = [p for p, _ in unit.members if master_dtype_of(p, master_dtype) is not None]
+    params = {id(p): p for p, _ in unit.members if master_dtype_of(p, master_dtype) is not None}
     if params:
-        unit.masters = Masters(params, master_dtype)
+        unit.masters = Masters(list(params.values()), master_dtype)
 
 
 def _reserve(
     runtime: ModuleRuntime,
     units: Sequence[StepUnit],
     groups: Sequence[dict[str, Any]],
-    first: int,
     probe: StateProbe,
     *,
     overlap: bool,
@@ -203,7 +216,7 @@ def _reserve(
     sizes = {id(unit): sum(b.nbytes for b in unit.blocks()) for unit in units}
     leaves = list(_leaves(units))
     for unit, kept in leaves:
-        shapes, keys = _state_of(unit, kept, groups, first, probe)
+        shapes, keys = _state_of(unit, kept, groups, probe)
         if shapes:
             wanted.append((f"{unit.name}.state", Role.OPTIMIZER, shapes))
             states.append((unit, keys))
@@ -260,7 +273,6 @@ def _state_of(
     unit: StepUnit,
     kept: Sequence[_Kept],
     groups: Sequence[dict[str, Any]],
-    first: int,
     probe: StateProbe,
 ) -> tuple[list[TensorShape], list[tuple[torch.Tensor, str]]]:
     """Returns the tensors of a unit's state, and whose they are by which key."""
@@ -269,7 +281,7 @@ def _state_of(
     number_of = {id(param): number for param, number in unit.members}
     for k in kept:
         number = number_of[id(k.param)]
-        settings = settings_of(groups[number - first])
+        settings = settings_of(groups[number])
         for key, value in probe.state_of(unit.own(k.param), k.stride, number, settings).items():
             shapes.append(shape_of(f"{k.name}.{key}", value))
             keys.append((k.param, key))

@@ -26,8 +26,17 @@ def load_state(
     groups: Sequence[dict[str, Any]],
     state: State,
     state_dict: dict[str, Any],
+    begin: Callable[[], None] | None = None,
 ) -> None:
     """Checks a state dict against the units, then takes it over.
+
+    Args:
+        runtime: The modules' runtime.
+        units: All units.
+        groups: The parameter groups.
+        state: The tiered optimizer's.
+        state_dict: What is loaded.
+        begin: Called once it is known to fit.
 
     Raises:
         CheckpointError: If groups, their lengths or a tensor's shape differ; nothing is changed.
@@ -50,6 +59,8 @@ def load_state(
                 masters[id(param)] = state_dict[MASTER][number]
     _check_shapes(units, saved)
     _check_masters(units, masters)
+    if begin is not None:
+        begin()
     for group, other in zip(groups, saved_groups, strict=True):
         group.update(deepcopy(settings_of(other)))  # a tensor learning rate is written in place
     for unit in units:
@@ -137,9 +148,10 @@ def export_all(
     """Returns a state dict as torch makes it, and masters beside it; tensors in host memory."""
     numbers: dict[int, int] = {}
     packed = []
-    for group in groups:
-        for param in group["params"]:
-            numbers.setdefault(id(param), len(numbers))
+    count = 0
+    for group in groups:  # one that is there twice has the last number, as torch counts
+        numbers.update((id(p), n) for n, p in enumerate(group["params"], count))
+        count += len(group["params"])
         members = [numbers[id(p)] for p in group["params"]]
         packed.append({**{k: v for k, v in group.items() if k != "params"}, "params": members})
     values = {

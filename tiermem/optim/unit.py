@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +10,13 @@ import torch
 
 from tiermem.core.block import Block
 from tiermem.errors import StepError
-from tiermem.nn.grads import Change, GradUnit
+from tiermem.nn.grads import GradUnit
 from tiermem.nn.group import Entry, Group
-from tiermem.nn.lazy import LazyTensor, ensure_there, flush, forget, is_viewed, lazy, refresh
+from tiermem.nn.lazy import LazyTensor, flush, forget, is_viewed, lazy, refresh
 from tiermem.nn.runtime import ModuleRuntime
+from tiermem.optim.attempt import Attempt
 from tiermem.optim.foreign import ForeignWrites
+from tiermem.optim.gradients import UnitGradients
 from tiermem.optim.held import Held
 from tiermem.optim.master import Masters
 from tiermem.optim.plainstep import run, run_scaled
@@ -26,9 +28,11 @@ if TYPE_CHECKING:
     from tiermem.optim.host import HostSide
 
 State = dict[Any, Any]
+Shown = tuple[torch.Tensor | None, torch.Tensor]
+"""What stands for a tensor, and the tensor."""
 
 
-class StepUnit:
+class StepUnit(UnitGradients):
     """What is stepped together.
 
     Attributes:
@@ -44,6 +48,8 @@ class StepUnit:
         keys: For each tensor of that block, its parameter and the state's key.
         spoils: Whether a step of the class may write the gradients that it is given.
         scaled: Whether the step under way undoes a scale in them.
+        made: The ticket of the last step that was made.
+        attempt: The step under way, or one that could not be taken back yet.
         given: Gradients that are neither in the tiers nor ``param.grad``, by the parameter's id.
     """
 
@@ -66,6 +72,8 @@ class StepUnit:
         self.keys: list[tuple[torch.Tensor, str]] = []
         self.spoils = True
         self.make = make
+        self.made: object = None
+        self.attempt: Attempt | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self.scaled = False
         self.given: dict[int, torch.Tensor] = {}
@@ -114,27 +122,6 @@ class StepUnit:
         """Returns the blocks that are in HBM at once in a step, at most."""
         return self.blocks()
 
-    def grad_units(self) -> list[GradUnit]:
-        """Returns the blocks of gradients of these parameters; normally one."""
-        units = [e.unit for e in self.entries if e.unit is not None]
-        return list({id(unit): unit for unit in units}.values())
-
-    def wanted(self, runtime: ModuleRuntime) -> bool:
-        """Whether any parameter of it has a gradient.
-
-        Raises:
-            StepError: If one was used up by another optimizer's step.
-        """
-        self.sync(runtime)
-        for param, _ in self.members:
-            ensure_there(param.grad)
-        return any(param.grad is not None for param, _ in self.members)
-
-    def sync(self, runtime: ModuleRuntime) -> None:
-        """Takes up what a user did to the gradients."""
-        for entry in self.entries:
-            runtime.grads.sync(entry)
-
     # -- the step --------------------------------------------------------
 
     def step(
@@ -144,43 +131,84 @@ class StepUnit:
         state: State,
         scaling: Scaling | None = None,
         *,
+        ticket: object,
         owed: bool = False,
         meanwhile: Callable[[], None] | None = None,
         write: Callable[[Sequence[Block]], None] | None = None,
     ) -> None:
-        """Steps the unit: everything it needs is brought up first, so it happens whole or not.
+        """Steps the unit: everything it needs is brought up first, and it happens whole or not.
 
         Args:
             runtime: The modules' runtime.
             groups: Settings of the parameter groups.
             state: The tiered optimizer's state, to be kept up to date.
             scaling: What a GradScaler left to the step, or None.
+            ticket: Stands for the step that was asked for; with the same one it is made once.
             owed: Whether the step was asked for some time ago: then it uses the gradients that
                 were there, and leaves ``param.grad`` as the user has it by now.
             meanwhile: Called once everything is at hand.
             write: Called with blocks that the rest of a step does not use, if it has parts.
         """
-        if self.group is not None and self.group.freed:
-            self.refuse_freed()
-        optimizer = self.optimizer_for(groups)
-        if not owed:
-            for entry in self.entries:
-                runtime.grads.sync(entry)
-        stored = [e for e in self.entries if e.has_grad and not e.materialized]
-        seen = {id(p): p.grad for p, _ in self.members} if owed else {}
-        self.flush()
+        self.recover()
+        if self.made is not ticket:
+            if self.group is not None and self.group.freed:
+                self.refuse_freed()
+            optimizer = self.optimizer_for(groups)
+            if not owed:
+                self.sync(runtime)
+            self.flush()
+            self._try(runtime, optimizer, state, scaling, ticket, meanwhile, owed=owed)
+        if owed:
+            self.clear_forgotten(runtime)
+
+    def abandon(self) -> None:
+        """Ends a step that failed: as it was before, where that can be had, else as it is.
+
+        Raises:
+            StorageError: If the disk that has its bytes fails.
+        """
         try:
-            with self.held(runtime) as slots:
-                if meanwhile is not None:
-                    meanwhile()
-                self._update(runtime, optimizer, stored, slots, state, scaling, owed=owed)
-        finally:
-            with torch._C.DisableTorchFunctionSubclass():
-                for entry in stored:
-                    entry.param.grad = seen.get(id(entry.param), entry.lazy)
-        for entry in stored if owed else ():
-            if entry.param.grad is not entry.lazy:  # forgotten or replaced while the step was owed
-                runtime.grads.clear(entry)
+            self.recover()
+        except StepError:
+            if self.attempt is not None:
+                self.attempt.drop()
+
+    def recover(self) -> None:
+        """Takes back what could not be taken back when it failed.
+
+        Raises:
+            StorageError: If the disk that has its bytes still fails.
+            StepError: If it never can be.
+        """
+        if self.attempt is not None:
+            self.attempt.end()
+
+    def _try(
+        self,
+        runtime: ModuleRuntime,
+        optimizer: torch.optim.Optimizer,
+        state: State,
+        scaling: Scaling | None,
+        ticket: object,
+        meanwhile: Callable[[], None] | None,
+        *,
+        owed: bool,
+    ) -> None:
+        """Makes the step, or leaves the unit as it was."""
+        stored = [e for e in self.entries if e.has_grad and not e.materialized]
+        attempt = self.attempt = Attempt(self, runtime)
+        try:
+            slots = attempt.held.open()
+            if meanwhile is not None:
+                meanwhile()
+            fused = scaling is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
+            attempt.keep(optimizer, slots, state, spoils=self.spoils or fused)
+            shown = self._update(runtime, optimizer, stored, slots, state, scaling, owed=owed)
+            attempt.shown, attempt.made, self.made = shown, True, ticket
+            attempt.end()
+        except BaseException:
+            attempt.end()
+            raise
 
     def refuse_freed(self) -> None:
         """Says that there is nothing to step any more.
@@ -218,8 +246,12 @@ class StepUnit:
         scaling: Scaling | None,
         *,
         owed: bool,
-    ) -> None:
-        """Steps what is held."""
+    ) -> list[Shown]:
+        """Steps what is held.
+
+        Returns:
+            What stands for the tensors that were written, and their values.
+        """
         gradients: dict[int, torch.Tensor] = {}
         if not owed:
             gradients = {id(p): p.grad for p, _ in self.members if p.grad is not None}
@@ -229,19 +261,14 @@ class StepUnit:
             if e.unit is not None
         }
         slot = slots.get(id(self.block))
-        try:
-            self._hand_over({**gradients, **views, **self.given})
-            self._attach(slot)
-            try:
-                self._run(optimizer, scaling)
-            finally:
-                self.detach(runtime, optimizer, slot, state)
-            if self.masters is not None:
-                self.masters.derive()
-        finally:
-            for entry in stored:
-                refresh(entry.lazy, views[id(entry.param)])
-                entry.param.grad = None
+        self._hand_over({**gradients, **views, **self.given})
+        self._attach(slot)
+        self._run(optimizer, scaling)
+        shown = self._take_in(runtime, optimizer, slot)
+        self.publish(optimizer, state)
+        if self.masters is not None:
+            self.masters.derive()
+        return [*shown, *((e.lazy, views[id(e.param)]) for e in stored)]
 
     def can_wait(self, runtime: ModuleRuntime) -> bool:
         """Whether nobody could see that the step is made later than asked for.
@@ -312,7 +339,7 @@ class StepUnit:
                 raise RuntimeError(f"{self.name}: no optimizer yet")
             make = self.make
             with torch.enable_grad():
-                self._optimizer = make(
+                made = make(
                     [
                         {
                             **settings_of(groups[number]),
@@ -322,6 +349,7 @@ class StepUnit:
                     ]
                 )
             self._places = [(self.own(param), key) for param, key in self.keys]
+            self._optimizer = made
         if groups is None:
             return self._optimizer
         for mine, number in zip(self._optimizer.param_groups, self._numbers, strict=True):
@@ -348,24 +376,30 @@ class StepUnit:
         state: State,
     ) -> None:
         """Takes what is new into the slot and leaves lazy stand-ins behind."""
-        if slot is not None and self.block is not None:
-            for index, (own, key) in enumerate(self.stored_state()):
-                value = own.get(key) if own is not None else None
-                if (
-                    own is None
-                    or not isinstance(value, torch.Tensor)
-                    or isinstance(value, LazyTensor)
-                ):
-                    continue
-                view = slot.views[index]
-                if value is not view:
-                    if value.shape != view.shape or value.dtype is not view.dtype:
-                        continue  # it became something else: it stays in ordinary memory
-                    view.copy_(value)
-                    forget(self._stand_ins.get(index))  # its views are of what it was
-                own[key] = stand_in = self.stand_in(runtime, index)
-                refresh(stand_in, view)
+        for stand_in, value in self._take_in(runtime, optimizer, slot):
+            refresh(stand_in, value)
         self.publish(optimizer, state)
+
+    def _take_in(
+        self, runtime: ModuleRuntime, optimizer: torch.optim.Optimizer, slot: Slot | None
+    ) -> list[Shown]:
+        """Does that, and returns what is to be shown in views of the stand-ins."""
+        shown: list[Shown] = []
+        if slot is None or self.block is None:
+            return shown
+        for index, (own, key) in enumerate(self.stored_state()):
+            value = own.get(key) if own is not None else None
+            if own is None or not isinstance(value, torch.Tensor) or isinstance(value, LazyTensor):
+                continue
+            view = slot.views[index]
+            if value is not view:
+                if value.shape != view.shape or value.dtype is not view.dtype:
+                    continue  # it became something else: it stays in ordinary memory
+                view.copy_(value)
+                forget(self._stand_ins.get(index))  # its views are of what it was
+            own[key] = stand_in = self.stand_in(runtime, index)
+            shown.append((stand_in, view))
+        return shown
 
     def publish(self, optimizer: torch.optim.Optimizer, state: State) -> None:
         """Shows the state in the tiered optimizer's."""
@@ -427,67 +461,3 @@ class StepUnit:
         with torch.no_grad(), self.held(runtime) as slots:
             optimizer = self.optimizer_for(groups)
             self.detach(runtime, optimizer, slots.get(id(self.block)), state)
-
-    # -- gradients -------------------------------------------------------
-
-    def zero_grad(self, runtime: ModuleRuntime, *, set_to_none: bool) -> None:
-        """Forgets the gradients, or sets them to zero."""
-        self.sync(runtime)
-        if not set_to_none:
-            self.change(runtime, _zero)
-            return
-        for entry in self.entries:
-            if entry.has_grad:
-                entry.param.grad = None
-                if not runtime.grads.owed(entry):  # else once it has been used
-                    runtime.grads.clear(entry)
-        for param, _ in self.members:
-            param.grad = None
-
-    def each_gradient(
-        self,
-        runtime: ModuleRuntime,
-        use: Callable[[torch.Tensor, torch.Tensor], None],
-        but: Container[int] = (),
-    ) -> None:
-        """Calls ``use`` with every parameter that has a gradient, and the gradient.
-
-        Args:
-            runtime: The modules' runtime.
-            use: What to call.
-            but: Ids of entries to pass over.
-        """
-        self.sync(runtime)
-        for unit in self.grad_units():
-            stored = [e for e in self.entries if e.has_grad and e.unit is unit and id(e) not in but]
-            if not stored:
-                continue
-            slot = runtime.grads.open(unit)
-            try:
-                for entry in stored:
-                    use(entry.param, slot.views[entry.unit_index])
-            finally:
-                runtime.manager.release(unit.block)
-        for param, _ in self.members:
-            if param.grad is not None and not isinstance(param.grad, LazyTensor):
-                use(param, param.grad)
-
-    def change(self, runtime: ModuleRuntime, change: Change) -> None:
-        """Has every gradient changed: ordinary ones now, stored ones when next in HBM."""
-        self.sync(runtime)
-        for unit in self.grad_units():
-            if any(e.has_grad for e in unit.entries):
-                runtime.grads.pay(unit)
-                unit.pending.append(change)
-        loose = [
-            p.grad
-            for p, _ in self.members
-            if p.grad is not None and not isinstance(p.grad, LazyTensor)
-        ]
-        if loose:
-            change(loose)
-
-
-def _zero(tensors: Sequence[torch.Tensor]) -> None:
-    for tensor in tensors:
-        tensor.zero_()
