@@ -19,6 +19,7 @@ import torch
 
 from tiermem.nn.placeholder import shared_placeholder
 from tiermem.nn.quiet import unrecorded
+from tiermem.nn.shells import insides
 from tiermem.nn.standin import Opened, StandIn, writes
 from tiermem.runtime.slots import use_count
 
@@ -120,6 +121,10 @@ class _Copy(Opened):
 
 
 def _seen(tensor: torch.Tensor) -> bool:
+    if type(tensor) is not torch.Tensor:  # of a subclass: what it wraps
+        inner = insides(tensor)
+        if len(inner) != 1 or inner[0][1] is not tensor:
+            return any(_seen(plain) for _, plain in inner)
     storage = tensor.untyped_storage()  # counts as well, as long as it is here
     return use_count(storage._cdata) > _OWN_REFERENCES
 
@@ -210,7 +215,8 @@ def refresh(tensor: torch.Tensor | None, value: torch.Tensor) -> None:
         tensor._kept = kept if _seen(kept) else None
         if tensor._kept is not None:
             with torch.no_grad():
-                kept.copy_(value)
+                for (_, mine), (_, theirs) in zip(insides(kept), insides(value), strict=True):
+                    mine.copy_(theirs)
 
 
 def lazy(

@@ -210,12 +210,12 @@ def export_state(
         return
     unit.flush()
     tensors = runtime.manager.read(unit.block) if unit.block is not None else []
-    stored = {(id(p), key): tensors[i] for i, (p, key) in enumerate(unit.keys)}
+    stored = {(id(place.param), place.key): place for place in unit.places}
     for param in present:
         values: State = {}
         for key, value in state[param].items():
             if isinstance(value, LazyTensor):
-                values[key] = stored[(id(param), key)].clone()
+                values[key] = stored[(id(param), key)].copy(tensors)
             elif isinstance(value, torch.Tensor):
                 values[key] = value.detach().clone()
             else:

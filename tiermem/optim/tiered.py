@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,14 +16,17 @@ from tiermem.nn.quiet import quiet, uncompiled
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim import clip
 from tiermem.optim.backward import InBackward
+from tiermem.optim.classes import check_wrapped, in_order, optimizer_class
 from tiermem.optim.groups import Params, floating, frozen_settings, groups_of, with_defaults
 from tiermem.optim.host import rooms_of
 from tiermem.optim.hoststeps import HostSteps, say_how_far
 from tiermem.optim.master import master_dtype_of
+from tiermem.optim.methods import Counts, Methods
 from tiermem.optim.parted import ELEMENTWISE
 from tiermem.optim.plan import plan_units
-from tiermem.optim.probe import StateProbe, check_separable, settings_of
+from tiermem.optim.probe import StateProbe
 from tiermem.optim.scaling import Scaling
+from tiermem.optim.separable import Counter, Nature, check_separable, settings_of
 from tiermem.optim.share import Speeds
 from tiermem.optim.sides import choose_sides
 from tiermem.optim.state import MASTER, export_all, load_state, take_in_edits
@@ -75,7 +79,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._runtime = runtime
         self._manager = runtime.manager
         self._manager.guard()
-        self._cls = cls
+        self._cls = optimizer_class(cls)
         self._settings = settings
         if overlap not in (False, True, "forward", "backward"):
             raise StepError(f"overlap={overlap!r}: it is False, True, 'forward' or 'backward'")
@@ -98,10 +102,13 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._scaling: Scaling | None = None
         self._failed = ""
         self._units: list[StepUnit] = []
+        self._counts = Counts()
+        self._methods = Methods(self._cls, self._check_method, self._counts)
         groups = groups_of(params)
+        check_wrapped(runtime, groups, params)
         template = self._template(groups)
         super().__init__(template, dict(self._defaults))
-        self._separable()
+        self._ready = True
         self._extend(self.param_groups)
         runtime.on_begin.append(self._before_forward)
 
@@ -122,6 +129,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         loss = None
         self._refuse_if_closed("step()")
+        self._methods.refuse_if_begun("step()")
         self._manager.guard()
         again = bool(self._pending) or (self._begun and bool(self._unfinished()))
         if closure is not None and not again:
@@ -140,6 +148,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._take_in_edits()
             units = [unit for unit in self._units if self._is_left(unit)]
             self._tell_others(units)
+            self._counts.note(self._units)
         units = self._begin_on_host(units, scaling)
         if self._overlap and not again:
             units = self._owe(units, scaling)
@@ -150,6 +159,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if not self._overlap:
             self.finish()
         self._begun = False
+        self._counts.after_step(self.param_groups)
         return loss
 
     def _tell_others(self, units: Sequence[StepUnit]) -> None:
@@ -440,6 +450,28 @@ class TieredOptimizer(torch.optim.Optimizer):
         for room in rooms_of(units):
             room.close()
 
+    def __getattr__(self, name: str) -> Any:
+        """Gives methods of the class that are not torch's, such as ``train()``, over the tiers.
+
+        They are called for the weights and state of one block after another, once a try on tiny
+        tensors has shown that this is the same.
+        """
+        cls = self.__dict__.get("_cls")
+        found = None if cls is None or name.startswith("_") else getattr(cls, name, None)
+        if not callable(found):
+            whose = type(self).__name__ if cls is None else f"{type(self).__name__} of {cls}"
+            raise AttributeError(f"{whose} has no attribute {name!r}")
+        if isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod):
+            return found
+        return partial(self._call, name)
+
+    def _call(self, name: str, /, *args: Any, **kwargs: Any) -> None:
+        if not self._methods.is_begun(name):
+            self._settle(f"{name}()")
+        self._methods.call(
+            name, args, kwargs, self._runtime, self._units, self.param_groups, self._state
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         raise StepError("a tiered optimizer cannot be pickled; save its state_dict()")
 
@@ -457,28 +489,52 @@ class TieredOptimizer(torch.optim.Optimizer):
         filled, optimizer = with_defaults(self.make, groups, self._stepped_dtype)
         self._defaults = optimizer.defaults
         self._fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        return filled
-
-    def _separable(self) -> None:
-        """Refuses a class whose update of a parameter depends on others."""
-        self._sparse = False
-        for group in self.param_groups:
-            params = group["params"]
-            if not params:
-                continue
-            dims = sorted({p.dim() for p in params})
-            self._sparse |= check_separable(
-                self._cls.__name__,
-                self.make,
-                settings_of(group),
-                dims,
-                self._stepped_dtype(params[0]),
-                self._manager.device,
-            )
-        self._probe = StateProbe(self.make, self._manager.device, sparse=self._sparse)
-        self._ready = True
         # a GradScaler then leaves it to step() to undo the scale: after the cast to the master
         self._step_supports_amp_scaling = self._fused or self._master_dtype is not None
+        return filled
+
+    def _natures(self, groups: Sequence[dict[str, Any]]) -> list[Nature | None]:
+        """Tries the class on each group; None for an empty one.
+
+        Raises:
+            StepError: If its update of a parameter depends on others.
+        """
+        found = [self._nature(group) if group["params"] else None for group in groups]
+        if not hasattr(self, "_probe"):
+            sparse = any(nature is not None and nature.sparse for nature in found)
+            self._probe = StateProbe(self.make, self._manager.device, sparse=sparse)
+        if any(n is not None and n.draws for n in found) and (
+            self._overlap or self._where != "device"
+        ):
+            raise StepError(
+                f"{self._cls.__name__} draws random numbers as it steps, which come in the order "
+                "of the resident optimizer only where all blocks are stepped in step(), on the "
+                "device: leave overlap= and where= out, or switch what is random in the class off"
+            )
+        return found
+
+    def _nature(self, group: dict[str, Any], method: Any = None) -> Nature:
+        return check_separable(
+            self._cls.__name__,
+            self.make,
+            settings_of(group),
+            self._dims(group),
+            self._stepped_dtype(group["params"][0]),
+            self._manager.device,
+            method,
+        )
+
+    def _check_method(self, group: dict[str, Any], method: Any) -> None:
+        self._nature(group, method)
+
+    @staticmethod
+    def _dims(group: dict[str, Any]) -> list[int]:
+        return sorted({p.dim() for p in group["params"]})
+
+    def _counter(self, group: dict[str, Any], nature: Nature) -> Counter:
+        dtype = self._stepped_dtype(group["params"][0])
+        dims = self._dims(group)[0]
+        return Counter(self.make, dims, dtype, nature.device, sparse=nature.sparse)
 
     def _stepped_dtype(self, param: torch.Tensor) -> torch.dtype:
         """Returns the dtype of what is stepped: of the parameter, or of its master."""
@@ -487,6 +543,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     def _extend(self, groups: Sequence[dict[str, Any]]) -> None:
         """Plans the units of new groups and reserves their homes."""
         first = len(self.param_groups) - len(groups)
+        natures = self._natures(groups)
         self._runtime.grads.keep_in(self._grad_dtype, [p for g in groups for p in g["params"]])
         planned = plan_units(
             self._runtime,
@@ -500,14 +557,22 @@ class TieredOptimizer(torch.optim.Optimizer):
             elementwise=self._cls in ELEMENTWISE and self._where != "host",
         )
         try:
+            if any(nature is not None and nature.draws for nature in natures):
+                planned = in_order(self._cls.__name__, planned, groups)
             self._choose_sides(planned)
-        except CapacityError:
+        except (CapacityError, StepError):
             self._manager.remove_blocks([b for unit in planned for b in unit.kept_blocks()])
             raise
         if self._probe.eager:
             for unit in planned:
                 unit.begin(self._runtime, self.param_groups, self._state)
         self._units.extend(planned)
+        self._counts.add(
+            [
+                None if nature is None else (self._counter(group, nature), nature.counts)
+                for group, nature in zip(groups, natures, strict=True)
+            ]
+        )
         self._tell_others(planned)
         if self._inside is not None:
             self._inside.extend(planned, self.param_groups, self._state, self._host)
@@ -564,6 +629,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             )
 
     def _refuse_if_pending(self, what: str) -> None:
+        self._methods.refuse_if_begun(what)
         if self._pending:
             raise StepError(
                 f"{what} while an optimizer step is unfinished: it was cut short by "

@@ -14,6 +14,8 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from tiermem.core.block import align_up
+from tiermem.nn.lazy import LazyTensor
+from tiermem.nn.shells import insides
 from tiermem.transfer.copy import host_copy
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -63,8 +65,10 @@ class Undo:
             return
         self._entries.append((state, key, dict(entry)))
         for value in entry.values():
-            if type(value) is torch.Tensor:  # not what stands for a block's
-                self._values.append((value, value.detach().clone()))
+            if isinstance(value, LazyTensor) or not isinstance(value, torch.Tensor):
+                continue  # what stands for a block's, or a number
+            for _, tensor in insides(value):
+                self._values.append((tensor, tensor.detach().clone()))
 
     def take_back(self) -> None:
         """Makes everything what it was."""

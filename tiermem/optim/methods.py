@@ -1,0 +1,151 @@
+"""Methods that an optimizer class has beyond torch's, and what it counts in its groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tiermem.errors import StepError
+from tiermem.nn.runtime import ModuleRuntime
+from tiermem.optim.parted import PartedUnit
+from tiermem.optim.separable import Counter, settings_of
+from tiermem.optim.trial import trial
+from tiermem.optim.unit import State, StepUnit
+
+Check = Callable[[dict[str, Any], Callable[[torch.optim.Optimizer], None]], None]
+
+
+class Counts:
+    """Keeps what a class counts in its parameter groups, as one optimizer over all would.
+
+    Each unit is stepped with the settings as they were; after the step they go on once.
+    """
+
+    def __init__(self) -> None:
+        """Knows no group yet."""
+        self._counters: list[tuple[Counter, bool] | None] = []
+        self._with_gradients: set[int] = set()
+
+    def add(self, counters: Sequence[tuple[Counter, bool] | None]) -> None:
+        """Takes the next groups.
+
+        Args:
+            counters: For each how to count, and whether steps do; None where it is empty.
+        """
+        self._counters += counters
+
+    def note(self, units: Sequence[StepUnit]) -> None:
+        """Notes which groups have gradients, as a step begins."""
+        if any(counter is not None and counter[1] for counter in self._counters):
+            members = [member for unit in units for member in unit.members]
+            self._with_gradients = {number for p, number in members if p.grad is not None}
+
+    def after_step(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Steps on what the class counts."""
+        for number, (group, found) in enumerate(zip(groups, self._counters, strict=False)):
+            if found is not None and found[1]:
+                given = number in self._with_gradients
+                with trial():
+                    changed = found[0].after(settings_of(group), has_gradients=given)
+                group.update(changed)
+
+    def after_call(
+        self, groups: Sequence[dict[str, Any]], call: Callable[[torch.optim.Optimizer], None]
+    ) -> None:
+        """Has settings be what a method makes of them."""
+        for group, found in zip(groups, self._counters, strict=False):
+            if found is not None:
+                with trial():
+                    settings = settings_of(group)
+                    changed = found[0].after(settings, has_gradients=False, method=call)
+                group.update(changed)
+
+
+class Methods:
+    """Calls methods of the class for each unit's plain optimizer, over its weights and state.
+
+    A call that an error cuts short has been made for some units. The same call goes on there, and
+    nothing else is done before.
+    """
+
+    def __init__(self, cls: type[torch.optim.Optimizer], check: Check, counts: Counts) -> None:
+        """Has called nothing yet.
+
+        Args:
+            cls: The class.
+            check: Makes sure, for a group's settings, that a method may be called one by one.
+            counts: What the class counts.
+        """
+        self._cls, self._check, self._counts = cls, check, counts
+        self._begun = ""
+        self._left: list[StepUnit] = []
+
+    def is_begun(self, name: str) -> bool:
+        """Whether a call of that method is unfinished."""
+        return bool(self._left) and self._begun == name
+
+    def refuse_if_begun(self, what: str) -> None:
+        """Refuses something else while a call is unfinished.
+
+        Raises:
+            StepError: If one is.
+        """
+        if self._left:
+            raise StepError(
+                f"{what} while optimizer.{self._begun}() is unfinished, with {len(self._left)} "
+                f"units to go: call optimizer.{self._begun}() again, it goes on where it stopped"
+            )
+
+    def call(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        runtime: ModuleRuntime,
+        units: Sequence[StepUnit],
+        groups: Sequence[dict[str, Any]],
+        state: State,
+    ) -> None:
+        """Calls a method for each unit.
+
+        Args:
+            name: Of the method.
+            args: Given to it.
+            kwargs: Given to it.
+            runtime: The modules' runtime.
+            units: All of the optimizer.
+            groups: The parameter groups.
+            state: The tiered optimizer's, to be kept up to date.
+
+        Raises:
+            StepError: If it cannot be called one by one, or another is unfinished.
+            StorageError: If the disk fails; the same call goes on there.
+        """
+        what = f"{self._cls.__name__}.{name}()"
+        if not self.is_begun(name):
+            self.refuse_if_begun(f"optimizer.{name}()")
+
+        def call(optimizer: torch.optim.Optimizer) -> None:
+            if getattr(optimizer, name)(*args, **kwargs) is not None:
+                raise StepError(f"{what} returns a value, which no single block has")
+
+        if not self._left:
+            self._refuse_elsewhere(what, units)
+            for group in groups:
+                if group["params"]:
+                    self._check(group, call)
+            self._begun, self._left = name, list(units)
+        while self._left:
+            self._left[0].apply(runtime, groups, state, call)
+            del self._left[0]
+        self._counts.after_call(groups, call)
+
+    def _refuse_elsewhere(self, what: str, units: Sequence[StepUnit]) -> None:
+        for unit in units:
+            if unit.host is not None or isinstance(unit, PartedUnit):
+                raise StepError(
+                    f"{what} cannot be called, as {unit.name!r} is stepped on the host or in parts:"
+                    " make the optimizer with where='device'"
+                )
