@@ -39,12 +39,14 @@ class Nature:
         sparse: Whether it takes sparse gradients only.
         draws: Whether it draws random numbers as it steps.
         counts: Whether a step changes settings of its parameter groups, alike for all parameters.
+        private: Whether settings have to be copied for each step of a block, as they are written.
         device: Where it was tried.
     """
 
     sparse: bool
     draws: bool
     counts: bool
+    private: bool
     device: torch.device
 
 
@@ -138,10 +140,9 @@ class Counter:
         params = tiny([self._shape], self._dtype, self._device)
         if has_gradients:
             give_gradients(params, 2, sparse=self._sparse)
-        own = copied(settings)
-        optimizer = ready(self._make([{**own, "params": params}]))
+        optimizer = self._make([{**copied(settings), "params": params}])
         group = optimizer.param_groups[0]
-        group.update(own)
+        group.update(copied(settings))
         (method or run_unseen)(optimizer)
         return {k: v for k, v in settings_of(group).items() if not _same(v, settings.get(k, _NONE))}
 
@@ -179,16 +180,19 @@ def check_separable(
     problem: Exception | None = None
     for where in dict.fromkeys((torch.device("cpu"), device)):
         for sparse in (False, True):
+            odd = ""
             try:
-                with trial() as draws:
-                    found = _Trial(make, settings, shapes, dtype, where, sparse, draws, method)
-                    odd = found.run()
+                for private in (False, True):
+                    with trial() as draws:
+                        found = _Trial(make, settings, shapes, dtype, where, sparse, draws, method)
+                        reason = found.run(private=private)
+                    if not reason:
+                        return Nature(sparse, draws.seen, found.counts, private, where)
+                    odd = odd or reason
             except Exception as error:  # whatever a foreign class raises on what it cannot do
                 problem = problem or error
-                continue
             if odd:
                 raise StepError(f"{name} cannot be streamed block by block: {odd}. {_REMEDY}")
-            return Nature(sparse, draws.seen, found.counts, where)
     raise StepError(
         f"{name} cannot be streamed through the tiers: a trial step without a closure failed with "
         f"{type(problem).__name__}: {problem}. {_REMEDY}"
@@ -223,10 +227,16 @@ class _Trial:
         self._apart = tiny(shapes, dtype, device)
         self._counter = Counter(make, len(shapes[0]), dtype, device, sparse=sparse)
         self._method = method
+        self._private = False
         self.counts = False
 
-    def run(self) -> str:
-        """Returns what is odd about the class, or nothing."""
+    def run(self, *, private: bool) -> str:
+        """Returns what is odd about the class, or nothing.
+
+        Args:
+            private: Whether each parameter is given copies of the settings.
+        """
+        self._private = private
         whole = self._made(self._together)
         parts = [self._made([param]) for param in self._apart]
         shown = copied(settings_of(parts[0].param_groups[0]))
@@ -261,7 +271,7 @@ class _Trial:
         # an order of our own, unless numbers are drawn, which come in the order of parameters
         for optimizer in parts if self._draws.seen else reversed(parts):
             if optimizer.param_groups[0]["params"][0].grad is not None:
-                optimizer.param_groups[0].update(shown)
+                optimizer.param_groups[0].update(copied(shown) if self._private else shown)
                 run_unseen(optimizer)
         self._count(shown)
 
@@ -275,7 +285,7 @@ class _Trial:
         for method in (self._method, ready):
             method(whole)
             for optimizer in reversed(parts):
-                optimizer.param_groups[0].update(shown)
+                optimizer.param_groups[0].update(copied(shown) if self._private else shown)
                 method(optimizer)
             self._count(shown, method)
             odd = self._compare(whole, parts)

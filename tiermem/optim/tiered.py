@@ -394,7 +394,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._settle("state_dict()")
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        result = export_all(self._runtime, self._units, self.param_groups, self._state)
+        args = self._runtime, self._units, self.param_groups, self._state
+        result = export_all(*args, self._cls, self.make)
         if self._master_dtype is None:
             del result[MASTER]
         for post in self._optimizer_state_dict_post_hooks.values():
@@ -416,7 +417,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        load_state(self._runtime, self._units, self.param_groups, self._state, state_dict)
+        args = self._runtime, self._units, self.param_groups, self._state
+        load_state(*args, state_dict, self._cls)
         for post in self._optimizer_load_state_dict_post_hooks.values():
             post(self)
 
@@ -566,6 +568,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self._probe.eager:
             for unit in planned:
                 unit.begin(self._runtime, self.param_groups, self._state)
+        for unit in planned:
+            unit.private = any(nature is not None and nature.private for nature in natures)
         self._units.extend(planned)
         self._counts.add(
             [

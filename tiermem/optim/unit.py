@@ -19,8 +19,8 @@ from tiermem.optim.held import Held
 from tiermem.optim.master import Masters
 from tiermem.optim.places import Place
 from tiermem.optim.plainstep import run, run_scaled
-from tiermem.optim.probe import Make, settings_of
 from tiermem.optim.scaling import Scaling
+from tiermem.optim.separable import Make, copied, settings_of
 from tiermem.runtime.slots import Slot
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class StepUnit:
         make: Makes its plain optimizer.
         places: Where that block has each tensor of their state.
         spoils: Whether a step of the class may write the gradients that it is given.
+        private: Whether it writes settings of its group in place, so that it is given copies.
         scaled: Whether the step under way undoes a scale in them.
         given: Gradients that are neither in the tiers nor ``param.grad``, by the parameter's id.
     """
@@ -66,6 +67,7 @@ class StepUnit:
         self.host: HostSide | None = None
         self.places: list[Place] = []
         self.spoils = True
+        self.private = False
         self.make = make
         self._optimizer: torch.optim.Optimizer | None = None
         self.scaled = False
@@ -326,7 +328,8 @@ class StepUnit:
         for mine, number in zip(self._optimizer.param_groups, self._numbers, strict=True):
             fused = mine.get("fused")
             settings = groups[number]
-            mine.update(settings_of(settings) if "params" in settings else settings)
+            settings = settings_of(settings) if "params" in settings else settings
+            mine.update(copied(settings) if self.private else settings)
             if self.host is not None and "fused" in mine:
                 mine["fused"] = fused
         return self._optimizer
