@@ -14,7 +14,7 @@ from tiermem.optim.separable import Counter, settings_of
 from tiermem.optim.trial import trial
 from tiermem.optim.unit import State, StepUnit
 
-Check = Callable[[dict[str, Any], Callable[[torch.optim.Optimizer], None]], None]
+Check = Callable[[str, dict[str, Any], Callable[[torch.optim.Optimizer], None]], None]
 
 
 class Counts:
@@ -75,10 +75,12 @@ class Methods:
 
         Args:
             cls: The class.
-            check: Makes sure, for a group's settings, that a method may be called one by one.
+            check: Makes sure, for a name and a group's settings, that a method may be called for
+                one parameter after the other.
             counts: What the class counts.
         """
         self._cls, self._check, self._counts = cls, check, counts
+        self._tried: set[str] = set()
         self._begun = ""
         self._left: list[StepUnit] = []
 
@@ -133,9 +135,10 @@ class Methods:
 
         if not self._left:
             self._refuse_elsewhere(what, units)
-            for group in groups:
+            for group in groups if name not in self._tried else ():
                 if group["params"]:
-                    self._check(group, call)
+                    self._check(what, group, call)
+            self._tried.add(name)
             self._begun, self._left = name, list(units)
         while self._left:
             self._left[0].apply(runtime, groups, state, call)

@@ -189,6 +189,8 @@ def check_separable(
                     if not reason:
                         return Nature(sparse, draws.seen, found.counts, private, where)
                     odd = odd or reason
+            except StepError:
+                raise
             except Exception as error:  # whatever a foreign class raises on what it cannot do
                 problem = problem or error
             if odd:

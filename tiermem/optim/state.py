@@ -266,7 +266,7 @@ def export_state(
     if isinstance(unit, PartedUnit):
         yield from unit.state_in(runtime, state)
         return
-    present = [param for param, _ in unit.members if state.get(param)]
+    present = [param for param, _ in unit.members if state.get(param) is not None]
     if not present:
         return
     unit.flush()

@@ -515,9 +515,9 @@ class TieredOptimizer(torch.optim.Optimizer):
             )
         return found
 
-    def _nature(self, group: dict[str, Any], method: Any = None) -> Nature:
+    def _nature(self, group: dict[str, Any], what: str = "", method: Any = None) -> Nature:
         return check_separable(
-            self._cls.__name__,
+            what or self._cls.__name__,
             self.make,
             settings_of(group),
             self._dims(group),
@@ -526,8 +526,8 @@ class TieredOptimizer(torch.optim.Optimizer):
             method,
         )
 
-    def _check_method(self, group: dict[str, Any], method: Any) -> None:
-        self._nature(group, method)
+    def _check_method(self, what: str, group: dict[str, Any], method: Any) -> None:
+        self._nature(group, what, method)
 
     @staticmethod
     def _dims(group: dict[str, Any]) -> list[int]:

@@ -17,8 +17,6 @@ from torch import nn
 from torch._guards import TracingContext, tracing
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tiermem.errors import StepError
-
 _PLAIN = (torch.Tensor, nn.Parameter)
 _AS_DEFAULTS = torch.Tag.nondeterministic_seeded
 
@@ -102,7 +100,7 @@ def _drawn(func: Any, args: Any, kwargs: dict[str, Any], generator: torch.Genera
             return empty.normal_(generator=generator)
         low, high = args[1:] if len(args) > 2 else (0, args[1])
         return empty.random_(low, high, generator=generator)
-    raise StepError(f"it draws random numbers by {func}, which takes no generator")
+    raise NotImplementedError(f"it draws random numbers by {func}, which takes no generator")
 
 
 @contextmanager
