@@ -37,6 +37,7 @@ class LazyTensor(StandIn, torch.Tensor):
     _kept: torch.Tensor | None
     _dtype: torch.dtype
     _gone = False
+    _shelled = False  # the real one is of a subclass that wraps others
 
     @classmethod
     def __torch_function__(
@@ -52,6 +53,17 @@ class LazyTensor(StandIn, torch.Tensor):
         if func == _UNSCALE and _only_looks(*args, **kwargs or {}):
             return _look(*args, **kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Gives what the class of the real tensor has beyond torch's own."""
+        if not self._shelled or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        flush(self)
+        with unrecorded():
+            self._kept = kept = self._load() if self._kept is None else self._kept
+            found = getattr(kept, name)
+            # an alias, so that it is seen whether somebody has it
+            return found.detach() if isinstance(found, torch.Tensor) else found
 
     def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
         return (True, self) if func in _NOTHING else (False, None)

@@ -24,7 +24,6 @@ Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes an optimizer of the class and settings in question from parameter groups."""
 
 _STEPS = 8
-_LARGE = 4096  # elements; some classes keep another state for what is large
 _REMEDY = (
     "Use an optimizer that updates each parameter from its own gradient and state, or keep these "
     "parameters out of tier.wrap"
@@ -188,7 +187,7 @@ def check_separable(
                         reason = found.run(private=private)
                     if not reason:
                         return Nature(sparse, draws.seen, found.counts, private, where)
-                    odd = odd or reason
+                    odd = reason
             except StepError:
                 raise
             except Exception as error:  # whatever a foreign class raises on what it cannot do
@@ -202,8 +201,8 @@ def check_separable(
 
 
 def _large(dims: int) -> tuple[int, ...]:
-    """Returns a shape of at least 4,096 elements, which 256 divides."""
-    return {0: (), 1: (_LARGE,), 2: (64, 64), 3: (16, 16, 16)}.get(dims, (8,) * dims)
+    """Returns a shape of 4,096 elements, from which on some classes keep another state."""
+    return {0: (), 1: (64,), 2: (64, 64), 3: (16, 16, 16)}.get(dims, (8,) * dims)
 
 
 class _Trial:
@@ -325,6 +324,9 @@ def _odd_state(optimizer: torch.optim.Optimizer) -> str:
                 return f"its state {key!r} is a {type(value).__name__}, not a tensor or a number"
             if isinstance(value, torch.Tensor) and is_opaque(value):
                 return opaque(str(key), value)
+    others = [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
+    if others:
+        return f"its state_dict() has {others[0]!r} beside the state of its parameters"
     extra = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
     return f"it keeps state {extra[0]!r} that belongs to no parameter" if extra else ""
 

@@ -381,7 +381,8 @@ class StepUnit:
         It is the same one every time: whoever has it sees the state as it is by now.
         """
         found = self._stand_ins.get(place.first)
-        if found is not None and found._dtype is dtype:
+        shelled = place.shell is not None
+        if found is not None and found._dtype is dtype and found._shelled is shelled:
             return found
         if self.block is None:
             raise RuntimeError(f"{self.name}: no state")
@@ -392,6 +393,7 @@ class StepUnit:
             partial(self._load, runtime, place),
             partial(self._store, runtime, place),
         )
+        found._shelled = shelled
         return found
 
     def load(self, runtime: ModuleRuntime, key: str) -> torch.Tensor:
