@@ -12,6 +12,7 @@ from torch import nn
 from tiermem.errors import StepError
 from tiermem.nn.inspect import owners
 from tiermem.nn.runtime import ModuleRuntime
+from tiermem.optim.separable import Nature
 from tiermem.optim.unit import StepUnit
 
 _EXAMPLE = "tier.optimizer(model, torch.optim.AdamW, lr=1e-4)"
@@ -77,6 +78,24 @@ def check_wrapped(runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], give
             "first of them), so its optimizer would use memory outside all budgets: call "
             "tier.wrap(model) before tier.optimizer, or use the torch optimizer itself for what "
             "stays outside the tiers"
+        )
+
+
+def refuse_draws(name: str, natures: Sequence[Nature | None]) -> None:
+    """Refuses a class that draws random numbers, where blocks are stepped in an order of their own.
+
+    Args:
+        name: Of the class.
+        natures: What it was found to be, for each group.
+
+    Raises:
+        StepError: If it draws any.
+    """
+    if any(nature is not None and nature.draws for nature in natures):
+        raise StepError(
+            f"{name} draws random numbers as it steps, which come in the order of the resident "
+            "optimizer only where all blocks are stepped in step(), on the device: leave overlap= "
+            "and where= out, or switch what is random in the class off"
         )
 
 

@@ -10,11 +10,11 @@ import torch
 from tiermem.errors import StepError
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.parted import PartedUnit
-from tiermem.optim.separable import Counter, settings_of
+from tiermem.optim.separable import Counter, Make, Nature, settings_of
 from tiermem.optim.trial import trial
 from tiermem.optim.unit import State, StepUnit
 
-Check = Callable[[str, dict[str, Any], Callable[[torch.optim.Optimizer], None]], None]
+Check = Callable[[dict[str, Any], str, Callable[[torch.optim.Optimizer], None]], Any]
 
 
 class Counts:
@@ -28,13 +28,28 @@ class Counts:
         self._counters: list[tuple[Counter, bool] | None] = []
         self._with_gradients: set[int] = set()
 
-    def add(self, counters: Sequence[tuple[Counter, bool] | None]) -> None:
-        """Takes the next groups.
+    def add(
+        self,
+        make: Make,
+        natures: Sequence[Nature | None],
+        units: Sequence[StepUnit],
+    ) -> None:
+        """Takes the next groups, empty or not.
 
         Args:
-            counters: For each how to count, and whether steps do; None where it is empty.
+            make: Makes an optimizer of the class.
+            natures: For each group what the class was found to be; None where it is empty.
+            units: What is stepped of them.
         """
-        self._counters += counters
+        for nature in natures:
+            if nature is None:
+                self._counters.append(None)
+                continue
+            kind = nature.dims, nature.dtype, nature.device
+            counter = Counter(make, *kind, sparse=nature.sparse)
+            self._counters.append((counter, nature.counts))
+            for unit in units if nature.private else ():
+                unit.private = True
 
     def note(self, units: Sequence[StepUnit]) -> None:
         """Notes which groups have gradients, as a step begins."""
@@ -75,7 +90,7 @@ class Methods:
 
         Args:
             cls: The class.
-            check: Makes sure, for a name and a group's settings, that a method may be called for
+            check: Makes sure, for a group and a name, that a method may be called for
                 one parameter after the other.
             counts: What the class counts.
         """
@@ -137,7 +152,7 @@ class Methods:
             self._refuse_elsewhere(what, units)
             for group in groups if name not in self._tried else ():
                 if group["params"]:
-                    self._check(what, group, call)
+                    self._check(group, what, call)
             self._tried.add(name)
             self._begun, self._left = name, list(units)
         while self._left:

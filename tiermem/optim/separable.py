@@ -40,6 +40,8 @@ class Nature:
         counts: Whether a step changes settings of its parameter groups, alike for all parameters.
         private: Whether settings have to be copied for each step of a block, as they are written.
         device: Where it was tried.
+        dims: Number of dimensions of a parameter of the group.
+        dtype: Of one, as it is stepped.
     """
 
     sparse: bool
@@ -47,6 +49,8 @@ class Nature:
     counts: bool
     private: bool
     device: torch.device
+    dims: int
+    dtype: torch.dtype
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +123,7 @@ class Counter:
         Args:
             make: Makes an optimizer of the class.
             dims: Number of dimensions of a parameter of the group.
-            dtype: Of one.
+            dtype: Of one, as it is stepped.
             device: Where the class runs.
             sparse: Whether it takes sparse gradients only.
         """
@@ -186,7 +190,8 @@ def check_separable(
                         found = _Trial(make, settings, shapes, dtype, where, sparse, draws, method)
                         reason = found.run(private=private)
                     if not reason:
-                        return Nature(sparse, draws.seen, found.counts, private, where)
+                        kind = sparse, draws.seen, found.counts, private
+                        return Nature(*kind, where, len(shapes[0]), dtype)
                     odd = reason
             except StepError:
                 raise

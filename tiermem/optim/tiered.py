@@ -16,7 +16,7 @@ from tiermem.nn.quiet import quiet, uncompiled
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim import clip
 from tiermem.optim.backward import InBackward
-from tiermem.optim.classes import check_wrapped, in_order, optimizer_class
+from tiermem.optim.classes import check_wrapped, in_order, optimizer_class, refuse_draws
 from tiermem.optim.groups import Params, floating, frozen_settings, groups_of, with_defaults
 from tiermem.optim.host import rooms_of
 from tiermem.optim.hoststeps import HostSteps, say_how_far
@@ -26,7 +26,7 @@ from tiermem.optim.parted import ELEMENTWISE
 from tiermem.optim.plan import plan_units
 from tiermem.optim.probe import StateProbe
 from tiermem.optim.scaling import Scaling
-from tiermem.optim.separable import Counter, Nature, check_separable, settings_of
+from tiermem.optim.separable import Nature, check_separable, settings_of
 from tiermem.optim.share import Speeds
 from tiermem.optim.sides import choose_sides
 from tiermem.optim.state import MASTER, export_all, load_state, take_in_edits
@@ -103,7 +103,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._failed = ""
         self._units: list[StepUnit] = []
         self._counts = Counts()
-        self._methods = Methods(self._cls, self._check_method, self._counts)
+        self._methods = Methods(self._cls, self._tried, self._counts)
         groups = groups_of(params)
         check_wrapped(runtime, groups, params)
         template = self._template(groups)
@@ -501,42 +501,24 @@ class TieredOptimizer(torch.optim.Optimizer):
         Raises:
             StepError: If its update of a parameter depends on others.
         """
-        found = [self._nature(group) if group["params"] else None for group in groups]
+        found = [self._tried(group) if group["params"] else None for group in groups]
         if not hasattr(self, "_probe"):
             sparse = any(nature is not None and nature.sparse for nature in found)
             self._probe = StateProbe(self.make, self._manager.device, sparse=sparse)
-        if any(n is not None and n.draws for n in found) and (
-            self._overlap or self._where != "device"
-        ):
-            raise StepError(
-                f"{self._cls.__name__} draws random numbers as it steps, which come in the order "
-                "of the resident optimizer only where all blocks are stepped in step(), on the "
-                "device: leave overlap= and where= out, or switch what is random in the class off"
-            )
+        if self._overlap or self._where != "device":
+            refuse_draws(self._cls.__name__, found)
         return found
 
-    def _nature(self, group: dict[str, Any], what: str = "", method: Any = None) -> Nature:
+    def _tried(self, group: dict[str, Any], what: str = "", method: Any = None) -> Nature:
         return check_separable(
             what or self._cls.__name__,
             self.make,
             settings_of(group),
-            self._dims(group),
+            sorted({p.dim() for p in group["params"]}),
             self._stepped_dtype(group["params"][0]),
             self._manager.device,
             method,
         )
-
-    def _check_method(self, what: str, group: dict[str, Any], method: Any) -> None:
-        self._nature(group, what, method)
-
-    @staticmethod
-    def _dims(group: dict[str, Any]) -> list[int]:
-        return sorted({p.dim() for p in group["params"]})
-
-    def _counter(self, group: dict[str, Any], nature: Nature) -> Counter:
-        dtype = self._stepped_dtype(group["params"][0])
-        dims = self._dims(group)[0]
-        return Counter(self.make, dims, dtype, nature.device, sparse=nature.sparse)
 
     def _stepped_dtype(self, param: torch.Tensor) -> torch.dtype:
         """Returns the dtype of what is stepped: of the parameter, or of its master."""
@@ -568,15 +550,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self._probe.eager:
             for unit in planned:
                 unit.begin(self._runtime, self.param_groups, self._state)
-        for unit in planned:
-            unit.private = any(nature is not None and nature.private for nature in natures)
         self._units.extend(planned)
-        self._counts.add(
-            [
-                None if nature is None else (self._counter(group, nature), nature.counts)
-                for group, nature in zip(groups, natures, strict=True)
-            ]
-        )
+        self._counts.add(self.make, natures, planned)
         self._tell_others(planned)
         if self._inside is not None:
             self._inside.extend(planned, self.param_groups, self._state, self._host)
