@@ -315,6 +315,11 @@ def test_parameters_of_another_manager_are_refused() -> None:
             for given in (theirs, both):
                 with pytest.raises(tiermem.StepError, match="another TierManager"):
                     other.optimizer(given, torch.optim.AdamW)
+            optimizer = other.optimizer(mine, torch.optim.AdamW)
+            with pytest.raises(tiermem.StepError, match="another TierManager"):
+                optimizer.add_param_group({"params": [next(theirs.parameters())]})
+            assert len(optimizer.param_groups) == 1
+            train(mine, optimizer)
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, Counting, Plain])

@@ -59,26 +59,53 @@ def check_wrapped(runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], give
     Raises:
         StepError: If none is, or one is in another manager's tiers.
     """
+    mine = _managed(runtime)
+    names = _names(given)
+    refuse_others(runtime, groups, names)
     params = [param for group in groups for param in group["params"]]
-    mine = {id(entry.param) for group in runtime.groups for entry in group.entries}
-    names: dict[int, str] = {}
-    if isinstance(given, nn.Module):
-        names = {id(param): repr(name) for name, param in given.named_parameters()}
-    for number, param in enumerate(params):
-        name = names.get(id(param), f"number {number} of shape {tuple(param.shape)}")
+    if params and not any(id(param) in mine for param in params):
+        raise StepError(
+            f"none of these {len(params)} parameters is in the tiers (the first of them is "
+            f"{_name(params[0], 0, names)}), so its optimizer would use memory outside all "
+            "budgets: call tier.wrap(model) before tier.optimizer, or use the torch optimizer "
+            "itself for what stays outside the tiers"
+        )
+
+
+def refuse_others(
+    runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], names: dict[int, str] | None = None
+) -> None:
+    """Refuses parameters that are in the tiers of another manager: they are placeholders here.
+
+    Args:
+        runtime: The modules' runtime.
+        groups: The parameter groups.
+        names: Of parameters, by their id, where they are known.
+
+    Raises:
+        StepError: If one is.
+    """
+    mine = _managed(runtime)
+    for number, param in enumerate(p for group in groups for p in group["params"]):
         if id(param) not in mine and owners.get(param) is not None:
             raise StepError(
-                f"parameter {name} is in the tiers of another TierManager: make its optimizer with "
-                "that manager's tier.optimizer"
+                f"parameter {_name(param, number, names or {})} is in the tiers of another "
+                "TierManager: make its optimizer with that manager's tier.optimizer"
             )
-    if params and not any(id(param) in mine for param in params):
-        first = names.get(id(params[0]), f"number 0 of shape {tuple(params[0].shape)}")
-        raise StepError(
-            f"none of these {len(params)} parameters is in the tiers (parameter {first} is the "
-            "first of them), so its optimizer would use memory outside all budgets: call "
-            "tier.wrap(model) before tier.optimizer, or use the torch optimizer itself for what "
-            "stays outside the tiers"
-        )
+
+
+def _managed(runtime: ModuleRuntime) -> set[int]:
+    return {id(entry.param) for group in runtime.groups for entry in group.entries}
+
+
+def _names(given: Any) -> dict[int, str]:
+    if not isinstance(given, nn.Module):
+        return {}
+    return {id(param): repr(name) for name, param in given.named_parameters()}
+
+
+def _name(param: torch.Tensor, number: int, names: dict[int, str]) -> str:
+    return names.get(id(param), f"number {number}, of shape {tuple(param.shape)}")
 
 
 def refuse_draws(name: str, natures: Sequence[Nature | None]) -> None:

@@ -16,7 +16,13 @@ from tiermem.nn.quiet import quiet, uncompiled
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim import clip
 from tiermem.optim.backward import InBackward
-from tiermem.optim.classes import check_wrapped, in_order, optimizer_class, refuse_draws
+from tiermem.optim.classes import (
+    check_wrapped,
+    in_order,
+    optimizer_class,
+    refuse_draws,
+    refuse_others,
+)
 from tiermem.optim.groups import Params, floating, frozen_settings, groups_of, with_defaults
 from tiermem.optim.host import rooms_of
 from tiermem.optim.hoststeps import HostSteps, say_how_far
@@ -378,6 +384,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             return
         self._settle("add_param_group()")
         group = self._template([param_group])[0]
+        refuse_others(self._runtime, [group])
         super().add_param_group(group)
         try:
             self._extend([group])
