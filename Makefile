@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
 	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[test,hf,lightning,diffusers]'
 	touch $(STAMP)
 
 clean:

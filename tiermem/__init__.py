@@ -21,6 +21,7 @@ from tiermem.errors import (
     TierError,
     WrapError,
 )
+from tiermem.nn.loss import chunked_cross_entropy
 from tiermem.optim.tiered import TieredOptimizer
 from tiermem.runtime.stats import ActivationStats, LinkStats, PaceRow, ResidencyRow, Stats
 from tiermem.tier import TierManager
@@ -49,4 +50,5 @@ __all__ = [
     "TierManager",
     "TieredOptimizer",
     "WrapError",
+    "chunked_cross_entropy",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
@@ -21,6 +21,7 @@ from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.wrapped import Blocks, WrappedModel
 from tiermem.optim.groups import Params
 from tiermem.optim.tiered import Overlap, TieredOptimizer, Where
+from tiermem.runtime.hostmemory import available_memory
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.stats import PaceRow, ResidencyRow, Stats
 from tiermem.runtime.timeline import Timeline
@@ -59,8 +60,9 @@ class TierManager:
             hbm: Budget of device memory for what tiermem holds there (activations and the
                 framework's own memory come on top); bytes or text such as ``"7GiB"``. By default
                 80% of what is free on the device.
-            dram: Budget of host memory; by default half of what is available. What homes leave
-                over of it is used to read ahead from files.
+            dram: Budget of host memory; by default half of what is available, to the machine and
+                within the limits of the process's cgroups. What homes leave over of it is used
+                to read ahead from files.
             nvme: A folder on a fast disk, or several to stripe over; None for two tiers only.
             nvme_bytes: Most bytes on disk; by default what is needed.
             policy: The home tier of each role.
@@ -103,25 +105,30 @@ class TierManager:
 
     # -- models ----------------------------------------------------------
 
-    def wrap(self, model: ModuleT, blocks: Blocks = "auto") -> ModuleT:
+    def wrap(
+        self, model: ModuleT, blocks: Blocks = "auto", *, homes: Mapping[str, Home] | None = None
+    ) -> ModuleT:
         """Moves a model's parameters into the tiers, in place.
 
         Args:
             model: Any module. It may be on the CPU or on the device already.
             blocks: What moves as one: ``"auto"``; names of modules at which a block begins; or a
                 predicate of name and module.
+            homes: Homes of weights that are not the policy's: by a module's qualified name, for
+                what is in it, say ``{"layers.0": "dram"}``; the innermost name counts.
 
         Returns:
             The same module.
 
         Raises:
+            ConfigError: If ``blocks`` or ``homes`` names a module that the model does not have.
             WrapError: If it cannot be wrapped, with what to do instead.
             CapacityError: If a budget cannot hold it. Whatever is raised, the model is as it was.
         """
         self._manager.guard()
         check_module(model, id(self._manager))
         self._runtime.activations.check()
-        self._wrapped[id(model)] = WrappedModel(model, self._runtime, blocks, self._wraps)
+        self._wrapped[id(model)] = WrappedModel(model, self._runtime, blocks, self._wraps, homes)
         self._wraps += 1
         return model
 
@@ -329,7 +336,4 @@ def _default_hbm(device: torch.device) -> int:
 
 
 def _default_dram() -> int:
-    import psutil
-
-    available: int = psutil.virtual_memory().available
-    return available // 2
+    return available_memory() // 2

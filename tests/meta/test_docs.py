@@ -17,6 +17,7 @@ QUICK = {"doctor", "plan"}
 """Commands that are run as they stand; the others are parsed only."""
 
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SKETCH = re.compile(r"^```python notest\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
@@ -42,6 +43,12 @@ def _blocks() -> list[Code]:
 
 
 BLOCKS = _blocks()
+SKETCHES = [
+    pytest.param(text, id=f"{page.relative_to(ROOT)}:{number}")
+    for page in PAGES
+    for number, text in enumerate(_SKETCH.findall(page.read_text(encoding="utf-8")))
+]
+"""Lines of programs that need data, a large model or a GPU: they are compiled, not run."""
 
 
 def _commands() -> list[tuple[Code, str]]:
@@ -52,6 +59,11 @@ def _commands() -> list[tuple[Code, str]]:
         for line in block.text.replace("\\\n", " ").splitlines()
         if line.strip().startswith(("tiermem ", "python -m tiermem "))
     ]
+
+
+@pytest.mark.parametrize("text", SKETCHES)
+def test_sketches_are_python(text: str) -> None:
+    compile(text, "a page", "exec")
 
 
 def test_there_are_blocks() -> None:

@@ -75,3 +75,33 @@ def test_a_model_that_streams_moves_in_finer_pieces_and_computes_the_same() -> N
         assert max(row.nbytes for row in tier.residency()) <= size // 12 + 4096
         assert torch.equal(model(x), expected)
         assert torch.equal(model(x), expected)
+
+
+def homes_by_block(tier: tiermem.TierManager) -> dict[str, str]:
+    return {row.block.partition(".")[2]: row.home for row in tier.residency()}
+
+
+def test_homes_of_single_modules_go_before_the_policy() -> None:
+    model, x = stack(16, 3), torch.randn(3, 16)
+    expected = model(x)
+    with tiermem.TierManager(device="cpu", hbm="1MiB", dram="1MiB", policy="hbm") as tier:
+        tier.wrap(model, homes={"0": "dram", "1": "dram", "1.mlp": "hbm"})
+        homes = homes_by_block(tier)
+        assert (homes["0"], homes["1"], homes["1.mlp"], homes["2"]) == (
+            "dram",
+            "dram",
+            "hbm",
+            "hbm",
+        )
+        assert torch.equal(model(x), expected)
+
+
+def test_homes_that_cannot_be_are_refused_and_nothing_is_wrapped() -> None:
+    model = stack(16, 2)
+    with tiermem.TierManager(device="cpu", hbm="1MiB", dram="1MiB") as tier:
+        with pytest.raises(tiermem.ConfigError, match=r"no modules named \['7'\]"):
+            tier.wrap(model, homes={"7": "dram"})
+        with pytest.raises(tiermem.ConfigError, match="'0' has the home 'moon'"):
+            tier.wrap(model, homes={"0": "moon"})  # type: ignore[dict-item]
+        assert tier.residency() == []
+        tier.wrap(model)

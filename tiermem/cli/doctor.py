@@ -47,6 +47,7 @@ def examine(paths: list[str]) -> dict[str, Any]:
     from tiermem import __version__
     from tiermem.cli.machine import hardware, inspect_path, locked_memory_limit
     from tiermem.io.probe import choose_engine
+    from tiermem.runtime.hostmemory import available_memory
 
     _, engine, reason = choose_engine()
     memory = psutil.virtual_memory()
@@ -54,7 +55,7 @@ def examine(paths: list[str]) -> dict[str, Any]:
         "tiermem": __version__,
         "hardware": hardware(),
         "cuda": torch.cuda.is_available(),
-        "memory": {"total": memory.total, "available": memory.available},
+        "memory": {"total": memory.total, "available": available_memory()},
         "page_lock_limit": locked_memory_limit(),
         "io_engine": engine,
         "io_reason": reason,

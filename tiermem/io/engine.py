@@ -217,6 +217,10 @@ class IoEngine(ABC):
         Works in any state and any number of times; in a forked child it does nothing.
         """
 
+    def forked(self) -> None:
+        """Lets go of the parent's descriptors; for a forked child, before it opens its own."""
+        return
+
     def describe(self) -> str:
         """Returns one line about how the engine runs, for ``doctor`` and ``stats()``."""
         return self.name

@@ -32,6 +32,7 @@ from tiermem.io.engine import (
 )
 
 _RING_NBYTES = 1024  # struct io_uring is 216 bytes; room for releases to come
+_RING_FD = 196  # its ring_fd, behind both queues (104 and 88 bytes) and the flags
 _PARAMS_NBYTES = 120
 _CQE = struct.Struct("<Qi")
 _FIXED_FILE = 1 << 0
@@ -70,6 +71,7 @@ _BLOCKING = {
     "io_uring_queue_exit": (None, (_P,)),
     "io_uring_submit_and_get_events": (_I, (_P,)),
     "io_uring_submit_and_wait_timeout": (_I, (_P, _P, _U, _P, _P)),
+    "io_uring_ring_dontfork": (_I, (_P,)),
     "io_uring_register_files": (_I, (_P, _P, _U)),
     "io_uring_register_buffers": (_I, (_P, _P, _U)),
 }
@@ -201,6 +203,7 @@ class UringEngine(IoEngine):
         self._timespec = _Timespec()
         self._cqe_out = ctypes.c_void_p()
         try:
+            self._lib.ring_dontfork(self._ring)  # a mapping would keep the ring open in a child
             self._event = os.eventfd(0, os.EFD_CLOEXEC)
             self._files = list(files)
             self._register_files()
@@ -460,6 +463,24 @@ class UringEngine(IoEngine):
             event, self._event = self._event, -1
         if event >= 0:
             os.close(event)
+
+    def forked(self) -> None:
+        """Closes the child's copies of the ring and its event.
+
+        The ring has the files registered: with it open their space would stay taken. Its memory
+        is not mapped here (see :meth:`open`), and nothing is told to the kernel.
+        """
+        was_open, self._open, self._closed = self._open, False, True
+        self._event_lock = threading.RLock()  # a thread of the parent may have had it
+        self._close_event()
+        if not was_open:
+            return
+        (ring_file,) = struct.unpack_from("<i", self._ring_memory, _RING_FD)
+        try:
+            if "io_uring" in os.readlink(f"/proc/self/fd/{ring_file}"):
+                os.close(ring_file)
+        except OSError:
+            return  # no such descriptor, or nobody to say what it is: then it stays open
 
     def _drain(self) -> None:
         self.cancel()

@@ -9,14 +9,19 @@ the object has its own class again, and no torch behaviour depends on us.
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import distributed
 
-from tiermem.errors import ParameterError, WrapError
+from tiermem.errors import CapacityError, ParameterError, WrapError
+from tiermem.nn.quiet import unrecorded
 from tiermem.nn.standin import Opened, StandIn, writes
 
 if TYPE_CHECKING:
@@ -25,16 +30,48 @@ if TYPE_CHECKING:
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _UNSEEN_WRITES = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__}
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
+_BROADCAST = getattr(getattr(distributed, "_sync_module_states", None), "__code__", None)
 _classes: dict[type, type] = {}
 group_of: WeakValueDictionary[int, Group] = WeakValueDictionary()
 """Managed tensors by id to their group, which keeps them; not kept on the tensors, since what is
 there is copied and pickled with them."""
 
 
+class _IsParameter:
+    """``tensor._is_param``: the last thing that ``nn.Parameter(tensor)`` sets on what it made.
+
+    From then on that is no tensor of ours in any way.
+    """
+
+    def __get__(self, tensor: Any, owner: type) -> Any:
+        if tensor is None or "_is_param" not in tensor.__dict__:
+            raise AttributeError("_is_param")
+        return tensor.__dict__["_is_param"]
+
+    def __set__(self, tensor: Any, value: Any) -> None:
+        if id(tensor) in group_of:
+            tensor.__dict__["_is_param"] = value
+        else:
+            tensor.__class__ = nn.Parameter
+
+
 class Away(StandIn):
-    """A parameter or buffer whose block is not held."""
+    """A parameter or buffer whose block is not held.
+
+    Users meet this class as ``type(param)``. Calling it makes what calling the parameter's own
+    class makes; and what torch makes of this class by itself (``tensor.as_subclass(type(param))``)
+    is an ordinary tensor over memory of its own, which gets its own class with its first use.
+    """
 
     __slots__ = ()
+
+    _kind: type
+    _is_param = _IsParameter()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Makes an ordinary tensor."""
+        return cls._kind(*args, **kwargs)
 
     def set_(self, *source: Any, **kwargs: Any) -> Any:
         """Takes the values over, as ``data = ...`` does; torch sends this nowhere."""
@@ -50,25 +87,61 @@ class Away(StandIn):
             return True, None
         if func is torch.Tensor.requires_grad_ or func == _SET_REQUIRES_GRAD:
             result = func(*args, **kwargs)
-            group_of[id(self)].lender.thawed(args[0])
+            group = group_of.get(id(self))
+            if group is not None:
+                group.lender.thawed(args[0])
             return True, result
+        if func is torch.Tensor.detach:
+            # who calls: nn.Parameter(), StandIn.__torch_function__(), dispatch(), this
+            return self._detach(sys._getframe(3).f_code)
+        return False, None
+
+    def _detach(self, caller: types.CodeType) -> tuple[bool, Any]:
+        if caller is _NEW_PARAMETER:
+            # it wants a tensor of the same class, and gives it the class nn.Parameter then
+            data = _ordinary(self, torch.Tensor, copy=False)
+            kind: Any = type(self)
+            return True, torch.Tensor._make_subclass(kind, data)
+        if caller is _BROADCAST:
+            try:
+                return True, _ordinary(self, torch.Tensor, copy=False).detach()
+            except CapacityError as error:
+                raise CapacityError(
+                    "DistributedDataParallel broadcasts all weights at once as it is made, and "
+                    "HBM has no room for them: start every process from the same weights and "
+                    f"pass init_sync=False to it ({error})"
+                ) from error
         return False, None
 
     def _open(self) -> Opened:
-        return _Held(self)
+        if id(self) in group_of:
+            return _Held(self)
+        itself: Any = self
+        itself.__class__ = self._kind
+        return Opened(itself)
 
     def _in_a_pass(self) -> Any:
         return get_gradient_edge(self)  # type: ignore[arg-type]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            group_of[id(self)].copy_into(memo)
+            group = group_of.get(id(self))
+            if group is None:
+                memo[id(self)] = _ordinary(self, self._kind, copy=True)
+            else:
+                group.copy_into(memo)
         return memo[id(self)]
 
+    def __copy__(self) -> Any:
+        """Returns another parameter over the same memory, as torch does."""
+        return _ordinary(self, self._kind, copy=False)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise WrapError(
-            "a parameter that lives in the tiers cannot be pickled; save the state_dict()"
-        )
+        if id(self) in group_of:
+            raise WrapError(
+                "a parameter that lives in the tiers cannot be pickled; save the state_dict()"
+            )
+        return _ordinary(self, self._kind, copy=True).__reduce_ex__(protocol)
 
 
 class _Held(Opened):
@@ -93,9 +166,33 @@ def away_class(kind: type) -> type:
     found = _classes.get(kind)
     if found is None:
         found = _classes[kind] = type(kind)(
-            kind.__name__, (Away, kind), {"__module__": kind.__module__, "__slots__": ()}
+            kind.__name__,
+            (Away, kind),
+            {"__module__": kind.__module__, "__slots__": (), "_kind": kind},
         )
     return found
+
+
+def _ordinary(away: Any, kind: Any, *, copy: bool) -> Any:
+    """Returns an ordinary tensor of class ``kind`` with the values of one that is away.
+
+    Args:
+        away: The tensor.
+        kind: What it would be, were it held.
+        copy: Whether in memory of its own, else in that of the block, which then stays in HBM as
+            long as the tensor lives.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        use = away._open()
+        try:
+            with unrecorded():
+                data = away.clone() if copy else away.detach()
+        finally:
+            use.close(torch.Tensor.detach)
+        made: Any = torch.Tensor._make_subclass(kind, data, away.requires_grad)
+    if kind is not torch.Tensor:
+        made.__dict__.update(away.__dict__)
+    return made
 
 
 def _take_data(away: Any, value: torch.Tensor) -> None:

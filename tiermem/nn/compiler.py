@@ -11,6 +11,14 @@ from typing import Any
 
 import torch
 
+WHOLE_GRAPH = (
+    "a wrapped model is compiled block by block, since each block is fetched before it runs, so "
+    "fullgraph=True works for one block only: call compile(fullgraph=True) on the modules at "
+    "which blocks begin (`for layer in model.layers: layer.compile(fullgraph=True)`), or leave "
+    "fullgraph out"
+)
+"""What to say where one graph is asked for of several blocks."""
+
 _hidden: set[str] = set()
 
 
@@ -25,6 +33,7 @@ def hide_from_compiler() -> None:
             _hidden.add(name)
             for function in _functions(module):
                 function.__dict__["_torchdynamo_disable"] = True
+                function.__dict__["_torchdynamo_disable_msg"] = WHOLE_GRAPH
                 for code in _nested(function.__code__):
                     skip(code)
 

@@ -429,6 +429,9 @@ class GradStore:
     def _make_way(self, entry: Entry) -> None:
         if entry.displaced and entry.param.grad is None:
             return
+        if self._runtime.reduced.active:
+            self._runtime.reduced.make_ordinary(entry)
+            return
         self._follow(entry)
         current = entry.param.grad
         if isinstance(current, LazyTensor):
@@ -445,6 +448,13 @@ class GradStore:
             for watcher in self.watchers:
                 watcher.arriving(entry)
         entry.announced = False
+        if self._runtime.reduced.active:
+            self._runtime.reduced.arrived = True
+        else:
+            self.take_over(entry)
+
+    def take_over(self, entry: Entry) -> None:
+        """Takes an ordinary gradient into the tiers, where that can be."""
         with torch._C.DisableTorchFunctionSubclass():
             stored = self._take_in(entry)
         if stored:

@@ -311,6 +311,11 @@ class Group(Holder):
                 self.soft = False
                 self._away()
 
+    def forked(self) -> None:
+        """Hides the tensors in a forked child, where every operation on them is refused."""
+        self._away()
+        _change(self._hidden)
+
     def repoint(self, slot: Slot) -> None:
         """Points the tensors at the block's new place."""
         self._point(slot)

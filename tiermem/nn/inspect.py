@@ -69,10 +69,48 @@ def check_module(model: object, manager_id: int) -> nn.Module:
                 "Python module it was made from"
             )
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            raise WrapError(f"{what} replicates its module; wrap the module inside it instead")
+            kind = type(module).__name__
+            raise WrapError(
+                f"{what} replicates its module; wrap that first: {kind}(tier.wrap(model))"
+            )
+        _check_hooks(module, what)
     for found in find(model, "_parameters"):
+        _check_taken_away(model, found)
         _check_parameter(found, manager_id)
     return model
+
+
+def _check_taken_away(model: nn.Module, found: Found) -> None:
+    """Refuses a parameter without values in a module whose ``forward`` somebody has replaced."""
+    if not found.tensor.is_meta:
+        return
+    for name, _ in found.places:
+        if "forward" in vars(model.get_submodule(name)):
+            raise WrapError(
+                f"parameter {found.name!r} is on the meta device, and the forward of its module "
+                "was replaced: another library brings its values for each call; use one of the "
+                "two: remove that library's hooks before tier.wrap, or leave the model to it"
+            )
+
+
+def _check_hooks(module: nn.Module, what: str) -> None:
+    """Refuses a module that another library moves in and out of memory.
+
+    Such a library keeps what it does in an attribute of the module (``_hf_hook``, say): one hook,
+    or an object with several in ``hooks``. It may have copies of the weights, which would take
+    the place of the trained ones with every call.
+    """
+    for name, value in vars(module).items():
+        if not name.endswith("_hook"):
+            continue
+        hooks = getattr(value, "hooks", ())
+        for hook in [value, *(hooks.values() if isinstance(hooks, dict) else hooks)]:
+            if "offload" in type(hook).__name__.lower() or getattr(hook, "offload", None) is True:
+                raise WrapError(
+                    f"{what} is offloaded by another library already ({type(hook).__name__} in "
+                    f"its attribute {name!r}); use one of the two: remove that library's hooks "
+                    "before tier.wrap, or leave this module to it"
+                )
 
 
 def _check_parameter(found: Found, manager_id: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,7 @@ class HeldDict(dict[str, Any]):
         """A name gets another tensor: a buffer's may, as in ``self.mean = 0.9 * self.mean + x``."""
         if self.groups[name].block.role is not Role.PARAM:
             del self.groups[name]
-        elif sys._getframe(2).f_globals.get("__name__") != _SWAPS:
+        elif not _is_swap(sys._getframe(2)):
             raise self._replaced(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
@@ -79,8 +80,18 @@ class HeldDict(dict[str, Any]):
         return ParameterError(
             f"{name!r} of block {self.groups[name].block.name!r} lives in the tiers and cannot be "
             "replaced or removed behind the manager's back; change its values inside "
-            "`with tier.materialize(...)`, or call tier.unwrap(module) first"
+            "`with tier.materialize(...)`; what puts other tensors in its place (weight_norm, "
+            "pruning, another library's offloading) belongs before tier.wrap, or after "
+            "tier.unwrap(module)"
         )
+
+
+def _is_swap(frame: types.FrameType) -> bool:
+    """Whether a tensor is taken out for a call or put back: it is not used, and need not be there.
+
+    Putting back must not fail for want of room, else the other call's tensors would stay.
+    """
+    return frame.f_globals.get("__name__") == _SWAPS
 
 
 class TieredDict(HeldDict):
@@ -93,6 +104,6 @@ class TieredDict(HeldDict):
 
     def __getitem__(self, name: str) -> Any:
         group = self.groups.get(name)
-        if group is not None and not group.holds:
+        if group is not None and not group.holds and not _is_swap(sys._getframe(1)):
             self.runtime.demand(group)
         return _item(self, name)

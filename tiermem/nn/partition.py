@@ -9,10 +9,11 @@ the territories inside it; its parameters form one block.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import nn
 
+from tiermem.config import Home
 from tiermem.errors import ConfigError
 
 Predicate = Callable[[str, nn.Module], bool]
@@ -87,6 +88,33 @@ def territories(
             raise ConfigError(f"blocks: the model has no modules named {unknown[:5]}")
     chosen.add("")
     return {name: module for name, module in modules.items() if name in chosen}
+
+
+def checked_homes(
+    homes: Mapping[str, Home] | None, modules: Mapping[str, nn.Module]
+) -> dict[str, Home]:
+    """Returns homes of modules' weights by qualified name.
+
+    Raises:
+        ConfigError: If one is of a module that the model does not have, or no tier.
+    """
+    found = dict(homes or {})
+    unknown = sorted(set(found) - set(modules))
+    if unknown:
+        raise ConfigError(f"homes: the model has no modules named {unknown[:5]}")
+    for name, home in found.items():
+        if home not in ("hbm", "dram", "nvme", "auto"):
+            raise ConfigError(
+                f"homes: {name!r} has the home {home!r}; it is one of 'hbm', 'dram', 'nvme', 'auto'"
+            )
+    return found
+
+
+def home_of(name: str, homes: Mapping[str, Home]) -> Home | None:
+    """Returns the home given for a module or for the nearest module around it; None for none."""
+    while name not in homes and name:
+        name = name.rpartition(".")[0]
+    return homes.get(name)
 
 
 class _Automatic:

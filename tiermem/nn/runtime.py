@@ -18,6 +18,7 @@ from tiermem.errors import CapacityError, WrapError
 from tiermem.nn.activations import Activations
 from tiermem.nn.grads import GradStore
 from tiermem.nn.group import Entry, Group
+from tiermem.nn.reduced import ReducedGradients
 from tiermem.nn.saved import SavedHooks
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.pipeline import Pipeline
@@ -45,12 +46,17 @@ class BackwardWatcher(Protocol):
 class _Ending:
     """Ends a backward; autograd drops it uncalled where that is cut short by an error."""
 
-    __slots__ = ("__weakref__", "_runtime")
+    __slots__ = ("__weakref__", "_runtime", "_waited")
 
     def __init__(self, runtime: ModuleRuntime) -> None:
         self._runtime = runtime
+        self._waited = False
 
     def __call__(self) -> None:
+        if self._runtime.reduced.active and not self._waited:
+            self._waited = True  # for what was queued since: the reducer's end is among it
+            torch.autograd.Variable._execution_engine.queue_callback(self)
+            return
         self._runtime.end_backward()
 
 
@@ -72,6 +78,7 @@ class ModuleRuntime:
         groups: Every group of parameters, in the order of the modules.
         here: Where the calling thread is.
         grads: The gradients.
+        reduced: Those that a ``DistributedDataParallel`` around a model takes part in.
         saved: The saved-tensor hooks.
         activations: Saved tensors that leave HBM.
         on_begin: Called before each top-level pass (the optimizers check in here).
@@ -89,6 +96,7 @@ class ModuleRuntime:
         self.groups: list[Group] = []
         self.here = _Here()
         self.grads = GradStore(self)
+        self.reduced = ReducedGradients(self)
         self.saved = SavedHooks(self)
         settings = manager.settings
         self.activations = Activations(
@@ -173,6 +181,7 @@ class ModuleRuntime:
             )
         with self.manager.lock:
             self.end_backward()
+            self.reduced.begin_forward()
             training = torch.is_grad_enabled()
             for check in self.on_begin:
                 check(training)
@@ -306,6 +315,7 @@ class ModuleRuntime:
         if not self._in_backward:
             return
         self._in_backward = False
+        self.reduced.end_backward()
         for watcher in self.backwards:
             watcher.ends()
         self.grads.end_backward()

@@ -13,6 +13,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,6 +22,7 @@ import torch
 from torch import is_grad_enabled, nn
 
 from tiermem.errors import ParameterError, WrapError
+from tiermem.nn.compiler import WHOLE_GRAPH
 from tiermem.nn.group import Group
 from tiermem.nn.runtime import ModuleRuntime, outputs_with_grad
 from tiermem.nn.statedict import check_state
@@ -344,13 +346,24 @@ class CompileInterceptor(Interceptor):
     method = "compile"
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the module's call."""
+        """Compiles the module's call.
+
+        Raises:
+            WrapError: If one graph is asked for, and there are blocks in it.
+        """
+        whole = kwargs.get("fullgraph", args[0] if args else False)
+        if whole and any(block not in self._own() for block in self.scope.order()):
+            name = self.scope.name or type(self.module).__name__
+            raise WrapError(f"compile() of {name!r}: {WHOLE_GRAPH}")
         self.scope.inside.restore()
         call = self.module.__dict__[CallInterceptor.method]
         self.scope.inside.drop(call)
         plain = getattr(type(self.module), CallInterceptor.method).__get__(self.module)
         call.inner = call.compiled = torch.compile(plain, *args, **kwargs)
         self.scope.wrapped.leave_to_compiler(self.scope.name)
+
+    def _own(self) -> set[int]:
+        return {group.block.id for group in self.scope.groups}
 
 
 class ApplyInterceptor(Interceptor):
@@ -373,6 +386,45 @@ class ApplyInterceptor(Interceptor):
                 )
             return self.module
         return self.module
+
+
+class CopyInterceptor(Interceptor):
+    """Makes an ordinary module where a wrapped one is copied: nothing of ours is in its way."""
+
+    __slots__ = ()
+
+    method = "__deepcopy__"
+
+    def __init__(self, module: nn.Module, scope: Scope) -> None:
+        """Takes over from the module's own ``__deepcopy__``, where it has one."""
+        self.module = module
+        self.scope = scope
+        self.runtime = scope.wrapped.runtime
+        own = getattr(type(module), self.method, None)
+        self.inner = partial(_copy, module) if own is None else own.__get__(module)
+
+    def __call__(self, memo: dict[int, Any]) -> Any:
+        """Returns the copy, in host memory."""
+        self.scope.wrapped.copy_small(self.module, memo)
+        copied = self.inner(memo)
+        for name in INTERCEPTED:
+            getattr(copied, "__dict__", {}).pop(name, None)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """What a class copies by itself, our own names among it, is taken out afterwards."""
+
+
+def _copy(module: nn.Module, memo: dict[int, Any]) -> Any:
+    """Does what ``copy.deepcopy`` does with a module that has no ``__deepcopy__``."""
+    reduced: Any = module.__reduce_ex__(4)
+    make, arguments, state = reduced[:3]
+    copied = make(*deepcopy(arguments, memo))
+    memo[id(module)] = copied  # before what may refer to it
+    if isinstance(state, dict):
+        state = {name: value for name, value in state.items() if name not in INTERCEPTED}
+    copied.__setstate__(deepcopy(state, memo))
+    return copied
 
 
 class SaveInterceptor(Interceptor):
@@ -413,3 +465,16 @@ class LoadAllInterceptor(Interceptor):
         self.runtime.manager.guard()
         check_state(self.module, state_dict, *args, **kwargs)
         return self.inner(state_dict, *args, **kwargs)
+
+
+OF_SCOPES: tuple[type[Interceptor], ...] = (
+    CallInterceptor,
+    CompileInterceptor,
+    SaveInterceptor,
+    LoadInterceptor,
+)
+"""What stands in modules whose calls are intercepted."""
+OF_ALL: tuple[type[Interceptor], ...] = (ApplyInterceptor, LoadAllInterceptor, CopyInterceptor)
+"""What stands in every module of a wrapped model."""
+INTERCEPTED = frozenset(kind.method for kind in OF_SCOPES + OF_ALL)
+"""Names in a module's ``__dict__`` that are tiermem's."""

@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from tiermem.errors import CapacityError
+from tiermem.runtime.refusal import MANY
+
 _GETTERS = [
     "shape",
     "dtype",
@@ -171,6 +174,10 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
     try:
         result = func(*real(args), **real(kwargs))
+    except CapacityError as error:
+        if len(opened) < 2 or str(error).endswith(MANY):
+            raise
+        raise CapacityError(f"{error}{MANY}") from error
     finally:
         for _, use in reversed(opened.values()):
             use.close(func)

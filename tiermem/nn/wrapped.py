@@ -10,38 +10,36 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem.config import format_size
+from tiermem.config import Home, format_size
 from tiermem.core.block import Role
 from tiermem.errors import CapacityError
+from tiermem.nn import around
 from tiermem.nn.compiler import hide_from_compiler
 from tiermem.nn.group import Entry, Group, Member
 from tiermem.nn.inspect import Found, find, is_uninitialized, link_shared, owners
 from tiermem.nn.lazy import is_gone, ordinary
 from tiermem.nn.lookup import LookupInterceptor, is_lookup
 from tiermem.nn.names import HeldDict, TieredDict
-from tiermem.nn.partition import Predicate, largest_block, territories, training_bytes
+from tiermem.nn.partition import (
+    Predicate,
+    checked_homes,
+    home_of,
+    largest_block,
+    territories,
+    training_bytes,
+)
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.scope import (
-    ApplyInterceptor,
+    OF_ALL,
+    OF_SCOPES,
     CallInterceptor,
-    CompileInterceptor,
     Inside,
-    Interceptor,
-    LoadAllInterceptor,
-    LoadInterceptor,
-    SaveInterceptor,
     Scope,
 )
 from tiermem.nn.shapes import shape_of
+from tiermem.nn.transformed import follow_transforms
 from tiermem.nn.writes import may_write_uncounted
 
-_INTERCEPTED: tuple[type[Interceptor], ...] = (
-    CallInterceptor,
-    CompileInterceptor,
-    ApplyInterceptor,
-    SaveInterceptor,
-    LoadInterceptor,
-)
 _LARGE_BUFFER = 1 << 18
 
 
@@ -62,12 +60,20 @@ class WrappedModel:
         runtime: ModuleRuntime,
         blocks: str | Iterable[str] | Predicate,
         number: int,
+        homes: Mapping[str, Home] | None = None,
     ) -> None:
         """Plans the blocks, checks the budgets, and only then moves the tensors in.
 
+        Args:
+            model: The model.
+            runtime: The modules' runtime.
+            blocks: What moves as one; see :meth:`tiermem.TierManager.wrap`.
+            number: Tells the models of one manager apart.
+            homes: Homes of modules' weights in place of the policy's, by qualified name.
+
         Raises:
             CapacityError: If a budget cannot hold it; the model is as it was.
-            ConfigError: If ``blocks`` names no module.
+            ConfigError: If ``blocks`` or ``homes`` names no module.
             StorageError: If a file cannot be written; the model is as it was.
         """
         self.model = model
@@ -84,10 +90,14 @@ class WrappedModel:
         link_shared(params)
         buffers = [f for f in find(model, "_buffers") if self._can_move(f)]
         largest = largest_block(training_bytes(model), self.manager.table.hbm.capacity)
+        self._homes = checked_homes(homes, self._modules)
         roots = territories(model, blocks, largest)
+        roots.update((name, self._modules[name]) for name in self._homes)
         self._territory = self._territories_of(roots)
         self._plan(params, buffers)
         hide_from_compiler()
+        around.follow(runtime.reduced)
+        follow_transforms()
         try:
             self._check_hbm()
             self._move_in()
@@ -135,7 +145,8 @@ class WrappedModel:
         for root, members in buffers_by_root.items():
             shapes = [shape_of(f.name, f.tensor) for f in members]
             wanted.append((f"{self._block_name(root)}.buffers", Role.BUFFER, shapes))
-        blocks = self.manager.add_blocks(wanted)
+        own = [home_of(root, self._homes) for root in (*by_root, *buffers_by_root)]
+        blocks = self.manager.add_blocks(wanted, home=own)
         self._sources: dict[int, list[torch.Tensor]] = {}
         members_of = list(by_root.values()) + list(buffers_by_root.values())
         for block, members in zip(blocks, members_of, strict=True):
@@ -297,7 +308,7 @@ class WrappedModel:
                 entry.param.grad = old.to(self.manager.device)
         for name, scope in self.scopes.items():
             module = self._modules[name]
-            for kind in _INTERCEPTED:
+            for kind in OF_SCOPES:
                 if kind is CallInterceptor and is_lookup(module, scope):
                     kind = LookupInterceptor
                 module.__dict__[kind.method] = kind(module, scope)
@@ -308,7 +319,7 @@ class WrappedModel:
                 self.leave_to_compiler(name)
         root = self.scopes[""]
         for module in self._modules.values():
-            for whole in (ApplyInterceptor, LoadAllInterceptor):
+            for whole in OF_ALL:
                 module.__dict__[whole.method] = whole(module, root)
 
     def leave_to_compiler(self, name: str) -> None:
@@ -362,6 +373,7 @@ class WrappedModel:
         with self.manager.lock:
             for scope in self.scopes.values():
                 scope.inside.empty()
+        self.runtime.reduced.let_go(self.groups)
         for group in self.groups:
             group.unpoint()
         for entry in self.entries:
@@ -409,11 +421,11 @@ class WrappedModel:
             call = module.__dict__.get(CallInterceptor.method)
             if call is not None:
                 call.give_back()
-            for kind in _INTERCEPTED:
+            for kind in OF_SCOPES:
                 module.__dict__.pop(kind.method, None)
             self._plain_names(module)
         for module in self._modules.values():
-            for whole in (ApplyInterceptor, LoadAllInterceptor):
+            for whole in OF_ALL:
                 module.__dict__.pop(whole.method, None)
         units = {id(e.unit): e.unit for e in self.entries if e.unit is not None}
         blocks = [u.block for u in units.values()] + [g.block for g in self.groups]
@@ -471,6 +483,13 @@ class WrappedModel:
             for member in group.buffers:
                 cache[id(member.tensor)] = tensors[member.index].clone()
         return cache[id(tensor)]
+
+    def copy_small(self, module: nn.Module, memo: dict[int, Any]) -> None:
+        """Enters copies of a module's buffers that stay in HBM into a deepcopy's memo."""
+        stay = {id(member.tensor) for member in self._resident.buffers} if self._resident else ()
+        for tensor in module._buffers.values():
+            if id(tensor) in stay and id(tensor) not in memo:
+                memo[id(tensor)] = tensor.detach().to("cpu", copy=True)  # type: ignore[union-attr]
 
     @contextmanager
     def holding(self, module: nn.Module) -> Iterator[None]:

@@ -154,6 +154,11 @@ class Homes:
             self._bytes.clear()
             self.arena.close()
 
+    def forked(self) -> None:
+        """Lets go of the parent's files in a forked child."""
+        if self.swap is not None:
+            self.swap.forked()
+
     def _choose(
         self, requests: Sequence[HomeRequest], given: list[tuple[Tier, Extent | None]]
     ) -> list[Tier]:

@@ -25,6 +25,7 @@ from tiermem.io.engine import IoEngine
 from tiermem.runtime.contents import Contents
 from tiermem.runtime.debts import Debts
 from tiermem.runtime.homes import HomeRequest, Homes
+from tiermem.runtime.hostheap import HostHeap
 from tiermem.runtime.inplace import InPlace
 from tiermem.runtime.lent import HomeLender
 from tiermem.runtime.opening import open_hbm, open_mover
@@ -71,6 +72,7 @@ class BlockManager:
         self._generation = generation()
         self._closed = False
         self._given_back = False
+        self._forking = False
         self._next_id = 0
         self.largest_later = 0
         self.mover: FileMover | None = None
@@ -106,6 +108,7 @@ class BlockManager:
             self.prefetcher = Prefetcher(self)
             self.steady = Steady(self)
             self.uses = Uses(self)
+            self._heap = None if cuda else HostHeap()
         except BaseException:
             self._give_back()
             raise
@@ -114,13 +117,16 @@ class BlockManager:
     # -- blocks ----------------------------------------------------------
 
     def add_blocks(
-        self, wanted: Sequence[tuple[str, Role, Sequence[TensorShape]]], *, home: str | None = None
+        self,
+        wanted: Sequence[tuple[str, Role, Sequence[TensorShape]]],
+        *,
+        home: str | Sequence[str | None] | None = None,
     ) -> list[Block]:
         """Packs and enters blocks, with home space for all of them or an error for all.
 
         Args:
             wanted: Name, role and tensors of each block.
-            home: Overrides the policy's home.
+            home: Overrides the policy's home: of all, or of each (None for the policy's).
 
         Returns:
             The blocks, in order; they hold no data yet.
@@ -132,11 +138,12 @@ class BlockManager:
         with self.lock:
             self.guard()
             blocks, requests = [], []
-            for name, role, shapes in wanted:
+            homes = [home] * len(wanted) if home is None or isinstance(home, str) else home
+            for (name, role, shapes), own in zip(wanted, homes, strict=True):
                 specs, nbytes = pack(shapes)
                 blocks.append(Block(self._next_id, name, role, nbytes, specs))
                 self._next_id += 1
-                where = home or self.settings.policy.home(role)
+                where = own or self.settings.policy.home(role)
                 requests.append(HomeRequest(name, nbytes, where))  # type: ignore[arg-type]
             places = self.homes.reserve(requests)
             for block, (tier, extent) in zip(blocks, places, strict=True):
@@ -303,6 +310,8 @@ class BlockManager:
             self.guard()
             if self.copy.capturing():
                 return  # nothing runs now; replays are not seen at all
+            if self._heap is not None:
+                self._heap.look()
             self.pacing.begin(key)
             self.prefetcher.end_pass()
             self.planner.begin(key, guess)
@@ -407,11 +416,34 @@ class BlockManager:
                 steps.callback(close)
             steps.callback(self.debts.wait)
 
+    def before_fork(self) -> None:
+        """Lets a child see what somebody else looks at in HBM (CPU); the rest it will not have."""
+        self._forking = self.lock.acquire(blocking=False)
+        if self._forking:
+            seen = [slot.extent for slot in self.slots.current.values() if slot.aliased]
+            self.arena.show_to_children([*seen, *self.table.orphans()])
+        else:  # another thread is at it: nobody knows what is looked at
+            self.arena.show_to_children(None)
+
+    def after_fork(self) -> None:
+        """Has children see nothing again."""
+        self.arena.show_to_children(())
+        if self._forking:
+            self._forking = False
+            self.lock.release()
+
     def forked(self) -> None:
-        """Sees to it that a forked child is refused, and waits for nobody."""
+        """Sees to it that a forked child is refused, waits for nobody and keeps no file open."""
         # another thread of the parent may have had the lock, and will never give it back here
         self.lock = threading.RLock()
         self.traffic.quiet = False
+        if self._given_back:
+            return
+        for holder in list(self.holders.values()):
+            holder.forked()
+        if self.mover is not None:
+            self.mover.forked()
+        self.homes.forked()
 
     @property
     def closed(self) -> bool:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from typing import Any, Protocol
 
 
 class Forked(Protocol):
-    """Has something to do in a forked child."""
+    """Has something to do around a fork. None of it may raise or wait for another thread."""
+
+    def before_fork(self) -> None:
+        """This process is about to fork."""
+        ...
+
+    def after_fork(self) -> None:
+        """It has forked (or could not), and this is still the parent."""
+        ...
 
     def forked(self) -> None:
         """This is a forked child."""
@@ -17,16 +26,33 @@ class Forked(Protocol):
 
 _generation = 0
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
+_forking = threading.RLock()
+"""One fork at a time: what is prepared for one must not be undone by another."""
+
+
+def _before() -> None:
+    _forking.acquire()
+    for owner in list(_told):
+        owner.before_fork()
+
+
+def _after() -> None:
+    try:
+        for owner in list(_told):
+            owner.after_fork()
+    finally:
+        _forking.release()
 
 
 def _forked() -> None:
-    global _generation
+    global _forking, _generation
     _generation += 1
+    _forking = threading.RLock()
     for owner in list(_told):
         owner.forked()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(before=_before, after_in_parent=_after, after_in_child=_forked)
 
 
 def generation() -> int:
@@ -35,5 +61,5 @@ def generation() -> int:
 
 
 def tell_of_forks(owner: Forked) -> None:
-    """Has ``owner.forked()`` called in every forked child, as long as the owner lives."""
+    """Has an owner told of every fork, as long as it lives."""
     _told.add(owner)

@@ -9,6 +9,11 @@ from tiermem.errors import CapacityError
 from tiermem.runtime.slots import SlotCache
 
 _SEEN = "still referred to"
+MANY = (
+    "; what needs many weights at once (views of them in a list, torch.func, an average) works "
+    "inside `with tier.materialize(model)`"
+)
+"""What to do where a program keeps more weights in use than HBM has room for."""
 
 
 def too_small(block: Block, table: ResidencyTable, slots: SlotCache) -> CapacityError:
@@ -37,8 +42,9 @@ def too_small(block: Block, table: ResidencyTable, slots: SlotCache) -> Capacity
         pieces = ", and what is free lies in pieces between blocks that cannot be moved"
         least = capacity + align_up(block.nbytes)
     names = ", ".join(f"{name!r} ({format_size(n)}, {why})" for n, name, why in held[:6])
+    seen = any(why == _SEEN for _, _, why in held)
     return CapacityError(
         f"block {block.name!r} ({format_size(block.nbytes)}) does not fit in tier hbm "
         f"({format_size(capacity)}) beside {names or 'nothing'}{pieces}; give hbm= at "
-        f"least {least}, or wrap with smaller blocks"
+        f"least {least}, or wrap with smaller blocks{MANY if seen else ''}"
     )

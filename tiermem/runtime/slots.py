@@ -146,6 +146,10 @@ class Holder(Protocol):
         """Returns how many leases of the block are this holder's own, and follow a repoint."""
         return 0
 
+    def forked(self) -> None:
+        """Points elsewhere what points at the block, leased or not: a forked child has no bytes."""
+        return
+
 
 class SlotCache:
     """Makes slots, and keeps them, since addresses repeat from step to step.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +20,7 @@ from tiermem.core.block import ALIGNMENT, Extent, Tier, align_up
 from tiermem.errors import CapacityError, ClosedError
 
 _TOUCH_UNIT = 256 << 20
+_WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # MADV_WIPEONFORK, MADV_KEEPONFORK: not in Python's mmap
 
 
 class Arena:
@@ -39,13 +41,26 @@ class Arena:
         """Returns a new 1-D uint8 tensor over ``extent``, with a storage of its own."""
         raise NotImplementedError
 
+    def show_to_children(self, extents: Iterable[Extent] | None) -> None:
+        """Says what a child that is forked from now on sees of the bytes; the rest is zeros there.
+
+        Args:
+            extents: Page-aligned, or None for all of it.
+        """
+        return
+
     def close(self) -> None:
         """Drops the arena's own hold on the memory."""
         self.closed = True
 
 
 class HostArena(Arena):
-    """An anonymous private mapping, page-aligned and of exact size."""
+    """An anonymous private mapping, page-aligned and of exact size.
+
+    A forked child sees zeros, and costs no memory for it. Without that the kernel would keep what
+    was there at the fork for the child, page by page as the parent goes on, and copy pages that
+    are registered with a device or with io_uring at once.
+    """
 
     def __init__(self, tier: Tier, capacity: int, *, device: torch.device | None = None) -> None:
         """Maps the memory.
@@ -73,6 +88,8 @@ class HostArena(Arena):
                 self._map.madvise(mmap.MADV_HUGEPAGE)
             except OSError:
                 pass  # a kernel without huge pages works as well, only slower
+        self._wiped = True
+        self.show_to_children(())
         self.address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
         if device is not None and device.type == "cuda":
             self._page_lock(size, device)
@@ -84,6 +101,20 @@ class HostArena(Arena):
         return torch.frombuffer(
             self._map, dtype=torch.uint8, offset=extent.offset, count=extent.nbytes
         )
+
+    def show_to_children(self, extents: Iterable[Extent] | None) -> None:
+        """Says what a child that is forked from now on sees of the bytes; the rest is zeros there.
+
+        Kernels before 4.14 show it everything.
+        """
+        if self._map is None or not self._wiped:
+            return
+        try:
+            self._map.madvise(_KEEP_ON_FORK if extents is None else _WIPE_ON_FORK)
+            for extent in extents or ():
+                self._map.madvise(_KEEP_ON_FORK, extent.offset, extent.nbytes)
+        except OSError:
+            self._wiped = False
 
     def close(self) -> None:
         """Unregisters and lets the mapping go with its last tensor."""

@@ -329,6 +329,18 @@ class SwapFile:
         self._closed = True
         if os.getpid() != self._pid:
             return  # the child may have given these numbers to other files already
+        self._close_files()
+
+    def forked(self) -> None:
+        """Lets go of the parent's files; for a forked child, before it opens files of its own.
+
+        A child that outlives its parent would keep their space taken.
+        """
+        self._closed = True
+        self._lock = threading.Lock()  # a thread of the parent may have had it
+        self._close_files()
+
+    def _close_files(self) -> None:
         fds, self._fds = self._fds, []
         for fd in fds:
             os.close(fd)

@@ -25,6 +25,7 @@ from tiermem.transfer.filechunks import (
 from tiermem.transfer.filehelpers import HelperFactory
 from tiermem.transfer.filejobs import FileTransfer, Job
 from tiermem.transfer.filepump import Pump, failure
+from tiermem.transfer.switching import switch_interval
 
 __all__ = [
     "ChunkCopier",
@@ -318,6 +319,12 @@ class FileMover:
         """
         self._closed = True
         self._pump.close()
+
+    def forked(self) -> None:
+        """Lets go of the engine's descriptors in a forked child."""
+        self._closed = True
+        self._pump.forked()
+        switch_interval.forked()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

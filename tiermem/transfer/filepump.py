@@ -158,6 +158,12 @@ class Pump:
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
+    def forked(self) -> None:
+        """Lets go of the engine's descriptors in a forked child, which has no such thread."""
+        engine = getattr(self, "_engine", None)
+        if engine is not None:
+            engine.forked()
+
     # The thread ----------------------------------------------------------------------
 
     def _around(self, staging: tuple[int, int]) -> list[tuple[int, int]]:

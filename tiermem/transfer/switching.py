@@ -36,6 +36,13 @@ class SwitchInterval:
             if self._users == 0 and sys.getswitchinterval() == SWITCH_SECONDS:
                 sys.setswitchinterval(self._usual)
 
+    def forked(self) -> None:
+        """Starts anew in a forked child, where no pump works."""
+        self._lock = threading.Lock()  # a thread of the parent may have had it
+        if self._users:
+            self._users = 1
+            self.restore()
+
 
 switch_interval = SwitchInterval()
 """The one of this process."""

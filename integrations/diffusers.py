@@ -1,0 +1,166 @@
+"""A diffusers pipeline over tiers: transformer, text encoders and VAE under one manager.
+
+    from tiermem.integrations.diffusers import offload
+
+    pipe = FluxPipeline.from_pretrained(..., torch_dtype=torch.bfloat16)
+    with offload(pipe, hbm="6GiB"):
+        image = pipe("a cat that reads a book").images[0]
+
+The pipeline is called as ever. What streams is decided for all its models together: while the
+transformer denoises, nothing of the text encoders is in HBM unless there is room to spare.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem import ConfigError, TierManager
+
+# They change modules or weights: the models are ordinary ones meanwhile.
+_CHANGING = (
+    "load_lora_weights",
+    "unload_lora_weights",
+    "fuse_lora",
+    "unfuse_lora",
+    "delete_adapters",
+    "load_ip_adapter",
+    "unload_ip_adapter",
+    "load_textual_inversion",
+)
+
+
+class PipelineTiers(TierManager):
+    """The manager of a pipeline's models.
+
+    Attributes:
+        pipe: The pipeline.
+    """
+
+    def __init__(self, pipe: Any, device: str | torch.device, **settings: Any) -> None:
+        """Opens the tiers and wraps every model of the pipeline.
+
+        Args:
+            pipe: The pipeline, in host memory.
+            device: Where its models compute.
+            **settings: Of :class:`tiermem.TierManager`.
+        """
+        models = _models_of(pipe)
+        super().__init__(device, **settings)
+        self.pipe = pipe
+        self._here: dict[str, nn.Module] = {}
+        self._patched: list[str] = []
+        try:
+            self._wrap(models)
+            self._patch()
+        except BaseException:
+            self._unwrap()
+            TierManager.close(self)
+            raise
+
+    def _wrap(self, models: dict[str, nn.Module]) -> None:
+        for name, model in models.items():
+            self.wrap(model)
+            self._here[name] = model
+
+    def _unwrap(self) -> None:
+        while self._here:
+            _, model = self._here.popitem()
+            self.unwrap(model)
+
+    def _patch(self) -> None:
+        """Has methods that change modules find ordinary ones."""
+        for name in _CHANGING:
+            method = getattr(self.pipe, name, None)
+            if method is not None:
+                setattr(self.pipe, name, self._around(method))
+                self._patched.append(name)
+
+    def _around(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.closed or not self._here:  # one such method calls another
+                return method(*args, **kwargs)
+            self._unwrap()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._wrap(_models_of(self.pipe))
+
+        return call
+
+    def close(self) -> None:
+        """Makes the pipeline an ordinary one in host memory again, and gives everything back."""
+        for name in self._patched:
+            self.pipe.__dict__.pop(name, None)
+        self._patched.clear()
+        if not self.closed:
+            self._unwrap()
+        super().close()
+
+
+def offload(
+    pipe: Any,
+    hbm: int | str | None = None,
+    dram: int | str | None = None,
+    nvme: Any = None,
+    *,
+    device: str | torch.device = "cuda",
+    **settings: Any,
+) -> PipelineTiers:
+    """Moves the models of a pipeline into tiers.
+
+    Args:
+        pipe: A diffusers pipeline whose models are in host memory or on the device.
+        hbm: Budget of device memory for weights; bytes or text such as ``"6GiB"``.
+        dram: Budget of host memory.
+        nvme: A folder on a fast disk, or several, or None.
+        device: Where the models compute.
+        **settings: Others of :class:`tiermem.TierManager`.
+
+    Returns:
+        The manager. Closing it (or leaving its ``with`` block) makes the pipeline an ordinary one.
+
+    Raises:
+        ConfigError: If it is no pipeline, or is offloaded by diffusers or accelerate already.
+        CapacityError: If a budget cannot hold it; the pipeline is as it was.
+    """
+    settings = {"hbm": hbm, "dram": dram, "nvme": nvme, **settings}
+    return PipelineTiers(pipe, device, **settings)
+
+
+def _models_of(pipe: Any) -> dict[str, nn.Module]:
+    """Returns the models of a pipeline, by component, each once.
+
+    Raises:
+        ConfigError: If it has none, or another system moves them already.
+    """
+    components = getattr(pipe, "components", None)
+    if not isinstance(components, dict):
+        raise ConfigError(f"{type(pipe).__name__} is no diffusers pipeline: it has no components")
+    models: dict[str, nn.Module] = {}
+    for name, component in components.items():
+        if isinstance(component, nn.Module) and not any(component is m for m in models.values()):
+            _refuse_hooks(name, component)
+            models[name] = component
+    if not models:
+        raise ConfigError(f"{type(pipe).__name__} has no models to offload")
+    return models
+
+
+def _refuse_hooks(name: str, model: nn.Module) -> None:
+    for module in model.modules():
+        hooks = getattr(getattr(module, "_diffusers_hook", None), "hooks", {})
+        if hasattr(module, "_hf_hook") or any("group_offload" in key for key in hooks):
+            raise ConfigError(
+                f"component {name!r} is offloaded already by diffusers or accelerate; choose one: "
+                "remove theirs (pipe.remove_all_hooks()) or load the pipeline again before "
+                "tiermem's offload"
+            )
+
+
+__all__ = ["PipelineTiers", "offload"]

@@ -1,0 +1,214 @@
+"""LoRA training of a model whose layers stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem import CapacityError, ConfigError, Policy, TieredOptimizer, TierManager
+from tiermem.config import parse_size
+
+from ..layers import layers_of, recompute_layers
+from ..options import Option, checked, need
+from ..run import Run
+
+_TESTS = "test_extreme_offloading.py"
+
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        "cap",
+        "size",
+        "7GiB",
+        "`hbm=`, less `activations`; on CUDA torch's allocator is capped as well",
+        "the process takes no more of the device",
+        f"{_TESTS}::test_the_cap_holds",
+    ),
+    Option(
+        "activations",
+        "size",
+        None,
+        "`hbm=` is `cap` less this",
+        "room for what layers save and compute; a quarter of the cap by default",
+        f"{_TESTS}::test_the_cap_holds",
+    ),
+    Option(
+        "rank",
+        "int",
+        8,
+        "`peft.LoraConfig(r=...)`",
+        "adapters of that rank on every linear module of the layers, fp32, A drawn, B zero",
+        f"{_TESTS}::test_adapters",
+    ),
+    Option("alpha", "int", 16, "`peft.LoraConfig(lora_alpha=...)`", "", f"{_TESTS}::test_adapters"),
+    Option(
+        "learning_rate",
+        "float",
+        1e-4,
+        "`tier.optimizer(model, Adam, lr=...)`",
+        "of Adam, over the adapters",
+        f"{_TESTS}::test_losses_are_the_resident_ones",
+    ),
+    Option(
+        "seed",
+        "int",
+        42,
+        "`torch.default_generator`, for the adapters alone",
+        "the same adapters in every run; the program's random numbers go on as they were",
+        f"{_TESTS}::test_adapters",
+    ),
+    Option(
+        "dtype",
+        "dtype",
+        None,
+        "the model is cast before it is wrapped",
+        "bf16 or fp16, as the device is faster in",
+        f"{_TESTS}::test_dtype",
+    ),
+    Option(
+        "prefetch",
+        "bool",
+        True,
+        '`prefetch_depth="auto"`, or 0',
+        "layers are fetched ahead where that pays",
+        f"{_TESTS}::test_prefetch",
+    ),
+    Option(
+        "pin",
+        "bool",
+        True,
+        "no effect",
+        "layers' homes are page-locked once, before the first step",
+        f"{_TESTS}::test_pin_is_without_effect",
+    ),
+)
+
+_NAMES = {option.name: option for option in OPTIONS}
+
+
+class Offloading(Run):
+    """A model with adapters, wrapped, and its manager."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        cap: int | str = "7GiB",
+        activations: int | str | None = None,
+        device: str | torch.device = "cuda",
+        dram: int | str | None = None,
+        **options: Any,
+    ) -> None:
+        """Adds adapters and wraps.
+
+        Args:
+            model: A model with a list of layers, in host memory. Its own weights are frozen.
+            cap: Bytes of the device for the whole process; text such as ``"7GiB"``, too.
+            activations: Bytes of them for what is computed; a quarter by default.
+            device: Where it computes.
+            dram: Budget of host memory; tiermem's default.
+            **options: ``rank``, ``alpha``, ``learning_rate``, ``seed``, ``dtype``,
+                ``prefetch``, ``pin``.
+
+        Raises:
+            ConfigError: If an option is unknown or of a wrong type, or the model has no layers.
+            CapacityError: If it cannot run under the cap.
+        """
+        unknown = [name for name in options if name not in _NAMES]
+        if unknown:
+            raise ConfigError(f"no options {unknown}; there are {sorted(_NAMES)}")
+        self._options = {
+            option.name: checked(option, options.get(option.name), "the call")
+            for option in OPTIONS
+            if option.kind != "size"
+        }
+        peft = need("peft", "peft", "LoRA")
+        layers = layers_of(model)
+        if not layers:
+            raise ConfigError(
+                f"{type(model).__name__} has no list of layers of one class to stream"
+            )
+        hbm = _hbm(cap, activations)
+        dtype = self._options["dtype"]
+        if dtype is not None:
+            model.to(dtype)
+        self._add_adapters(peft, model, layers)
+        recompute_layers(model)
+        if torch.device(device).type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(
+                min(1.0, parse_size(cap, "cap") / total), device
+            )
+        self.tier = TierManager(
+            device=device,
+            hbm=hbm,
+            dram=dram,
+            policy=Policy(params="hbm", grads="hbm", master="hbm", optimizer="hbm"),
+            prefetch_depth="auto" if self._options["prefetch"] else 0,
+        )
+        try:
+            self.model = self.tier.wrap(model, homes=_homes(model, layers))  # type: ignore[arg-type]
+        except BaseException:
+            self.tier.close()
+            raise
+
+    def _add_adapters(self, peft: Any, model: nn.Module, layers: list[nn.Module]) -> None:
+        """Puts adapters on every linear module of the layers, as peft starts them."""
+        inside = {id(module) for layer in layers for module in layer.modules()}
+        targets = [
+            name
+            for name, module in model.named_modules()
+            if id(module) in inside and isinstance(module, nn.Linear)
+        ]
+        if not targets:
+            raise ConfigError("the model's layers have no torch.nn.Linear to put adapters on")
+        config = peft.LoraConfig(
+            r=self._options["rank"], lora_alpha=self._options["alpha"], target_modules=targets
+        )
+        model.requires_grad_(False)
+        state = torch.get_rng_state()
+        torch.default_generator.manual_seed(self._options["seed"])
+        try:
+            peft.inject_adapter_in_model(config, model)
+        finally:
+            torch.set_rng_state(state)
+        for param in model.parameters():
+            if param.requires_grad:
+                param.data = param.data.float()
+
+    def optimizer(self, **settings: Any) -> TieredOptimizer:
+        """Makes Adam over the adapters.
+
+        Args:
+            **settings: Of :class:`torch.optim.Adam`, over the run's own.
+        """
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        settings = {"lr": self._options["learning_rate"], **settings}
+        return self.tier.optimizer(trained, torch.optim.Adam, **settings)  # type: ignore[arg-type, unused-ignore]
+
+
+def _homes(model: nn.Module, layers: list[nn.Module]) -> dict[str, str]:
+    """Returns homes by name: layers below, adapters in HBM."""
+    names = {id(module): name for name, module in model.named_modules()}
+    homes = {names[id(layer)]: "dram" for layer in layers}
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if own and all(param.requires_grad for param in own):
+            homes[name] = "hbm"
+    return homes
+
+
+def _hbm(cap: int | str, activations: int | str | None) -> int:
+    """Returns what tiermem may hold on the device.
+
+    Raises:
+        CapacityError: If activations leave nothing of the cap.
+    """
+    whole = parse_size(cap, "cap")
+    computed = whole // 4 if activations is None else parse_size(activations, "activations")
+    if computed >= whole:
+        raise CapacityError(
+            f"activations={computed} leave nothing of cap={whole}; give a larger cap or less"
+        )
+    return whole - computed

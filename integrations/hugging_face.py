@@ -1,0 +1,104 @@
+"""Hugging Face's ``Trainer``, and those that derive from it, over tiers: one added argument.
+
+    from tiermem.integrations.hugging_face import TrainerTiers
+
+    with TrainerTiers(hbm="7GiB", nvme="/mnt/nvme") as tier:
+        trainer = Trainer(model, args, train_dataset=data, optimizers=tier.optimizers(model, args))
+        trainer.train()
+
+Accumulation, clipping, evaluation, schedulers, bf16, recomputation, saving and resuming are the
+trainer's own, and give the bits of the resident run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem import ConfigError, TieredOptimizer, TierManager
+
+from .options import need
+
+
+class TrainerTiers(TierManager):
+    """A manager that makes what a ``Trainer`` takes as ``optimizers``."""
+
+    def optimizers(
+        self,
+        model: nn.Module,
+        args: Any,
+        cls: type[torch.optim.Optimizer] | None = None,
+        **settings: Any,
+    ) -> tuple[TieredOptimizer, None]:
+        """Wraps a model, unless it is wrapped, and makes its optimizer as the trainer would.
+
+        Args:
+            model: What the trainer trains; adapters, if any, are in it already.
+            args: ``TrainingArguments``: the class of the optimizer (``optim``), learning rate,
+                betas, decay.
+            cls: Another class than ``args.optim`` says.
+            **settings: Of :meth:`tiermem.TierManager.optimizer` and of the class.
+
+        Returns:
+            The optimizer, and None: the trainer makes the scheduler.
+
+        Raises:
+            ConfigError: If ``args`` asks for several processes or for another system's sharding.
+            WrapError: If the model cannot be wrapped.
+            CapacityError: If a budget cannot hold it.
+        """
+        _refuse_others(args)
+        trainer = need("transformers", "transformers", "hugging_face.TrainerTiers").Trainer
+        own: dict[str, Any] = {}
+        if cls is None:
+            cls, own = trainer.get_optimizer_cls_and_kwargs(args, model)
+        if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer):
+            raise ConfigError(
+                f"optim={args.optim!r} makes its optimizer from the whole model; give cls= a "
+                "torch.optim.Optimizer class instead"
+            )
+        if not self.wraps(model):
+            self.wrap(model)
+        decaying = set(trainer.get_decay_parameter_names(None, model))
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        groups = [
+            {
+                "params": [p for name, p in trained if (name in decaying) is decays],
+                "weight_decay": args.weight_decay if decays else 0.0,
+            }
+            for decays in (True, False)
+        ]
+        groups = [group for group in groups if group["params"]]
+        made = self.optimizer(groups, cls, **{**own, **settings})  # type: ignore[arg-type, unused-ignore]
+        return made, None
+
+    def wraps(self, model: nn.Module) -> bool:
+        """Whether a model is wrapped by this manager already."""
+        return id(model) in self._wrapped
+
+
+def _refuse_others(args: Any) -> None:
+    """Refuses what shards or moves the model by itself.
+
+    Raises:
+        ConfigError: Naming the argument.
+    """
+    for name in ("deepspeed", "fsdp"):
+        value = getattr(args, name, None)
+        if value:
+            raise ConfigError(
+                f"TrainingArguments({name}={value!r}) hands the model to another system; leave it "
+                "out, or leave tiermem out"
+            )
+    if getattr(args, "world_size", 1) > 1:
+        raise ConfigError(
+            f"TrainingArguments asks for {args.world_size} processes; tiermem trains on one GPU a "
+            "process so far"
+        )
+    if getattr(args, "n_gpu", 1) > 1:
+        raise ConfigError(
+            f"the trainer would replicate the model over {args.n_gpu} GPUs; set "
+            "CUDA_VISIBLE_DEVICES to one"
+        )

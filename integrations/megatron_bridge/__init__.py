@@ -1,0 +1,17 @@
+"""Megatron Bridge's and Megatron-Core's CPU offloading on any torch model.
+
+    from tiermem.integrations import megatron_bridge
+
+    with megatron_bridge.Offloading(model, provider) as run:
+        optimizer = run.tier.optimizer(run.model, torch.optim.AdamW, lr=1e-4)
+
+``provider`` is whatever has the fields: a model provider, a ``TransformerConfig``, a mapping; or
+they are given by name. The layers that are offloaded are the first ones, as there.
+"""
+
+from __future__ import annotations
+
+from .fields import FIELDS, Fields
+from .offloading import Offloading, explain
+
+__all__ = ["FIELDS", "Fields", "Offloading", "explain"]

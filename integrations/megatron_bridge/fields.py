@@ -1,0 +1,270 @@
+"""Megatron's fields: names, types and defaults, and the rules between them.
+
+Names, defaults and rules are those of Megatron Bridge's page "CPU offloading" and of
+Megatron-Core's ``TransformerConfig`` and ``OptimizerConfig``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from tiermem import ConfigError
+
+from ..options import Option, checked, nearest
+
+_TESTS = "test_megatron_bridge.py"
+MODULES = (
+    "attn_norm",
+    "qkv_linear",
+    "core_attn",
+    "attn_proj",
+    "mlp_norm",
+    "expert_fc1",
+    "moe_act",
+)
+
+
+def _flag(name: str, default: bool, setting: str, effect: str, test: str) -> Option:
+    return Option(name, "bool", default, setting, effect, f"{_TESTS}::{test}")
+
+
+FIELDS: tuple[Option, ...] = (
+    _flag(
+        "cpu_offloading",
+        False,
+        "what the fields below say",
+        "nothing leaves without it, whatever the number of layers",
+        "test_the_number_alone_enables_nothing",
+    ),
+    Option(
+        "cpu_offloading_num_layers",
+        "int",
+        0,
+        '`tier.wrap(homes={"layers.0": "dram", ...})`, `activation_layers`',
+        "the first so many layers; at most one less than the model has",
+        f"{_TESTS}::test_weights_of_the_first_layers",
+    ),
+    _flag(
+        "cpu_offloading_activations",
+        True,
+        '`Policy(activations="dram")`',
+        "tensors those layers save leave in forward and come back ahead in backward",
+        "test_activations_of_the_first_layers",
+    ),
+    _flag(
+        "cpu_offloading_weights",
+        False,
+        '`tier.wrap(homes=...)`: `"dram"`',
+        "weights of those layers are at home in DRAM and stream; alone, too",
+        "test_weights_of_the_first_layers",
+    ),
+    _flag(
+        "cpu_offloading_double_buffering",
+        False,
+        "no effect",
+        "copies overlap with compute, whether it is set or not",
+        "test_without_effect",
+    ),
+    _flag(
+        "cpu_offloading_retain_pinned_cpu_buffers",
+        False,
+        "no effect",
+        "page-locked memory is kept until the manager is closed",
+        "test_without_effect",
+    ),
+    _flag(
+        "fine_grained_activation_offloading",
+        False,
+        '`Policy(activations="dram")`',
+        "saved tensors of the size asked for leave, of every layer",
+        "test_fine_grained",
+    ),
+    Option(
+        "offload_modules",
+        "list",
+        None,
+        "must name modules; tensors leave by their size",
+        "large tensors that other modules save leave as well",
+        f"{_TESTS}::test_fine_grained",
+    ),
+    Option(
+        "min_offloaded_tensor_size",
+        "int",
+        1 << 20,
+        "`activation_min`, times the bytes of an element",
+        "smaller tensors stay",
+        f"{_TESTS}::test_fine_grained_sizes_are_elements",
+    ),
+    Option(
+        "activation_offload_fraction",
+        "float",
+        1.0,
+        "`activation_layers`",
+        "that share of the layers, rounded up, from the first",
+        f"{_TESTS}::test_fine_grained_fraction",
+    ),
+    _flag(
+        "optimizer_cpu_offload",
+        False,
+        '`Policy(master="dram", optimizer="dram")`',
+        "state and masters stream; the device steps, with the resident bits",
+        "test_optimizer_state",
+    ),
+    Option(
+        "optimizer_offload_fraction",
+        "float",
+        None,
+        "state of all parameters has its home in DRAM",
+        "0 (a recipe's default) offloads nothing, unset means 1; of a share between, what HBM has "
+        "room for stays there",
+        f"{_TESTS}::test_fraction_of_the_state",
+    ),
+    *(
+        _flag(name, default, "no effect", why, "test_without_effect")
+        for name, default, why in (
+            ("overlap_cpu_optimizer_d2h_h2d", False, "copies overlap both ways in any case"),
+            ("use_torch_optimizer_for_cpu_offload", False, "torch's classes step in any case"),
+            ("pin_cpu_grads", True, "host memory is page-locked in any case"),
+            ("pin_cpu_params", True, "host memory is page-locked in any case"),
+        )
+    ),
+    Option(
+        "pipeline_model_parallel_size",
+        "int",
+        1,
+        "must be 1 with `cpu_offloading`",
+        "a rule of Megatron's",
+        f"{_TESTS}::test_rules",
+    ),
+    Option(
+        "recompute_granularity",
+        "str",
+        None,
+        "must be unset with `cpu_offloading`",
+        "a rule of Megatron's",
+        f"{_TESTS}::test_rules",
+    ),
+)
+
+NAMES = {field.name: field for field in FIELDS}
+
+
+class Fields:
+    """Megatron's fields that concern offloading, checked.
+
+    Attributes:
+        values: By name, defaults filled in.
+        given: Names that the configuration has.
+    """
+
+    def __init__(self, config: object | None = None, **given: Any) -> None:
+        """Reads and checks what does not depend on the model.
+
+        Args:
+            config: A mapping, or any object that has fields as attributes.
+            **given: Fields by name, over those of ``config``.
+
+        Raises:
+            ConfigError: If a value is of a wrong type or a rule is broken; names field and value.
+        """
+        for name in given:
+            if name not in NAMES:
+                raise ConfigError(f"no field {name!r} of Megatron's{nearest(name, NAMES)}")
+        raw = {**_fields_of(config), **given}
+        where = "the call" if config is None else type(config).__name__
+        self.given = frozenset(raw)
+        self.values: dict[str, Any] = {}
+        for field in FIELDS:
+            value = raw.get(field.name)
+            self.values[field.name] = (
+                _modules(value, where) if field.kind == "list" else checked(field, value, where)
+            )
+        self._check(where)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["values"][name]
+        except KeyError:
+            raise AttributeError(f"no field {name!r} of Megatron's") from None
+
+    def _check(self, where: str) -> None:
+        v = self.values
+        fine = v["fine_grained_activation_offloading"]
+        if v["cpu_offloading"]:
+            self._check_layerwise(where, fine=fine)
+        elif v["cpu_offloading_num_layers"]:
+            warnings.warn(
+                f"{where}: cpu_offloading_num_layers is "
+                f"{v['cpu_offloading_num_layers']}, but cpu_offloading is not set: nothing is "
+                "offloaded by it",
+                stacklevel=4,
+            )
+        if fine and not v["offload_modules"]:
+            raise ConfigError(
+                f"{where}: fine_grained_activation_offloading needs offload_modules: some of "
+                + ", ".join(MODULES)
+            )
+        for name in ("activation_offload_fraction", "optimizer_offload_fraction"):
+            if v[name] is not None and not 0 <= v[name] <= 1:
+                raise ConfigError(f"{where}: {name} must be between 0 and 1, not {v[name]}")
+        if v["min_offloaded_tensor_size"] < 0:
+            raise ConfigError(f"{where}: min_offloaded_tensor_size must not be negative")
+
+    def _check_layerwise(self, where: str, *, fine: bool) -> None:
+        v = self.values
+        if v["pipeline_model_parallel_size"] > 1:
+            raise ConfigError(
+                f"{where}: cpu_offloading cannot be combined with pipeline_model_parallel_size: "
+                f"{v['pipeline_model_parallel_size']}; set it to 1"
+            )
+        if v["recompute_granularity"] is not None:
+            raise ConfigError(
+                f"{where}: cpu_offloading cannot be combined with recompute_granularity: "
+                f"{v['recompute_granularity']!r}; unset it"
+            )
+        if fine:
+            raise ConfigError(
+                f"{where}: cpu_offloading and fine_grained_activation_offloading exclude each other"
+            )
+        if not v["cpu_offloading_activations"] and not v["cpu_offloading_weights"]:
+            raise ConfigError(
+                f"{where}: cpu_offloading needs cpu_offloading_activations or "
+                "cpu_offloading_weights; otherwise nothing would leave"
+            )
+
+    def check_layers(self, layers: int) -> None:
+        """Applies the rule on the number of layers.
+
+        Raises:
+            ConfigError: If there are fewer than the fields ask for.
+        """
+        asked = self.values["cpu_offloading_num_layers"]
+        if self.values["cpu_offloading"] and not 0 <= asked < layers:
+            raise ConfigError(
+                f"cpu_offloading_num_layers: {asked} must be at least 0 and less than the model's "
+                f"{layers} layers"
+            )
+
+
+def _fields_of(config: object | None) -> dict[str, Any]:
+    """Returns the known fields that a configuration has."""
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return {name: config[name] for name in NAMES if name in config}
+    return {name: getattr(config, name) for name in NAMES if hasattr(config, name)}
+
+
+def _modules(value: Any, where: str) -> tuple[str, ...]:
+    names = () if value is None else value
+    if isinstance(names, str) or not isinstance(names, list | tuple | set | frozenset):
+        raise ConfigError(f"{where}: offload_modules must be a list of names, not {value!r}")
+    for name in names:
+        if name not in MODULES:
+            raise ConfigError(
+                f"{where}: offload_modules has {name!r}{nearest(str(name), MODULES)}; they are "
+                + ", ".join(MODULES)
+            )
+    return tuple(names)

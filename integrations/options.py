@@ -1,0 +1,219 @@
+"""What the integrations share: options of foreign systems, and reports of what they become."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from tiermem import ConfigError
+
+_VARIABLE = re.compile(r"\$\{([^}]+)\}")
+_DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a foreign system.
+
+    Attributes:
+        name: As that system spells it.
+        kind: What it takes: ``"bool"``, ``"int"``, ``"float"``, ``"dtype"``, ``"str"`` or
+            ``"choice"``.
+        default: Its default there.
+        setting: What it becomes in tiermem, for the documentation.
+        effect: What a user sees of that, one sentence.
+        test: The test that shows it, ``file::name`` below ``tests/integrations``.
+        choices: What a ``"choice"`` may be.
+    """
+
+    name: str
+    kind: str
+    default: Any
+    setting: str
+    effect: str
+    test: str
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one option of a configuration became.
+
+    Attributes:
+        option: Its name.
+        value: What the configuration has for it.
+        setting: The setting of tiermem it became; empty where it has no effect.
+        note: Why, or what to know.
+    """
+
+    option: str
+    value: Any
+    setting: str
+    note: str = ""
+
+
+def need(module: str, package: str, what: str) -> ModuleType:
+    """Imports a module of an optional dependency.
+
+    Raises:
+        ConfigError: If it is not installed; names the package and what needs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{what} needs {package}: pip install {package}") from error
+
+
+def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads a YAML file that holds a mapping; ``${NAME}`` is an environment variable.
+
+    Raises:
+        ConfigError: If it is not there, is no YAML or no mapping; names the file.
+    """
+    yaml = need("yaml", "pyyaml", f"reading {os.fspath(path)}")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{os.fspath(path)} cannot be read: {error}") from error
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{os.fspath(path)} is no YAML: {error}") from error
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"{os.fspath(path)} does not hold a mapping of option names to values")
+    return {key: _with_variables(value) for key, value in content.items()}
+
+
+def _with_variables(value: Any) -> Any:
+    """Returns a value with ``${NAME}`` replaced where the environment has such a variable."""
+    if isinstance(value, dict):
+        return {key: _with_variables(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_variables(item) for item in value]
+    if isinstance(value, str):
+        return _VARIABLE.sub(lambda found: os.environ.get(found[1], found[0]), value)
+    return value
+
+
+def checked(option: Option, value: Any, where: str) -> Any:
+    """Returns a value as its option's type.
+
+    Args:
+        option: The option.
+        value: What somebody wrote; None means the default.
+        where: Which file or call it was written in, for the message.
+
+    Raises:
+        ConfigError: If it is of another type; names file, option and value.
+    """
+    if value is None:
+        return option.default
+    read = {"bool": _bool, "int": _int, "float": _float, "dtype": _dtype, "str": _str}
+    if option.kind == "choice":
+        if value in option.choices:
+            return value
+        expected = "one of " + ", ".join(option.choices)
+    else:
+        found = read[option.kind](value)
+        if found is not None:
+            return found
+        expected = {
+            "bool": "true or false",
+            "int": "a whole number",
+            "float": "a number",
+            "dtype": "one of " + ", ".join(_DTYPES),
+            "str": "text",
+        }[option.kind]
+    raise ConfigError(
+        f"{where}: {option.name} must be {expected}, not {value!r} ({type(value).__name__})"
+    )
+
+
+def _bool(value: Any) -> bool | None:
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    return value if isinstance(value, bool) else None
+
+
+def _int(value: Any) -> int | None:
+    number = _float(value)
+    return int(number) if number is not None and number == int(number) else None
+
+
+def _float(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)  # YAML takes 2e-4 for text
+    except ValueError:
+        return None
+    return number if abs(number) < float("inf") else None
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    if isinstance(value, torch.dtype):
+        return value
+    return _DTYPES.get(value.lower()) if isinstance(value, str) else None
+
+
+def _str(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns ``" (did you mean ...?)"`` for an unknown name, empty where nothing is near."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a Markdown table."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def option_table(options: Iterable[Option]) -> str:
+    """Returns the documentation's table of options."""
+    return table(
+        ("option", "default", "tiermem setting", "effect", "test"),
+        (
+            (f"`{o.name}`", f"`{o.default}`", o.setting, o.effect, f"`{o.test}`" if o.test else "")
+            for o in options
+        ),
+    )
+
+
+def merged(
+    config: Mapping[str, Any] | str | os.PathLike[str] | None, given: Mapping[str, Any]
+) -> tuple[dict[str, Any], str]:
+    """Returns a configuration's options with keyword arguments over them, and what to call it.
+
+    Raises:
+        ConfigError: If it is neither a mapping nor a readable YAML file.
+    """
+    if config is None:
+        return dict(given), "the call"
+    if isinstance(config, Mapping):
+        return {**config, **given}, "the configuration"
+    if isinstance(config, str | os.PathLike):
+        return {**read_yaml(config), **given}, os.fspath(config)
+    raise ConfigError(
+        f"a configuration is a mapping or the path of a YAML file, not {type(config).__name__}"
+    )

@@ -1,0 +1,190 @@
+"""diffusers pipelines over tiers, of random tiny parts: called as ever, the resident bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiermem
+from tiermem.integrations.diffusers import offload
+
+diffusers = pytest.importorskip("diffusers")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # those libraries' own
+
+BUDGETS: dict[str, Any] = {"device": "cpu", "hbm": "384KiB", "dram": "16MiB"}
+
+
+def flux() -> Any:
+    """A pipeline like Flux's: transformer, VAE and two text encoders."""
+    torch.manual_seed(0)
+    transformer = diffusers.FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=2,
+        num_single_layers=3,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=[4, 4, 8],
+    )
+    text = transformers.CLIPTextConfig(
+        hidden_size=32,
+        intermediate_size=37,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=100,
+        projection_dim=32,
+        max_position_embeddings=16,
+    )
+    t5 = transformers.T5Config(
+        vocab_size=100, d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4
+    )
+    vae = diffusers.AutoencoderKL(
+        sample_size=32,
+        in_channels=3,
+        out_channels=3,
+        block_out_channels=(4,),
+        layers_per_block=1,
+        latent_channels=1,
+        norm_num_groups=1,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        shift_factor=0.0609,
+        scaling_factor=1.5035,
+    )
+    pipe = diffusers.FluxPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=vae,
+        text_encoder=transformers.CLIPTextModel(text),
+        tokenizer=None,
+        text_encoder_2=transformers.T5EncoderModel(t5),
+        tokenizer_2=None,
+        transformer=transformer,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    for component in pipe.components.values():
+        if isinstance(component, torch.nn.Module):
+            component.eval()
+    return pipe
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(100, (1, 8), generator=torch.Generator().manual_seed(2))
+
+
+def picture(pipe: Any) -> torch.Tensor:
+    """Encodes a prompt's tokens and denoises, as the pipeline does after its tokenizers."""
+    with torch.no_grad():
+        pooled = pipe.text_encoder(tokens()).pooler_output
+        embeds = pipe.text_encoder_2(tokens())[0]
+    result: torch.Tensor = pipe(
+        prompt_embeds=embeds,
+        pooled_prompt_embeds=pooled,
+        height=8,
+        width=8,
+        num_inference_steps=3,
+        generator=torch.Generator().manual_seed(1),
+        output_type="pt",
+    ).images
+    return result
+
+
+@pytest.fixture(scope="module")
+def expected() -> torch.Tensor:
+    return picture(flux())
+
+
+def weights(pipe: Any) -> int:
+    return sum(
+        p.numel() * p.element_size()
+        for component in pipe.components.values()
+        if isinstance(component, torch.nn.Module)
+        for p in component.parameters()
+    )
+
+
+def test_a_pipeline_gives_the_resident_picture(expected: torch.Tensor) -> None:
+    pipe = flux()
+    with offload(pipe, **BUDGETS) as tier:
+        assert torch.equal(picture(pipe), expected)
+        assert torch.equal(picture(pipe), expected)
+        stats = tier.stats()
+        assert stats.links["dram->hbm"].nbytes > 0
+        assert stats.peak["hbm"] <= stats.budget["hbm"] < weights(pipe)
+        models = {row.block.partition(".")[0].partition("#")[0] for row in tier.residency()}
+        assert models >= {"FluxTransformer2DModel", "AutoencoderKL", "CLIPTextModel"}
+
+
+def test_it_is_an_ordinary_pipeline_afterwards(expected: torch.Tensor) -> None:
+    pipe = flux()
+    with offload(pipe, **BUDGETS):
+        pass
+    assert torch.equal(picture(pipe), expected)
+    with offload(pipe, **BUDGETS):
+        assert torch.equal(picture(pipe), expected)
+
+
+def with_lora(pipe: Any, folder: Path) -> torch.Tensor:
+    pipe.load_lora_weights(str(folder), weight_name="lora.safetensors")
+    pipe.set_adapters(["default_0"], [0.5])
+    return picture(pipe)
+
+
+def write_lora(folder: Path) -> None:
+    peft = pytest.importorskip("peft")
+    pipe = flux()
+    torch.manual_seed(3)
+    pipe.transformer.add_adapter(
+        peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
+    )
+    layers = peft.get_peft_model_state_dict(pipe.transformer)
+    diffusers.FluxPipeline.save_lora_weights(
+        folder, transformer_lora_layers=layers, weight_name="lora.safetensors"
+    )
+
+
+def test_lora_can_be_loaded_and_unloaded(tmp_path: Path, expected: torch.Tensor) -> None:
+    write_lora(tmp_path)
+    adapted = with_lora(flux(), tmp_path)
+    assert not torch.equal(adapted, expected)
+    pipe = flux()
+    with offload(pipe, **BUDGETS):
+        assert torch.equal(picture(pipe), expected)
+        assert torch.equal(with_lora(pipe, tmp_path), adapted)
+        pipe.unload_lora_weights()
+        assert torch.equal(picture(pipe), expected)
+    assert "load_lora_weights" not in pipe.__dict__
+
+
+def test_it_was_offloaded_by_others_already() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    pipe = flux()
+    accelerate.cpu_offload(pipe.transformer, execution_device="cpu")
+    with pytest.raises(tiermem.ConfigError, match="'transformer' is offloaded already"):
+        offload(pipe, **BUDGETS)
+    pipe = flux()
+    from diffusers.hooks import apply_group_offloading
+
+    apply_group_offloading(
+        pipe.transformer, torch.device("cpu"), offload_type="leaf_level", num_blocks_per_group=1
+    )
+    with pytest.raises(tiermem.ConfigError, match="'transformer' is offloaded already"):
+        offload(pipe, **BUDGETS)
+
+
+def test_what_is_no_pipeline_is_refused() -> None:
+    with pytest.raises(tiermem.ConfigError, match="no diffusers pipeline"):
+        offload(torch.nn.Linear(2, 2), **BUDGETS)
+
+
+def test_a_budget_that_cannot_work_leaves_the_pipeline_as_it_was(expected: torch.Tensor) -> None:
+    pipe = flux()
+    with pytest.raises(tiermem.CapacityError, match="give dram= at least"):
+        offload(pipe, **{**BUDGETS, "dram": "64KiB"})
+    assert torch.equal(picture(pipe), expected)

@@ -1,0 +1,254 @@
+"""Trainer, accelerate and peft over tiers: the resident run's bits, from unchanged scripts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiermem
+from tiermem.integrations.hugging_face import TrainerTiers
+
+transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # those libraries' own
+
+BUDGETS: dict[str, Any] = {"device": "cpu", "hbm": "400KiB", "dram": "16MiB"}
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
+
+
+class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Token ids, the same ones each time."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(64, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def llama() -> Any:
+    transformers.set_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def arguments(folder: Path, **settings: Any) -> Any:
+    return transformers.TrainingArguments(
+        str(folder),
+        **{
+            "max_steps": STEPS,
+            "per_device_train_batch_size": 2,
+            "logging_steps": 1,
+            "learning_rate": 1e-3,
+            "weight_decay": 0.1,
+            "report_to": [],
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "save_strategy": "no",
+            **settings,
+        },
+    )
+
+
+def trainer_of(model: Any, args: Any, **more: Any) -> Any:
+    data = Sentences()
+    return transformers.Trainer(model, args, train_dataset=data, eval_dataset=data, **more)
+
+
+def seen(trainer: Any) -> list[tuple[Any, ...]]:
+    """Returns what the trainer logged, but for times."""
+    keys = ("loss", "grad_norm", "learning_rate", "eval_loss")
+    return [tuple(row.get(key) for key in keys) for row in trainer.state.log_history][:-1]
+
+
+def resident(folder: Path, **settings: Any) -> tuple[list[Any], dict[str, Tensor]]:
+    trainer = trainer_of(llama(), arguments(folder, **settings))
+    trainer.train()
+    return seen(trainer), trainer.model.state_dict()
+
+
+def same(weights: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
+    return weights.keys() == others.keys() and all(
+        torch.equal(weights[name], others[name].cpu()) for name in weights
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5},
+        {"bf16": True, "gradient_checkpointing": True},
+        {"eval_strategy": "steps", "eval_steps": 2, "lr_scheduler_type": "cosine"},
+        {"optim": "sgd", "warmup_steps": 2},
+    ],
+    ids=lambda settings: "-".join(settings) or "plain",
+)
+def test_a_trainer_gives_the_resident_runs_bits(tmp_path: Path, settings: dict[str, Any]) -> None:
+    expected = resident(tmp_path, **settings)
+    args, model = arguments(tmp_path, **settings), llama()
+    with TrainerTiers(**BUDGETS) as tier:
+        trainer = trainer_of(model, args, optimizers=tier.optimizers(model, args))
+        trainer.train()
+        assert seen(trainer) == expected[0]
+        assert same(expected[1], model.state_dict())
+        assert tier.stats().links["dram->hbm"].nbytes > 0
+
+
+def test_saving_and_resuming(tmp_path: Path) -> None:
+    expected = resident(tmp_path / "resident")
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    for last in (2, STEPS):
+        args, model = arguments(tmp_path / "tiered", max_steps=STEPS, **settings), llama()
+        with TrainerTiers(**BUDGETS) as tier:
+            trainer = trainer_of(model, args, optimizers=tier.optimizers(model, args))
+            if last == 2:
+                trainer.add_callback(_StopAt(2))
+            trainer.train(resume_from_checkpoint=last != 2)
+            losses, weights = seen(trainer), model.state_dict()
+    assert losses == expected[0]
+    assert same(expected[1], weights)
+
+
+class _StopAt(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+def test_what_is_saved_is_an_ordinary_model(tmp_path: Path) -> None:
+    args, model = arguments(tmp_path), llama()
+    with TrainerTiers(**BUDGETS) as tier:
+        trainer = trainer_of(model, args, optimizers=tier.optimizers(model, args))
+        trainer.train()
+        trainer.save_model(str(tmp_path / "model"))
+        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    assert same(weights, found.state_dict())
+
+
+def test_another_class_and_other_settings(tmp_path: Path) -> None:
+    args, model = arguments(tmp_path), llama()
+    with TrainerTiers(**BUDGETS) as tier:
+        optimizer, scheduler = tier.optimizers(model, args, torch.optim.SGD, lr=0.1)
+        assert scheduler is None
+        assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+@pytest.mark.parametrize(
+    "name, value, says",
+    [
+        ("deepspeed", "zero3.json", "hands the model to another system"),
+        ("fsdp", "full_shard", "hands the model to another system"),
+        ("world_size", 2, "asks for 2 processes"),
+        ("n_gpu", 4, "replicate the model over 4 GPUs"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_moves(name: str, value: Any, says: str) -> None:
+    class Arguments:
+        optim = "adamw_torch"
+
+    args, model = Arguments(), llama()
+    setattr(args, name, value)
+    with TrainerTiers(**BUDGETS) as tier:
+        with pytest.raises(tiermem.ConfigError, match=says):
+            tier.optimizers(model, args)
+        assert tier.residency() == []
+
+
+# -- accelerate alone ------------------------------------------------------
+
+
+def accelerated(model: Any, optimizer: Any, steps: int = STEPS) -> list[float]:
+    """A loop as accelerate's documentation has it."""
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader = torch.utils.data.DataLoader(Sentences(), batch_size=2)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    losses = []
+    for _, batch in zip(range(2 * steps), loader, strict=False):
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_accelerate_alone() -> None:
+    model = llama()
+    expected = accelerated(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    model = llama()
+    with tiermem.TierManager(**BUDGETS) as tier:
+        tier.wrap(model)
+        assert accelerated(model, tier.optimizer(model, torch.optim.AdamW, lr=1e-3)) == expected
+
+
+# -- peft ------------------------------------------------------------------
+
+
+def with_adapters(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+def fine_tuned(model: Any, optimizer: Any) -> list[float]:
+    losses = []
+    for index in range(3):
+        batch = {key: value[None] for key, value in Sentences()[index].items()}
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_adapters_before_wrap_merge_and_save(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    plain = with_adapters(llama())
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    expected = fine_tuned(plain, torch.optim.AdamW(trained, lr=1e-2))
+    model = with_adapters(llama())
+    with tiermem.TierManager(**BUDGETS) as tier:
+        tier.wrap(model)
+        optimizer = tier.optimizer(
+            [p for p in model.parameters() if p.requires_grad], torch.optim.AdamW, lr=1e-2
+        )
+        assert fine_tuned(model, optimizer) == expected
+        model.save_pretrained(tmp_path)
+        optimizer.close()
+        tier.unwrap(model)
+    again = peft.PeftModel.from_pretrained(llama(), tmp_path)
+    assert same(plain.state_dict(), again.state_dict())
+    merged, other = model.merge_and_unload(), plain.merge_and_unload()
+    assert same(other.state_dict(), merged.state_dict())

@@ -1,0 +1,177 @@
+"""Modules of torch's around a wrapped model: DistributedDataParallel, and what compile returns."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import support_replicas as replicas
+import torch
+import torch.distributed as dist
+from support_nn import same_bits, seed
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import tiermem
+
+HERE = Path(replicas.__file__)
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch has no gloo here"
+)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A group of one process."""
+    file = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("case", replicas.CASES)
+def test_data_parallel_around_a_wrapped_model_is_that_of_the_resident_one(case: str) -> None:
+    replicas.run(case)
+
+
+def test_several_processes_train_as_those_with_resident_models(tmp_path: Path) -> None:
+    command = [sys.executable, str(HERE)]
+    running = [
+        subprocess.Popen(
+            [*command, str(rank), "2", str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in running:
+            out, error = process.communicate(timeout=240)
+            assert out.split() == ["equal", str(len(replicas.CASES))], error
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def tier() -> Iterator[tiermem.TierManager]:
+    with tiermem.TierManager("cpu", hbm=replicas.LEAST, dram="4MiB") as tier:
+        yield tier
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_broadcast_of_all_weights_without_room_says_what_to_do(
+    tier: tiermem.TierManager,
+) -> None:
+    model = tier.wrap(replicas.Net())
+    with pytest.raises(tiermem.CapacityError, match="init_sync=False"):
+        DistributedDataParallel(model)
+    DistributedDataParallel(model, init_sync=False)(torch.ones(2, replicas.WIDTH)).sum().backward()
+
+
+@pytest.mark.usefixtures("alone")
+def test_buffers_that_are_broadcast_stay_in_hbm_until_unwrapped(tier: tiermem.TierManager) -> None:
+    model = tier.wrap(replicas.Net())
+    tight = tier.wrap(nn.Sequential(nn.Linear(8, 8)))
+    tight.register_buffer("late", torch.zeros(8))  # is no business of tiermem's
+    around = DistributedDataParallel(model, init_sync=False)
+    held = [g for g in tier._runtime.groups if g.buffers and g.holds]
+    assert [g.block.name for g in held] == ["Net.buffers"]
+    around(torch.ones(2, replicas.WIDTH))
+    around(torch.ones(2, replicas.WIDTH))
+    assert same_bits(model.state_dict()["seen"], torch.full((32, replicas.WIDTH), 2.0))
+    tier.unwrap(model)
+    assert not held[0].holds
+    assert same_bits(model.seen, torch.full((32, replicas.WIDTH), 2.0))
+
+
+@pytest.mark.usefixtures("alone")
+def test_buffers_that_are_broadcast_and_have_no_room_are_refused_at_once() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+            self.first = nn.Module()
+            self.first.register_buffer("table", torch.ones(8192))
+            self.last = nn.Module()
+            self.last.register_buffer("table", torch.ones(8192))
+
+    with tiermem.TierManager("cpu", hbm="56KiB", dram="4MiB") as tier:
+        model = tier.wrap(Wide(), blocks=["first", "last", "inner.0", "inner.1"])
+        with pytest.raises(tiermem.CapacityError, match="broadcasts the buffers of its module"):
+            DistributedDataParallel(model, init_sync=False)
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_cannot_be_followed_is_refused_before_backward(tier: tiermem.TierManager) -> None:
+    x = torch.ones(2, replicas.WIDTH)
+    model = tier.wrap(replicas.Net())
+    views = DistributedDataParallel(model, init_sync=False, gradient_as_bucket_view=True)
+    with pytest.raises(tiermem.WrapError, match=r"gradient_as_bucket_view=True.*leave that option"):
+        views(x)
+    around = DistributedDataParallel(model, init_sync=False)
+    around.device = torch.device("meta")  # as if made before the model went to another device
+    with pytest.raises(tiermem.WrapError, match=r"wrap first, .*\(tier\.wrap\(model\)\)"):
+        around(x)
+    around = DistributedDataParallel(model, init_sync=False)
+    optimizer = tier.optimizer(model, torch.optim.SGD, lr=0.1, overlap="backward")
+    with pytest.raises(tiermem.StepError, match="overlap='backward' makes steps before"):
+        around(x)
+    optimizer.close()
+    with pytest.raises(tiermem.WrapError, match=r"DistributedDataParallel\(tier\.wrap\(model\)\)"):
+        tier.wrap(around)
+
+
+@pytest.mark.usefixtures("alone")
+def test_sums_in_another_dtype_are_refused_where_they_would_be_cut() -> None:
+    x = torch.ones(2, replicas.WIDTH, dtype=torch.bfloat16)
+    with tiermem.TierManager("cpu", hbm="256KiB", dram="4MiB") as tier:
+        model = tier.wrap(nn.Linear(replicas.WIDTH, replicas.WIDTH).bfloat16())
+        around = DistributedDataParallel(model)
+        optimizer = tier.optimizer(model, torch.optim.SGD, lr=0.1, grad_dtype=torch.float32)
+        around(x).sum().backward()
+        with pytest.raises(tiermem.StepError, match="grad_dtype"):
+            around(x)
+        optimizer.zero_grad()
+        around(x).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_gradient_asked_for_by_itself_leaves_the_reducer_alone() -> None:
+    x = torch.linspace(-1, 1, 2 * replicas.WIDTH).reshape(2, replicas.WIDTH)
+    with tiermem.TierManager("cpu", hbm="256KiB", dram="4MiB") as tier:
+        models = []
+        for tiered in (False, True):
+            seed(4)
+            model = nn.Linear(replicas.WIDTH, replicas.WIDTH)
+            around = DistributedDataParallel(tier.wrap(model) if tiered else model)
+            out = around(x).square().sum()
+            (weight,) = torch.autograd.grad(out, [model.weight], retain_graph=True)
+            with around.no_sync():
+                (around(x).sum() + out).backward()
+            models.append((weight, model.weight.grad.clone(), model.bias.grad.clone()))
+        assert all(same_bits(a, b) for a, b in zip(*models, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_one_graph_of_several_blocks_is_refused_in_one_sentence() -> None:
+    with tiermem.TierManager("cpu", hbm=replicas.LEAST, dram="4MiB") as tier:
+        model = tier.wrap(replicas.Net())
+        for compile in (
+            lambda: torch.compile(model, fullgraph=True),
+            lambda: model.compile(fullgraph=True),
+        ):
+            with pytest.raises(tiermem.WrapError, match="compiled block by block"):
+                compile()
+        torch.compile(model)
+        torch.compile(nn.Linear(2, 2), fullgraph=True)
+        model.extra.compile(fullgraph=True, backend="eager")
+        tier.unwrap(model)
+        torch.compile(model, fullgraph=True)

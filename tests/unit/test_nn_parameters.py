@@ -1,0 +1,309 @@
+"""Parameters and copies of a wrapped model are what users expect of them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support_nn import check_table, same_bits
+from torch import nn
+from torch.func import functional_call, grad, jacrev, vmap
+from torch.nn.utils import parameters_to_vector, parametrizations, vector_to_parameters
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import tiermem
+
+LAYERS, WIDTH = 6, 32
+
+
+def build() -> nn.Sequential:
+    generator = torch.Generator().manual_seed(3)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator) / 4)
+    return model
+
+
+def data() -> torch.Tensor:
+    return torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
+
+
+@pytest.fixture
+def tier() -> Iterator[tiermem.TierManager]:
+    """HBM has room for three of the six layers, and their gradients."""
+    with tiermem.TierManager("cpu", hbm="40KiB", dram="4MiB") as tier:
+        yield tier
+        check_table(tier)
+
+
+@pytest.fixture
+def plain() -> nn.Sequential:
+    return build()
+
+
+@pytest.fixture
+def model(tier: tiermem.TierManager) -> nn.Sequential:
+    return tier.wrap(build())
+
+
+def test_the_class_of_a_parameter_makes_ordinary_parameters(
+    model: nn.Sequential, plain: nn.Sequential
+) -> None:
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        made = type(param)(torch.ones(3), requires_grad=False)
+        assert type(made) is nn.Parameter
+        assert not made.requires_grad
+        assert same_bits(made * 2, torch.full((3,), 2.0))
+        of_itself = type(param)(param)
+        assert type(of_itself) is nn.Parameter
+        assert same_bits(of_itself, other)
+
+
+def test_a_parameter_of_a_parameter_is_one_over_the_same_memory(
+    tier: tiermem.TierManager, model: nn.Sequential, plain: nn.Sequential
+) -> None:
+    made = nn.Parameter(model[2].weight, requires_grad=False)
+    assert type(made) is nn.Parameter
+    assert isinstance(made, nn.Parameter)
+    assert not made.requires_grad
+    assert vars(made) == {}
+    assert same_bits(made, plain[2].weight)
+    made.zero_()
+    model(data())  # it leaves no room for the block to move: what was written is seen
+    assert not model[2].weight.any()
+    del made
+    model(data())
+    assert not dict(model.state_dict())["2.weight"].any()
+
+
+def test_what_torch_makes_of_the_class_by_itself_is_ordinary(model: nn.Sequential) -> None:
+    param = model[0].weight
+    for stray in (torch.ones(3).as_subclass(type(param)), copy.copy(param)):
+        assert type(copy.deepcopy(stray)) is nn.Parameter
+        assert (stray + 1).shape == stray.shape
+        assert type(stray) is nn.Parameter
+    stray = torch.ones(3).as_subclass(type(param))
+    assert type(pickle.loads(pickle.dumps(stray))) is nn.Parameter
+
+
+def test_copy_copy_of_a_parameter_shares_its_memory_and_attributes(
+    model: nn.Sequential, plain: nn.Sequential
+) -> None:
+    for linear in (model[1], plain[1]):
+        linear.weight.tag = "mine"
+        copied = copy.copy(linear.weight)
+        assert type(copied) is nn.Parameter
+        assert copied is not linear.weight
+        assert copied.tag == "mine"
+        assert copied.requires_grad
+        with torch.no_grad():
+            copied.mul_(2)
+    assert same_bits(model[1].weight, plain[1].weight)
+
+
+def test_names_and_texts(model: nn.Sequential, plain: nn.Sequential) -> None:
+    param, other = model[4].weight, plain[4].weight
+    assert isinstance(param, nn.Parameter)
+    assert param.__class__.__name__ == "Parameter"
+    assert repr(param) == repr(other)
+    param._is_param = True  # as subclasses of Tensor have it that are parameters
+    assert param._is_param
+    assert isinstance(param, nn.Parameter)
+    assert same_bits(param, other)
+
+
+def test_lists_of_parameters(model: nn.Sequential, plain: nn.Sequential) -> None:
+    ours, theirs = nn.ParameterList(model.parameters()), nn.ParameterList(plain.parameters())
+    assert repr(ours) == repr(theirs)
+    assert ours[3] is model[1].bias
+    assert ours[3] in set(model.parameters())
+    assert same_bits(sum(p.sum() for p in ours), sum(p.sum() for p in theirs))
+
+
+def test_a_vector_to_parameters(model: nn.Sequential, plain: nn.Sequential) -> None:
+    values = torch.linspace(-1, 1, sum(p.numel() for p in plain.parameters()))
+    for each in (model, plain):
+        vector_to_parameters(values, each.parameters())
+    assert same_bits(model(data()), plain(data()))
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    def loss(params: dict[str, torch.Tensor]) -> torch.Tensor:
+        found: torch.Tensor = functional_call(model, params, data()).square().sum()
+        return found
+
+    return list(grad(loss)(dict(model.named_parameters())).values())
+
+
+def per_sample(model: nn.Module) -> list[torch.Tensor]:
+    def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = functional_call(model, params, x.unsqueeze(0)).square().sum()
+        return found
+
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    return list(vmap(grad(loss), in_dims=(None, 0))(params, data()).values())
+
+
+AT_ONCE: dict[str, Callable[[nn.Module], Any]] = {
+    "vmap": lambda model: vmap(model)(data().reshape(2, 2, WIDTH)),
+    "jacrev": lambda model: jacrev(model)(data()[:1]),
+    "grad": gradients,
+    "per sample": per_sample,
+    "parameters_to_vector": lambda model: parameters_to_vector(model.parameters()),
+    "stack": lambda model: torch.stack([layer.weight for layer in model.children()]),
+    "parameters": lambda model: [nn.Parameter(p) for p in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_what_needs_all_weights_at_once_says_materialize_and_works_there(
+    tier: tiermem.TierManager, model: nn.Sequential, plain: nn.Sequential, name: str
+) -> None:
+    use = AT_ONCE[name]
+    with pytest.raises(tiermem.CapacityError, match=r"works inside `with tier\.materialize"):
+        use(model)
+    with tier.materialize(model):
+        found = use(model)
+    expected = use(plain)
+    if isinstance(expected, torch.Tensor):
+        found, expected = [found], [expected]
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+    assert same_bits(model(data()), plain(data()))
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module], Any]] = {
+    "grad": lambda model: grad(lambda params: sum(p.pow(3).sum() for p in params))(
+        [model[0].weight.view_as(model[0].weight), *list(model.parameters())[8:]]
+    ),
+    "vmap": lambda model: [vmap(lambda row: row.exp().sum())(next(model.parameters()))],
+    "jacrev": lambda model: [jacrev(lambda p: p.pow(3))(list(model.parameters())[1])],
+    "nested": lambda model: vmap(grad(lambda row: row.pow(3).sum()))(next(model.parameters())),
+    "gradient": lambda model: [vmap(torch.sum)(next(model.parameters()).grad)],
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_weights_that_are_away(
+    model: nn.Sequential, plain: nn.Sequential, name: str
+) -> None:
+    for each in (model, plain):
+        each(data()).square().mean().backward()
+    found, expected = TRANSFORMS[name](model), TRANSFORMS[name](plain)
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_call_with_other_weights_that_finds_no_room_puts_the_own_ones_back(
+    tier: tiermem.TierManager, model: nn.Sequential, plain: nn.Sequential
+) -> None:
+    before = list(model.parameters())
+    with pytest.raises(tiermem.CapacityError) as held:
+        gradients(model)  # the error keeps what fills HBM, and so what is put back has no room
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    del held
+    assert same_bits(model(data()), plain(data()))
+
+
+def test_an_average_of_weights_with_less_hbm_than_they_take(
+    tier: tiermem.TierManager, model: nn.Sequential, plain: nn.Sequential
+) -> None:
+    optimizer = tier.optimizer(model, torch.optim.SGD, lr=0.1)
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    averages = [
+        AveragedModel(each, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for each in (model, plain)
+    ]
+    for _ in range(3):
+        for each, stepper in ((model, optimizer), (plain, other)):
+            each(data()).square().mean().backward()
+            stepper.step()
+            stepper.zero_grad()
+        with tier.materialize(model):
+            averages[0].update_parameters(model)
+        averages[1].update_parameters(plain)
+    with pytest.raises(tiermem.CapacityError, match="materialize"):
+        averages[0].update_parameters(model)
+    with tier.materialize(model):
+        averages[0].update_parameters(model)
+    averages[1].update_parameters(plain)
+    for a, b in zip(averages[0].parameters(), averages[1].parameters(), strict=True):
+        assert same_bits(a, b)
+
+
+class Proud(nn.Module):
+    """Copies itself in its own way, and refers to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.own = self.forward
+        self.copies = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.norm(self.inner(x))
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Proud:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        copied.copies = self.copies + 1
+        return copied
+
+
+def test_a_deepcopy_is_an_ordinary_module_that_can_be_wrapped(tier: tiermem.TierManager) -> None:
+    plain = nn.Sequential(build(), Proud())
+    model = tier.wrap(copy.deepcopy(plain))
+    for _ in range(2):  # a copy of the copy as well
+        twin, plain = copy.deepcopy(model), copy.deepcopy(plain)
+        for ours, theirs in zip(twin.modules(), plain.modules(), strict=True):
+            assert vars(ours).keys() == vars(theirs).keys()
+            assert type(ours._parameters) is dict
+        assert twin[1].copies == model[1].copies + 1
+        assert twin[1].own.__self__ is twin[1]
+        assert same_bits(twin(data()), plain(data()))
+        with pytest.raises(tiermem.WrapError, match="not wrapped here"):
+            tier.unwrap(twin)
+        tier.wrap(twin)
+        twin(data()).sum().backward()
+        plain(data()).sum().backward()
+        for ours, theirs in zip(twin.parameters(), plain.parameters(), strict=True):
+            assert same_bits(ours.grad.clone(), theirs.grad)
+        model = tier.unwrap(twin)
+        pickle.dumps(model)
+    part = tier.wrap(copy.deepcopy(model[0]))
+    assert same_bits(part(data()), plain[0](data()))
+
+
+def test_a_wrapped_module_is_copied_as_its_class_says(tier: tiermem.TierManager) -> None:
+    class Stateful(nn.Linear):
+        def __getstate__(self) -> dict[str, Any]:
+            return {**vars(self), "copied": True}
+
+    model = tier.wrap(Stateful(WIDTH, WIDTH))
+    twin = copy.deepcopy(model)
+    assert twin.copied
+    assert same_bits(twin.weight, model.weight)
+    assert tier.wrap(twin) is twin
+
+
+@pytest.mark.parametrize("change", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_parametrizations_belong_before_wrap(
+    tier: tiermem.TierManager, model: nn.Sequential, plain: nn.Sequential, change: Any
+) -> None:
+    with pytest.raises(tiermem.ParameterError, match=r"weight_norm.*before tier\.wrap"):
+        change(model[1])
+    assert same_bits(model(data()), plain(data()))
+    tier.unwrap(model)
+    for each in (model, plain):
+        torch.manual_seed(0)
+        change(each[1])
+    tier.wrap(model)
+    for each in (model, plain):
+        each(data()).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert same_bits(ours.grad.clone(), theirs.grad)
