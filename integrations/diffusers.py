@@ -93,14 +93,17 @@ class PipelineTiers(TierManager):
 
         return call
 
-    def close(self) -> None:
-        """Makes the pipeline an ordinary one in host memory again, and gives everything back."""
+    def close(self, *, discard: bool = False) -> None:
+        """Makes the pipeline an ordinary one in host memory again, and gives everything back.
+
+        Args:
+            discard: Whether to drop the models' weights; see :meth:`tiermem.TierManager.close`.
+        """
+        super().close(discard=discard)  # or it says why not, and the pipeline stays as it is
+        self._here.clear()
         for name in self._patched:
             self.pipe.__dict__.pop(name, None)
         self._patched.clear()
-        if not self.closed:
-            self._unwrap()
-        super().close()
 
 
 def offload(

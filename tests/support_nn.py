@@ -20,6 +20,7 @@ Build = Callable[[], nn.Module]
 Settings = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 _TIERED_ONLY = ("overlap", "where")
 _ASKED = re.compile(r"\b(hbm|dram)= at least ([0-9.]+ ?[KMGT]?i?B?)")
+_ALONE = re.compile(r"forward alone would do with.*?\b(hbm|dram)=([0-9]+)")
 
 
 def seed(number: int) -> None:
@@ -80,8 +81,12 @@ def assert_same(first: Any, second: Any, what: str) -> None:
 
 
 def asked(error: tiermem.CapacityError) -> tuple[str, int]:
-    """Returns the tier and the least budget that a CapacityError names."""
-    match = _ASKED.search(str(error))
+    """Returns the tier and the least budget that a CapacityError names.
+
+    Where it names one for AdamW, as no optimizer is known yet, and one for forward alone, the
+    latter: for another optimizer the former may be more than the least.
+    """
+    match = _ALONE.search(str(error)) or _ASKED.search(str(error))
     assert match is not None, f"no least budget in: {error}"
     return match.group(1), parse_size(match.group(2).strip())
 

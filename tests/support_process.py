@@ -1,11 +1,13 @@
-"""What a test leaves behind in its process."""
+"""What a test leaves behind in its process, and children that it forks."""
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -36,3 +38,19 @@ def nothing_left_open() -> Iterator[None]:
         assert not set(threading.enumerate()) - threads
     finally:
         gc.unfreeze()
+
+
+def child(inside: Callable[[], object]) -> int:
+    """Forks a child that runs ``inside``; returns its exit status, 0 if nothing was raised."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)
+        code = 1
+        try:
+            inside()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

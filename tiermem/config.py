@@ -23,6 +23,8 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+_MOST = 2**80
+_DIGITS = len(str(_MOST))
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
 
 
@@ -42,19 +44,34 @@ def parse_size(value: int | str, name: str = "size") -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(f"{name} must be a number of bytes or text such as '7GiB', not {value!r}")
     if isinstance(value, int):
+        if value > _MOST:
+            raise _too_large(name, f"a number of {value.bit_length()} bits")
         if value < 0:
-            raise ConfigError(f"{name} must not be negative: {value}")
+            raise ConfigError(f"{name} must not be negative: {max(value, -_MOST)}")
         return value
     match = _SIZE.fullmatch(value)
     unit = _UNITS.get(match.group(2).lower()) if match else None
     if match is None or unit is None:
         raise ConfigError(
-            f"{name} is not a size: {value!r}; write bytes or a number with one of "
+            f"{name} is not a size: {_short(value)!r}; write bytes or a number with one of "
             "KB, MB, GB, TB, KiB, MiB, GiB, TiB"
         )
-    return (
-        int(float(match.group(1)) * unit) if "." in match.group(1) else int(match.group(1)) * unit
-    )
+    number = match.group(1)
+    if len(number.partition(".")[0].lstrip("0")) > _DIGITS:
+        raise _too_large(name, _short(value))  # Python reads no number of thousands of digits
+    size = int(float(number) * unit) if "." in number else int(number.lstrip("0") or "0") * unit
+    if size > _MOST:
+        raise _too_large(name, _short(value))
+    return size
+
+
+def _short(text: str) -> str:
+    """Returns what a message can hold of a text."""
+    return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"
+
+
+def _too_large(name: str, value: str) -> ConfigError:
+    return ConfigError(f"{name} is more than any machine has: {value}; at most {_MOST} bytes")
 
 
 def format_size(nbytes: int | float) -> str:

@@ -23,7 +23,23 @@ class CapacityError(TierError, MemoryError):
 
     The message names the block, its size, the tier and the least budget that
     would do.
+
+    Attributes:
+        what: What does not fit.
+        hint: What else may be done, to be added to the budgets that would do.
     """
+
+    def __init__(self, what: str, advice: str = "", hint: str = "") -> None:
+        """Says what does not fit, and what to do.
+
+        Args:
+            what: What does not fit.
+            advice: The least budget that would do, if it is known.
+            hint: What else may be done; begins with a comma, or is empty.
+        """
+        super().__init__(f"{what}; {advice}{hint}" if advice else what)
+        self.what = what
+        self.hint = hint
 
 
 class WrapError(TierError, TypeError):

@@ -15,6 +15,7 @@ from torch import nn
 
 from tiermem.config import Home, Policy, Settings, parse_size
 from tiermem.errors import ConfigError, WrapError
+from tiermem.nn.giveback import Leaving, finish, give_back, prepare, say_beside
 from tiermem.nn.inspect import check_module
 from tiermem.nn.materialize import Target, materialize
 from tiermem.nn.runtime import ModuleRuntime
@@ -34,8 +35,10 @@ PathLike = str | os.PathLike[str]
 class TierManager:
     """Three tiers of memory, and the models that live in them.
 
-    Use it as a context manager, or call :meth:`close`; either gives memory and
-    disk space back. Nothing is left behind even if the process is killed.
+    Use it as a context manager, or call :meth:`close`; either gives the models back as ordinary
+    ones, and memory and disk space. Without either, the tiers are there as long as anybody has the
+    manager, a model wrapped in it, or an optimizer over one. Nothing is left behind even if the
+    process is killed.
     """
 
     def __init__(
@@ -101,7 +104,9 @@ class TierManager:
         self._wrapped: dict[int, WrappedModel] = {}
         self._wraps = 0
         self._optimizers = 0
-        self._finalizer = weakref.finalize(self, self._manager.close)
+        self._leaving: list[Leaving] = []
+        # at the end of the interpreter; weakly, since the blocks lead back here while models live
+        weakref.finalize(self, _close, weakref.ref(self._manager))
 
     # -- models ----------------------------------------------------------
 
@@ -129,6 +134,7 @@ class TierManager:
         check_module(model, id(self._manager))
         self._runtime.activations.check()
         self._wrapped[id(model)] = WrappedModel(model, self._runtime, blocks, self._wraps, homes)
+        self._runtime.owner = self  # who has the model has the tiers
         self._wraps += 1
         return model
 
@@ -146,8 +152,8 @@ class TierManager:
         wrapped = self._wrapped.get(id(model))
         if wrapped is None:
             raise WrapError("this module is not wrapped here; unwrap takes what wrap returned")
-        wrapped.give_back(None if device is None else torch.device(device))
-        del self._wrapped[id(model)]
+        give_back(wrapped, None if device is None else torch.device(device))
+        self._forget(id(model))
         return model
 
     def optimizer(
@@ -159,6 +165,7 @@ class TierManager:
         grad_dtype: torch.dtype | None = None,
         overlap: Overlap = False,
         where: Where = "device",
+        host_share: float | None = None,
         **settings: Any,
     ) -> TieredOptimizer:
         """Makes an optimizer whose state lives in the tiers.
@@ -192,6 +199,8 @@ class TierManager:
                 are stepped there by torch's CPU kernels, which round differently; the others on
                 the device. ``"both"``: a share of them, by measured
                 speed, so that both sides finish together.
+            host_share: With ``where="both"``: the share of the elements that the host steps, 0 to
+                1, met as closely as whole blocks allow; by default the one that is measured.
             **settings: The class's own settings.
 
         Returns:
@@ -213,6 +222,7 @@ class TierManager:
             grad_dtype=grad_dtype,
             overlap=overlap,
             where=where,
+            host_share=host_share,
             **settings,
         )
 
@@ -257,9 +267,47 @@ class TierManager:
 
     # -- the end ---------------------------------------------------------
 
-    def close(self) -> None:
-        """Gives everything back. Wrapped models can no longer be used; unwrap those to keep."""
+    def close(self, *, discard: bool = False) -> None:
+        """Gives wrapped models back as ordinary ones in host memory, and gives all room back.
+
+        Parameters, buffers and gradients are as :meth:`unwrap` leaves them; steps that an optimizer
+        put off are made first, and blocks that were stepped inside a backward
+        (``overlap="backward"``) are given back as stepped, whether or not ``optimizer.step()`` was
+        called. The optimizers' state is dropped: take ``optimizer.state_dict()`` before. Leaving
+        the ``with`` block calls this.
+
+        Args:
+            discard: Whether to drop the models' tensors rather than to give them back; such a model
+                can no longer be used.
+
+        Raises:
+            CapacityError: If host memory has no room for the models: nothing is changed, and the
+                manager stays open, so that they can be saved.
+            StorageError: If blocks cannot be read back: the models that have none of these are
+                given back, and the manager stays open for the others.
+            StepError: If a step that was put off fails; nothing is changed.
+            WrapError: If a model is being called just now; nothing is changed.
+        """
+        if not discard and not self._manager.closed:
+            for watcher in self._runtime.backwards:
+                watcher.settle()
+            try:
+                self._leaving = prepare(self._wrapped.values())
+            finally:
+                for key in [k for k, w in self._wrapped.items() if w.given_back]:
+                    self._forget(key)
+        if self._leaving and not discard:
+            finish(self._manager, self._leaving)
         self._manager.close()
+        self._leaving = []
+        self._wrapped.clear()
+        self._runtime.owner = None
+
+    def _forget(self, key: int) -> None:
+        """Forgets a model that has left."""
+        del self._wrapped[key]
+        if not self._wrapped:
+            self._runtime.owner = None
 
     @property
     def closed(self) -> bool:
@@ -276,12 +324,28 @@ class TierManager:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except BaseException as second:
+            say_beside(error, second)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_manager"):
+            self._manager.close()  # nobody has a model of it any more
 
     def __repr__(self) -> str:
         settings = self._manager.settings
         state = "closed" if self.closed else f"{len(self._manager.table)} blocks"
         return f"TierManager({settings.device}, hbm={settings.hbm}, dram={settings.dram}, {state})"
+
+
+def _close(manager: weakref.ref[BlockManager]) -> None:
+    found = manager()
+    if found is not None:
+        found.close()
 
 
 def _device(device: str | torch.device) -> torch.device:
@@ -305,12 +369,18 @@ def _device(device: str | torch.device) -> torch.device:
 def _folders(nvme: PathLike | Sequence[PathLike] | None) -> tuple[str, ...]:
     if nvme is None:
         return ()
-    if isinstance(nvme, str | os.PathLike):
-        return (os.fspath(nvme),)
     try:
-        return tuple(os.fspath(path) for path in nvme)
+        several = [nvme] if isinstance(nvme, str | os.PathLike) else list(nvme)
+        paths = tuple(os.fspath(path) for path in several)
     except TypeError as error:
         raise ConfigError(f"nvme must be a folder or several, not {nvme!r}") from error
+    for path in paths:
+        if not isinstance(path, str) or not path:
+            raise ConfigError(
+                f"nvme={nvme!r} names no folder: write its path (the current folder is '.'), or "
+                "leave nvme out for two tiers only"
+            )
+    return paths
 
 
 def _depth(depth: int | Literal["auto"]) -> int | Literal["auto"]:

@@ -1,4 +1,4 @@
-"""Forked children: they use nothing of their parent's tiers, keep nothing of it, and harm nothing."""
+"""Forked children: of their parent's tiers they use nothing, keep nothing and harm nothing."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from support_process import child
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -36,24 +37,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
         model(torch.randn(8, WIDTH)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def child(inside: Callable[[], object]) -> int:
-    """Forks a child that runs ``inside``; returns its exit status, 0 if nothing was raised."""
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(60)
-        code = 1
-        try:
-            inside()
-            code = 0
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @contextmanager
@@ -203,9 +186,13 @@ def test_what_a_user_keeps_of_a_weight_is_right_in_a_child() -> None:
         kept = model[2].weight.detach()
         values = kept.clone()
         assert kept.data_ptr() != values.data_ptr()
-        assert child(lambda: torch.testing.assert_close(kept, values, rtol=0, atol=0)) == 0
+
+        def inside(kept: torch.Tensor = kept) -> None:
+            assert torch.equal(kept, values)
+
+        assert child(inside) == 0
         assert torch.equal(kept, values)
-        del kept
+        del kept, inside
         train(model, optimizer, 1)
         assert child(lambda: None) == 0
 

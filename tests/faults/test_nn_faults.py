@@ -15,6 +15,7 @@ from support_nn import assert_same, check_table, same_bits, seed
 from torch import nn
 
 import tiermem
+from tiermem.config import parse_size
 from tiermem.core.residency import State
 from tiermem.io.engine import IoOp, IoRequest
 from tiermem.testing.io import Fault, ScriptedEngine
@@ -258,12 +259,61 @@ def test_wrap_that_fails_leaves_the_model_as_it_was(disk: Disk, tmp_path: Path) 
 # -- bad input -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [-1, "-3GiB", "7 parsecs", "", 1.5, None.__class__, True, "GiB"])
+def repr_of(value: object) -> str:
+    """Names a case; Python writes no number of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 100:
+        return f"{'-' if value < 0 else ''}{value.bit_length()} bits"
+    return repr(value)[:20]
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        *(-1, "-3GiB", "7 parsecs", "", 1.5, None.__class__, True, "GiB"),
+        *(
+            "9" * 5000,
+            "1" + "0" * 400 + ".5GiB",
+            "x" * 5000,
+            10**5000,
+            -(10**5000),
+            2**100,
+            "9" * 30 + "TiB",
+        ),
+    ],
+    ids=repr_of,
+)
 @pytest.mark.parametrize("which", ["hbm", "dram", "nvme_bytes"])
 def test_sizes_that_cannot_be_read(which: str, size: Any, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"hbm": "1MiB", "dram": "1MiB", "nvme": tmp_path, which: size}
-    with pytest.raises(tiermem.ConfigError, match=which):
+    with pytest.raises(tiermem.ConfigError, match=which) as error:
         tiermem.TierManager(device="cpu", **settings)
+    assert len(str(error.value)) < 300
+
+
+def test_sizes_with_leading_zeros() -> None:
+    assert parse_size("0" * 5000 + "7KiB") == 7 << 10
+    assert parse_size("0") == parse_size("000.0GiB") == 0
+
+
+@pytest.mark.parametrize("nvme", ["", ["", "/tmp"], b"/tmp", [b"/tmp"], 5, [5]])
+def test_what_names_no_folder(nvme: Any) -> None:
+    """An empty path meant the current folder."""
+    with pytest.raises(tiermem.ConfigError, match="nvme"):
+        tiermem.TierManager(device="cpu", hbm="1MiB", dram="1MiB", nvme=nvme)
+
+
+def test_paths_that_the_system_does_not_look_at(tmp_path: Path) -> None:
+    circle = tmp_path / "circle"
+    circle.symlink_to(circle)
+    for path, words in (
+        ("x" * 300, "too long.*shorter"),
+        ("/".join(["x" * 200] * 30), "too long.*shorter"),
+        ("a\0b", "null byte.*another"),
+        (circle, "symbolic links.*another"),
+    ):
+        with pytest.raises(tiermem.ConfigError, match=words) as error:
+            tiermem.TierManager(device="cpu", hbm="1MiB", dram="1MiB", nvme=path)
+        assert len(str(error.value)) < 600
 
 
 def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
@@ -396,7 +446,7 @@ def test_use_after_close() -> None:
     model = tier.wrap(net())
     optimizer = tier.optimizer(model, torch.optim.Adam)
     loss = model(data(1)).sum()
-    tier.close()
+    tier.close(discard=True)
     tier.close()
     acts: list[Callable[[], Any]] = [
         lambda: model(data(1)),
@@ -417,3 +467,31 @@ def test_use_after_close() -> None:
             pytest.fail(f"number {number} went through")
     assert tier.closed and "closed" in repr(tier)
     assert tier.stats().hits >= 0
+
+
+@pytest.mark.parametrize("fault", [Fault(errno=errno.EIO), Fault(flip_bit=77)])
+def test_a_block_that_the_disk_lost_is_given_again_by_load_state_dict(
+    disk: Disk, tmp_path: Path, fault: Fault
+) -> None:
+    """Writing the whole of it needs nothing of what was there."""
+    with tiermem.TierManager("cpu", "16KiB", "8MiB", tmp_path, policy="nvme") as tier:
+        model = tier.wrap(net())
+        saved = model.state_dict()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1.0)
+        disk.arm(IoOp.READ, fault, 0, lasting=True)
+        with pytest.raises(tiermem.StorageError):
+            model(data(1))
+        lost = {name: value.clone() for name, value in saved.items() if not name.startswith("0.")}
+        with pytest.raises(tiermem.StorageError):
+            model.load_state_dict(lost, strict=False)  # that block is not given as a whole
+        model.load_state_dict(saved)
+        disk.heal()
+        plain = net()
+        plain.load_state_dict(saved)
+        assert_same(plain.state_dict(), model.state_dict(), "given again")
+        x = data(1)
+        assert same_bits(plain(x), model(x))
+        with pytest.raises(tiermem.CheckpointError):
+            model.load_state_dict({**saved, "0.0.weight": torch.zeros(3)})

@@ -307,6 +307,40 @@ def test_host_time(tmp_path) -> None:
     assert {"Uses.take", "Traffic.fill", "HostCopyEngine.up"} <= parts
 
 
+_ZERO = (
+    "--device cpu --shape tiny --tokens 32 --chunks 2 --repeats 1 --steps 1 --warm 2 "
+    "--what tiermem plain --out out.json"
+)
+
+
+@needs_transformers
+@pytest.mark.parametrize("more", ["--hbm 1MiB", "--nvme ."])
+def test_zero_infinity(tmp_path, more: str) -> None:
+    found = run("bench_zero_infinity.py", tmp_path, *_ZERO.split(), *more.split())
+    rows = check_rows(found, "32 tokens s", "host RSS GB", "32 tokens, times as fast as plain")
+    assert [row["kind"] for row in rows] == ["tiermem", "plain"]
+    assert rows[0]["losses equal plain's"] is True
+    assert rows[0]["peak nvme GB"] > 0 if "nvme" in more else rows[0]["peak nvme GB"] == 0
+
+
+@needs_transformers
+def test_zero_infinity_with_a_file(tmp_path) -> None:
+    """A project's file, its own "auto" filled; DeepSpeed says that it is not installed."""
+    below = {"device": "cpu", "pin_memory": True}
+    file = {
+        "bf16": {"enabled": True},
+        "gradient_clipping": 0.5,
+        "train_batch_size": "auto",
+        "zero_optimization": {"stage": 3, "offload_param": below, "offload_optimizer": below},
+    }
+    (tmp_path / "zero3.json").write_text(json.dumps(file))
+    line = f"{_ZERO} --config zero3.json --hbm 1MiB".replace("plain", "plain deepspeed")
+    rows = run("bench_zero_infinity.py", tmp_path, *line.split())["rows"]
+    assert rows[0]["losses equal plain's"] is True
+    if find_spec("deepspeed") is None:
+        assert "deepspeed" in rows[2]["failed"]
+
+
 @needs_transformers
 def test_run_gpu(tmp_path) -> None:
     line = "--small --only host links --folder . --results found --name x"

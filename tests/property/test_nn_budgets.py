@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -96,6 +97,68 @@ def test_the_least_budget_works(
     ):
         stuck = smaller.wrap(build(), BLOCKS[blocks])
         smaller.optimizer(stuck, optimizer[0], **optimizer[1])
+
+
+HOMES = st.sampled_from(["hbm", "dram", "nvme", "auto"])
+
+
+@settings(max_examples=12 if settings.default.max_examples <= 100 else 300, deadline=None)
+@given(
+    width=st.integers(1, 60),
+    layers=st.lists(st.tuples(st.integers(1, 80), st.booleans()), min_size=1, max_size=3),
+    blocks=st.sampled_from(sorted(BLOCKS)),
+    homes=st.fixed_dictionaries({"params": HOMES, "grads": HOMES, "optimizer": HOMES}),
+    hbm=st.sampled_from([4096, 1 << 16, 1 << 24]),
+    dram=st.sampled_from([1 << 19, 1 << 24]),
+    tight=st.booleans(),
+)
+def test_one_retry_does_and_hardly_less_would(
+    width: int,
+    layers: list[tuple[int, bool]],
+    blocks: str,
+    homes: Any,
+    hbm: int,
+    dram: int,
+    tight: bool,
+) -> None:
+    """What a refused AdamW program is told works at once; an eighth less of HBM does not."""
+
+    def run(budgets: dict[str, int]) -> nn.Module:
+        seed(5)
+        model = Net(width, layers)
+        tier = tiermem.TierManager("cpu", nvme=gettempdir(), policy=homes, **budgets)
+        try:
+            tier.wrap(model, BLOCKS[blocks])
+            train(model, tier.optimizer(model, torch.optim.AdamW, lr=0.01))
+            tier.close()
+        finally:
+            tier.close(discard=True)
+        return model
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        for number in range(2):
+            seed(number)
+            model(torch.randint(0, 50, (2, 3))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    budgets = {"hbm": hbm, "dram": dram, "nvme_bytes": 4096 if tight else 1 << 26}
+    asked: dict[str, int] = {}
+    try:
+        model = run(budgets)
+    except tiermem.CapacityError as error:
+        found = re.findall(r"\b(hbm|dram|nvme_bytes)= at least (\d+)", str(error))
+        asked = {name: int(nbytes) for name, nbytes in found}
+        assert asked, str(error)
+        model = run({**budgets, **asked})
+    seed(5)
+    plain = Net(width, layers)
+    train(plain, torch.optim.AdamW(plain.parameters(), lr=0.01))
+    assert_same(dict(plain.state_dict()), dict(model.state_dict()), "state")
+    less = asked.get("hbm", 0) * 7 // 8 // 4096 * 4096
+    if less > hbm:
+        with pytest.raises(tiermem.CapacityError):
+            run({**budgets, **asked, "hbm": less})
 
 
 def test_the_least_dram_works() -> None:

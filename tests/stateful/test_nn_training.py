@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from hypothesis.stateful import (
 from support_classes import Counting, CountingInPlace, Noisy
 from support_coded import CodedMomentum
 from support_nn import asked, assert_same, check_table, same_bits, seed
+from support_process import child
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -161,22 +163,28 @@ class Training(RuleBasedStateMachine):
         trained = [p for p in self.plain.parameters() if p.requires_grad]
         self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.folder = tempfile.mkdtemp() if disk else None
-        homes = homes if disk else ["dram", "auto", "auto"]
+        self.model = copy.deepcopy(self.plain)
+        self.entered = False
+        self.has_forked = False
+        self.trains = optimizer if trained else None
+        self._open(homes, spare, depth)
+        self.plain_optimizer = optimizer[0](trained, **optimizer[1]) if trained else None
+
+    def _open(self, homes: Any, spare: int, depth: Any) -> None:
+        """Wraps the model in a manager with little more HBM than the least."""
+        homes = homes if self.folder else ["dram", "auto", "auto"]
         policy = dict(zip(("params", "grads", "optimizer"), homes, strict=True))
-        hbm = 4096
+        hbm, self.optimizer = 4096, None
         while True:
             self.tier = tiermem.TierManager(
                 device="cpu", hbm=hbm, dram=3 << 19, nvme=self.folder, policy=policy,
                 prefetch_depth=depth,
             )  # fmt: skip
-            self.model = copy.deepcopy(self.plain)
             try:
                 self.tier.wrap(self.model)
-                self.optimizer = (
-                    self.tier.optimizer(self.model, optimizer[0], **optimizer[1])
-                    if trained
-                    else None
-                )
+                if self.trains is not None:
+                    cls, options = self.trains
+                    self.optimizer = self.tier.optimizer(self.model, cls, **options)
             except tiermem.CapacityError as error:
                 self.tier.close()
                 hbm = asked(error)[1]
@@ -185,7 +193,6 @@ class Training(RuleBasedStateMachine):
                 break
             self.tier.close()
             hbm, spare = hbm + spare, 0
-        self.plain_optimizer = optimizer[0](trained, **optimizer[1]) if trained else None
 
     def _both(self, use: Any, start: int = 0) -> Any:
         results = []
@@ -319,6 +326,33 @@ class Training(RuleBasedStateMachine):
             self.plain_optimizer.load_state_dict(states[1])
             self.optimizer.load_state_dict(states[0])
 
+    @precondition(lambda self: not self.has_forked)
+    @rule(how=st.sampled_from(["touched", "run", "backward", "forgotten"]))
+    def in_a_forked_child(self, how: str) -> None:
+        """There everything is refused, nothing crashes, and the parent goes on."""
+        self.has_forked = True  # once is enough: a fork takes longer than all the rest
+        assert child(lambda: self._inside(how)) == 0
+
+    def _inside(self, how: str) -> None:
+        uses: list[Any] = []
+        if how == "touched":
+            uses = [param.sum for param in self.model.parameters()]
+            uses += [self.model.state_dict, self.optimizer and self.optimizer.step]
+        elif how == "run":
+            uses = [lambda: self.model(torch.randn(3, WIDTH))]
+        elif how == "backward":
+            uses = [output.sum().backward for _, output in self.pending]
+        elif how == "forgotten":
+            self.pending.clear()
+            del self.tier, self.model, self.optimizer
+        for use in filter(None, uses):
+            try:
+                use()
+            except tiermem.ClosedError as error:
+                assert "forked child" in str(error)
+            else:
+                raise AssertionError(f"{use} was not refused")
+
     @rule()
     def copied(self) -> None:
         twin = copy.deepcopy(self.model)
@@ -331,6 +365,36 @@ class Training(RuleBasedStateMachine):
         self.tier.unwrap(self.model)
         self._agree()
         self.tier.wrap(self.model)
+
+    @precondition(lambda self: not self.entered)  # it takes as long as many others
+    @rule(
+        how=st.sampled_from(["close", "with", "error", "unwrap"]),
+        homes=st.lists(st.sampled_from(["hbm", "dram", "nvme", "auto"]), min_size=3, max_size=3),
+        spare=st.sampled_from([0, 4096, 1 << 16]),
+        depth=st.sampled_from(["auto", 0, 1]),
+    )
+    def left_and_entered_again(self, how: str, homes: Any, spare: int, depth: Any) -> None:
+        """The model leaves one manager, is an ordinary one, and goes on in the next."""
+        self.pending.clear()
+        self.entered = True
+        state = None if self.optimizer is None else self.optimizer.state_dict()
+        if how == "error":
+            with suppress(Stop), self.tier:
+                raise Stop
+        elif how == "with":
+            with self.tier:
+                pass
+        else:
+            if how == "unwrap":
+                self.tier.unwrap(self.model)
+            self.tier.close()
+        assert self.tier.closed
+        kinds = {type(t) for t in (*self.model.parameters(), *self.model.buffers())}
+        assert kinds <= {nn.Parameter, torch.Tensor}, kinds
+        self._agree()
+        self._open(homes, spare, depth)
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state)
 
     @invariant()
     def agree(self) -> None:

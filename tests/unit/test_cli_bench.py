@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from tiermem import cli
 from tiermem.cli import disks, measured
-from tiermem.cli.measured import Measurement, picture, rounds
+from tiermem.cli.measured import Measurement, _draw_disks, picture, rounds
 from tiermem.runtime import profile
 
 MEMORY = ["bench", "--nvme", "none", "--size", "1MiB", "--repeat", "1", "--device", "cpu"]
@@ -87,6 +88,26 @@ def test_picture(tmp_path, capsys) -> None:
     assert path.read_bytes().startswith(PNG)
     assert cli.main([*MEMORY, "--picture", str(tmp_path / "no" / "links.png")]) == 2
     assert "--picture" in capsys.readouterr().err
+
+
+def test_lines_of_a_disk_can_be_told_apart() -> None:
+    rows = [
+        Measurement("nvme->dram", how, 1 << 20, 1e9, 1e9, 1e9, chunk=chunk << 20, depth=depth)
+        for how in ("mover, uring", "raw")
+        for chunk in (1, 4, 8)
+        for depth in (1, 8)
+    ]
+    axis = Figure().subplots()
+    _draw_disks(axis, rows)
+    looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in axis.lines]
+    assert len(set(looks)) == 6
+    of_one_kind = [
+        look
+        for look, line in zip(looks, axis.lines, strict=True)
+        if line.get_label().startswith("mover")
+    ]
+    assert len({color for color, _, _ in of_one_kind}) == 3
+    assert len({marker for _, marker, _ in of_one_kind}) == 3
 
 
 def test_picture_without_anything(tmp_path) -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tiermem.cli.options import parse_bytes, parse_count, parse_depth, parse_policy, pick_device
+from tiermem.cli.options import (
+    parse_bytes,
+    parse_count,
+    parse_depth,
+    parse_policy,
+    pick_device,
+    with_options,
+)
 from tiermem.config import Policy
 from tiermem.errors import ConfigError
 
@@ -62,3 +69,10 @@ def test_cuda_that_is_not_there(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="no CUDA device"):
         pick_device("cuda")
+
+
+def test_errors_name_options() -> None:
+    message = "give hbm= at least 4096 and nvme_bytes= at least 9, or nvme=folder (alone hbm=12)"
+    assert with_options(message) == (
+        "give --hbm at least 4096 and --nvme-bytes at least 9, or --nvme folder (alone --hbm 12)"
+    )

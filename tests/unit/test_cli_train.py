@@ -21,6 +21,8 @@ from torch import nn
 import tiermem
 from tiermem import cli
 from tiermem.cli.display import LiveDisplay, PlainDisplay, new_display
+from tiermem.cli.report import caption, write_pictures
+from tiermem.cli.training import Progress
 from tiermem.runtime.stats import LinkStats, ResidencyRow, Stats
 from tiermem.runtime.timeline import Timeline
 
@@ -165,6 +167,94 @@ def test_ctrl_c_closes_the_tiers(fake, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(fake, "stats", interrupt)
     assert _train(tmp_path) == 130
     assert fake.closed and "interrupted" in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_the_report_of_what_was_done(fake, tmp_path, monkeypatch, capsys) -> None:
+    stats, calls = fake.stats, []
+
+    def interrupt(self: FakeManager) -> Stats:
+        calls.append(1)
+        if len(calls) == 3:  # as the third step is shown
+            raise KeyboardInterrupt
+        return stats(self)
+
+    monkeypatch.setattr(fake, "stats", interrupt)
+    assert _train(tmp_path, "--json") == 130
+    out, err = capsys.readouterr()
+    assert err.strip().endswith("interrupted")
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report == json.loads(out)
+    assert report["interrupted"] is True and report["equal"] is None
+    assert len(report["tiered"]["losses"]) == 3 and report["resident"] is None
+    tokens = 3 * 2 * 8
+    speed, seconds = report["tiered"]["tokens_per_second"], report["tiered"]["seconds"]
+    assert speed == pytest.approx(tokens / seconds)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "timeline.png",
+        "trace.json",
+        "report.json",
+    }
+
+
+def test_ctrl_c_in_the_resident_run_keeps_the_tiered_one(
+    fake, tmp_path, monkeypatch, capsys
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tiermem.cli.training.run_resident", interrupt)
+    assert _train(tmp_path) == 130
+    assert "interrupted" in capsys.readouterr().err
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["interrupted"] is True and report["resident"] is None
+    assert len(report["tiered"]["losses"]) == 4
+
+
+def test_json_is_all_that_is_printed(fake, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(fake, "falsify", 1e-3)
+    assert _train(tmp_path, "--json") == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["equal"] is False and "head.weight differs" in report["difference"]
+    assert report["tiered"]["seconds"] + report["resident"]["seconds"] < report["seconds"]
+
+
+def test_the_time_is_that_of_the_steps_and_of_the_whole(fake, tmp_path, capsys) -> None:
+    assert _train(tmp_path, "--no-compare") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert f"s in all, {report['tiered']['seconds']:.1f} s of them in the tiered run's steps" in out
+    assert 0 < report["tiered"]["seconds"] < report["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "whole", "last", "text"),
+    [
+        (1, 1, 0, "1 step"),
+        (2, 2, 1, "2 steps; below, the last one"),
+        (80, 80, 2, "80 steps; below, the last 2"),
+        (80, 7, 2, "the last 7 of 80 steps; below, the last 2"),
+        (0, 0, 0, "0 steps"),
+    ],
+)
+def test_captions_count_the_steps_they_show(steps: int, whole: int, last: int, text: str) -> None:
+    assert caption(steps, whole, last) == text
+
+
+def test_the_pictures_panels_are_the_steps_of_its_caption(tmp_path, monkeypatch) -> None:
+    shown: dict[str, Any] = {}
+    monkeypatch.setattr(Timeline, "picture", lambda self, path, **how: shown.update(how))
+    timeline = Timeline(limit=2)
+    second = 10**9
+    progress = Progress([1.0] * 4, [second * at for at in (5, 10, 15, 20, 25)], second * 25)
+    timeline.add("compute", "layer", 7 * second, 9 * second)  # of the first step, half is gone
+    timeline.add("compute", "layer", 20 * second, 26 * second)
+    write_pictures(tmp_path, timeline, 3, progress)
+    assert shown["title"] == "3 layers, the last 3 of 4 steps; below, the last 2"
+    assert shown["last_seconds"] == 26 - 15
+    timeline = Timeline()
+    timeline.add("compute", "layer", 6 * second, 26 * second)  # after data and zero_grad
+    write_pictures(tmp_path, timeline, 3, progress)
+    assert shown["title"] == "3 layers, 4 steps; below, the last 2"
 
 
 def test_out_must_be_a_folder(fake, tmp_path, capsys) -> None:

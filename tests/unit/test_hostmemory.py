@@ -53,9 +53,7 @@ def v1(limit: int, used: int, cache: int = 0) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("groups", "mounts", "files", "expected"),
     [
-        pytest.param(
-            "0::/a/b\n", V2, {"a__b": v2(str(900 * MIB), 100 * MIB)}, 800 * MIB, id="v2"
-        ),
+        pytest.param("0::/a/b\n", V2, {"a__b": v2(str(900 * MIB), 100 * MIB)}, 800 * MIB, id="v2"),
         pytest.param(
             "0::/a/b\n",
             V2,

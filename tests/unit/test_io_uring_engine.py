@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from support_process import nothing_left_open, open_files
 
-from tiermem.io import IoOp, IoRequest, UringEngine, uring
+from tiermem.io import IoOp, IoRequest, UringEngine, ring, uring
 from tiermem.io.engine import MAX_STALLS, Progress
 from tiermem.io.probe import probe_uring
 from tiermem.testing.io import Memory
@@ -30,7 +30,7 @@ def file() -> Iterator[int]:
 
 def test_older_kernels_get_fewer_flags(monkeypatch: pytest.MonkeyPatch, file: int) -> None:
     unknown = 1 << 30
-    monkeypatch.setattr(uring, "FLAG_CHOICES", (unknown, 0))
+    monkeypatch.setattr(ring, "FLAG_CHOICES", (unknown, 0))
     engine = UringEngine()
     engine.open([file], [])
     assert engine.flags == 0
@@ -162,7 +162,7 @@ def test_a_dropped_engine_gives_its_ring_back(file: int) -> None:
 
 
 def test_a_missing_function_is_an_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(uring._QUICK, "io_uring_gone_tomorrow", (None, (ctypes.c_int,)))
+    monkeypatch.setitem(ring._QUICK, "io_uring_gone_tomorrow", (None, (ctypes.c_int,)))
     with pytest.raises(ImportError, match="io_uring_gone_tomorrow"):
         uring.load_library()
 

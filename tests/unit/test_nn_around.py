@@ -129,6 +129,34 @@ def test_what_cannot_be_followed_is_refused_before_backward(tier: tiermem.TierMa
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_model_that_is_only_called_inside_is_no_part_of_it(tier: tiermem.TierManager) -> None:
+    class Student(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + teacher[0](x)
+
+    teacher = [tier.wrap(nn.Linear(replicas.WIDTH, replicas.WIDTH))]  # a list: no child
+    around = DistributedDataParallel(
+        Student(replicas.WIDTH, replicas.WIDTH), gradient_as_bucket_view=True
+    )
+    around(torch.ones(2, replicas.WIDTH)).sum().backward()
+    assert same_bits(teacher[0].bias.grad.clone(), torch.full((replicas.WIDTH,), 2.0))
+    assert not tier._runtime.reduced.active
+
+
+@pytest.mark.usefixtures("alone")
+def test_around_a_part_of_a_wrapped_model() -> None:
+    x = torch.linspace(-1, 1, 2 * replicas.WIDTH).reshape(2, replicas.WIDTH)
+    seed(3)
+    plain = replicas.Net()
+    with tiermem.TierManager("cpu", hbm="256KiB", dram="4MiB") as tier:
+        seed(3)
+        model = tier.wrap(replicas.Net())
+        for each in (plain, model):
+            DistributedDataParallel(each.extra)(x).square().sum().backward()
+        assert same_bits(model.extra.weight.grad.clone(), plain.extra.weight.grad)
+
+
+@pytest.mark.usefixtures("alone")
 def test_sums_in_another_dtype_are_refused_where_they_would_be_cut() -> None:
     x = torch.ones(2, replicas.WIDTH, dtype=torch.bfloat16)
     with tiermem.TierManager("cpu", hbm="256KiB", dram="4MiB") as tier:

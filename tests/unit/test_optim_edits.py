@@ -12,7 +12,7 @@ import torch
 from support_nn import Tiers
 from support_optim import Net, Twins
 
-from tiermem.optim import parted
+from tiermem.core import parts
 from tiermem.optim.parted import PartedUnit
 
 LARGE = "layers.2.up.weight"
@@ -50,9 +50,9 @@ EDITS: dict[str, Edit] = {
 def in_parts(request: pytest.FixtureRequest) -> Iterator[bool]:
     with pytest.MonkeyPatch.context() as patch:
         if request.param:
-            patch.setattr(parted, "_ALIGNED", 64)
-            patch.setattr(parted, "_LEAST", 0)
-            patch.setattr(parted, "_MOST", 0.0)
+            patch.setattr(parts, "_ALIGNED", 64)
+            patch.setattr(parts, "_LEAST", 0)
+            patch.setattr(parts, "_MOST", 0.0)
         yield request.param
 
 

@@ -16,6 +16,7 @@ from support_optim import Layer, Twins, one_group, two_groups
 from torch import nn
 
 import tiermem
+from tiermem.core import parts
 from tiermem.optim import parted
 from tiermem.optim.parted import ELEMENTWISE, PartedUnit, parts_of
 
@@ -52,9 +53,9 @@ class Wide(nn.Module):
 @pytest.fixture(autouse=True)
 def small_parts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parted, "_ALIGNED", 64)
-        patch.setattr(parted, "_LEAST", 0)
-        patch.setattr(parted, "_MOST", 0.125)
+        patch.setattr(parts, "_ALIGNED", 64)
+        patch.setattr(parts, "_LEAST", 0)
+        patch.setattr(parts, "_MOST", 0.125)
         yield
 
 

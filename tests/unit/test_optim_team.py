@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from tiermem.errors import CapacityError
 from tiermem.optim.team import as_team, team, team_size
 
 
@@ -15,6 +16,15 @@ from tiermem.optim.team import as_team, team, team_size
 )
 def test_a_quarter_of_the_threads_is_left_to_others(threads: int, size: int) -> None:
     assert team_size(threads) == size
+
+
+def test_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(CapacityError, match="where='device'"):
+        team("test-team")
 
 
 @pytest.fixture

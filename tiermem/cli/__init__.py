@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options or a machine that cannot do what was asked, 130 after Ctrl-C.
     """
     from tiermem import TierError, __version__
-    from tiermem.cli.options import Parser
+    from tiermem.cli.options import Parser, with_options
 
     parser = Parser(
         prog="tiermem",
@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(modules[arguments.command].run(arguments))
     except TierError as error:
-        print(f"tiermem {arguments.command}: error: {error}", file=sys.stderr)
+        text = with_options(str(error))
+        print(f"tiermem {arguments.command}: error: {text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"\ntiermem {arguments.command}: interrupted", file=sys.stderr)

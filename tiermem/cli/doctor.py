@@ -63,6 +63,15 @@ def examine(paths: list[str]) -> dict[str, Any]:
     }
 
 
+def _space(path: dict[str, Any]) -> str:
+    """Returns what becomes of reserved space, as part of a sentence."""
+    if path["file_system"] in ("tmpfs", "ramfs"):
+        return "in host memory, on top of dram="
+    if path["promises"]:
+        return "reserved space is kept (unless the disk is thin-provisioned)"
+    return "reserved space may be gone when it is written"
+
+
 def _print(facts: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -81,7 +90,7 @@ def _print(facts: dict[str, Any]) -> None:
     for path in facts["paths"]:
         if path["usable"]:
             how = "O_DIRECT works" if path["direct"] else f"through the page cache: {path['note']}"
-            text = f"{path['file_system']}, {format_size(path['free'])} free, {how}"
+            text = f"{path['file_system']}, {format_size(path['free'])} free, {how}, {_space(path)}"
         else:
             text = f"cannot be used: {path['note']}"
         table.add_row(f"nvme {path['path']}", text)

@@ -17,6 +17,8 @@ from tiermem.errors import TierError
 from tiermem.storage import nameless
 
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+_PROMISING = ("ext3", "ext4", "xfs", "tmpfs")
+"""File systems that write in place, into the space that a file was given."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class PathFacts:
         usable: Whether a swap file can be made there.
         direct: Whether it goes past the page cache (O_DIRECT).
         note: What stands in the way, or ``""``.
+        promises: Whether space that was reserved there stays reserved. Never so on a
+            thin-provisioned disk, which the file system does not know of.
     """
 
     path: str
@@ -38,6 +42,7 @@ class PathFacts:
     usable: bool
     direct: bool
     note: str
+    promises: bool = False
 
 
 def file_system_of(path: str | os.PathLike[str]) -> str:
@@ -72,8 +77,10 @@ def inspect_path(path: str) -> PathFacts:
         return PathFacts(path, "unknown", 0, False, False, str(error))
     os.close(opened.fd)
     disk = os.statvfs(folder)
-    free = disk.f_bavail * disk.f_frsize
-    return PathFacts(path, file_system_of(folder), free, True, opened.direct, opened.reason)
+    free = nameless.free_nbytes(disk) or 0
+    kind = file_system_of(folder)
+    promises = kind in _PROMISING or (kind == "btrfs" and opened.in_place)
+    return PathFacts(path, kind, free, True, opened.direct, opened.reason, promises)
 
 
 def locked_memory_limit() -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _Key = TypeVar("_Key")
 _STYLES = ("-", "--", ":", "-.")
+_MARKERS = "os^Dv"
 
 
 @dataclass(frozen=True)
@@ -139,12 +140,19 @@ def _draw_memory(axis: Axes, rows: Sequence[Measurement]) -> None:
     # Copies within a device are ten times as fast as its bus and would flatten the rest.
     bus = [m.bytes_per_s for m in rows if m.link != "hbm->hbm"]
     top = 1.5 * max(bus, default=max(m.bytes_per_s for m in rows))
-    for (link, how), found in lines.items():
+    for number, ((link, how), found) in enumerate(lines.items()):
         if max(m.bytes_per_s for m in found) > top:
             continue
         found = sorted(found, key=lambda m: m.nbytes)
         speeds = [m.bytes_per_s / 1e9 for m in found]
-        axis.plot([m.nbytes for m in found], speeds, "o-", markersize=4, label=f"{link} {how}")
+        axis.plot(
+            [m.nbytes for m in found],
+            speeds,
+            linestyle=_STYLES[number % len(_STYLES)],
+            marker=_MARKERS[number % len(_MARKERS)],
+            markersize=5,
+            label=f"{link} {how}",
+        )
     axis.set_xscale("log", base=2)
     sizes = sorted({m.nbytes for m in rows})
     names = [format_size(size).replace(".00", "") for size in sizes]
@@ -155,8 +163,8 @@ def _draw_memory(axis: Axes, rows: Sequence[Measurement]) -> None:
 def _draw_disks(axis: Axes, rows: Sequence[Measurement]) -> None:
     hows = list(dict.fromkeys(m.how for m in rows))
     chunks = sorted({m.chunk for m in rows})
-    for color, how in enumerate(hows):
-        for style, chunk in enumerate(chunks):
+    for style, how in enumerate(hows):
+        for color, chunk in enumerate(chunks):
             found = sorted(
                 (m for m in rows if (m.how, m.chunk) == (how, chunk)), key=lambda m: m.depth
             )
@@ -166,8 +174,8 @@ def _draw_disks(axis: Axes, rows: Sequence[Measurement]) -> None:
                     [m.bytes_per_s / 1e9 for m in found],
                     color=f"C{color}",
                     linestyle=_STYLES[style % len(_STYLES)],
-                    marker="o",
-                    markersize=4,
+                    marker=_MARKERS[color % len(_MARKERS)],
+                    markersize=5,
                     label=f"{how}, {format_size(chunk).replace('.00', '')}",
                 )
     depths = sorted({m.depth for m in rows})

@@ -16,6 +16,14 @@ from tiermem.nn.loss import chunked_cross_entropy
 VOCABULARY = 256
 
 
+_HEADS = 6
+
+
+def usual_heads(width: int) -> int:
+    """Returns how many attention heads a layer of this width has where nobody says a number."""
+    return next(heads for heads in range(_HEADS, 0, -1) if width % heads == 0)
+
+
 @dataclass(frozen=True)
 class Shape:
     """The sizes of a :class:`ByteGPT`.

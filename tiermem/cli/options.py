@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from dataclasses import fields
 from typing import Any, NoReturn, cast
 
@@ -17,6 +18,14 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints the message and stops with status 2."""
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+_SETTING = re.compile(r"\b(hbm|dram|nvme|nvme_bytes|policy|prefetch_depth)= ?")
+
+
+def with_options(message: str) -> str:
+    """Returns an error's message with the command line's options for the library's settings."""
+    return _SETTING.sub(lambda found: f"--{found[1].replace('_', '-')} ", message)
 
 
 def parse_count(text: str | float, name: str = "count") -> float:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tiermem.cli.machine import hardware
-from tiermem.cli.training import Outcome, Settings, largest_loss_difference
+from tiermem.cli.training import Outcome, Progress, Settings, largest_loss_difference
 from tiermem.config import format_size
 
 if TYPE_CHECKING:
@@ -46,6 +46,11 @@ def print_plan(
         where = f" in {', '.join(folders)}" if tier == "nvme" else ""
         table.add_row(tier, f"{format_size(budget)}{where}")
     console.print(table)
+
+
+def print_raised(console: Console, tier: str, nbytes: int) -> None:
+    """Says that a default budget was too small."""
+    console.print(f"{tier}: this model needs {format_size(nbytes)}, which it gets", highlight=False)
 
 
 def print_stats(console: Console, stats: Stats, steps: int) -> None:
@@ -150,24 +155,57 @@ def print_verdict(
         console.print(difference, highlight=False, markup=False)
 
 
-def write_pictures(out: Path, timeline: Timeline, seconds_per_step: float, title: str) -> None:
+def write_pictures(out: Path, timeline: Timeline, layers: int, progress: Progress) -> None:
     """Writes the timeline as a picture and as a Chrome trace."""
+    events = timeline.events()
+    begins = progress.begins[: len(progress.losses)]
+    first = min((event.start_ns for event in events), default=0)
+    end = max((event.end_ns for event in events), default=0)
+    whole = sum(begin >= first or not timeline.full for begin in begins)
+    last = max(0, min(_SHOWN_STEPS, whole - 1))
     timeline.picture(
-        out / "timeline.png", title=title, last_seconds=_SHOWN_STEPS * seconds_per_step
+        out / "timeline.png",
+        title=f"{layers} layers, {caption(len(begins), whole, last)}",
+        last_seconds=(end - begins[-last]) / 1e9 if last else None,
     )
     timeline.chrome_trace(out / "trace.json")
 
 
-def write_report(
-    out: Path,
+def caption(steps: int, whole: int, last: int) -> str:
+    """Says which steps a picture shows.
+
+    Args:
+        steps: How many there were.
+        whole: How many of them the timeline has kept from their beginning.
+        last: How many the second panel shows; 0 if there is none.
+    """
+    plural = "" if whole == 1 else "s"
+    text = f"{whole} step{plural}" if whole == steps else f"the last {whole} of {steps} steps"
+    if last == 1:
+        return f"{text}; below, the last one"
+    return f"{text}; below, the last {last}" if last else text
+
+
+def make_report(
     settings: Settings,
     stats: Stats,
     tiered: Outcome,
     resident: Outcome | None,
     difference: str | None,
     roles: dict[str, dict[str, int]],
-) -> None:
-    """Writes everything that was measured as JSON."""
+    **more: Any,
+) -> str:
+    """Returns everything that was measured as JSON.
+
+    Args:
+        settings: What was trained.
+        stats: Of the tiered run.
+        tiered: What it gave.
+        resident: What the resident run gave.
+        difference: The first between the two.
+        roles: What was at home where.
+        **more: Further entries.
+    """
     compared = resident is not None and settings.optimizer_on == "device"
     report: dict[str, Any] = {
         "hardware": hardware(),
@@ -176,6 +214,7 @@ def write_report(
             "dtype": str(settings.dtype),
             "master": None if settings.master is None else str(settings.master),
         },
+        **more,
         "parameters": settings.shape.parameters,
         "weight_bytes": settings.weight_bytes,
         "tiered": _run(tiered, settings),
@@ -185,12 +224,11 @@ def write_report(
         "roles": roles,
         "stats": {**dataclasses.asdict(stats), "hit_rate": stats.hit_rate},
     }
-    text = json.dumps(report, indent=2, default=str)
-    (out / "report.json").write_text(text + "\n", encoding="utf-8")
+    return json.dumps(report, indent=2, default=str)
 
 
 def _run(outcome: Outcome, settings: Settings) -> dict[str, Any]:
-    tokens = settings.steps * settings.tokens_per_step
+    tokens = len(outcome.losses) * settings.tokens_per_step
     return {
         "seconds": outcome.seconds,
         "tokens_per_second": tokens / max(outcome.seconds, 1e-9),

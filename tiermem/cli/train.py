@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +24,7 @@ from tiermem.cli.options import (
     pick_device,
     policy_of,
 )
+from tiermem.cli.room import with_room
 from tiermem.config import Policy
 from tiermem.errors import ConfigError
 
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 _DTYPES = (*_SHORT.values(), *_SHORT)
+_OPTION = {"hbm": "hbm", "dram": "dram", "nvme": "nvme_bytes"}
 
 
 @dataclass(frozen=True)
@@ -57,13 +62,24 @@ class Tiers:
     prefetch_depth: int | str
     activations: dict[str, Any]
 
+    def of_at_least(self, least: Mapping[str, int]) -> Tiers:
+        """Returns the same with larger budgets, where ``least`` has a larger one for a tier."""
+        return replace(
+            self,
+            hbm=max(self.hbm, least.get("hbm", 0)),
+            dram=max(self.dram, least.get("dram", 0)),
+            nvme_bytes=max(self.nvme_bytes, least.get("nvme", 0)),
+        )
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``tiermem train``."""
     model = parser.add_argument_group("model and training")
     model.add_argument("--layers", type=int, default=24, metavar="N")
     model.add_argument("--width", type=int, default=192, metavar="N")
-    model.add_argument("--heads", type=int, default=6, metavar="N")
+    model.add_argument(
+        "--heads", type=int, metavar="N", help="default: 6, or fewer that divide the width"
+    )
     model.add_argument("--context", type=int, default=128, metavar="N", help="bytes in a sequence")
     model.add_argument("--batch", type=int, default=4, metavar="N", help="sequences in a forward")
     model.add_argument("--accumulate", type=int, default=1, metavar="N", help="forwards in a step")
@@ -92,8 +108,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     tiers = parser.add_argument_group("tiers")
     tiers.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
-    tiers.add_argument("--hbm", metavar="SIZE", help="default: a quarter of the weights")
-    tiers.add_argument("--dram", metavar="SIZE", help="default: twice the weights")
+    tiers.add_argument(
+        "--hbm", metavar="SIZE", help="default: a quarter of the weights, or what they need"
+    )
+    tiers.add_argument(
+        "--dram", metavar="SIZE", help="default: twice the weights, or what they need"
+    )
     tiers.add_argument(
         "--nvme",
         action="append",
@@ -122,6 +142,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--no-compare", action="store_true", help="skip the resident run")
     output.add_argument("--out", default="demo-out", metavar="FOLDER")
     output.add_argument("--quiet", action="store_true", help="print only the verdict")
+    output.add_argument("--json", action="store_true", help="print the report, as JSON, alone")
+    output.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="of torch's kernels on the CPU (default: what a short trial finds best)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -130,31 +157,64 @@ def run(arguments: argparse.Namespace) -> int:
 
     from tiermem.cli import report
     from tiermem.cli.data import load_corpus
-    from tiermem.cli.training import deterministic, first_difference
+    from tiermem.cli.threads import threads
+    from tiermem.cli.training import deterministic, first_difference, trial
 
+    began = time.perf_counter()
     settings = read_settings(arguments)
     tiers = read_tiers(arguments, settings)
     corpus = load_corpus(arguments.data)
     out = _folder(arguments.out)
-    console = Console(highlight=False)
-    if not arguments.quiet:
+    quiet = arguments.quiet or arguments.json
+    console = Console(highlight=False, quiet=arguments.json)
+    if not quiet:
         budgets = {"hbm": tiers.hbm, "dram": tiers.dram, "nvme": tiers.nvme_bytes}
         report.print_plan(console, settings, corpus.source, budgets, tiers.nvme)
 
-    resident, difference = None, None
-    with deterministic(settings.device):
-        tiered, stats, roles = _run_tiered(corpus, settings, tiers, out, console, arguments.quiet)
+    resident, difference, interrupted = None, None, False
+    number = threads(arguments.threads, settings.device, trial(settings))
+    with number as used, deterministic(settings.device):
+        given = [name for name in ("hbm", "dram", "nvme") if getattr(arguments, _OPTION[name])]
+        tiered, stats, roles = with_room(
+            lambda least: _run_tiered(
+                corpus, settings, tiers.of_at_least(least), out, console, quiet
+            ),
+            given,
+            partial(report.print_raised, Console(highlight=False, quiet=quiet)),
+        )
         gc.collect()
-        if not arguments.no_compare:
-            resident = _run_resident(corpus, settings, console, arguments.quiet)
-            if settings.optimizer_on == "device":
-                difference = first_difference(tiered, resident)
+        try:
+            if not arguments.no_compare and not tiered.interrupted:
+                resident = _run_resident(corpus, settings, console, quiet)
+                if settings.optimizer_on == "device":
+                    difference = first_difference(tiered, resident)
+        except KeyboardInterrupt:
+            interrupted = True
 
-    report.write_report(out, settings, stats, tiered, resident, difference, roles)
-    if not arguments.quiet:
-        report.print_stats(console, stats, settings.steps)
+    text = report.make_report(
+        settings,
+        stats,
+        tiered,
+        resident,
+        difference,
+        roles,
+        threads=used,
+        interrupted=tiered.interrupted or interrupted,
+        seconds=time.perf_counter() - began,
+    )
+    (out / "report.json").write_text(text + "\n", encoding="utf-8")
+    if arguments.json:
+        print(text)
+    if not quiet:
+        report.print_stats(console, stats, len(tiered.losses))
         report.print_roles(console, roles)
         console.print(f"timeline.png, trace.json and report.json are in {out}")
+        console.print(
+            f"{time.perf_counter() - began:.1f} s in all, {tiered.seconds:.1f} s of them in the "
+            f"tiered run's steps; {used} CPU threads"
+        )
+    if tiered.interrupted or interrupted:
+        raise KeyboardInterrupt
     if resident is not None:
         tokens = settings.steps * settings.tokens_per_step
         if settings.optimizer_on != "device":
@@ -170,9 +230,12 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
     Raises:
         ConfigError: If one cannot be used.
     """
-    from tiermem.cli.model import Shape
+    from tiermem.cli.model import Shape, usual_heads
     from tiermem.cli.training import Settings
 
+    if arguments.threads is not None and arguments.threads < 1:
+        raise ConfigError(f"--threads must be at least 1, not {arguments.threads}")
+    heads = usual_heads(arguments.width) if arguments.heads is None else arguments.heads
     for name in ("batch", "accumulate", "steps"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, not {getattr(arguments, name)}")
@@ -188,7 +251,7 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
             "--clip 0, or use --overlap forward"
         )
     return Settings(
-        shape=Shape(arguments.layers, arguments.width, arguments.heads, arguments.context),
+        shape=Shape(arguments.layers, arguments.width, heads, arguments.context),
         batch=arguments.batch,
         accumulate=arguments.accumulate,
         steps=arguments.steps,
@@ -247,8 +310,9 @@ def _run_tiered(
     import tiermem
     from tiermem.cli.display import new_display
     from tiermem.cli.report import roles_at_home, write_pictures
-    from tiermem.cli.training import Outcome, copy_weights, new_model, run_steps
+    from tiermem.cli.training import Outcome, Progress, copy_weights, new_model, run_steps
 
+    progress, weights, interrupted = Progress(), {}, False
     with tiermem.TierManager(**_manager_options(settings, tiers)) as tier:
         model = tier.wrap(new_model(settings))
         optimizer = tier.optimizer(
@@ -262,22 +326,27 @@ def _run_tiered(
         if settings.overlap == "backward":
             optimizer.accumulate(settings.accumulate)
         display = new_display("tiered", settings.steps, settings.tokens_per_step, console, quiet)
-        with display:
-            losses, seconds = run_steps(
-                model,
-                optimizer,
-                optimizer.clip_grad_norm_,
-                corpus,
-                settings,
-                lambda step, loss: display.step(step, loss, tier.stats()),
-            )
+        try:
+            with display:
+                run_steps(
+                    model,
+                    optimizer,
+                    optimizer.clip_grad_norm_,
+                    corpus,
+                    settings,
+                    lambda step, loss: display.step(step, loss, tier.stats()),
+                    progress,
+                )
+        except KeyboardInterrupt:  # what there is by now is reported
+            interrupted = True
         stats = tier.stats()
         roles = roles_at_home(tier.residency())
-        with tier.materialize(model):
-            weights = copy_weights(model)
-        title = f"{settings.shape.layers} layers, all steps and the last two"
-        write_pictures(out, tier.timeline, seconds / settings.steps, title)
-    return Outcome(losses, weights, seconds), stats, roles
+        write_pictures(out, tier.timeline, settings.shape.layers, progress)
+        if not interrupted:
+            with tier.materialize(model):
+                weights = copy_weights(model)
+        tier.close(discard=True)  # the weights were copied out above
+    return Outcome(progress.losses, weights, progress.seconds, interrupted), stats, roles
 
 
 def _run_resident(corpus: Corpus, settings: Settings, console: Console, quiet: bool) -> Outcome:

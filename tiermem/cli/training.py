@@ -7,14 +7,14 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from tiermem.cli.data import Corpus
-from tiermem.cli.model import ByteGPT, Shape, loss_of
+from tiermem.cli.model import ByteGPT, Layer, Shape, loss_of
 
 _WARMUP_SHARE = 0.1
 _LEAST_RATE = 0.1
@@ -95,11 +95,33 @@ class Outcome:
         losses: Loss of each step, exactly.
         weights: The final weights, copied to host memory.
         seconds: Wall time of all steps.
+        interrupted: Whether it was ended before its time; then there are no weights.
     """
 
     losses: list[float]
     weights: dict[str, Tensor]
     seconds: float
+    interrupted: bool = False
+
+
+@dataclass
+class Progress:
+    """How far a run has come; it holds also where that is ended by an error.
+
+    Attributes:
+        losses: Of the steps that are done.
+        begins: When each step began, in nanoseconds of ``time.perf_counter_ns()``.
+        ended: When the last one was done.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    begins: list[int] = field(default_factory=list)
+    ended: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the steps that are done."""
+        return (self.ended - self.begins[0]) / 1e9 if self.losses else 0.0
 
 
 def new_model(settings: Settings) -> ByteGPT:
@@ -125,7 +147,8 @@ def run_steps(
     corpus: Corpus,
     settings: Settings,
     on_step: Callable[[int, float], None],
-) -> tuple[list[float], float]:
+    progress: Progress | None = None,
+) -> Progress:
     """Trains.
 
     Args:
@@ -135,17 +158,18 @@ def run_steps(
         corpus: What to train on.
         settings: How.
         on_step: Called after each step with its number and its loss.
+        progress: Where to keep what has come of it.
 
     Returns:
-        The losses and the seconds taken.
+        The same, at the end.
     """
+    progress = progress or Progress()
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate(step, settings.steps)
     )
     generator = torch.Generator().manual_seed(settings.seed)
-    losses: list[float] = []
-    begin = time.perf_counter()
     for step in range(settings.steps):
+        progress.begins.append(time.perf_counter_ns())
         optimizer.zero_grad(set_to_none=True)
         parts: list[Tensor] = []
         for _ in range(settings.accumulate):
@@ -158,9 +182,13 @@ def run_steps(
             clip(settings.clip)
         optimizer.step()
         scheduler.step()
-        losses.append(sum(part.item() for part in parts))
-        on_step(step, losses[-1])
-    return losses, time.perf_counter() - begin
+        progress.losses.append(sum(part.item() for part in parts))
+        progress.ended = time.perf_counter_ns()
+        on_step(step, progress.losses[-1])
+    if settings.device.startswith("cuda"):
+        torch.cuda.synchronize(settings.device)  # the last step is made when the device says so
+    progress.ended = time.perf_counter_ns()
+    return progress
 
 
 class MixedAdamW(torch.optim.AdamW):
@@ -203,8 +231,17 @@ def run_resident(
     def clip(norm: float) -> object:
         return nn.utils.clip_grad_norm_(model.parameters(), norm)
 
-    losses, seconds = run_steps(model, optimizer, clip, corpus, settings, on_step)
-    return Outcome(losses, copy_weights(model), seconds)
+    progress = run_steps(model, optimizer, clip, corpus, settings, on_step)
+    return Outcome(progress.losses, copy_weights(model), progress.seconds)
+
+
+def trial(settings: Settings) -> Callable[[], object]:
+    """Returns a piece of the work: forward and backward of one layer."""
+    shape = settings.shape
+    with torch.random.fork_rng([]):
+        layer = Layer(shape.width, shape.heads).to(settings.dtype)
+        x = torch.randn(settings.batch, shape.context, shape.width).to(settings.dtype)
+    return lambda: layer(x).sum().backward()
 
 
 def largest_loss_difference(tiered: Outcome, resident: Outcome) -> float:

@@ -13,12 +13,13 @@ import ctypes
 import enum
 import errno
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiermem.core.block import ALIGNMENT
-from tiermem.errors import ClosedError
+from tiermem.errors import CapacityError, ClosedError
 
 PASSING = frozenset({errno.EAGAIN, errno.EINTR, errno.EBUSY})
 """Refusals that say "not now": worth another try."""
@@ -144,14 +145,37 @@ def memory_view(address: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
+def start_threads(threads: Sequence[threading.Thread]) -> list[threading.Thread]:
+    """Starts threads that can do each other's work; returns those that the system let start.
+
+    Raises:
+        CapacityError: If that is none of them.
+    """
+    started: list[threading.Thread] = []
+    for thread in threads:
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as error:
+            if started:
+                break
+            raise CapacityError(
+                f"the system starts no thread for file I/O ({error}); raise the limit of processes "
+                "(ulimit -u, or pids.max of the cgroup) or of address space (ulimit -v)"
+            ) from error
+        started.append(thread)
+    return started
+
+
 class IoEngine(ABC):
     """Submit and poll of file I/O.
 
     Attributes:
         name: Short name for statistics: ``"uring"``, ``"threads"``, ...
+        note: Why it is not the engine that was chosen, or "".
     """
 
     name: str = "engine"
+    note: str = ""
 
     def __init__(self) -> None:
         self._pid = os.getpid()

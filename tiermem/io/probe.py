@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tiermem.errors import ConfigError
 from tiermem.io.engine import IoEngine, IoOp, IoRequest
+from tiermem.io.fallback import FallbackEngine
 from tiermem.io.threads import ThreadEngine
 from tiermem.io.uring import UringEngine
 
@@ -44,7 +45,7 @@ def choose_engine(preferred: str | None = None) -> tuple[Callable[[], IoEngine],
         return ThreadEngine, "threads", f"threads do the file I/O because {source}"
     refusal = probe_uring()
     if refusal is None:
-        return UringEngine, "uring", "io_uring works here"
+        return FallbackEngine, "uring", "io_uring works here"
     return ThreadEngine, "threads", f"threads do the file I/O because {refusal}"
 
 

@@ -18,6 +18,7 @@ from tiermem.io.engine import (
     Progress,
     check_request,
     memory_view,
+    start_threads,
 )
 
 
@@ -55,14 +56,16 @@ class ThreadEngine(IoEngine):
             raise ClosedError("an I/O engine is opened once")
         self._files = list(files)
         self._open = True
-        for index in range(self._n_threads):
-            thread = threading.Thread(target=self._serve, name=f"tiermem-io-{index}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        self._threads = start_threads(
+            [
+                threading.Thread(target=self._serve, name=f"tiermem-io-{index}", daemon=True)
+                for index in range(self._n_threads)
+            ]
+        )
 
     def describe(self) -> str:
         """Returns how many threads serve."""
-        return f"{self._n_threads} threads with preadv and pwritev"
+        return f"{len(self._threads)} threads with preadv and pwritev"
 
     @property
     def in_flight(self) -> int:

@@ -1,10 +1,4 @@
-"""File I/O through io_uring, on the C library inside the ``liburing`` package.
-
-The package's own Python calls hold the GIL, so the exported C functions are
-used instead: those that may block through ``CDLL`` (the GIL is released), the
-short ones through ``PyDLL`` (a release per call would let a busy thread keep
-the GIL for a whole switch interval each time).
-"""
+"""File I/O through io_uring, on the C library inside the ``liburing`` package."""
 
 from __future__ import annotations
 
@@ -13,12 +7,12 @@ import ctypes
 import errno
 import heapq
 import os
+import select
 import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 from tiermem.errors import ClosedError
 from tiermem.io.engine import (
@@ -30,22 +24,15 @@ from tiermem.io.engine import (
     Progress,
     check_request,
 )
-
-_RING_NBYTES = 1024  # struct io_uring is 216 bytes; room for releases to come
-_RING_FD = 196  # its ring_fd, behind both queues (104 and 88 bytes) and the flags
-_PARAMS_NBYTES = 120
-_CQE = struct.Struct("<Qi")
-_FIXED_FILE = 1 << 0
-_COOP_TASKRUN = 1 << 8
-_SINGLE_ISSUER = 1 << 12
-_DEFER_TASKRUN = 1 << 13
-FLAG_CHOICES = (
-    _SINGLE_ISSUER | _DEFER_TASKRUN | _COOP_TASKRUN,
-    _SINGLE_ISSUER | _COOP_TASKRUN,
-    _COOP_TASKRUN,
-    0,
+from tiermem.io.ring import (
+    RING_FD,
+    RING_NBYTES,
+    Iovec,
+    Timespec,
+    init_ring,
+    load_library,
+    prefault,
 )
-"""Ring flags, best first; older kernels answer EINVAL to those they do not know."""
 
 MAX_AREA = 1 << 30
 """Bytes that one registered buffer may have."""
@@ -54,98 +41,9 @@ MAX_PIECE = 1 << 30
 
 _WAKE = (1 << 63) | 1
 _CANCEL = (1 << 63) | 2
-_POPULATE_WRITE = 23
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("sec", ctypes.c_int64), ("nsec", ctypes.c_int64))
-
-
-class _Iovec(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
-
-
-_P, _U, _I, _U64 = ctypes.c_void_p, ctypes.c_uint, ctypes.c_int, ctypes.c_uint64
-_BLOCKING = {
-    "io_uring_queue_init_params": (_I, (_U, _P, _P)),
-    "io_uring_queue_exit": (None, (_P,)),
-    "io_uring_submit_and_get_events": (_I, (_P,)),
-    "io_uring_submit_and_wait_timeout": (_I, (_P, _P, _U, _P, _P)),
-    "io_uring_ring_dontfork": (_I, (_P,)),
-    "io_uring_register_files": (_I, (_P, _P, _U)),
-    "io_uring_register_buffers": (_I, (_P, _P, _U)),
-}
-_QUICK = {
-    "io_uring_get_sqe": (_P, (_P,)),
-    "io_uring_prep_read": (None, (_P, _I, _P, _U, _U64)),
-    "io_uring_prep_write": (None, (_P, _I, _P, _U, _U64)),
-    "io_uring_prep_read_fixed": (None, (_P, _I, _P, _U, _U64, _I)),
-    "io_uring_prep_write_fixed": (None, (_P, _I, _P, _U, _U64, _I)),
-    "io_uring_prep_cancel64": (None, (_P, _U64, _I)),
-    "io_uring_sqe_set_flags": (None, (_P, _U)),
-    "io_uring_sqe_set_data64": (None, (_P, _U64)),
-    "io_uring_peek_batch_cqe": (_U, (_P, _P, _U)),
-    "io_uring_cq_advance": (None, (_P, _U)),
-}
-
-
-def load_library() -> SimpleNamespace:
-    """Binds the C functions.
-
-    Raises:
-        ImportError: If the package is missing, cannot be loaded or lacks a function.
-    """
-    import liburing
-
-    path = liburing.liburing.__file__
-    try:
-        blocking, quick = ctypes.CDLL(path), ctypes.PyDLL(path)
-        bound = SimpleNamespace()
-        for library, table in ((blocking, _BLOCKING), (quick, _QUICK)):
-            for name, (result, arguments) in table.items():
-                function = library[name]
-                function.restype = result
-                function.argtypes = arguments
-                setattr(bound, name.removeprefix("io_uring_"), function)
-    except (OSError, AttributeError) as error:
-        raise ImportError(f"package liburing at {path} is not usable: {error}") from error
-    return bound
-
-
-def init_ring(lib: SimpleNamespace, ring: int, entries: int) -> int:
-    """Sets up a ring with the best flags that the kernel takes.
-
-    Args:
-        lib: What :func:`load_library` returned.
-        ring: Address of zeroed memory for ``struct io_uring``.
-        entries: Length of the submission queue.
-
-    Returns:
-        The flags in use.
-
-    Raises:
-        OSError: If the kernel refuses a ring altogether.
-    """
-    for flags in FLAG_CHOICES:
-        ctypes.memset(ring, 0, _RING_NBYTES)
-        params = ctypes.create_string_buffer(_PARAMS_NBYTES)
-        struct.pack_into("<I", params, 8, flags)
-        code = lib.queue_init_params(entries, ring, ctypes.addressof(params))
-        if code == 0:
-            return flags
-        if code != -errno.EINVAL:
-            break
-    raise OSError(-code, f"io_uring_queue_init: {os.strerror(-code)}")
-
-
-def prefault(address: int, nbytes: int) -> None:
-    """Brings memory in, contents untouched: registering cold pages is a hundred times slower."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    page = os.sysconf("SC_PAGESIZE")
-    start = address // page * page
-    length = -(-(address + nbytes - start) // page) * page
-    # A kernel without MADV_POPULATE_WRITE refuses; registering then faults the pages itself.
-    libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _POPULATE_WRITE)
+_CQE = struct.Struct("<Qi")
+_FIXED_FILE = 1 << 0
+_END_MILLISECONDS = 120_000  # longer than disks take to answer, or the kernel to give them up
 
 
 class UringEngine(IoEngine):
@@ -173,6 +71,7 @@ class UringEngine(IoEngine):
         self._sequence = 0
         self._event = -1
         self._event_lock = threading.RLock()  # a collected mover may wake from anywhere
+        self._witness = -1
         self._files: list[int] = []
         self._fixed_files = False
         self._areas: list[tuple[int, int]] = []
@@ -192,7 +91,7 @@ class UringEngine(IoEngine):
         if self._open or self._closed:
             raise ClosedError("an I/O engine is opened once")
         self._lib = load_library()
-        self._ring_memory = ctypes.create_string_buffer(_RING_NBYTES)
+        self._ring_memory = ctypes.create_string_buffer(RING_NBYTES)
         self._ring = ctypes.addressof(self._ring_memory)
         entries = 1 << (self._depth + 1).bit_length()
         self.flags = init_ring(self._lib, self._ring, entries)
@@ -200,7 +99,7 @@ class UringEngine(IoEngine):
         self._batch = (ctypes.c_void_p * (2 * entries))()
         self._batch_address = ctypes.addressof(self._batch)
         self._event_value = ctypes.c_uint64()
-        self._timespec = _Timespec()
+        self._timespec = Timespec()
         self._cqe_out = ctypes.c_void_p()
         try:
             self._lib.ring_dontfork(self._ring)  # a mapping would keep the ring open in a child
@@ -215,8 +114,13 @@ class UringEngine(IoEngine):
     def _register_files(self) -> None:
         if not self._files:
             return
-        array = (ctypes.c_int * len(self._files))(*self._files)
-        code = self._lib.register_files(self._ring, ctypes.addressof(array), len(self._files))
+        # The ring's own end of a pipe goes with the ring: when nothing is under way any more.
+        self._witness, end = os.pipe()
+        try:
+            array = (ctypes.c_int * (len(self._files) + 1))(*self._files, end)
+            code = self._lib.register_files(self._ring, ctypes.addressof(array), len(array))
+        finally:
+            os.close(end)
         self._fixed_files = code == 0
         if code != 0:
             self._notes.append(f"files not registered: {os.strerror(-code)}")
@@ -240,7 +144,7 @@ class UringEngine(IoEngine):
         for address, nbytes in areas:
             prefault(address, nbytes)
         areas.sort()
-        array = (_Iovec * len(areas))(*(_Iovec(*area) for area in areas))
+        array = (Iovec * len(areas))(*(Iovec(*area) for area in areas))
         code = self._lib.register_buffers(self._ring, ctypes.addressof(array), len(areas))
         if code == 0:
             self._areas = areas
@@ -449,20 +353,57 @@ class UringEngine(IoEngine):
         if os.getpid() != self._pid:
             self._closed = True
             return
+        drained = False
         try:
             if self._open:
                 self._drain()
+            drained = True
+        except OSError:
+            pass  # the kernel takes no more calls; it ends what it has all the same
         finally:
             self._closed = True
             if self._open:
                 self._lib.queue_exit(self._ring)
+                if not drained:
+                    self._await_the_end()
             self._close_event()
+
+    def abandon(self) -> tuple[list[IoCompletion], list[Progress]]:
+        """Closes a ring that the kernel refuses to work on, once it writes to no memory any more.
+
+        Returns:
+            What has completed, and what has not and may be done again by another engine.
+        """
+        self._check_usable()
+        self._reap()
+        self._closed = True
+        self._lib.queue_exit(self._ring)
+        self._await_the_end()
+        self._close_event()
+        left = [*self._inside.values(), *self._waiting, *(entry[2] for entry in self._delayed)]
+        for held in (self._inside, self._waiting, self._delayed):
+            held.clear()
+        done, self._ready = self._ready, []
+        return done, left
+
+    def _await_the_end(self) -> None:
+        """Waits until the kernel has ended what a closed ring had under way.
+
+        It does so by itself, after the ring's descriptor is closed, and lets go of the files last.
+        """
+        if self._fixed_files and (self._inside or self._wake_armed or self._cancels):
+            poll = select.poll()
+            poll.register(self._witness, select.POLLIN)
+            poll.poll(_END_MILLISECONDS)
 
     def _close_event(self) -> None:
         with self._event_lock:
             event, self._event = self._event, -1
         if event >= 0:
             os.close(event)
+        witness, self._witness = self._witness, -1
+        if witness >= 0:
+            os.close(witness)
 
     def forked(self) -> None:
         """Closes the child's copies of the ring and its event.
@@ -475,7 +416,7 @@ class UringEngine(IoEngine):
         self._close_event()
         if not was_open:
             return
-        (ring_file,) = struct.unpack_from("<i", self._ring_memory, _RING_FD)
+        (ring_file,) = struct.unpack_from("<i", self._ring_memory, RING_FD)
         try:
             if "io_uring" in os.readlink(f"/proc/self/fd/{ring_file}"):
                 os.close(ring_file)

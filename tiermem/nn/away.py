@@ -20,7 +20,8 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import distributed
 
-from tiermem.errors import CapacityError, ParameterError, WrapError
+from tiermem.errors import CapacityError, ClosedError, ParameterError, WrapError
+from tiermem.nn.placeholder import is_placeholder
 from tiermem.nn.quiet import unrecorded
 from tiermem.nn.standin import Opened, StandIn, writes
 
@@ -117,6 +118,8 @@ class Away(StandIn):
         if id(self) in group_of:
             return _Held(self)
         itself: Any = self
+        if is_placeholder(itself):
+            _group(self)  # which raises: it was one of ours once
         itself.__class__ = self._kind
         return Opened(itself)
 
@@ -151,7 +154,7 @@ class _Held(Opened):
 
     def __init__(self, away: Any) -> None:
         super().__init__(away)
-        self.group = group_of[id(away)]
+        self.group = _group(away)
         self.pushed = self.group.lender.lend(self.group)
 
     def close(self, func: Callable[..., Any]) -> None:
@@ -159,6 +162,21 @@ class _Held(Opened):
         self.group.lender.lent(
             self.group, self.pushed, dirty=func in _UNSEEN_WRITES or writes(func)
         )
+
+
+def _group(away: Any) -> Group:
+    """Returns the group of a tensor that is away.
+
+    Raises:
+        ClosedError: If nobody has its module or its manager any more.
+    """
+    found = group_of.get(id(away))
+    if found is None:
+        raise ClosedError(
+            "this parameter lived in the tiers of a model and a TierManager that are gone; keep "
+            "the model, or take it out with tier.unwrap(model) or tier.close() first"
+        )
+    return found
 
 
 def away_class(kind: type) -> type:
@@ -199,7 +217,7 @@ def _take_data(away: Any, value: torch.Tensor) -> None:
     """``param.data = value``: takes the values over, since the memory has to be the block's."""
     if value.shape != away.shape or value.dtype is not away.dtype:
         raise ParameterError(
-            f"a parameter of block {group_of[id(away)].block.name!r} cannot become "
+            f"a parameter of block {_group(away).block.name!r} cannot become "
             f"{tuple(value.shape)} {value.dtype} behind the manager's back, it is "
             f"{tuple(away.shape)} {away.dtype}; call tier.unwrap(module) first"
         )

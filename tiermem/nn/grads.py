@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from tiermem.core.block import Block, Role
 from tiermem.core.layout import TensorShape, split
-from tiermem.errors import StepError
+from tiermem.errors import CapacityError, StepError
 from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import (
     LazyTensor,
@@ -23,8 +21,10 @@ from tiermem.nn.lazy import (
     orphan,
     refresh,
 )
+from tiermem.nn.need import accumulates, beside_optimizer, check_gradients
 from tiermem.nn.quiet import quiet, unrecorded
 from tiermem.nn.shapes import follow, shape_of
+from tiermem.nn.weakly import Hook, Weak
 from tiermem.runtime.pipeline import Pipeline
 from tiermem.runtime.slots import Slot
 
@@ -79,25 +79,6 @@ def divide(group: Group, limit: int) -> list[list[Entry]]:
     return [[entries[i] for i in run] for run in split(sizes, limit)]
 
 
-class _Hook:
-    """Calls a method for a parameter, as long as its entry and the method's object are there.
-
-    torch shows the garbage collector nothing of what runs after accumulation: what that kept
-    would keep the parameter in turn, for ever.
-    """
-
-    __slots__ = ("_entry", "_method")
-
-    def __init__(self, method: Callable[[Entry, torch.Tensor], None], entry: Entry) -> None:
-        self._method = weakref.WeakMethod(method)
-        self._entry = weakref.ref(entry)
-
-    def __call__(self, tensor: torch.Tensor) -> None:
-        method, entry = self._method(), self._entry()
-        if method is not None and entry is not None:
-            method(entry, tensor)
-
-
 class GradStore:
     """Takes gradients into the tiers and gives them back.
 
@@ -124,8 +105,8 @@ class GradStore:
             return
         entry.tracked = True
         entry.hooks += [
-            entry.param.register_hook(_Hook(self._before, entry)),
-            entry.param.register_post_accumulate_grad_hook(_Hook(self._after, entry)),
+            entry.param.register_hook(Hook(self._before, entry)),
+            entry.param.register_post_accumulate_grad_hook(Hook(self._after, entry)),
         ]
 
     def forget(self, entries: Iterable[Entry]) -> None:
@@ -238,6 +219,19 @@ class GradStore:
             unit.pending.clear()
             self._manager.discard(unit.block)
 
+    def hand_over(self, entry: Entry, gradient: torch.Tensor) -> None:
+        """Forgets the gradient of a parameter that leaves the tiers.
+
+        Args:
+            entry: The parameter.
+            gradient: Its value in the dtype it was kept in; whoever still has the stand-in has it.
+        """
+        stand_in, entry.lazy = entry.lazy, None
+        held = is_held(stand_in) or (stand_in is not None and is_elsewhere(stand_in))
+        if isinstance(stand_in, LazyTensor) and held:
+            orphan(stand_in, gradient.to(self._manager.device, copy=True))
+        entry.has_grad = False
+
     def owed(self, entry: Entry) -> bool:
         """Whether a step that uses the gradient of a parameter is still to be made."""
         return entry.unit is not None and entry.unit.block.id in self._manager.debts
@@ -308,7 +302,11 @@ class GradStore:
 
     def dtype_of(self, entry: Entry) -> torch.dtype:
         """Returns the dtype that gradients of a parameter are kept in."""
-        return self._dtypes.get(id(entry.param), entry.param.dtype)
+        return self.dtype_for(entry.param)
+
+    def dtype_for(self, param: torch.Tensor) -> torch.dtype:
+        """Returns the same for a parameter that may not be managed yet."""
+        return self._dtypes.get(id(param), param.dtype)
 
     def load(self, entry: Entry, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns a copy of a stored gradient in ordinary memory on the device.
@@ -319,7 +317,10 @@ class GradStore:
         """
         if entry.unit is None or not entry.has_grad:
             raise RuntimeError(f"parameter {entry.name!r} has no gradient any more")
-        slot = self.open(entry.unit)
+        try:
+            slot = self.open(entry.unit)
+        except CapacityError as error:
+            raise beside_optimizer(error) from None
         try:
             with torch.no_grad():
                 return slot.views[entry.unit_index].to(dtype or entry.param.dtype, copy=True)
@@ -353,7 +354,7 @@ class GradStore:
     def store(self, entry: Entry, gradient: torch.Tensor, *, add: bool = False) -> None:
         """Puts a dense gradient into the tiers, and its lazy stand-in into ``param.grad``."""
         if entry.unit is None:
-            self.reserve(self._runtime.groups)
+            check_gradients(self._runtime)
         unit = entry.unit
         if unit is None:
             raise RuntimeError(f"parameter {entry.name!r} is not tracked")
@@ -391,8 +392,8 @@ class GradStore:
                 entry.param.shape,
                 dtype,
                 self._manager.device,
-                partial(self.load, entry, dtype),
-                partial(self._written, entry),
+                Weak(self.load, entry, dtype),
+                Weak(self._written, entry),
                 formal=entry.param.dtype,
             )
         if entry.param.grad is not entry.lazy:
@@ -419,6 +420,8 @@ class GradStore:
         if entry.materialized:
             return
         self._runtime.enter_backward()
+        if entry.unit is None and accumulates(entry):
+            check_gradients(self._runtime)
         self.pay(entry.unit)  # while param.grad is what it was
         for watcher in self.watchers:
             if watcher.arriving(entry):

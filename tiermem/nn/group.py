@@ -313,8 +313,8 @@ class Group(Holder):
 
     def forked(self) -> None:
         """Hides the tensors in a forked child, where every operation on them is refused."""
-        self._away()
         _change(self._hidden)
+        self._away()
 
     def repoint(self, slot: Slot) -> None:
         """Points the tensors at the block's new place."""
@@ -328,6 +328,10 @@ class Group(Holder):
     def tensors(self) -> Sequence[torch.Tensor]:
         """Returns the tensors that point at the block, in the order of the block's specs."""
         return [m.tensor for m in (*self.entries, *self.buffers)]
+
+    def members(self) -> Sequence[Member]:
+        """Returns what lives in the block: parameters, then buffers."""
+        return self._members
 
     def copy_into(self, memo: dict[int, Any]) -> None:
         """Enters ordinary copies of the tensors into a deepcopy's memo."""

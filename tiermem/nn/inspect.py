@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tiermem.core.layout import is_dense
 from tiermem.errors import WrapError
 
+_LARGE_BUFFER = 1 << 18
 owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameter to the id of the manager that has it."""
 
@@ -62,6 +63,15 @@ def check_module(model: object, manager_id: int) -> nn.Module:
     for name, module in model.named_modules():
         what = f"module {name or type(module).__name__!r}"
         if "_call_impl" in module.__dict__:
+            manager = getattr(
+                getattr(module.__dict__["_call_impl"], "runtime", None), "manager", None
+            )
+            if manager is not None and manager.closed:
+                raise WrapError(
+                    f"{what} was wrapped in a TierManager that cannot be used any more, and its "
+                    "weights are gone with it (close(discard=True), or it is the parent "
+                    "process's); make the module anew"
+                )
             raise WrapError(f"{what} is wrapped already; call tier.unwrap(module) first")
         if isinstance(module, torch.jit.ScriptModule):
             raise WrapError(
@@ -148,6 +158,18 @@ def _check_parameter(found: Found, manager_id: int) -> None:
 def is_uninitialized(tensor: torch.Tensor) -> bool:
     """Whether a buffer has no memory of its own kind to move."""
     return isinstance(tensor, UninitializedBuffer) or tensor.is_meta
+
+
+def can_move(found: Found) -> bool:
+    """Whether a buffer can live in a block."""
+    tensor = found.tensor
+    return (
+        not is_uninitialized(tensor)
+        and tensor.layout is torch.strided
+        and type(tensor) in (torch.Tensor, nn.Buffer)
+        and not tensor.requires_grad
+        and not tensor.is_inference()
+    )
 
 
 def link_shared(params: list[Found]) -> None:

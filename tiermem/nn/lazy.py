@@ -184,9 +184,16 @@ def ensure_there(tensor: Any) -> None:
         tensor._load()
 
 
-def orphan(tensor: LazyTensor) -> None:
-    """Gives a lazy tensor its value for good: what it stood for is about to be forgotten."""
-    kept = tensor._kept if tensor._kept is not None else tensor._load()
+def orphan(tensor: LazyTensor, value: torch.Tensor | None = None) -> None:
+    """Gives a lazy tensor its value for good: what it stood for is about to be forgotten.
+
+    Args:
+        tensor: The lazy tensor.
+        value: Its value, if the caller has it; it is not copied.
+    """
+    kept = tensor._kept
+    if kept is None:
+        kept = tensor._load() if value is None else value
     tensor._kept = None
     tensor._load = lambda: kept
     tensor._store = kept.copy_

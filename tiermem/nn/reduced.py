@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from tiermem.nn.lazy import LazyTensor, flush, is_gone
 if TYPE_CHECKING:
     from tiermem.nn.group import Entry, Group
     from tiermem.nn.runtime import ModuleRuntime
+    from tiermem.nn.scope import Scope
 
 _NAME = DistributedDataParallel.__name__
 
@@ -41,6 +43,7 @@ class ReducedGradients:
         """Serves ``runtime``."""
         self._runtime = runtime
         self._held: list[Group] = []
+        self._inside: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
 
     def hold_buffers(self, model: nn.Module) -> None:
         """Has the buffers of a model stay in HBM: they are broadcast as each forward begins.
@@ -70,15 +73,18 @@ class ReducedGradients:
                 self._held.remove(group)
                 group.let_go(dirty=True)
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, scope: Scope) -> None:
         """A wrapped module is called; a backward may follow.
+
+        Args:
+            scope: The module's.
 
         Raises:
             StepError: If an optimizer steps before gradients are reduced.
             WrapError: If the reducer works in a way that cannot be followed.
         """
         around: Any = DistributedDataParallel._active_ddp_module
-        if around is None or not torch.is_grad_enabled():
+        if around is None or not torch.is_grad_enabled() or not self._is_inside(scope, around):
             return
         if not around.require_backward_grad_sync:  # no_sync(): they are summed up here
             # unless the backward of a forward outside of it is still to come
@@ -90,6 +96,12 @@ class ReducedGradients:
             for entry in group.entries:
                 if entry.tracked:
                     self.make_ordinary(entry)
+
+    def _is_inside(self, scope: Scope, around: nn.Module) -> bool:
+        """Whether a module is a part of another, and not just called in its forward."""
+        if around not in self._inside:
+            self._inside[around] = {id(module) for module in around.modules()}
+        return id(scope.wrapped.model.get_submodule(scope.name)) in self._inside[around]
 
     def _check(self, around: Any) -> None:
         device = self._runtime.manager.device

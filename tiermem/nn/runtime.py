@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from tiermem.core.block import Block, Role
+from tiermem.core.need import unit_limit
 from tiermem.errors import CapacityError, WrapError
 from tiermem.nn.activations import Activations
 from tiermem.nn.grads import GradStore
 from tiermem.nn.group import Entry, Group
+from tiermem.nn.need import Program, beside_optimizer
 from tiermem.nn.reduced import ReducedGradients
 from tiermem.nn.saved import SavedHooks
 from tiermem.runtime.manager import BlockManager
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from tiermem.nn.scope import Scope
 
 _SOFT_IN_BACKWARD = 2
-_LEAST_UNIT = 16 << 20
 _PAST = 3  # blocks that forward has come to after the first one: it "has got further"
 
 
@@ -40,6 +41,10 @@ class BackwardWatcher(Protocol):
 
     def ends(self) -> None:
         """It is over."""
+        ...
+
+    def settle(self) -> None:
+        """Lets everybody look at all blocks, a step under way or not."""
         ...
 
 
@@ -78,6 +83,7 @@ class ModuleRuntime:
         groups: Every group of parameters, in the order of the modules.
         here: Where the calling thread is.
         grads: The gradients.
+        program: What models and optimizers there are, to say what budgets would do.
         reduced: Those that a ``DistributedDataParallel`` around a model takes part in.
         saved: The saved-tensor hooks.
         activations: Saved tensors that leave HBM.
@@ -87,6 +93,8 @@ class ModuleRuntime:
             forward has got further. Models read values back as they begin (is a mask needed?), and
             on CUDA such a read waits for all copies down that are ready to run.
         worst_chain: Most bytes of blocks that nested calls of one model hold at once.
+        owner: The manager that users see, as long as models are wrapped: who has one of these has
+            the tiers.
         stranded: Parameters that a failed disk kept from being taken back after materialize.
     """
 
@@ -96,6 +104,7 @@ class ModuleRuntime:
         self.groups: list[Group] = []
         self.here = _Here()
         self.grads = GradStore(self)
+        self.program = Program(self)
         self.reduced = ReducedGradients(self)
         self.saved = SavedHooks(self)
         settings = manager.settings
@@ -109,6 +118,7 @@ class ModuleRuntime:
         self.on_begin: list[Callable[[bool], None]] = []
         self.backwards: list[BackwardWatcher] = []
         self.stranded: list[Entry] = []
+        self.owner: object = None
         self.unwritten: list[Block] = []
         self._past = -1
         self.worst_chain = 0
@@ -139,17 +149,9 @@ class ModuleRuntime:
         self._backward = deque(g for g in self._backward if id(g) not in gone)
 
     def unit_limit(self, group: Group) -> int:
-        """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM.
-
-        A step holds a block of weights, its unit of gradients, and state and masters of a few
-        times the unit's size; and the next unit is fetched meanwhile. Units small enough for
-        that are not made smaller than what a link carries at full speed.
-        """
-        hbm = self.manager.table.hbm.capacity
-        sizes = [e.param.numel() * e.param.element_size() for e in group.entries] or [0]
-        free = max(0, hbm - group.block.nbytes)
-        limit = max(free // 20, min(_LEAST_UNIT, free // 8))
-        return max(max(sizes), min(sum(sizes), limit))
+        """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM."""
+        sizes = [e.param.numel() * e.param.element_size() for e in group.entries]
+        return unit_limit(self.manager.table.hbm.capacity, group.block.nbytes, sizes)
 
     def owner_of(self, block: Block, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the parameter or buffer that shares a version counter with a view of a block."""
@@ -181,7 +183,7 @@ class ModuleRuntime:
             )
         with self.manager.lock:
             self.end_backward()
-            self.reduced.begin_forward()
+            self.reduced.begin_forward(scope)
             training = torch.is_grad_enabled()
             for check in self.on_begin:
                 check(training)
@@ -244,7 +246,10 @@ class ModuleRuntime:
         self.manager.guard()
         self.enter_backward()
         _intercept(group)
-        group.hold()
+        try:
+            group.hold()
+        except CapacityError as error:
+            raise beside_optimizer(error) from None
         return 2 if self.saved.push_if_alone() else 1
 
     def lent(self, group: Group, token: int, *, dirty: bool) -> None:

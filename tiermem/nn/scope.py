@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import is_grad_enabled, nn
 
-from tiermem.errors import ParameterError, WrapError
+from tiermem.errors import WrapError
 from tiermem.nn.compiler import WHOLE_GRAPH
 from tiermem.nn.group import Group
 from tiermem.nn.runtime import ModuleRuntime, outputs_with_grad
-from tiermem.nn.statedict import check_state
+from tiermem.nn.statedict import check_state, given_values
 
 if TYPE_CHECKING:
     from tiermem.nn.wrapped import WrappedModel
@@ -366,28 +366,6 @@ class CompileInterceptor(Interceptor):
         return {group.block.id for group in self.scope.groups}
 
 
-class ApplyInterceptor(Interceptor):
-    """Refuses ``to()``, ``half()`` and their like where they would change anything."""
-
-    __slots__ = ()
-
-    method = "_apply"
-
-    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Returns the module where ``fn`` changes no dtype and no device."""
-        for entry in self.scope.wrapped.entries:
-            probe = torch.empty(0, dtype=entry.param.dtype, device=entry.placeholder.device)
-            changed = fn(probe)
-            if changed.dtype != probe.dtype or changed.device != probe.device:
-                raise ParameterError(
-                    f"parameter {entry.name!r} lives in the tiers: its module cannot be moved or "
-                    f"cast to {changed.dtype} on {changed.device}; convert it before tier.wrap, or "
-                    "call tier.unwrap(module) first"
-                )
-            return self.module
-        return self.module
-
-
 class CopyInterceptor(Interceptor):
     """Makes an ordinary module where a wrapped one is copied: nothing of ours is in its way."""
 
@@ -405,7 +383,10 @@ class CopyInterceptor(Interceptor):
 
     def __call__(self, memo: dict[int, Any]) -> Any:
         """Returns the copy, in host memory."""
-        self.scope.wrapped.copy_small(self.module, memo)
+        stay = self.scope.wrapped.staying()
+        for tensor in self.module._buffers.values():
+            if tensor is not None and id(tensor) in stay and id(tensor) not in memo:
+                memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
         copied = self.inner(memo)
         for name in INTERCEPTED:
             getattr(copied, "__dict__", {}).pop(name, None)
@@ -464,7 +445,12 @@ class LoadAllInterceptor(Interceptor):
         """Checks every shape, then loads."""
         self.runtime.manager.guard()
         check_state(self.module, state_dict, *args, **kwargs)
-        return self.inner(state_dict, *args, **kwargs)
+        wrapped = self.scope.wrapped
+        wrapped.given = given_values(self.module, state_dict)
+        try:
+            return self.inner(state_dict, *args, **kwargs)
+        finally:
+            wrapped.given = {}
 
 
 OF_SCOPES: tuple[type[Interceptor], ...] = (
@@ -474,7 +460,7 @@ OF_SCOPES: tuple[type[Interceptor], ...] = (
     LoadInterceptor,
 )
 """What stands in modules whose calls are intercepted."""
-OF_ALL: tuple[type[Interceptor], ...] = (ApplyInterceptor, LoadAllInterceptor, CopyInterceptor)
-"""What stands in every module of a wrapped model."""
-INTERCEPTED = frozenset(kind.method for kind in OF_SCOPES + OF_ALL)
+OF_ALL: tuple[type[Interceptor], ...] = (LoadAllInterceptor, CopyInterceptor)
+"""What stands in every module of a wrapped model, beside ``ApplyInterceptor``."""
+INTERCEPTED = frozenset(["_apply", *(kind.method for kind in OF_SCOPES + OF_ALL)])
 """Names in a module's ``__dict__`` that are tiermem's."""

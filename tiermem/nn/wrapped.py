@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,33 +14,28 @@ from tiermem.config import Home, format_size
 from tiermem.core.block import Role
 from tiermem.errors import CapacityError
 from tiermem.nn import around
+from tiermem.nn.applied import ApplyInterceptor
+from tiermem.nn.blocks import BlockPlan, Inventory
 from tiermem.nn.compiler import hide_from_compiler
 from tiermem.nn.group import Entry, Group, Member
-from tiermem.nn.inspect import Found, find, is_uninitialized, link_shared, owners
-from tiermem.nn.lazy import is_gone, ordinary
+from tiermem.nn.inspect import Found, can_move, find, link_shared, owners
 from tiermem.nn.lookup import LookupInterceptor, is_lookup
 from tiermem.nn.names import HeldDict, TieredDict
-from tiermem.nn.partition import (
-    Predicate,
-    checked_homes,
-    home_of,
-    largest_block,
-    territories,
-    training_bytes,
-)
+from tiermem.nn.partition import Predicate, checked_homes
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.scope import (
     OF_ALL,
     OF_SCOPES,
     CallInterceptor,
     Inside,
+    Interceptor,
     Scope,
 )
-from tiermem.nn.shapes import shape_of
+from tiermem.nn.statedict import hold_or_give
 from tiermem.nn.transformed import follow_transforms
 from tiermem.nn.writes import may_write_uncounted
 
-_LARGE_BUFFER = 1 << 18
+_OF_ALL: tuple[type[Interceptor], ...] = (ApplyInterceptor, *OF_ALL)
 
 
 class WrappedModel:
@@ -52,6 +47,10 @@ class WrappedModel:
         groups: Its groups of parameters, then those of large buffers.
         entries: Its parameters.
         scopes: Its intercepted modules, by qualified name.
+        resident: The group of small buffers, which stay in HBM; None where there are none.
+        name: For messages.
+        given_back: Whether the model has left the tiers.
+        given: While a state dict is loaded: its values by the id of each tensor.
     """
 
     def __init__(
@@ -83,110 +82,79 @@ class WrappedModel:
         self.groups: list[Group] = []
         self.entries: list[Entry] = []
         self.scopes: dict[str, Scope] = {}
+        self.resident: Group | None = None
+        self._sources: dict[int, list[torch.Tensor]] = {}
+        self.given_back = False
+        self.given: dict[int, torch.Tensor] = {}
         self._modules = dict(model.named_modules())
         self._states: dict[int, tuple[dict[int, torch.Tensor], set[tuple[int, str]]]] = {}
-        self._name = type(model).__name__ if number == 0 else f"{type(model).__name__}#{number}"
+        self.name = type(model).__name__ if number == 0 else f"{type(model).__name__}#{number}"
         params = find(model, "_parameters")
         link_shared(params)
-        buffers = [f for f in find(model, "_buffers") if self._can_move(f)]
-        largest = largest_block(training_bytes(model), self.manager.table.hbm.capacity)
-        self._homes = checked_homes(homes, self._modules)
-        roots = territories(model, blocks, largest)
-        roots.update((name, self._modules[name]) for name in self._homes)
-        self._territory = self._territories_of(roots)
-        self._plan(params, buffers)
+        buffers = [f for f in find(model, "_buffers") if can_move(f)]
+        own = checked_homes(homes, self._modules)
+        inventory = Inventory(model, blocks, params, buffers, own)
+        self.runtime.program.models.append(inventory)
         hide_from_compiler()
         around.follow(runtime.reduced)
         follow_transforms()
         try:
+            plan = inventory.plan(self.manager.table.hbm.capacity)
+            self._territory = plan.territory
+            self._plan(plan)
             self._check_hbm()
             self._move_in()
-        except BaseException:
+        except BaseException as error:
             self._abandon()
+            refused: BaseException = error
+            if isinstance(error, CapacityError):
+                refused = runtime.program.refuse_model(error)
+            runtime.program.models.remove(inventory)
+            if refused is not error:
+                raise refused from None
             raise
+        self._inventory = inventory
         self._install()
 
     # -- planning --------------------------------------------------------
 
-    def _can_move(self, found: Found) -> bool:
-        tensor = found.tensor
-        return (
-            not is_uninitialized(tensor)
-            and tensor.layout is torch.strided
-            and type(tensor) in (torch.Tensor, nn.Buffer)
-            and not tensor.requires_grad
-            and not tensor.is_inference()
-        )
-
-    def _territories_of(self, roots: Mapping[str, nn.Module]) -> dict[str, str]:
-        """Returns, for every module, the name of the module at which its block begins."""
-        found = {}
-        for name in self._modules:
-            root = name
-            while root and root not in roots:
-                root = root.rpartition(".")[0]
-            found[name] = root
-        return found
-
-    def _plan(self, params: list[Found], buffers: list[Found]) -> None:
-        """Decides the blocks and reserves their homes."""
-        by_root: dict[str, list[Found]] = {}
-        for found in params:
-            if found.same_as is None:
-                by_root.setdefault(self._territory[found.places[0][0]], []).append(found)
-        large, small = self._sort_buffers(buffers)
-        buffers_by_root: dict[str, list[Found]] = {}
-        for found in large:
-            buffers_by_root.setdefault(self._territory[found.places[0][0]], []).append(found)
+    def _plan(self, plan: BlockPlan) -> None:
+        """Reserves the blocks' homes."""
+        known = plan.inventory
         wanted = []
-        for root, members in by_root.items():
-            shapes = [shape_of(f.name, f.tensor) for f in members]
+        for root, members in plan.params.items():
+            shapes = [known.shape(f) for f in members]
             wanted.append((self._block_name(root), Role.PARAM, shapes))
-        for root, members in buffers_by_root.items():
-            shapes = [shape_of(f.name, f.tensor) for f in members]
+        for root, members in plan.buffers.items():
+            shapes = [known.shape(f) for f in members]
             wanted.append((f"{self._block_name(root)}.buffers", Role.BUFFER, shapes))
-        own = [home_of(root, self._homes) for root in (*by_root, *buffers_by_root)]
-        blocks = self.manager.add_blocks(wanted, home=own)
-        self._sources: dict[int, list[torch.Tensor]] = {}
-        members_of = list(by_root.values()) + list(buffers_by_root.values())
+        blocks = self.manager.add_blocks(wanted, home=plan.homes())
+        members_of = [*plan.params.values(), *plan.buffers.values()]
         for block, members in zip(blocks, members_of, strict=True):
             group = Group(self.manager, block, writes_hidden=block.role is Role.BUFFER)
-            self._fill_group(group, members, params)
+            self._fill_group(group, members, known.params)
             self.groups.append(group)
             self._sources[block.id] = [f.tensor.detach() for f in members]
-        self._resident = self._place_small(small)
-        self._find_groups(params, large)
+        self.resident = self._place_small(plan)
+        large = [found for members in plan.buffers.values() for found in members]
+        self._find_groups(known.params, large)
 
     def _block_name(self, root: str) -> str:
-        return f"{self._name}.{root}" if root else self._name
+        return f"{self.name}.{root}" if root else self.name
 
-    def _sort_buffers(self, buffers: list[Found]) -> tuple[list[Found], list[Found]]:
-        """Divides buffers into those that travel and those that stay in HBM."""
-        allowed = self.manager.table.hbm.capacity // 16
-        ordered = sorted(buffers, key=lambda f: f.tensor.numel() * f.tensor.element_size())
-        small, total = [], 0
-        for found in ordered:
-            nbytes = found.tensor.numel() * found.tensor.element_size()
-            total += nbytes
-            if nbytes > _LARGE_BUFFER or total > allowed:
-                break
-            small.append(found)
-        stay = {id(f) for f in small}
-        return [f for f in buffers if id(f) not in stay], [f for f in buffers if id(f) in stay]
-
-    def _place_small(self, small: list[Found]) -> Group | None:
+    def _place_small(self, plan: BlockPlan) -> Group | None:
         """Gives the small buffers their place in HBM, where they stay."""
-        if not small:
+        if not plan.small:
             return None
-        shapes = [shape_of(f.name, f.tensor) for f in small]
-        name = f"{self._name}.small_buffers"
+        shapes = [plan.inventory.shape(f) for f in plan.small]
+        name = f"{self.name}.small_buffers"
         block = self.manager.add_blocks([(name, Role.BUFFER, shapes)], home="hbm")[0]
         group = Group(self.manager, block, writes_hidden=True)
-        self._fill_group(group, small, [])
-        self._sources[block.id] = [f.tensor.detach() for f in small]
+        self._fill_group(group, plan.small, [])
+        self._sources[block.id] = [f.tensor.detach() for f in plan.small]
         return group
 
-    def _fill_group(self, group: Group, members: list[Found], params: list[Found]) -> None:
+    def _fill_group(self, group: Group, members: list[Found], params: Sequence[Found]) -> None:
         if group.block.role is Role.BUFFER:
             group.buffers = [Member(f.tensor, group, index) for index, f in enumerate(members)]
             return
@@ -197,7 +165,7 @@ class WrappedModel:
                 group.entries.append(Entry(found.tensor, found.name, group, index))  # type: ignore[arg-type]
         self.entries.extend(group.entries)
 
-    def _find_groups(self, params: list[Found], large: list[Found]) -> None:
+    def _find_groups(self, params: Sequence[Found], large: Sequence[Found]) -> None:
         """Decides which groups each module's call holds."""
         group_of: dict[int, Group] = {}
         for group in self.groups:
@@ -235,9 +203,7 @@ class WrappedModel:
         fixed = self.manager.table.fixed_nbytes()
         worst, chain = self._worst_chain()
         self.runtime.worst_chain = max(self.runtime.worst_chain, worst)
-        trainable = any(e.param.requires_grad for e in self.entries)
-        unit = max((self._largest_gradient(g) for g in self.groups), default=0) if trainable else 0
-        least = fixed + worst + unit
+        least = fixed + worst
         budget = self.manager.table.hbm.capacity
         if least <= budget or not chain:
             return
@@ -245,12 +211,9 @@ class WrappedModel:
         raise CapacityError(
             f"block {largest.name!r} ({format_size(largest.nbytes)}) cannot be used in tier hbm "
             f"with a budget of {format_size(budget)}: together with what is needed at the same "
-            f"time it takes {format_size(least)}; give hbm= at least {least}"
+            f"time it takes {format_size(least)}",
+            f"give hbm= at least {least}",
         )
-
-    def _largest_gradient(self, group: Group) -> int:
-        sizes = [e.param.numel() * e.param.element_size() for e in group.entries]
-        return -(-max(sizes, default=0) // 4096) * 4096
 
     def _worst_chain(self) -> tuple[int, list[Group]]:
         """Returns the most bytes that nested calls hold at once, and by which groups."""
@@ -273,7 +236,7 @@ class WrappedModel:
     def _move_in(self) -> None:
         """Copies every tensor to its block, then lets go of the tensors' own memory."""
         with torch.no_grad():
-            for group in [*self.groups, *([self._resident] if self._resident else [])]:
+            for group in [*self.groups, *([self.resident] if self.resident else [])]:
                 sources = self._sources[group.block.id]
                 if self._fixed(group):
                     slot = self.manager.acquire(group.block)
@@ -286,18 +249,17 @@ class WrappedModel:
 
     def _abandon(self) -> None:
         """Undoes a wrap that failed; the model's own tensors were not touched."""
-        groups = [*self.groups, *([self._resident] if getattr(self, "_resident", None) else [])]
+        groups = [*self.groups, *([self.resident] if self.resident else [])]
         for group in groups:
-            if group is not None:
-                self.manager.holders.pop(group.block.id, None)
-        self.manager.remove_blocks([g.block for g in groups if g is not None])
+            self.manager.holders.pop(group.block.id, None)
+        self.manager.remove_blocks([g.block for g in groups])
 
     def _install(self) -> None:
         """Points the tensors at their blocks' placeholders and intercepts the modules."""
         self.runtime.add(self.groups)
-        if self._resident is not None:
-            self._resident.ready(self.runtime)
-            self._resident.hold()
+        if self.resident is not None:
+            self.resident.ready(self.runtime)
+            self.resident.hold()
         for entry in self.entries:
             owners[entry.param] = id(self.manager)
         for entry in self.entries:
@@ -319,8 +281,13 @@ class WrappedModel:
                 self.leave_to_compiler(name)
         root = self.scopes[""]
         for module in self._modules.values():
-            for whole in OF_ALL:
+            for whole in _OF_ALL:
                 module.__dict__[whole.method] = whole(module, root)
+
+    def managed(self) -> set[int]:
+        """Returns the ids of the tensors that live in the tiers."""
+        small = self.resident.tensors() if self.resident is not None else ()
+        return {*self._group_of, *map(id, small)}
 
     def leave_to_compiler(self, name: str) -> None:
         """Takes out what a compiler cannot see through, inside a module that is compiled.
@@ -364,54 +331,8 @@ class WrappedModel:
                 if not others:
                     first.add_names(names)
 
-    def give_back(self, device: torch.device | None) -> None:
-        """Makes the model an ordinary one again.
-
-        Args:
-            device: Where its tensors go; None for host memory.
-        """
-        with self.manager.lock:
-            for scope in self.scopes.values():
-                scope.inside.empty()
-        self.runtime.reduced.let_go(self.groups)
-        for group in self.groups:
-            group.unpoint()
-        for entry in self.entries:
-            if not entry.materialized:
-                self.runtime.grads.sync(entry)
-        values = {g.block.id: self.manager.read(g.block) for g in self.groups}
-        gradients = {id(e): self.runtime.grads.load(e) for e in self.entries if e.has_grad}
-        target = device or torch.device("cpu")
-        for group in self.groups:
-            tensors = values.pop(group.block.id)
-            shared: dict[int, torch.Tensor] = {}
-            for entry in group.entries:
-                if entry.index not in shared:
-                    shared[entry.index] = tensors[entry.index].clone().to(target)
-                if not entry.materialized:
-                    self._free_entry(entry, shared[entry.index], gradients.get(id(entry)))
-                owners.pop(entry.param, None)
-            for member in group.buffers:
-                group.free(member, tensors[member.index].clone().to(target))
-        if self._resident is not None:
-            for member in self._resident.buffers:
-                self._resident.free(member, member.tensor.detach().clone().to(target))
-        self._uninstall()
-
-    def _free_entry(self, entry: Entry, value: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """Makes a parameter an ordinary one."""
-        own = entry.param.grad
-        if entry.has_grad or is_gone(own):
-            own = None
-        if entry.has_grad:
-            self.runtime.grads.clear(entry)
-            own = gradient
-        entry.param.grad = None
-        entry.group.free(entry, value)
-        if own is not None:
-            entry.param.grad = ordinary(own, entry.param, value.device)
-
-    def _uninstall(self) -> None:
+    def uninstall(self) -> None:
+        """Takes the interceptors out, and the blocks; every tensor is an ordinary one already."""
         for group in self.groups:
             group.freed = True
         self.runtime.grads.forget(self.entries)
@@ -419,23 +340,28 @@ class WrappedModel:
         for name in self.scopes:
             module = self._modules[name]
             call = module.__dict__.get(CallInterceptor.method)
-            if call is not None:
+            if isinstance(call, CallInterceptor):
                 call.give_back()
             for kind in OF_SCOPES:
-                module.__dict__.pop(kind.method, None)
+                if isinstance(module.__dict__.get(kind.method), Interceptor):
+                    del module.__dict__[kind.method]  # what somebody else put there stays
             self._plain_names(module)
         for module in self._modules.values():
-            for whole in OF_ALL:
+            for whole in _OF_ALL:
                 module.__dict__.pop(whole.method, None)
         units = {id(e.unit): e.unit for e in self.entries if e.unit is not None}
         blocks = [u.block for u in units.values()] + [g.block for g in self.groups]
-        if self._resident is not None:
-            self._resident.let_go()
-            blocks.append(self._resident.block)
+        if self.resident is not None:
+            if self.resident.holds:  # else this was cut short there
+                self.resident.let_go()
+            blocks.append(self.resident.block)
         self.runtime.remove(self.groups)
         for block in blocks:
             self.manager.holders.pop(block.id, None)
         self.manager.remove_blocks(blocks)
+        if self._inventory in self.runtime.program.models:
+            self.runtime.program.models.remove(self._inventory)
+        self.given_back = True
 
     # -- state dicts -----------------------------------------------------
 
@@ -450,7 +376,7 @@ class WrappedModel:
                 group = self._group_of.get(id(tensor))
                 if group is not None:
                     destination[key] = self._copy_of(tensor, group, cache)
-                elif self._resident is not None and which == "_buffers":
+                elif self.resident is not None and which == "_buffers":
                     destination[key] = tensor.detach().clone()
 
     def _state_of(self, destination: Any, part: tuple[int, str]) -> dict[int, torch.Tensor]:
@@ -484,12 +410,9 @@ class WrappedModel:
                 cache[id(member.tensor)] = tensors[member.index].clone()
         return cache[id(tensor)]
 
-    def copy_small(self, module: nn.Module, memo: dict[int, Any]) -> None:
-        """Enters copies of a module's buffers that stay in HBM into a deepcopy's memo."""
-        stay = {id(member.tensor) for member in self._resident.buffers} if self._resident else ()
-        for tensor in module._buffers.values():
-            if id(tensor) in stay and id(tensor) not in memo:
-                memo[id(tensor)] = tensor.detach().to("cpu", copy=True)  # type: ignore[union-attr]
+    def staying(self) -> set[int]:
+        """Returns the ids of buffers that stay in HBM."""
+        return {id(member.tensor) for member in self.resident.buffers} if self.resident else set()
 
     @contextmanager
     def holding(self, module: nn.Module) -> Iterator[None]:
@@ -504,7 +427,7 @@ class WrappedModel:
         self.manager.guard()
         try:
             for group in groups.values():
-                group.hold()
+                hold_or_give(group, self.given)
                 held.append(group)
             yield
         finally:

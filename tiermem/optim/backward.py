@@ -444,7 +444,7 @@ class InBackward:
     def _spent_one(self, entry: Entry) -> LazyTensor:
         shape, formal, where = entry.param.shape, entry.param.dtype, self._manager.device
         dtype = self._runtime.grads.dtype_of(entry)
-        return gone(shape, dtype, where, partial(_gone, entry), formal)
+        return gone(shape, dtype, where, partial(_gone, entry.name), formal)
 
     def _owe(
         self, name: str, blocks: Sequence[int], work: Callable[[], None], *, first: bool = False
@@ -493,7 +493,7 @@ class InBackward:
         for param in self._spent:
             entry = self._entries[param]
             if param not in self._consumed and self._is_gone(entry):
-                _gone(entry)
+                _gone(entry.name)
 
     def _damage(self) -> str:
         if not self.made:
@@ -505,10 +505,10 @@ class InBackward:
         return stand_in is not None and grad_of(entry) is stand_in
 
 
-def _gone(entry: Entry, *_: object) -> Any:
+def _gone(name: str, *_: object) -> Any:
     """Answers whoever looks at a gradient that a step inside backward has used up."""
     raise StepError(
-        f"the gradient of parameter {entry.name!r} was used up by a step inside backward "
+        f"the gradient of parameter {name!r} was used up by a step inside backward "
         "(overlap='backward') and is kept nowhere; look at it with overlap='forward', or read it "
         "in a hook of the parameter (register_hook)"
     )

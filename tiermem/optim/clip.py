@@ -17,8 +17,8 @@ from tiermem.nn.placeholder import placeholder
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.unit import StepUnit
 
-Kind = tuple[float, bool | None]
-"""Which norm, and whether torch's ``foreach`` kernels are asked for."""
+Kind = tuple[float, bool | None, torch.dtype | None]
+"""Which norm, whether torch's ``foreach`` kernels are asked for, and what is cast to first."""
 
 
 def norms_of(
@@ -128,6 +128,27 @@ class Norms:
         Raises:
             RuntimeError: If it is not finite and ``error_if_nonfinite``; nothing is changed.
         """
+        total = self.total(units, params, kind)
+        if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
+            raise RuntimeError(
+                f"The total norm of order {kind[0]} for gradients is non-finite, so it "
+                "cannot be clipped; call it with error_if_nonfinite=False to go on"
+            )
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for unit in units:
+            unit.change(self._runtime, partial(scale, factor=factor, foreach=kind[1]))
+        return total
+
+    def total(
+        self, units: Sequence[StepUnit], params: Sequence[torch.Tensor], kind: Kind
+    ) -> torch.Tensor:
+        """Returns the norm of all gradients together, 0-d.
+
+        Args:
+            units: Whose gradients.
+            params: Their parameters, in torch's order.
+            kind: Of norm.
+        """
         grads = self._runtime.grads
         measure = self._measure_for(units, kind)
         norms: dict[int, torch.Tensor] = {}
@@ -152,17 +173,8 @@ class Norms:
             unit.each_gradient(self._runtime, sweep, but=known)
         self.taken, self.swept = len(known), len(norms) - len(known)
         found = [p for p in params if id(p) in norms]
-        like = [placeholder(p.shape, dtypes[id(p)], p.device) for p in found]
-        total = total_norm([norms[id(p)] for p in found], like, kind[0])
-        if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
-            raise RuntimeError(
-                f"The total norm of order {kind[0]} for gradients is non-finite, so it "
-                "cannot be clipped; call it with error_if_nonfinite=False to go on"
-            )
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for unit in units:
-            unit.change(self._runtime, partial(scale, factor=factor, foreach=kind[1]))
-        return total
+        like = [placeholder(p.shape, kind[2] or dtypes[id(p)], p.device) for p in found]
+        return total_norm([norms[id(p)] for p in found], like, kind[0])
 
     def _measure_for(self, units: Sequence[StepUnit], kind: Kind) -> Measure:
         """Returns what takes a norm, and has it taken of all gradients to come."""
@@ -173,4 +185,4 @@ class Norms:
 
 
 def _norm_of(gradient: torch.Tensor, kind: Kind) -> torch.Tensor:
-    return norms_of([gradient], *kind)[0]
+    return norms_of([gradient if kind[2] is None else gradient.to(kind[2])], *kind[:2])[0]

@@ -12,7 +12,10 @@ import torch
 from torch.autograd import graph
 
 from tiermem.nn.group import Entry
+from tiermem.nn.need import accumulates
 from tiermem.optim.probe import settings_of
+
+__all__ = ["accumulates", "grad_of", "is_nested", "is_own", "marks_of"]
 
 _ENGINE = graph._engine_run_backward.__code__
 
@@ -26,19 +29,6 @@ def grad_of(entry: Entry) -> torch.Tensor | None:
 def is_own(entry: Entry) -> bool:
     """Whether ``param.grad`` is what backward has left there."""
     return entry.has_grad and grad_of(entry) is entry.lazy
-
-
-def accumulates(entry: Entry) -> bool:
-    """Whether the backward under way adds to the gradient of a parameter."""
-    param = entry.param
-    if entry.materialized or not param.requires_grad:
-        return False
-    with torch._C.DisableTorchFunctionSubclass():
-        node = graph.get_gradient_edge(param).node
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # it is autograd.grad that asks for this one
-        return False
 
 
 def is_nested() -> bool:

@@ -392,7 +392,9 @@ class HostSide:
         if not cannot_fail_midway(optimizer):
             self._keep_for_undo(job, undo, seen)
         if job.scaling is not None:
-            job.scaling.unscale(list(self._own.values()))
+            pairs = zip(owns, found, strict=True)
+            fresh = [own for own, gradient in pairs if own.grad is not gradient]
+            job.scaling.unscale(list(self._own.values()), fresh)
         self._attach(optimizer, job)
         run(optimizer)
         self._keep(optimizer, job)

@@ -68,8 +68,8 @@ class HostSteps:
             StorageError: If what is in HBM alone cannot be written; none is begun then.
         """
         hosts = [unit.host for unit in units if unit.host is not None]
-        if scaling is not None and scaling.grad_scale is not None:
-            scaling = Scaling(scaling.grad_scale.cpu(), None)
+        if scaling is not None:
+            scaling = scaling.on_host()
         with self._manager.lock, unrecorded():
             for host in hosts:  # weights in files may be in the staging of another optimizer
                 for block in host.in_files(self._runtime):

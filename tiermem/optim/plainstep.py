@@ -73,10 +73,12 @@ def run_scaled(
     Returns:
         Whether it was left to the optimizer, which undoes the scale in the gradients themselves.
     """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    amp = getattr(optimizer, "_step_supports_amp_scaling", False)
+    if not amp or (scaling.grad_scale is None and scaling.found_inf is None):
         scaling.unscale(owns)
         run(optimizer)
         return False
+    scaling.apply_factor(owns)
     optimizer.grad_scale = scaling.grad_scale  # type: ignore[attr-defined]
     optimizer.found_inf = scaling.found_inf  # type: ignore[attr-defined]
     try:

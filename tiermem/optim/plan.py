@@ -13,6 +13,7 @@ from tiermem.core.block import Block, Extent, Role, Tier
 from tiermem.core.layout import TensorShape, pack
 from tiermem.errors import CapacityError
 from tiermem.nn.group import Entry
+from tiermem.nn.need import Kept, check_gradients
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.shapes import shape_of
 from tiermem.optim.master import Masters, master_dtype_of
@@ -55,7 +56,7 @@ def plan_units(
         CapacityError: If a step or the state does not fit; nothing is reserved then.
     """
     number_of = {id(p): first + i for i, group in enumerate(groups) for p in group["params"]}
-    runtime.grads.reserve(runtime.groups)
+    check_gradients(runtime)
     units: list[StepUnit] = []
     seen: set[int] = set()
     by_unit: dict[int, list[Entry]] = {}
@@ -88,6 +89,42 @@ def plan_units(
         units = [_in_parts(runtime, unit, groups, first, probe, room) for unit in units]
     _reserve(runtime, units, groups, first, probe, overlap=overlap, on_host=on_host)
     return units
+
+
+def kept_of(
+    groups: Sequence[dict[str, Any]],
+    first: int,
+    probe: StateProbe,
+    master_dtype: torch.dtype | None,
+    *,
+    overlap: bool,
+    elementwise: bool,
+) -> Kept:
+    """Returns what an optimizer over these groups keeps; arguments as for :func:`plan_units`."""
+    number_of = {id(p): first + i for i, group in enumerate(groups) for p in group["params"]}
+
+    def own(param: torch.Tensor) -> torch.Tensor:
+        dtype = master_dtype_of(param, master_dtype) or param.dtype
+        return torch.empty(param.shape, dtype=dtype, device="meta")
+
+    def state(param: torch.Tensor, shape: TensorShape) -> list[TensorShape]:
+        (spec,), _ = pack([shape])
+        number = number_of[id(param)]
+        settings = settings_of(groups[number - first])
+        found = probe.state_of(own(param), spec.stride, number, settings)
+        return [
+            shape_of(f"{shape.name}.{key}{path}", tensor)
+            for key, value in found.items()
+            for path, tensor in value.tensors
+        ]
+
+    def master(param: torch.Tensor, shape: TensorShape) -> TensorShape | None:
+        if master_dtype_of(param, master_dtype) is None:
+            return None
+        return shape_of(f"{shape.name}.master", own(param), shape.stride)
+
+    parted = elementwise and not probe.sparse
+    return Kept(frozenset(number_of), state, master, overlap=overlap, elementwise=parted)
 
 
 def _in_parts(
@@ -269,5 +306,6 @@ def _check_step(runtime: ModuleRuntime, units: Sequence[StepUnit], held: int) ->
             raise CapacityError(
                 f"an optimizer step of block {unit.name!r} takes {format_size(need)} in tier hbm: "
                 f"weights, gradients, masters and state together; the budget is "
-                f"{format_size(table.hbm.capacity)}; give hbm= at least {need}"
+                f"{format_size(table.hbm.capacity)}",
+                f"give hbm= at least {need}",
             )

@@ -23,13 +23,13 @@ from tiermem.optim.separable import (
 )
 from tiermem.optim.trial import trial
 
-__all__ = ["Kept", "Make", "StateProbe", "settings_of"]
+__all__ = ["StateTensor", "Make", "StateProbe", "settings_of"]
 
 _STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StateTensor:
     """One tensor of a parameter's state.
 
     Attributes:
@@ -60,13 +60,13 @@ class StateProbe:
         self._make = make
         self._devices = (torch.device("meta"), torch.device("cpu"), device)
         self.sparse = sparse
-        self._known: dict[Any, dict[str, Kept]] = {}
+        self._known: dict[Any, dict[str, StateTensor]] = {}
         self._spoils: dict[Any, bool] = {}
         self.eager = False
 
     def state_of(
         self, param: torch.Tensor, stride: tuple[int, ...], group: int, settings: dict[str, Any]
-    ) -> dict[str, Kept]:
+    ) -> dict[str, StateTensor]:
         """Returns, by key, the tensors that the state has.
 
         Args:
@@ -127,7 +127,7 @@ class StateProbe:
 
     def _learn(
         self, param: torch.Tensor, stride: tuple[int, ...], settings: dict[str, Any]
-    ) -> dict[str, Kept]:
+    ) -> dict[str, StateTensor]:
         problem: Exception | None = None
         for device in self._devices:
             if self.sparse and device.type == "meta":
@@ -164,7 +164,7 @@ class StateProbe:
         return dict(optimizer.state[stand_in])
 
 
-def _kept(state: dict[str, Any]) -> dict[str, Kept]:
+def _kept(state: dict[str, Any]) -> dict[str, StateTensor]:
     """Returns those tensors of a state that are worth a home.
 
     Raises:
@@ -182,5 +182,5 @@ def _kept(state: dict[str, Any]) -> dict[str, Kept]:
         inner = insides(value)
         if value.dim() and all(tensor.layout is torch.strided for _, tensor in inner):
             tensors = [(path, tensor.detach().to("meta")) for path, tensor in inner]
-            found[str(name)] = Kept(tuple(value.shape), tensors)
+            found[str(name)] = StateTensor(tuple(value.shape), tensors)
     return found

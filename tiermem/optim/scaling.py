@@ -1,8 +1,8 @@
-"""What a GradScaler leaves to the step of an optimizer."""
+"""What is left to the step of an optimizer: a GradScaler's scale, a factor for gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,33 +15,60 @@ class Scaling:
     Attributes:
         grad_scale: What they were multiplied by, 0-d; None where that is undone already.
         found_inf: 1.0 if a gradient has an infinity or a NaN, 0-d; None where nobody looked.
+        factor: What gradients are to be multiplied by, 0-d, or None.
     """
 
     grad_scale: torch.Tensor | None
     found_inf: torch.Tensor | None
+    factor: torch.Tensor | None = None
 
     @classmethod
     def of(cls, optimizer: object) -> Scaling | None:
-        """Returns what a GradScaler has put on an optimizer for the step under way."""
-        scale = getattr(optimizer, "grad_scale", None)
-        found = getattr(optimizer, "found_inf", None)
-        return None if scale is None and found is None else cls(scale, found)
+        """Returns what was put on an optimizer for the step under way."""
+        names = ("grad_scale", "found_inf", "grad_factor")
+        put = [getattr(optimizer, name, None) for name in names]
+        return None if all(value is None for value in put) else cls(*put)
 
     def frozen(self) -> Scaling:
         """Returns the same with tensors of its own; the scaler writes its scale in place."""
-        copies = [None if t is None else t.clone() for t in (self.grad_scale, self.found_inf)]
-        return Scaling(*copies)
+        put = (self.grad_scale, self.found_inf, self.factor)
+        return Scaling(*(None if t is None else t.clone() for t in put))
+
+    def on_host(self) -> Scaling:
+        """Returns what the host's steps need of it, in host memory."""
+        scale, factor = (None if t is None else t.cpu() for t in (self.grad_scale, self.factor))
+        return Scaling(scale, None, factor)
 
     @property
     def skips(self) -> bool:
         """Whether the step is left out; waits for the device."""
         return self.found_inf is not None and bool(self.found_inf.item())
 
-    def unscale(self, params: Sequence[torch.Tensor]) -> None:
-        """Divides gradients by the scale, with the factor that ``GradScaler.unscale_`` uses."""
-        if self.grad_scale is None:
-            return
-        factor = self.grad_scale.double().reciprocal().float()
-        for param in params:
-            if param.grad is not None:
-                param.grad = param.grad * factor.to(param.grad.device)
+    def unscale(self, params: Sequence[torch.Tensor], fresh: Collection[torch.Tensor] = ()) -> None:
+        """Divides gradients by the scale, as ``GradScaler.unscale_`` does; then the factor.
+
+        Args:
+            params: Whose.
+            fresh: Those of them whose gradients nobody else has: they are written in place.
+        """
+        if self.grad_scale is not None:
+            _multiply(params, self.grad_scale.double().reciprocal().float(), fresh)
+        self.apply_factor(params, fresh)
+
+    def apply_factor(
+        self, params: Sequence[torch.Tensor], fresh: Collection[torch.Tensor] = ()
+    ) -> None:
+        """Multiplies gradients by the factor; arguments as above."""
+        if self.factor is not None:
+            _multiply(params, self.factor, fresh)
+
+
+def _multiply(
+    params: Sequence[torch.Tensor], factor: torch.Tensor, fresh: Collection[torch.Tensor]
+) -> None:
+    alone = {id(param) for param in fresh}
+    for param in params:
+        if param.grad is None:
+            continue
+        by = factor.to(param.grad.device)
+        param.grad = param.grad.mul_(by) if id(param) in alone else param.grad * by

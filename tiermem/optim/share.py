@@ -54,6 +54,26 @@ def choose_host(elements: Sequence[int], speeds: Speeds) -> list[bool]:
     return chosen
 
 
+def choose_share(elements: Sequence[int], share: float) -> list[bool]:
+    """Gives the host a share of the elements, in pieces that lie evenly over the order of use.
+
+    Args:
+        elements: Sizes of the pieces, in the order in which they are needed.
+        share: Of the elements, 0 to 1; met to within half of the largest piece.
+
+    Returns:
+        For each piece whether the host has it.
+    """
+    owed = 0.0
+    chosen = []
+    for count in elements:
+        owed += count * share
+        chosen.append(owed > count / 2)
+        if chosen[-1]:
+            owed -= count
+    return chosen
+
+
 def measure(
     host: Make,
     make: Make,

@@ -14,7 +14,7 @@ from tiermem.optim.host import HostSide, can_be_on_host, rooms_of, with_fused
 from tiermem.optim.hostroom import HostRoom
 from tiermem.optim.parted import PartedUnit
 from tiermem.optim.probe import Make, settings_of
-from tiermem.optim.share import Speeds, choose_host, measure
+from tiermem.optim.share import Speeds, choose_host, choose_share, measure
 from tiermem.optim.spread import Traffic, measure_both, spread
 from tiermem.optim.team import as_team
 from tiermem.optim.undo import cannot_fail_midway
@@ -30,7 +30,7 @@ def choose_sides(
     stepped: torch.dtype,
     settings: Sequence[dict[str, Any]],
     *,
-    share: bool,
+    share: bool | float,
     in_backward: bool = False,
     earlier: Sequence[StepUnit] = (),
 ) -> tuple[bool, Speeds | None]:
@@ -44,7 +44,8 @@ def choose_sides(
         make: Makes a plain optimizer.
         stepped: Dtype of what is stepped.
         settings: The parameter groups, by number.
-        share: Whether the device has a part of it, so that both finish together.
+        share: Whether the device has a part of it, so that both finish together; or which share
+            of the elements the host has.
         in_backward: Whether steps are made inside backward, the last block's first.
         earlier: Units of the same optimizer that the host has already; none is under way.
 
@@ -64,9 +65,11 @@ def choose_sides(
     on_host = with_fused(make)
     chosen: list[bool] = [True] * len(groups)
     speeds: Speeds | None = None
-    if share:
-        sharers = list(groups.values())
-        sizes = [sum(p.numel() for u in units for p, _ in u.members) for units in sharers]
+    sharers = list(groups.values())
+    sizes = [sum(p.numel() for u in units for p, _ in u.members) for units in sharers]
+    if isinstance(share, float):
+        chosen = choose_share(sizes, share)
+    elif share:
         weight = next(p.dtype for u in sharers[0] for p, _ in u.members)
         traffic = _traffic([u for units in sharers for u in units], sum(sizes), weight, stepped)
         device = runtime.manager.device

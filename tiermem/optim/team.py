@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from tiermem.errors import CapacityError
+
 _SPARE = 4  # of so many cores one is left to others
 
 
@@ -41,10 +43,20 @@ def team(name: str) -> ThreadPoolExecutor:
 
     Args:
         name: The thread's.
+
+    Raises:
+        CapacityError: If the system starts no thread.
     """
     before = torch.get_num_threads()
     pool = ThreadPoolExecutor(1, name)
-    pool.submit(_set_own, team_size(before)).result()
+    try:
+        begun = pool.submit(_set_own, team_size(before))
+    except RuntimeError as error:
+        raise CapacityError(
+            f"the system starts no thread for steps on the host ({error}); raise the limit of "
+            "processes (ulimit -u) or of address space (ulimit -v), or use where='device'"
+        ) from error
+    begun.result()
     torch.set_num_threads(before)  # threads begun later have the last that was set anywhere
     return pool
 

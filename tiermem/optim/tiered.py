@@ -12,6 +12,7 @@ import torch
 
 from tiermem.errors import CapacityError, StepError, StorageError
 from tiermem.nn.lazy import end
+from tiermem.nn.need import Kept
 from tiermem.nn.quiet import quiet, uncompiled
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim import clip
@@ -29,7 +30,7 @@ from tiermem.optim.hoststeps import HostSteps, say_how_far
 from tiermem.optim.master import master_dtype_of
 from tiermem.optim.methods import Counts, Methods
 from tiermem.optim.parted import ELEMENTWISE
-from tiermem.optim.plan import plan_units
+from tiermem.optim.plan import kept_of, plan_units
 from tiermem.optim.probe import StateProbe
 from tiermem.optim.scaling import Scaling
 from tiermem.optim.separable import Nature, check_separable, settings_of
@@ -49,7 +50,13 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     ``param_groups``, learning-rate schedulers, ``state_dict``, ``zero_grad`` and
     step hooks work as on the plain optimizer, and give the same bits.
+
+    Attributes:
+        grad_factor: What the next ``step()`` multiplies each gradient by, 0-d, after its cast to
+            the master's dtype; None for nothing. ``zero_grad()`` forgets it.
     """
+
+    grad_factor: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -63,6 +70,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         grad_dtype: torch.dtype | None = None,
         overlap: Overlap = False,
         where: Where = "device",
+        host_share: float | None = None,
         **settings: Any,
     ) -> None:
         """Tries the class, learns its state and reserves homes for it.
@@ -76,6 +84,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             grad_dtype: In which gradients are summed up and kept, or None for the weights' own.
             overlap: When a step is made; see :meth:`tiermem.TierManager.optimizer`.
             where: Where blocks are stepped.
+            host_share: With ``where="both"``: the host's share of the elements; None to measure.
             **settings: The class's own.
 
         Raises:
@@ -94,7 +103,13 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._owed: set[int] = set()
         if where not in ("device", "host", "both"):
             raise StepError(f"where={where!r}: a step is made on 'device', 'host' or 'both'")
+        if host_share is not None and (where != "both" or not 0 <= host_share <= 1):
+            raise StepError(
+                f"host_share={host_share!r}, where={where!r}: it is a share from 0 to 1 of what "
+                "where='both' has the host step"
+            )
         self._where = where
+        self._host_share = host_share
         self._host: HostSteps | None = None
         self._looked_into = False  # so that users may have edited the state
         self._begun = False  # and not ended: by a step on the host that failed
@@ -110,6 +125,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._units: list[StepUnit] = []
         self._counts = Counts()
         self._methods = Methods(self._cls, self._tried, self._counts)
+        self._kept: list[Kept] = []
         groups = groups_of(params)
         check_wrapped(runtime, groups, params)
         template = self._template(groups)
@@ -143,6 +159,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._runtime.end_backward()
         scaling = self._scaling if again else Scaling.of(self)
+        self.grad_factor = None
         if self._inside is not None and not again:
             self._inside.before_step(scaling)
         if scaling is not None and not (self._fused and self._host is None) and scaling.skips:
@@ -335,6 +352,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self._inside is not None:
             self._inside.refuse("zero_grad()")
         self._refuse_if_pending("zero_grad()")
+        self.grad_factor = None
         for unit in self._units:
             unit.zero_grad(self._runtime, set_to_none=set_to_none)
         if self._inside is not None:
@@ -367,9 +385,30 @@ class TieredOptimizer(torch.optim.Optimizer):
                 self._units,
                 params,
                 float(max_norm),
-                (float(norm_type), foreach),
+                (float(norm_type), foreach, None),
                 error_if_nonfinite=error_if_nonfinite,
             )
+
+    def grad_norm(
+        self,
+        norm_type: float = 2.0,
+        foreach: bool | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Returns the norm of all gradients together, 0-d; they stay as they are.
+
+        Args:
+            norm_type: Which norm.
+            foreach: Whether torch's ``foreach`` kernels are used.
+            dtype: The gradients are cast to it first, say to the masters'; None for as they are.
+        """
+        self._settle_to_clip("grad_norm()")
+        self._runtime.end_backward()
+        kind = float(norm_type), foreach, floating("dtype", dtype)
+        params = [p for group in self.param_groups for p in group["params"]]
+        with torch.no_grad():
+            return self._norms.total(self._units, params, kind)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamps every gradient to ``[-clip_value, clip_value]``."""
@@ -447,6 +486,8 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._manager.remove_blocks([b for unit in units for b in unit.kept_blocks()])
             self._closed = True
             self._units = []
+            for kept in self._kept:
+                runtime.program.optimizers.remove(kept)
             runtime.on_begin.remove(self._before_forward)
             self._norms.close(units)
             for kept in self._state.values():
@@ -536,24 +577,39 @@ class TieredOptimizer(torch.optim.Optimizer):
         first = len(self.param_groups) - len(groups)
         natures = self._natures(groups)
         self._runtime.grads.keep_in(self._grad_dtype, [p for g in groups for p in g["params"]])
-        planned = plan_units(
-            self._runtime,
+        elementwise = self._cls in ELEMENTWISE and self._where != "host"
+        kept = kept_of(
             groups,
             first,
             self._probe,
-            self.make,
             self._master_dtype,
             overlap=self._overlap,
-            on_host=self._where != "device",
-            elementwise=self._cls in ELEMENTWISE and self._where != "host",
+            elementwise=elementwise,
         )
+        program, planned = self._runtime.program, []
         try:
+            planned = plan_units(
+                self._runtime,
+                groups,
+                first,
+                self._probe,
+                self.make,
+                self._master_dtype,
+                overlap=self._overlap,
+                on_host=self._where != "device",
+                elementwise=elementwise,
+            )
             if any(nature is not None and nature.draws for nature in natures):
                 planned = in_order(self._cls.__name__, planned, groups)
             self._choose_sides(planned)
-        except (CapacityError, StepError):
+        except StepError:
             self._manager.remove_blocks([b for unit in planned for b in unit.kept_blocks()])
             raise
+        except CapacityError as error:
+            self._manager.remove_blocks([b for unit in planned for b in unit.kept_blocks()])
+            raise program.refuse_optimizer(error, kept) from None
+        program.optimizers.append(kept)
+        self._kept.append(kept)
         if self._probe.eager:
             for unit in planned:
                 unit.begin(self._runtime, self.param_groups, self._state)
@@ -574,7 +630,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             self.make,
             dtype,
             self.param_groups,
-            share=self._where == "both",
+            share=self._where == "both" if self._host_share is None else float(self._host_share),
             in_backward=self._inside is not None,
             earlier=[unit for unit in self._units if unit.host is not None],
         )

@@ -21,25 +21,46 @@ class Contents:
         self._traffic = traffic
 
     def read(self, block: Block) -> list[torch.Tensor]:
-        """Returns copies of a block's tensors in ordinary host memory.
+        """Returns copies of a block's tensors in ordinary host memory, which they share.
 
         Raises:
             StorageError: If its bytes cannot be read.
         """
+        host, own = self._bytes_of(block)
+        if not own:
+            host = torch.empty(block.nbytes, dtype=torch.uint8).copy_(host)
+        return [view_of(host, spec) for spec in block.tensors]
+
+    def clone(self, block: Block, device: torch.device) -> list[torch.Tensor]:
+        """Returns copies of a block's tensors, each in memory of its own.
+
+        There is no second copy of what is in HBM or at home in DRAM.
+
+        Args:
+            block: The block; it holds data.
+            device: Where the copies are.
+
+        Raises:
+            StorageError: If its bytes cannot be read.
+        """
+        found, _ = self._bytes_of(block)
+        return [view_of(found, spec).to(device, copy=True) for spec in block.tensors]
+
+    def _bytes_of(self, block: Block) -> tuple[torch.Tensor, bool]:
+        """Returns a block's bytes as they are now, and whether nobody else has them."""
         traffic = self._traffic
         record = traffic.table[block.id]
         if record.in_hbm is State.FILLING:
             traffic.settle(block.id)
-        host = torch.empty(block.nbytes, dtype=torch.uint8)
         if record.in_hbm is not State.ABSENT:
             traffic.copy.use(traffic.ready.get(block.id))
-            host.copy_(traffic.slots.current[block.id].bytes)
-        elif record.home is Tier.DRAM and record.home_extent is not None:
+            return traffic.slots.current[block.id].bytes, False
+        if record.home is Tier.DRAM and record.home_extent is not None:
             traffic.copy.wait(traffic.home_ready.get(block.id))
-            host.copy_(traffic.homes.arena.bytes_of(record.home_extent))
-        elif record.home_extent is not None:
-            host = self.read_home(block)
-        return [view_of(host, spec) for spec in block.tensors]
+            return traffic.homes.arena.bytes_of(record.home_extent), False
+        if record.home_extent is not None:
+            return self.read_home(block), True
+        return torch.empty(block.nbytes, dtype=torch.uint8), True
 
     def read_home(self, block: Block) -> torch.Tensor:
         """Returns the bytes of a block's file, in ordinary host memory.

@@ -43,6 +43,11 @@ def chunk_size(dram: int) -> int:
     return chunk
 
 
+def staging_size(dram: int) -> int:
+    """Returns the bytes that an NVMe tier takes of a DRAM budget for its staging chunks."""
+    return chunk_size(dram) * _CHUNKS
+
+
 class Homes:
     """Hands out home extents, all or none."""
 
@@ -62,11 +67,11 @@ class Homes:
             CapacityError: If DRAM cannot even hold the staging chunks.
         """
         self.chunk = chunk_size(dram)
-        staging = self.chunk * _CHUNKS if nvme else 0
+        staging = staging_size(dram) if nvme else 0
         if staging > dram:
             raise CapacityError(
-                f"tier dram: an NVMe tier needs {staging} bytes of staging, the budget is {dram}; "
-                f"give dram= at least {staging}"
+                f"tier dram: an NVMe tier needs {staging} bytes of staging, the budget is {dram}",
+                f"give dram= at least {staging}",
             )
         self.swap = SwapFile([Path(p) for p in nvme], nvme_bytes, self.chunk) if nvme else None
         try:
@@ -203,7 +208,9 @@ class Homes:
         return CapacityError(
             f"block {request.name!r} ({format_size(request.nbytes)}) does not fit in tier dram: "
             f"{format_size(self.dram.capacity - self.dram.used)} of "
-            f"{format_size(self.dram.capacity)} are free{pieces}; give dram= at least {least}{hint}"
+            f"{format_size(self.dram.capacity)} are free{pieces}",
+            f"give dram= at least {least}",
+            hint,
         )
 
     def _on_disk(self, nbytes: int) -> Extent:

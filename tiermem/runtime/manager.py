@@ -369,7 +369,7 @@ class BlockManager:
                 used=(self.table.hbm.used, homes.dram.used, homes.nvme_used),
                 budget=(settings.hbm, settings.dram, settings.nvme_bytes or on_disk),
                 peak=(self.table.hbm.peak, homes.dram.peak, homes.nvme_peak),
-                io=(self.io_engine, self.io_reason),
+                io=self._io(),
                 direct=homes.swap is not None and homes.swap.direct,
                 efficiency=self.pacing.efficiency(),
                 ahead=(self.prefetcher.reads_into, self.traffic.ahead.kept),
@@ -394,6 +394,20 @@ class BlockManager:
             self._closed = True
             self.traffic.quiet = False
             self._give_back()
+
+    def stop(self) -> None:
+        """Stops every transfer for good; what is in HBM and at home in DRAM can still be read.
+
+        The first half of :meth:`close`: page-locked memory is ordinary memory from here on.
+        """
+        with self.lock, ExitStack() as steps:  # runs them last first
+            self._closed = True
+            self.traffic.quiet = False
+            steps.callback(self.homes.arena.unlock)
+            steps.callback(self.copy.synchronize)
+            if self.mover is not None:
+                steps.callback(self.mover.close)
+            steps.callback(self.debts.wait)
 
     def _give_back(self) -> None:
         """Closes whatever was opened, each thing however the others fare."""
@@ -439,11 +453,11 @@ class BlockManager:
         self.traffic.quiet = False
         if self._given_back:
             return
-        for holder in list(self.holders.values()):
-            holder.forked()
         if self.mover is not None:
             self.mover.forked()
         self.homes.forked()
+        for holder in list(self.holders.values()):
+            holder.forked()
 
     @property
     def closed(self) -> bool:
@@ -458,9 +472,20 @@ class BlockManager:
                 "tiers: open one of its own, or pass it ordinary tensors"
             )
         if self._closed:
-            raise ClosedError("this TierManager is closed; open a new one and wrap again")
+            raise ClosedError(
+                "this TierManager is closed: the models that were wrapped in it are ordinary ones "
+                "again, unless they were discarded, and the state of its optimizers is gone (take "
+                "optimizer.state_dict() before); open a new one and wrap again"
+            )
 
     # -- inside ----------------------------------------------------------
+
+    def _io(self) -> tuple[str, str]:
+        """Returns the name of the I/O engine, and why it is this one."""
+        if self.mover is None or self.io_engine == "given":
+            return self.io_engine, self.io_reason
+        name, note = self.mover.engine
+        return name, note or self.io_reason
 
     def _fix(self, blocks: Sequence[Block]) -> None:
         """Gives blocks whose home is HBM their place for good.
@@ -477,8 +502,9 @@ class BlockManager:
             raise CapacityError(
                 f"blocks whose home tier is hbm take {format_size(least)} of it for good, "
                 f"{format_size(there)} of them before these ({largest.name!r} is the largest, "
-                f"{format_size(largest.nbytes)}); the budget is {format_size(capacity)}; give hbm= "
-                f"at least {least}, and room for what streams, or another home tier to some roles"
+                f"{format_size(largest.nbytes)}); the budget is {format_size(capacity)}",
+                f"give hbm= at least {least}, and room for what streams",
+                ", or another home tier to some roles",
             )
         for block in blocks:
             record = self.table[block.id]

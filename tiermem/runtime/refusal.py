@@ -45,6 +45,7 @@ def too_small(block: Block, table: ResidencyTable, slots: SlotCache) -> Capacity
     seen = any(why == _SEEN for _, _, why in held)
     return CapacityError(
         f"block {block.name!r} ({format_size(block.nbytes)}) does not fit in tier hbm "
-        f"({format_size(capacity)}) beside {names or 'nothing'}{pieces}; give hbm= at "
-        f"least {least}, or wrap with smaller blocks{MANY if seen else ''}"
+        f"({format_size(capacity)}) beside {names or 'nothing'}{pieces}",
+        f"give hbm= at least {least}",
+        f", or wrap with smaller blocks{MANY if seen else ''}",
     )

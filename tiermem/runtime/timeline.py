@@ -80,6 +80,11 @@ class Timeline:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def full(self) -> bool:
+        """Whether older events may have been dropped."""
+        return len(self._rows) == self._rows.maxlen
+
     def add(self, lane: str, name: str, start_ns: int, end_ns: int, nbytes: int = 0) -> None:
         """Records a span; cheap enough for the hot path."""
         self._rows.append((lane, name, start_ns, end_ns, nbytes))

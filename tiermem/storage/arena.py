@@ -12,6 +12,7 @@ import ctypes
 import mmap
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from tiermem.core.block import ALIGNMENT, Extent, Tier, align_up
 from tiermem.errors import CapacityError, ClosedError
 
 _TOUCH_UNIT = 256 << 20
+_MOST = 1 << 62  # torch takes no larger numbers
 _WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # MADV_WIPEONFORK, MADV_KEEPONFORK: not in Python's mmap
 
 
@@ -116,12 +118,31 @@ class HostArena(Arena):
         except OSError:
             self._wiped = False
 
-    def close(self) -> None:
-        """Unregisters and lets the mapping go with its last tensor."""
-        super().close()
+    @property
+    def locked(self) -> bool:
+        """Whether its pages are locked, so that none of them can be given back."""
+        return self._registered != 0
+
+    def unlock(self) -> None:
+        """Unregisters the memory; nothing may be moving from or to it."""
         if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered)
             self._registered = 0
+
+    def give_back(self, extent: Extent) -> None:
+        """Gives the pages of an extent back to the system, where they are not locked.
+
+        Its bytes are lost; whoever writes there gets new pages.
+        """
+        if self._map is None or self.locked:
+            return
+        with suppress(OSError, ValueError):  # larger pages than the alignment: it is kept
+            self._map.madvise(mmap.MADV_DONTNEED, extent.offset, extent.nbytes)
+
+    def close(self) -> None:
+        """Unregisters and lets the mapping go with its last tensor."""
+        super().close()
+        self.unlock()
         self._map = None
 
     def _page_lock(self, size: int, device: torch.device) -> None:
@@ -131,8 +152,12 @@ class HostArena(Arena):
         def touch(start: int) -> None:
             ctypes.memset(self.address + start, 0, min(_TOUCH_UNIT, size - start))
 
-        with ThreadPoolExecutor(max_workers=16) as pool:
-            list(pool.map(touch, starts))
+        try:
+            with ThreadPoolExecutor(max_workers=16) as pool:
+                list(pool.map(touch, starts))
+        except RuntimeError:  # no thread can be started: it takes longer with this one
+            for start in starts:
+                touch(start)
         with torch.cuda.device(device):  # torch takes it for memory of the device of now
             code = torch.cuda.cudart().cudaHostRegister(self.address, size, 0)
         if int(code) != 0:
@@ -169,6 +194,8 @@ class DeviceArena(Arena):
         """
         super().__init__(Tier.HBM, capacity)
         self.device = device
+        if self.capacity > _MOST:
+            raise CapacityError(f"tier hbm: no {capacity} bytes on {device}, as asked with hbm=")
         try:
             self._whole: torch.Tensor | None = torch.empty(
                 max(self.capacity, ALIGNMENT), dtype=torch.uint8, device=device

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import struct
 import tempfile
 from dataclasses import dataclass
@@ -18,7 +19,10 @@ from tiermem.errors import ConfigError
 _STATX_DIOALIGN = 0x2000
 _AT_EMPTY_PATH = 0x1000
 _STATX_NBYTES = 256
+_GET_FLAGS, _SET_FLAGS = 0x80086601, 0x40086602  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS
+_NO_COPY_ON_WRITE = 0x00800000  # FS_NOCOW_FL
 _FILL_NBYTES = 1 << 20
+_LONG = 200
 
 
 @dataclass(frozen=True)
@@ -29,11 +33,14 @@ class Opened:
         fd: Its descriptor.
         direct: Whether O_DIRECT is set.
         reason: Why not, if it is not.
+        in_place: Whether it was told never to copy on write. Only file systems that may do so
+            (btrfs) can be told; there a write would need new space otherwise, reserved or not.
     """
 
     fd: int
     direct: bool
     reason: str
+    in_place: bool
 
 
 def check_folder(path: Path) -> Path:
@@ -42,12 +49,19 @@ def check_folder(path: Path) -> Path:
     Raises:
         ConfigError: If not, naming the path and what to do about it.
     """
-    path = path.absolute()
-    if not path.exists():
-        raise ConfigError(f"nvme path {path} does not exist; create the folder or name another")
-    if not path.is_dir():
+    try:
+        path = path.absolute()
+        mode = os.stat(path).st_mode
+        read_only = os.statvfs(path).f_flag & os.ST_RDONLY
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"nvme path {path} does not exist; create the folder or name another"
+        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte in it
+        raise _unusable(path, error) from error
+    if not stat.S_ISDIR(mode):
         raise ConfigError(f"nvme path {path} is not a folder; name the folder, not a file in it")
-    if os.statvfs(path).f_flag & os.ST_RDONLY:
+    if read_only:
         raise ConfigError(f"nvme path {path} is on a read-only file system; name another folder")
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(
@@ -55,6 +69,23 @@ def check_folder(path: Path) -> Path:
             "change its permissions or name another"
         )
     return path
+
+
+def _unusable(path: Path, error: OSError | ValueError) -> ConfigError:
+    """Returns the error of a folder that the system does not let anybody look at."""
+    text = str(path)
+    if len(text) > _LONG:
+        text = f"{text[:40]}...{text[-40:]} ({len(text)} characters)"
+    reason = getattr(error, "strerror", None) or str(error)
+    remedy = {
+        errno.ENAMETOOLONG: "name a shorter path, say through a symbolic link",
+        errno.EACCES: "change the permissions of the folders above it, or name another",
+        errno.ELOOP: "its symbolic links go in a circle; name another",
+    }.get(
+        getattr(error, "errno", None) or 0,
+        "see what the kernel says of that disk (dmesg), or name a folder on another",
+    )
+    return ConfigError(f"nvme path {text} cannot be used ({reason}); {remedy}")
 
 
 def open_nameless(folder: Path) -> Opened:
@@ -67,15 +98,19 @@ def open_nameless(folder: Path) -> Opened:
         fd = _open_file(folder)
     except OSError as error:
         raise ConfigError(
-            f"nvme path {folder} takes no file ({error.strerror}); name a folder on a local disk "
-            "that this user may write to"
+            f"nvme path {folder} takes no file ({error.strerror}); name another folder, on a local "
+            "disk that works and that this user may write to"
         ) from error
     try:
+        in_place = _write_in_place(fd)
         reason = _make_direct(fd)
+    except OSError as error:
+        os.close(fd)
+        raise _unusable(folder, error) from error
     except BaseException:
         os.close(fd)
         raise
-    return Opened(fd, not reason, reason)
+    return Opened(fd, not reason, reason, in_place)
 
 
 def _open_file(folder: Path) -> int:
@@ -89,6 +124,22 @@ def _open_file(folder: Path) -> int:
     return fd
 
 
+def _write_in_place(fd: int) -> bool:
+    """Tells the file system not to copy on write (as ``chattr +C``); returns whether it will not.
+
+    It has to be told while the file is empty.
+    """
+    try:
+        flags = bytearray(8)
+        fcntl.ioctl(fd, _GET_FLAGS, flags)
+        (before,) = struct.unpack_from("=I", flags)
+        struct.pack_into("=I", flags, 0, before | _NO_COPY_ON_WRITE)
+        fcntl.ioctl(fd, _SET_FLAGS, flags)
+    except OSError:  # it has no such flag, mostly because it never does it
+        return False
+    return True
+
+
 def _make_direct(fd: int) -> str:
     """Sets O_DIRECT; returns why not if that cannot be, else an empty string."""
     unit = dio_alignment(fd)
@@ -96,9 +147,12 @@ def _make_direct(fd: int) -> str:
         return "statx says that this file system has no direct I/O"
     if unit is not None and (unit > ALIGNMENT or ALIGNMENT % unit):
         return f"its direct I/O needs an alignment of {unit} bytes, not {ALIGNMENT}"
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+    except OSError as error:  # with the flag not set
+        return f"O_DIRECT is refused ({error.strerror})"
+    try:
         _try_write(fd)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -135,6 +189,14 @@ def dio_alignment(fd: int) -> int | None:
         return None
     memory, offset = struct.unpack_from("<II", answer, 0x98)
     return 0 if not (memory and offset) else max(memory, offset)
+
+
+def free_nbytes(facts: os.statvfs_result) -> int | None:
+    """Returns the bytes that this user may still take; None where the file system does not say.
+
+    ramfs, for one, says that it has no blocks at all.
+    """
+    return facts.f_bavail * facts.f_frsize if facts.f_blocks else None
 
 
 def reserve(fd: int, offset: int, nbytes: int) -> None:

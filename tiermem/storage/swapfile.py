@@ -7,6 +7,7 @@ so nothing is left behind however the process ends.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -173,7 +174,8 @@ class SwapFile:
                 f"tier nvme at {paths}: {format_size(nbytes)} more asked, but the limit of "
                 f"{format_size(self.capacity_limit)} leaves "
                 f"{format_size(self.capacity_limit - before)} ({self.capacity_limit - before} "
-                f"bytes); it would have to be at least {before + nbytes} bytes"
+                "bytes)",
+                f"give nvme_bytes= at least {before + nbytes} bytes",
             )
         old = [self._file_length(file, before) for file in range(len(self._fds))]
         new = [self._file_length(file, before + nbytes) for file in range(len(self._fds))]
@@ -191,10 +193,13 @@ class SwapFile:
     def _check_room(self, old: list[int], new: list[int]) -> None:
         asked: dict[int, int] = {}
         for file, fd in enumerate(self._fds):
-            disk = os.fstat(fd).st_dev
+            try:
+                disk, facts = os.fstat(fd).st_dev, os.fstatvfs(fd)
+            except OSError as error:
+                raise self._failed("the disk does not answer", file, old, new, error) from error
             asked[disk] = asked.get(disk, 0) + new[file] - old[file]
-            facts = os.fstatvfs(fd)
-            if asked[disk] > facts.f_bavail * facts.f_frsize:
+            free = nameless.free_nbytes(facts)
+            if free is not None and asked[disk] > free:
                 raise self._no_room(file, asked[disk])
 
     def _reserve(self, old: list[int], new: list[int]) -> None:
@@ -203,24 +208,34 @@ class SwapFile:
                 nameless.reserve(fd, old[file], new[file] - old[file])
             except OSError as error:
                 for other, length in zip(self._fds, old, strict=True):
-                    os.ftruncate(other, length)
+                    with contextlib.suppress(OSError):  # the disk may answer nothing any more
+                        os.ftruncate(other, length)
                 if error.errno in _NO_SPACE:
                     raise self._no_room(file, new[file] - old[file], error) from error
-                raise StorageError(
-                    "space could not be reserved",
-                    path=self.folder(file),
-                    offset=old[file],
-                    nbytes=new[file] - old[file],
-                    errno=error.errno,
-                ) from error
+                raise self._failed("space could not be reserved", file, old, new, error) from error
+
+    def _failed(
+        self, what: str, file: int, old: list[int], new: list[int], error: OSError
+    ) -> StorageError:
+        """Returns the error of a file that could not be made larger."""
+        return StorageError(
+            f"{what}; see what the kernel says of that disk (dmesg), or name a folder on another",
+            path=self.folder(file),
+            offset=old[file],
+            nbytes=new[file] - old[file],
+            errno=error.errno,
+        )
 
     def _no_room(self, file: int, asked: int, error: OSError | None = None) -> CapacityError:
-        facts = os.fstatvfs(self._fds[file])
-        free = facts.f_bavail * facts.f_frsize
+        try:
+            free = nameless.free_nbytes(os.fstatvfs(self._fds[file]))
+        except OSError:
+            free = None
+        there = "less" if free is None else f"{format_size(free)} ({free} bytes)"
         why = f" ({error.strerror})" if error else ""
         return CapacityError(
             f"tier nvme at {self.folder(file)}: {format_size(asked)} ({asked} bytes) asked, "
-            f"but {format_size(free)} ({free} bytes) are free there{why}; free some space, or "
+            f"but {there} are free there{why}; free some space, or "
             "give another path or a smaller budget"
         )
 

@@ -15,6 +15,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
 
+from tiermem.io.engine import start_threads
 from tiermem.storage.checksum import checksum
 from tiermem.transfer.filechunks import Chunk, ChunkCopier, Task
 
@@ -36,7 +37,7 @@ class Helpers(Protocol):
         """Gets ready.
 
         Raises:
-            RuntimeError: If the system has no thread left.
+            CapacityError: If the system has no thread left.
         """
 
     def give(self, chunk: Chunk) -> None:
@@ -112,11 +113,10 @@ class HelperThreads:
 
     def start(self) -> None:
         """See :meth:`Helpers.start`."""
-        for index in range(self._count):
-            name = f"tiermem-file-helper-{index}"
-            thread = threading.Thread(target=self._serve, name=name, daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        names = [f"tiermem-file-helper-{index}" for index in range(self._count)]
+        self._threads = start_threads(
+            [threading.Thread(target=self._serve, name=name, daemon=True) for name in names]
+        )
 
     def give(self, chunk: Chunk) -> None:
         """See :meth:`Helpers.give`."""

@@ -296,12 +296,17 @@ class FileMover:
         if not transfer.finished:
             self._pump.cancel(transfer)
 
+    @property
+    def engine(self) -> tuple[str, str]:
+        """Name of the I/O engine of now, and why it is not the one that was chosen, or ""."""
+        return self._pump.engine_now()
+
     def stats(self) -> MoverStats:
         """Returns what was done so far."""
         self._check_process()
         counters = self._pump.counters
         return MoverStats(
-            engine=self._pump.engine_name,
+            engine=self.engine[0],
             engine_detail=self._pump.engine_detail,
             bytes_read=counters.bytes_read,
             bytes_written=counters.bytes_written,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from tiermem.errors import ClosedError, StorageError
-from tiermem.io.engine import IoCompletion, IoEngine
+from tiermem.io.engine import IoCompletion, IoEngine, start_threads
 from tiermem.storage.swapfile import SwapFile
 from tiermem.transfer.filechunks import Chunk, ChunkCopier, HostCopier, Staging
 from tiermem.transfer.filehelpers import HelperFactory, carry_out, threads
@@ -87,10 +87,12 @@ class Pump:
         # The kernel must be done with staging before the interpreter takes it apart.
         atexit.register(self.close)
         try:
-            self._thread.start()
+            start_threads([self._thread])
             self._started.wait()
         except BaseException:  # Ctrl-C: nobody else will end the thread
             self.ask_to_close()
+            if self._thread.ident is None:
+                atexit.unregister(self.close)
             raise
         if self.dead is not None:
             self._thread.join()
@@ -157,6 +159,11 @@ class Pump:
         self.ask_to_close()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
+
+    def engine_now(self) -> tuple[str, str]:
+        """Returns the engine's name, and why it is not the one that was chosen, or ""."""
+        engine = self._engine
+        return engine.name, engine.note
 
     def forked(self) -> None:
         """Lets go of the engine's descriptors in a forked child, which has no such thread."""

@@ -1,0 +1,56 @@
+"""``deepspeed.checkpointing``: recomputation, by torch's own."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as recompute
+
+_state: dict[str, Any] = {"configured": False}
+
+
+def checkpoint(function: Any, *args: Any) -> Any:
+    """Calls a function whose insides backward computes once more, rather than keeps.
+
+    What it keeps, its inputs, leaves HBM with ``activation_checkpointing.cpu_checkpointing``.
+    """
+    return recompute(function, *args, use_reentrant=False)
+
+
+non_reentrant_checkpoint = checkpoint
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Notes that it was called; where inputs are kept is the configuration's to say."""
+    if checkpoint_in_cpu:
+        warnings.warn(
+            "checkpoint_in_cpu=True has no effect here; write activation_checkpointing: "
+            "{cpu_checkpointing: true} into the configuration",
+            stacklevel=2,
+        )
+    _state["configured"] = True
+
+
+def is_configured() -> bool:
+    """Whether :func:`configure` was called."""
+    return bool(_state["configured"])
+
+
+def reset() -> None:
+    """Does nothing: nothing is kept between steps."""
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seeds the devices."""
+    torch.cuda.manual_seed_all(seed)

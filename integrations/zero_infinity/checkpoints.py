@@ -1,0 +1,203 @@
+"""Checkpoints of an engine: written beside and renamed, so that a crash leaves the old one.
+
+The files are ones of torch.save, of the names that DeepSpeed uses. The model's part is what
+DeepSpeed below stage 3 writes; the optimizer's part is tiermem's own, since DeepSpeed's is
+flattened and cut by process.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tiermem import CheckpointError
+
+if TYPE_CHECKING:
+    from .engine import DeepSpeedEngine
+
+MODEL = "mp_rank_00_model_states.pt"
+STATE = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+_COUNTERS = ("global_steps", "skipped_steps", "global_samples", "micro_steps")
+_OWN = {*_COUNTERS, "module", "lr_scheduler", "dp_world_size", "mp_world_size", "ds_config"}
+
+
+def weights_of(module: nn.Module, exclude_frozen: bool = False) -> dict[str, Any]:
+    """Returns a module's state dict.
+
+    Args:
+        module: Wrapped.
+        exclude_frozen: Without parameters that are not trained.
+    """
+    found: dict[str, Any] = module.state_dict()
+    if exclude_frozen:
+        for name, param in module.named_parameters(remove_duplicate=False):
+            if not param.requires_grad:
+                found.pop(name, None)
+    return found
+
+
+def save(
+    engine: DeepSpeedEngine,
+    save_dir: str | os.PathLike[str],
+    tag: object,
+    client_state: Mapping[str, Any],
+    save_latest: bool,
+    exclude_frozen: bool,
+) -> bool:
+    """Writes model, optimizer, scheduler, counters and the caller's state.
+
+    Args:
+        engine: Whose.
+        save_dir: Folder; made if it is not there.
+        tag: Folder inside it; by default ``global_step`` and the number.
+        client_state: The caller's own, returned by :func:`load`.
+        save_latest: Whether ``latest`` names this one from now on.
+        exclude_frozen: Without parameters that are not trained.
+
+    Returns:
+        True.
+
+    Raises:
+        CheckpointError: If ``client_state`` has a key that is in use.
+    """
+    taken = sorted(_OWN & client_state.keys())
+    if taken:
+        raise CheckpointError(f"client_state[{taken[0]!r}]: the key is in use; choose another")
+    name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    folder = Path(save_dir) / name
+    folder.mkdir(parents=True, exist_ok=True)
+    scheduler = engine.lr_scheduler
+    model = {
+        "module": weights_of(engine.module, exclude_frozen),
+        "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_config": engine.config,
+        **{key: getattr(engine, key) for key in _COUNTERS},
+        **client_state,
+    }
+    _write(model, folder / MODEL)
+    del model
+    if engine.optimizer is not None:
+        scale = None if engine.scaler is None else engine.scaler.state_dict()
+        state = {"optimizer": engine.optimizer.state_dict(), "loss_scale": scale}
+        _write(state, folder / STATE)
+    if save_latest:
+        beside = Path(save_dir) / "latest.part"
+        beside.write_text(name, encoding="utf-8")
+        beside.replace(Path(save_dir) / "latest")
+    return True
+
+
+def _write(value: Any, path: Path) -> None:
+    beside = path.with_suffix(".part")
+    with open(beside, "wb") as file:
+        torch.save(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def load(
+    engine: DeepSpeedEngine,
+    load_dir: str | os.PathLike[str],
+    tag: object = None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    custom_load_fn: Any = None,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Reads what :func:`save` wrote. Like DeepSpeed's, the files are pickles: trust them.
+
+    Args:
+        engine: Whose.
+        load_dir: Folder.
+        tag: Folder inside it; by default what ``latest`` names.
+        load_module_strict: Whether every name must fit.
+        load_optimizer_states: Whether to take state and masters over.
+        load_lr_scheduler_states: Whether to take the scheduler's over.
+        load_module_only: The weights alone.
+        custom_load_fn: Called with ``src`` and ``dst`` in place of ``load_state_dict``.
+
+    Returns:
+        The path and the caller's state; twice None where there is no ``latest``.
+
+    Raises:
+        CheckpointError: If there is no such checkpoint, or it does not fit.
+    """
+    name = _latest(Path(load_dir)) if tag is None else str(tag)
+    if name is None:
+        warnings.warn(f"{load_dir} has no file 'latest'; nothing is loaded", stacklevel=3)
+        return None, None
+    path = Path(load_dir) / name / MODEL
+    if not path.is_file():
+        raise CheckpointError(f"{path}: there is no such file; tag={name!r}")
+    found = torch.load(path, map_location="cpu", weights_only=False)
+    if custom_load_fn is not None:
+        with engine.tier.materialize(engine.module):
+            custom_load_fn(src=found["module"], dst=engine.module)
+    else:
+        engine.module.load_state_dict(found["module"], strict=load_module_strict)
+    if not load_module_only:
+        if load_optimizer_states and engine.optimizer is not None:
+            _load_state(engine, Path(load_dir) / name / STATE)
+        if load_lr_scheduler_states and engine.lr_scheduler is not None:
+            engine.lr_scheduler.load_state_dict(found["lr_scheduler"])
+        for key in _COUNTERS:
+            setattr(engine, key, found.get(key, 0))
+    return str(path), {key: value for key, value in found.items() if key not in _OWN}
+
+
+def _latest(folder: Path) -> str | None:
+    path = folder / "latest"
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+
+
+def _load_state(engine: DeepSpeedEngine, path: Path) -> None:
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path}: there is no such file; load_optimizer_states=False loads the weights alone"
+        )
+    state = torch.load(path, map_location="cpu", weights_only=False)
+    if "optimizer" not in state or "param_groups" not in state["optimizer"]:
+        raise CheckpointError(
+            f"{path} has no optimizer state of this engine's: DeepSpeed's own is flattened and cut "
+            "by process; load_optimizer_states=False loads the weights alone"
+        )
+    if engine.optimizer is not None:
+        engine.optimizer.load_state_dict(state["optimizer"])
+    if engine.scaler is not None and state.get("loss_scale") is not None:
+        engine.scaler.load_state_dict(state["loss_scale"])
+        engine.show_scale()
+
+
+def save_weights(
+    engine: DeepSpeedEngine,
+    save_dir: str | os.PathLike[str],
+    save_filename: str,
+    exclude_frozen: bool,
+) -> bool:
+    """Writes the model's state dict as the model computes with it.
+
+    Args:
+        engine: Whose.
+        save_dir: Folder; made if it is not there.
+        save_filename: File in it.
+        exclude_frozen: Without parameters that are not trained.
+
+    Returns:
+        Whether it was written: at stage 3 only with ``gather_16bit_weights_on_model_save``.
+    """
+    gathers = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    if engine.plan.stage == 3 and not engine.plan.config[gathers]:
+        return False
+    Path(save_dir).mkdir(parents=True, exist_ok=True)
+    _write(weights_of(engine.module, exclude_frozen), Path(save_dir) / save_filename)
+    return True

@@ -1,0 +1,400 @@
+"""The engine: a wrapped model, its optimizer and scheduler, behind the calls of users' loops."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from tiermem import StepError, TieredOptimizer, TierManager
+
+from . import checkpoints, comm, mapping
+from .explaining import Explanation, explained
+from .mapping import Plan
+from .queries import Queries
+from .scaling import LossScale
+
+logger = logging.getLogger("tiermem.integrations.zero_infinity")
+
+
+class DeepSpeedEngine(Queries):
+    """What ``initialize`` returns first: called like the model, with DeepSpeed's methods.
+
+    Attributes:
+        module: The model, wrapped.
+        tier: The manager; ``tier.stats()`` and ``tier.residency()`` say what goes on.
+        optimizer: In the tiers, or None.
+        lr_scheduler: Or None.
+        training_dataloader: Or None.
+        device: Where inputs belong.
+        local_rank: Of this process.
+        global_steps: Steps so far, those left out with them.
+        skipped_steps: Steps that were left out.
+        global_samples: Samples so far.
+        micro_steps: Calls of :meth:`step` so far.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        tier: TierManager,
+        *,
+        collate_fn: Any = None,
+    ) -> None:
+        """Serves a wrapped model; optimizer, scheduler and loader are set by ``initialize``."""
+        super().__init__()
+        self.module = model
+        self.tier = tier
+        self.plan = plan
+        self.optimizer = None
+        self.lr_scheduler: Any = None
+        self.training_dataloader: Any = None
+        self.client_optimizer: torch.optim.Optimizer | None = None
+        self.config = plan.config.raw
+        self.device = comm.device_of(plan.device)
+        self.local_rank = comm.local_rank()
+        self.global_rank, self.world_size, self.dp_world_size = 0, 1, 1
+        self.global_steps = self.skipped_steps = self.global_samples = self.micro_steps = 0
+        self.scaler = LossScale.of(plan.config)
+        self._collate_fn = collate_fn
+        self._needs_norm = mapping.needs_norm(plan.config)
+        self._clip = float(plan.config["gradient_clipping"])
+        self._managed = bool(plan.config["managed_gradient_accumulation"])
+        self._boundary: bool | None = None
+        self._inside_no_sync = self._inside_backward = self._scaled = False
+        self._step_applied = False
+        self._norm: torch.Tensor | None = None
+        self._times: dict[str, float] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns what the model has and the engine has not."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or not hasattr(module, name):
+                raise
+            return getattr(module, name)
+
+    # -- the loop --------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Calls the model."""
+        with self._timed("forward"):
+            if self.scaler is not None and self.plan.config["fp16.auto_cast"]:
+                inputs = _halved(inputs)
+            with self._autocast():
+                found = self.module(*inputs, **kwargs)
+        if self.optimizer is not None and torch.is_grad_enabled():
+            self._watch(found)
+        return found
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        """Makes one backward, of the loss divided by the accumulation and times the loss scale.
+
+        Args:
+            loss: One number.
+            retain_graph: As torch has it.
+            scale_wrt_gas: Whether the loss is divided by ``gradient_accumulation_steps()``.
+
+        Returns:
+            The loss, divided.
+
+        Raises:
+            StepError: If there is no optimizer, or the loss is not one number with a graph.
+        """
+        self._refuse_without_optimizer("backward()")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:
+            raise StepError(
+                f"backward() takes a loss of one number that has a graph, not {_said(loss)}"
+            )
+        steps = self.gradient_accumulation_steps()
+        divided = loss / steps if scale_wrt_gas and steps > 1 else loss
+        work = divided if self.scaler is None else divided.float() * self.scaler.scale
+        self._inside_backward = True
+        try:
+            with self._timed("backward"):
+                work.backward(retain_graph=retain_graph)
+        finally:
+            self._inside_backward = False
+        return divided.detach()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns the loss for a ``backward()`` of its own: divided, and times the loss scale."""
+        self._refuse_without_optimizer("scale()")
+        self._scaled = True
+        divided = loss / self.gradient_accumulation_steps()
+        return divided if self.scaler is None else divided.float() * self.scaler.scale
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Makes the step where accumulation is complete; else counts.
+
+        Args:
+            lr_kwargs: For the scheduler.
+
+        Raises:
+            StepError: If there is no optimizer, inside ``no_sync``, or where the loss scale can
+                go no lower.
+        """
+        self._refuse_without_optimizer("step()")
+        if self._inside_no_sync:
+            raise StepError("step() inside no_sync(): leave no_sync first")
+        self._step_applied = self._scaled = False
+        boundary = not self._managed or self.is_gradient_accumulation_boundary()
+        if boundary:
+            with self._timed("step"):
+                self._take_step(lr_kwargs or {})
+            self._report()
+        self.micro_steps += 1
+
+    def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
+        assert self.optimizer is not None  # for the type checker; refused before
+        overflow = self._settle_gradients(self.optimizer)
+        if not overflow:
+            self.optimizer.step()
+            if self.client_optimizer is not None:  # which torch's schedulers look at
+                self.client_optimizer._opt_called = True  # type: ignore[attr-defined]
+        self.optimizer.zero_grad()
+        self.optimizer.__dict__["overflow"] = overflow
+        if self.scaler is not None:
+            self.scaler.update(overflow)
+            self.show_scale()
+        self._step_applied = not overflow
+        if overflow:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        self.global_steps += 1
+        self.global_samples += self.plan.batch
+
+    def _settle_gradients(self, optimizer: TieredOptimizer) -> bool:
+        """Undoes the loss scale and clips; returns whether a gradient is infinite or NaN.
+
+        Norm and factor are float32 where there are masters, as if the masters' gradients were
+        clipped.
+        """
+        self._norm = None
+        if not self._clip > 0 and not self._needs_norm:
+            return False
+        if self.plan.dtype is None:
+            self._norm = optimizer.clip_grad_norm_(self._clip)
+            return False
+        norm = optimizer.grad_norm(dtype=torch.float32)
+        scale = 1.0 if self.scaler is None else self.scaler.scale
+        self._norm = norm = norm if scale == 1.0 else norm / scale
+        if self._needs_norm and not math.isfinite(found := float(norm)):
+            return True
+        if self._clip > 0:
+            factor = torch.clamp(self._clip / (norm + 1e-6), max=1.0)
+            clips = not self._needs_norm or found * 1.00001 + 1e-5 > self._clip
+            if scale != 1.0 or clips:  # a factor of 1 need not be applied
+                optimizer.grad_factor = factor / scale
+        elif scale != 1.0:
+            optimizer.grad_factor = torch.full_like(norm, 1.0 / scale)
+        return False
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next :meth:`step` steps."""
+        if self._boundary is not None:
+            return self._boundary
+        if not self._managed:
+            return False
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Says whether the next :meth:`step` steps, from now on until it is said again."""
+        if not self._managed:
+            raise StepError("with managed_gradient_accumulation=false every step() is a step")
+        self._boundary = bool(is_boundary)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For backwards without an exchange of gradients, of which there is none here."""
+        if self._inside_no_sync:
+            raise StepError("no_sync() inside no_sync()")
+        self._inside_no_sync = True
+        try:
+            yield
+        finally:
+            self._inside_no_sync = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none)
+
+    # -- what it made of the configuration -------------------------------
+
+    def explain(self) -> Explanation:
+        """Says what each setting of the configuration became."""
+        return explained(self.plan)
+
+    # -- data, saving, the end -------------------------------------------
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """Returns a loader of micro-batches, shuffled as DeepSpeed's for one process."""
+        if data_sampler is None and not isinstance(dataset, IterableDataset):
+            data_sampler = DistributedSampler(dataset, 1, 0, shuffle=route == "train")
+        return DataLoader(
+            dataset,
+            batch_size or self.plan.micro,
+            sampler=data_sampler,
+            collate_fn=collate_fn or self._collate_fn,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and self.device.type == "cuda",
+            drop_last=self.plan.config["dataloader_drop_last"],
+        )
+
+    def save_checkpoint(
+        self,
+        save_dir: Any,
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes a checkpoint; see :func:`checkpoints.save`."""
+        state = client_state or {}
+        return checkpoints.save(self, save_dir, tag, state, save_latest, exclude_frozen_parameters)
+
+    def load_checkpoint(self, load_dir: Any, tag: Any = None, **options: Any) -> Any:
+        """Reads a checkpoint; see :func:`checkpoints.load`."""
+        return checkpoints.load(self, load_dir, tag, **options)
+
+    def save_16bit_model(
+        self,
+        save_dir: Any,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes the weights alone; see :func:`checkpoints.save_weights`."""
+        return checkpoints.save_weights(self, save_dir, save_filename, exclude_frozen_parameters)
+
+    def save_fp16_model(self, save_dir: Any, save_filename: str = "pytorch_model.bin") -> bool:
+        """An old name of :meth:`save_16bit_model`."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """Returns the model's state, in host memory."""
+        return checkpoints.weights_of(self.module, exclude_frozen_parameters)
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Takes the model's state over."""
+        self.module.load_state_dict(state_dict, strict=strict)
+
+    def empty_partition_cache(self) -> None:
+        """Does nothing: there is no cache outside the budget."""
+
+    def destroy(self) -> None:
+        """Gives every tier back; the model can no longer be used."""
+        self.tier.close()
+
+    # -- inside ----------------------------------------------------------
+
+    def show_scale(self) -> None:
+        """Has the optimizer tell the loss scale, as DeepSpeed's does."""
+        if self.optimizer is not None and self.scaler is not None:
+            shown = {"loss_scale": self.scaler.scale, "cur_scale": self.scaler.scale}
+            self.optimizer.__dict__.update(shown)
+
+    def _refuse_without_optimizer(self, what: str) -> None:
+        if self.optimizer is None:
+            raise StepError(
+                f"{what}: there is no optimizer; give initialize() one, or name one in the file"
+            )
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        config = self.plan.config
+        if not config["torch_autocast.enabled"]:
+            return nullcontext()
+        return torch.autocast(self.device.type, mapping.dtype_of(config, "torch_autocast.dtype"))
+
+    def _watch(self, found: Any) -> None:
+        """Refuses a backward past the engine that would miss a factor."""
+        if self.scaler is None and self.gradient_accumulation_steps() == 1:
+            return
+        for tensor in _tensors(found):
+            if tensor.requires_grad:
+                tensor.register_hook(self._refuse_past_engine)
+
+    def _refuse_past_engine(self, gradient: torch.Tensor) -> None:
+        if not self._inside_backward and not self._scaled:
+            raise StepError(
+                "loss.backward() would miss the loss scale and the division by "
+                "gradient_accumulation_steps; call engine.backward(loss), or "
+                "engine.scale(loss).backward()"
+            )
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        if not self.plan.config["wall_clock_breakdown"]:
+            yield
+            return
+        self._wait()
+        began = time.perf_counter()
+        yield
+        self._wait()
+        self._times[what] = self._times.get(what, 0.0) + time.perf_counter() - began
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _report(self) -> None:
+        if self._times:
+            said = " | ".join(f"{what}: {s * 1e3:.2f}" for what, s in self._times.items())
+            logger.info("time (ms) | %s", said)
+            self._times = {}
+        every = self.plan.config["steps_per_print"]
+        if every and self.global_steps % every == 0:
+            logger.info(
+                "step=%d, skipped=%d, lr=%s, mom=%s",
+                self.global_steps,
+                self.skipped_steps,
+                self.get_lr(),
+                self.get_mom(),
+            )
+
+
+def _tensors(found: Any) -> Iterator[torch.Tensor]:
+    if isinstance(found, torch.Tensor):
+        yield found
+    elif isinstance(found, Mapping):
+        for value in found.values():
+            yield from _tensors(value)
+    elif isinstance(found, list | tuple):
+        for value in found:
+            yield from _tensors(value)
+
+
+def _halved(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.half() if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {key: _halved(item) for key, item in value.items()}
+    return type(value)(map(_halved, value)) if isinstance(value, list | tuple) else value
+
+
+def _said(loss: Any) -> str:
+    if isinstance(loss, torch.Tensor):
+        return f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
+    return f"a {type(loss).__name__}"

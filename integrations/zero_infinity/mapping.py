@@ -1,0 +1,271 @@
+"""What a configuration becomes: batch numbers, and the settings of the tiers and the optimizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem import ConfigError
+
+from . import reading
+from .reading import SHORT, Config, Setting
+from .zerooptions import PARAM, STATE, ZERO
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_HOMES = {"none": "hbm", "cpu": "dram", "nvme": "nvme"}
+_STATE = 12
+"""Bytes of masters and state of a parameter, at most: float32 and two moments."""
+_ROOM = 256 << 20
+"""Bytes of host memory beside homes and buffers: staging, and what alignment takes."""
+
+KEYWORDS = {
+    "device", "hbm", "dram", "nvme_bytes", "prefetch_depth", "overlap", "where",
+    "activation_min", "activation_layers",
+}  # fmt: skip
+"""What the ``tiermem`` section and ``initialize(tiermem=)`` may set."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much there is of a model.
+
+    Attributes:
+        elements: Of all parameters.
+        trained: Of those that are trained.
+    """
+
+    elements: int
+    trained: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Sizes:
+        """Counts a model's parameters."""
+        params = list(model.parameters())
+        return cls(
+            sum(p.numel() for p in params), sum(p.numel() for p in params if p.requires_grad)
+        )
+
+
+@dataclass
+class Plan:
+    """What a configuration becomes.
+
+    Attributes:
+        config: What was read, "auto" filled.
+        micro: Samples of a backward.
+        accumulation: Backwards of a step.
+        batch: Samples of a step.
+        dtype: Of the weights, or None to leave them as they are.
+        manager: Settings of ``TierManager``.
+        optimizer: Settings of ``tier.optimizer``, without the class's own.
+        sources: Where DRAM goes, for the explanation.
+        refused: Why it cannot be used here: folders that are missing, batch numbers for several
+            processes; or "".
+    """
+
+    config: Config
+    micro: int = 1
+    accumulation: int = 1
+    batch: int = 1
+    dtype: torch.dtype | None = None
+    manager: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, int] = field(default_factory=dict)
+    refused: str = ""
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        return int(self.config[f"{ZERO}.stage"])
+
+    @property
+    def device(self) -> str:
+        """Where the model computes."""
+        return str(self.manager["device"])
+
+
+def plan(config: Config, sizes: Sizes | None, more: Mapping[str, Any] | None = None) -> Plan:
+    """Maps a configuration whose "auto" is filled.
+
+    Args:
+        config: As read.
+        sizes: Of the model, or None where there is none: budgets are then left to the default.
+        more: What counts over the ``tiermem`` section of the file.
+
+    Raises:
+        ConfigError: If options contradict one another, naming file, key and value.
+    """
+    reading.check(config)
+    found = Plan(config)
+    _batches(found)
+    found.refused = found.refused or str(reading.missing(config) or "")
+    half = "fp16" if config["fp16.enabled"] else "bf16" if config["bf16.enabled"] else None
+    found.dtype = None if half is None else DTYPES[half]
+    own = _own(config, more)
+    _manager(found, own)
+    _optimizer(found, own)
+    if sizes is not None:
+        _host_memory(found, sizes)
+    return found
+
+
+def _batches(found: Plan) -> None:
+    """Infers what is left out of the three numbers, for one process."""
+    config = found.config
+    keys = (
+        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    )  # fmt: skip
+    batch, micro, steps = (config[key] for key in keys)
+    given = {key: config[key] for key in keys if config[key] is not None}
+    if batch is None:
+        micro, steps = micro or 1, steps or 1
+        batch = micro * steps
+    elif micro is None:
+        steps = steps or 1
+        micro = batch // steps
+    elif steps is None:
+        steps = batch // micro
+    if micro * steps != batch or not micro or not steps:
+        said = ", ".join(f"{key}={value}" for key, value in given.items())
+        found.refused = (
+            f"{config.name}: {said}: train_batch_size is train_micro_batch_size_per_gpu × "
+            "gradient_accumulation_steps × processes, and there is one process; leave one of "
+            "them out"
+        )
+        if not micro or not steps or batch % (micro * steps):
+            raise ConfigError(found.refused)
+    found.batch, found.micro, found.accumulation = batch, micro, steps
+    for key, value in zip(keys, (batch, micro, steps), strict=True):
+        if key not in given:
+            config.settings[key] = Setting(value, "inferred")
+
+
+def _own(config: Config, more: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the settings of tiermem's own section and of the call."""
+    found = {
+        path.removeprefix("tiermem."): setting.value
+        for path, setting in config.settings.items()
+        if path.startswith("tiermem.") and setting.value is not None
+    }
+    found |= {key: value for key, value in (more or {}).items() if value is not None}
+    unknown = sorted(found.keys() - KEYWORDS)
+    if unknown:
+        raise ConfigError(f"tiermem={{{unknown[0]!r}: ...}}: it has {', '.join(sorted(KEYWORDS))}")
+    return found
+
+
+def _manager(found: Plan, own: dict[str, Any]) -> None:
+    config = found.config
+    params, state = (_HOMES[config[f"{section}.device"]] for section in (PARAM, STATE))
+    saved = "dram" if config["activation_checkpointing.cpu_checkpointing"] else "auto"
+    folders = [
+        os.path.expanduser(config[f"{section}.nvme_path"])
+        for section in (PARAM, STATE)
+        if config[f"{section}.device"] == "nvme"
+    ]
+    found.manager = {
+        "device": own.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"),
+        "policy": {
+            "params": params,
+            "grads": "hbm" if state == "hbm" else "dram",
+            "master": state,
+            "optimizer": state,
+            "activations": saved,
+        },
+    }
+    if folders:
+        found.manager["nvme"] = list(dict.fromkeys(folders))
+    if config[f"{ZERO}.stage3_prefetch_bucket_size"] == 0:
+        found.manager["prefetch_depth"] = 0
+    for key in KEYWORDS - {"device", "overlap", "where"}:
+        if key in own:
+            found.manager[key] = own[key]
+
+
+def _optimizer(found: Plan, own: dict[str, Any]) -> None:
+    config = found.config
+    if config["torch_autocast.enabled"] and (
+        dtype_of(config, "torch_autocast.dtype") is torch.float16
+    ):
+        raise config.error(
+            "torch_autocast.dtype", "the loss would want a scale; write fp16: {enabled: true}"
+        )
+    halved = found.dtype is not None and not config["bf16.bf16_master_weights_and_grads"]
+    kept = config["data_types.grad_accum_dtype"]
+    gradients = None if kept is None else DTYPES[SHORT[kept]]
+    found.optimizer = {
+        "master_dtype": torch.float32 if halved else None,
+        "grad_dtype": gradients,
+        "overlap": own.get("overlap", "forward"),
+        "where": own.get("where", "device"),
+    }
+    ratio = f"{STATE}.ratio"
+    if "where" not in own and config.given(ratio) and config[f"{STATE}.device"] != "none":
+        share = config[ratio]
+        where = "host" if share == 1 else "both" if share else "device"
+        found.optimizer["where"] = where
+        if where == "both":
+            found.optimizer["host_share"] = share
+    looks = config["gradient_clipping"] > 0 or needs_norm(config)
+    if found.optimizer["overlap"] == "backward" and looks:
+        raise ConfigError(
+            f"{config.name}: tiermem.overlap='backward' steps inside backward, and gradient_"
+            f"clipping={config['gradient_clipping']!r} (or the check of overflows) needs every "
+            "gradient first: write gradient_clipping: 0 and bf16.check_grad_overflow: false"
+        )
+
+
+def dtype_of(config: Config, path: str) -> torch.dtype:
+    """Returns the dtype that an option names.
+
+    Raises:
+        ConfigError: If it is none.
+    """
+    name = str(config[path]).removeprefix("torch.")
+    if name not in SHORT:
+        raise config.error(path, f"it is one of {', '.join(SHORT)}")
+    return DTYPES[SHORT[name]]
+
+
+def needs_norm(config: Config) -> bool:
+    """Whether a step looks for infinite gradients."""
+    if config["fp16.enabled"]:
+        return True
+    checked: bool = config["bf16.check_grad_overflow"]
+    return bool(config["bf16.enabled"]) and checked
+
+
+def _host_memory(found: Plan, sizes: Sizes) -> None:
+    """Sizes DRAM: homes, and the buffers that the file asks for, in bytes."""
+    config, policy = found.config, found.manager["policy"]
+    weight = 4 if found.dtype is None else found.dtype.itemsize
+    gradients = found.optimizer["grad_dtype"]
+    homes = {
+        "params": sizes.elements * weight,
+        "grads": sizes.trained * (weight if gradients is None else gradients.itemsize),
+        "optimizer": sizes.trained * _STATE,
+    }
+    found.sources = {role: n for role, n in homes.items() if policy[role] == "dram"}
+    if policy["params"] == "nvme":
+        buffers = config[f"{PARAM}.buffer_count"] * config[f"{PARAM}.buffer_size"]
+        ahead = min(sizes.elements, buffers + config[f"{PARAM}.max_in_cpu"])
+        found.sources[f"{PARAM} buffers and max_in_cpu"] = ahead * weight
+    if policy["optimizer"] == "nvme":
+        group = min(sizes.trained, config[f"{ZERO}.sub_group_size"])
+        ahead = min(sizes.trained * _STATE, config[f"{STATE}.buffer_count"] * group * 4)
+        found.sources[f"{STATE} buffers"] = ahead
+    if "dram" in found.manager:
+        return
+    import psutil
+
+    most = int(psutil.virtual_memory().available * 0.9)
+    alone = policy["activations"] != "dram" and found.optimizer["where"] == "device"
+    if "nvme" in found.manager and alone:  # nothing else takes room there
+        asked = sum(found.sources.values())
+        most = min(most, asked + asked // 16 + _ROOM)
+    found.manager["dram"] = most

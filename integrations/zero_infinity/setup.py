@@ -1,0 +1,315 @@
+"""``initialize``: reads, checks, and only then moves."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem import CapacityError, ConfigError, TieredOptimizer, TierManager, WrapError
+
+from . import (
+    autofill,
+    comm,
+    mapping,
+    notation,
+    optimizers,
+    reading,
+    schedules,
+    zero,
+)
+from .engine import DeepSpeedEngine, logger
+from .explaining import explained
+from .mapping import Plan
+from .onecycle import OneCycle
+from .optimizers import Made
+
+Parameters = Iterable[Any] | None
+Client = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None
+Initialized = tuple[DeepSpeedEngine, TieredOptimizer | None, Any, Any]
+
+SCHEDULES: dict[str, Any] = {
+    "WarmupLR": schedules.WarmupLR,
+    "WarmupDecayLR": schedules.WarmupDecayLR,
+    "WarmupCosineLR": schedules.WarmupCosineLR,
+    "LRRangeTest": schedules.LRRangeTest,
+    "OneCycle": OneCycle,
+}
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Client = None,
+    model_parameters: Parameters = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: notation.Source | None = None,
+    mesh_param: Any = None,
+    config_params: notation.Source | None = None,
+    *,
+    tiermem: Mapping[str, Any] | None = None,
+) -> Initialized:
+    """Wraps a model by a DeepSpeed configuration.
+
+    Args:
+        args: A namespace: ``deepspeed_config`` if there is no ``config``, and values for "auto".
+        model: The module, on the host or on the device.
+        optimizer: An optimizer over the model's parameters or a function that makes one; by
+            default the configuration's. Without either, the model only infers.
+        model_parameters: Parameters or groups; by default all that are trained.
+        training_data: A dataset; a loader of micro-batches is made of it.
+        lr_scheduler: A scheduler or a function of the optimizer; by default the configuration's.
+        distributed_port: Not used.
+        mpu: Must be None.
+        dist_init_required: False to make no process group.
+        collate_fn: For the loader.
+        config: A path, a dict, or text in base64.
+        mesh_param: Must be None.
+        config_params: An old name of ``config``.
+        tiermem: What counts over the file's ``tiermem`` section: ``device``, ``hbm``, ``dram``,
+            ``nvme_bytes``, ``overlap``, ``where`` and others.
+
+    Returns:
+        Engine, optimizer, loader and scheduler; None for what there is not.
+
+    Raises:
+        ConfigError: Naming file, key and value; nothing has been moved.
+        WrapError: If the model is wrapped already, or by another system.
+        CapacityError: If a budget cannot hold it.
+    """
+    if model is None or not isinstance(model, nn.Module):
+        raise ConfigError(f"initialize(model=): it takes a module, not {model!r}")
+    if mpu is not None or mesh_param is not None:
+        raise ConfigError("initialize(mpu=, mesh_param=): there is one process; leave them out")
+    comm.refuse_several()
+    _check_model(model)
+    read = reading.read(_source(args, config, config_params))
+    client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    autofill.fill(read, autofill.Caller(args, model, client))
+    plan = mapping.plan(read, mapping.Sizes.of(model), tiermem)
+    if plan.refused:
+        raise ConfigError(plan.refused)
+    made, groups = _optimizer_of(plan, model, optimizer, model_parameters)
+    schedule = _schedule_of(plan, lr_scheduler) if made is not None else None
+    if dist_init_required is not False:
+        comm.init_distributed()
+    if hasattr(args, "local_rank"):
+        args.local_rank = comm.local_rank()
+    engine = _open(plan, model, collate_fn, lambda tier: _tiered(plan, tier, made, groups, client))
+    try:
+        if engine.optimizer is not None and schedule is not None:
+            engine.lr_scheduler = schedule(engine.optimizer)
+    except BaseException:
+        engine.tier.unwrap(model)
+        engine.destroy()
+        raise
+    engine.client_optimizer = client
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data)
+    if read["dump_state"]:
+        logger.info("%s", explained(plan))
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _source(args: Any, *given: notation.Source | None) -> notation.Source:
+    """Returns the one configuration there is."""
+    found = [source for source in given if source is not None]
+    for name in ("deepspeed_config", "deepscale_config"):
+        named = getattr(args, name, None)
+        if named is not None:
+            found.append(named)
+    if not found:
+        raise ConfigError("initialize(config=): there is none; give a path or a dict")
+    if len(found) > 1 and any(source != found[0] for source in found[1:]):
+        raise ConfigError("initialize(): args.deepspeed_config and config are both given; keep one")
+    return found[0]
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuses what is wrapped or sharded already."""
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, DeepSpeedEngine) or kind in (
+            "DistributedDataParallel", "FullyShardedDataParallel", "DataParallel",
+        ):  # fmt: skip
+            raise WrapError(
+                f"module {name or kind!r} is a {kind}: another system has wrapped it; give "
+                "initialize() the module inside it"
+            )
+    for name, param in model.named_parameters():
+        tier = zero.managed.get(param)
+        if tier is not None and not tier.closed:
+            raise WrapError(f"parameter {name!r} belongs to an engine already; destroy() it")
+        if hasattr(param, "ds_id") or hasattr(param, "device_mesh"):
+            raise WrapError(
+                f"parameter {name!r} is sharded by another system; make the model without it"
+            )
+
+
+def _optimizer_of(
+    plan: Plan, model: nn.Module, optimizer: Client, parameters: Parameters
+) -> tuple[Made | None, list[Any]]:
+    """Returns class, settings and groups of the optimizer, checked; None for none."""
+    config = plan.config
+    groups = [p for p in model.parameters() if p.requires_grad] if parameters is None else None
+    groups = list(parameters or []) if groups is None else groups
+    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(groups)
+    if isinstance(optimizer, TieredOptimizer):
+        raise ConfigError("initialize(optimizer=): it lives in the tiers already; give a plain one")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizers.from_client(optimizer, plan.device)
+    if optimizer is not None:
+        raise ConfigError(
+            f"initialize(optimizer=): it is an optimizer or a function, not {optimizer!r}"
+        )
+    kind = config["optimizer.type"]
+    if kind is None or not groups:
+        return None, []
+    kind = "AdamW" if kind == "auto" else kind
+    params = dict(config["optimizer.params"] or {})
+    norm = params.pop("max_grad_norm", None)
+    if norm is not None and not config.given("gradient_clipping"):
+        config.settings["gradient_clipping"] = reading.Setting(
+            float(norm), "optimizer.params.max_grad_norm"
+        )
+    return optimizers.from_config(config.name, kind, params, plan.device), groups
+
+
+def _schedule_of(plan: Plan, given: Any) -> Callable[[torch.optim.Optimizer], Any] | None:
+    """Returns what makes the scheduler of an optimizer."""
+    config = plan.config
+    if callable(given) and not hasattr(given, "step"):
+        return given  # type: ignore[no-any-return]
+    if given is not None:
+        return lambda optimizer: given
+    kind = config["scheduler.type"]
+    if kind is None:
+        return None
+    cls: Any = SCHEDULES.get(kind) or getattr(torch.optim.lr_scheduler, kind, None)
+    if not inspect.isclass(cls):
+        raise config.error(
+            "scheduler.type", f"it is one of {', '.join(SCHEDULES)}, or a class of torch's"
+        )
+    params = dict(config["scheduler.params"] or {})
+    taken = list(inspect.signature(cls).parameters)[1:]
+    for key in params:
+        if key not in taken:
+            raise ConfigError(
+                f"{config.name}: scheduler.params.{key}={params[key]!r}: {kind} has no such "
+                f"setting; it has {', '.join(taken)}"
+            )
+    for key, parameter in list(inspect.signature(cls).parameters.items())[1:]:
+        if parameter.default is parameter.empty and key not in params:
+            raise ConfigError(f"{config.name}: scheduler.params.{key} is missing; {kind} needs it")
+    make: Any = cls
+    return lambda optimizer: make(optimizer, **params)
+
+
+def _open(
+    plan: Plan,
+    model: nn.Module,
+    collate_fn: Any,
+    optimizer_in: Callable[[TierManager], TieredOptimizer | None],
+) -> DeepSpeedEngine:
+    """Opens the tiers, casts and wraps the model, and makes the optimizer there."""
+    tier = TierManager(**plan.manager)
+    wrapped = False
+    try:
+        cast(plan, model)
+        tier.wrap(model)
+        wrapped = True
+        engine = DeepSpeedEngine(plan, model, tier, collate_fn=collate_fn)
+        engine.optimizer = optimizer_in(tier)
+        engine.show_scale()
+    except BaseException as error:
+        if wrapped:
+            tier.unwrap(model)
+        tier.close()
+        if isinstance(error, CapacityError):
+            raise CapacityError(f"{error} {_hint(plan)}") from error
+        raise
+    for param in model.parameters():
+        zero.managed[param] = tier
+    return engine
+
+
+def _hint(plan: Plan) -> str:
+    policy = plan.manager["policy"]
+    inside = [role for role in ("params", "optimizer") if policy[role] == "hbm"]
+    if not inside:
+        return "(the budgets are the tiermem section's: hbm, dram, nvme_bytes)"
+    names = {"params": "offload_param", "optimizer": "offload_optimizer"}
+    said = " and ".join(f"zero_optimization.{names[role]}.device: cpu" for role in inside)
+    return f"({plan.config.name} offloads nothing of it: {said} would)"
+
+
+def cast(plan: Plan, model: nn.Module) -> None:
+    """Casts weights to the configuration's dtype, one at a time; buffers where it says so."""
+    if plan.dtype is not None:
+        for param in model.parameters():
+            if param.is_floating_point() and param.dtype is not plan.dtype:
+                param.data = param.data.to(plan.dtype)
+    wanted = plan.config["data_types.buffer_dtype"]
+    if wanted is None:
+        return
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(mapping.DTYPES[reading.SHORT[wanted]])
+
+
+def _tiered(
+    plan: Plan,
+    tier: TierManager,
+    made: Made | None,
+    groups: list[Any],
+    client: torch.optim.Optimizer | None,
+) -> TieredOptimizer | None:
+    if made is None:
+        return None
+    cls, settings = made
+    optimizer = tier.optimizer(groups, cls, **plan.optimizer, **settings)
+    if plan.optimizer["overlap"] == "backward":
+        optimizer.accumulate(plan.accumulation)
+    if client is not None:
+        if client.state:
+            optimizer.load_state_dict(client.state_dict())
+        client.param_groups = optimizer.param_groups  # which its schedulers write
+    return optimizer
+
+
+def add_config_arguments(parser: Any) -> Any:
+    """Adds DeepSpeed's arguments to a parser.
+
+    Args:
+        parser: An ``argparse.ArgumentParser``.
+
+    Returns:
+        The parser.
+    """
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="for the script")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="a configuration")
+    group.add_argument("--deepscale", default=False, action="store_true", help="an old name")
+    group.add_argument("--deepscale_config", default=None, type=str, help="an old name")
+    return parser
+
+
+def set_z3_leaf_modules(model: nn.Module, classes: Any) -> list[nn.Module]:
+    """Returns the modules of these classes; each expert is a block of its own as it is."""
+    warnings.warn(
+        "set_z3_leaf_modules has no effect: experts are blocks of their own", stacklevel=2
+    )
+    kinds = tuple(classes) if isinstance(classes, list | tuple | set) else (classes,)
+    if any(isinstance(kind, str) for kind in kinds):
+        return [m for m in model.modules() if type(m).__name__ in kinds]
+    return [module for module in model.modules() if isinstance(module, kinds)]

@@ -1,0 +1,71 @@
+"""Default budgets of ``tiermem train`` that are too small are raised."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+import tiermem
+from tiermem import cli
+from tiermem.cli.room import with_room
+
+
+class Machine:
+    """Runs where each budget is large enough, and asks for more in steps otherwise."""
+
+    def __init__(self, **asks: list[int]) -> None:
+        self.asks = asks
+
+    def __call__(self, least: Mapping[str, int]) -> str:
+        for tier, steps in self.asks.items():
+            for step in steps:
+                if least.get(tier, 0) >= step:
+                    continue
+                if tier == "nvme":
+                    raise tiermem.CapacityError(
+                        f"tier nvme at /: limit; it would have to be at least {step} bytes"
+                    )
+                raise tiermem.CapacityError(f"no room; give {tier}= at least {step}, or less work")
+        return "done"
+
+
+def test_budgets_grow_to_what_is_asked_for() -> None:
+    told: list[tuple[str, int]] = []
+    machine = Machine(dram=[512], hbm=[84, 128], nvme=[900])
+    assert with_room(machine, [], lambda tier, nbytes: told.append((tier, nbytes))) == "done"
+    assert told == [("dram", 512), ("hbm", 84), ("hbm", 128), ("nvme", 900)]
+
+
+def test_what_was_given_stays() -> None:
+    with pytest.raises(tiermem.CapacityError, match="hbm= at least 84"):
+        with_room(Machine(dram=[512], hbm=[84]), ["hbm"], lambda tier, nbytes: None)
+
+
+def test_what_does_not_help_is_not_tried_again() -> None:
+    def never(least: Mapping[str, int]) -> None:
+        raise tiermem.CapacityError("give hbm= at least 7")
+
+    def says_nothing(least: Mapping[str, int]) -> None:
+        raise tiermem.CapacityError("the disk is full")
+
+    for run, said in ((never, "least 7"), (says_nothing, "disk is full")):
+        with pytest.raises(tiermem.CapacityError, match=said):
+            with_room(run, [], lambda tier, nbytes: None)
+
+
+def test_a_small_model_trains_with_the_defaults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "train --layers 2 --width 32 --context 8 --batch 1 --steps 2 --device cpu --json"
+    more = ["--out", str(tmp_path / "out"), "--nvme", str(tmp_path), "--threads", "1"]
+    assert cli.main([*line.split(), *more]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["equal"] is True and report["interrupted"] is False
+    assert report["settings"]["shape"]["heads"] == 4  # six do not divide 32
+    assert report["threads"] == 1
+    runs = report["tiered"]["seconds"] + report["resident"]["seconds"]
+    assert 0 < runs < report["seconds"]

@@ -1,0 +1,244 @@
+"""What errors ask for: enough for the whole program, at once; inference needs no gradients."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support_nn import assert_same, seed
+from torch import nn
+
+import tiermem
+from tiermem.cli import main
+from tiermem.core.need import Played, StepNeed, least
+
+_ASKED = re.compile(r"\b(hbm|dram|nvme_bytes)= at least (\d+)")
+_ALONE = re.compile(r"alone would do with (.*)$")
+
+
+def build() -> nn.Module:
+    seed(4)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
+
+
+def data() -> torch.Tensor:
+    seed(5)
+    return torch.randn(3, 64)
+
+
+def named(error: BaseException) -> dict[str, int]:
+    """Returns every budget that an error asks for."""
+    found = {name: int(nbytes) for name, nbytes in _ASKED.findall(str(error))}
+    assert found, f"no budget in: {error}"
+    return found
+
+
+def alone(error: BaseException) -> dict[str, int]:
+    """Returns what it says of forward alone."""
+    match = _ALONE.search(str(error))
+    assert match is not None, f"nothing of forward alone in: {error}"
+    return {k: int(v) for k, v in (part.split("=") for part in match[1].split())}
+
+
+@pytest.fixture
+def tiers() -> Iterator[Callable[..., tiermem.TierManager]]:
+    opened = []
+
+    def make(**options: Any) -> tiermem.TierManager:
+        opened.append(tiermem.TierManager("cpu", **{"hbm": 4096, "dram": "1MiB", **options}))
+        return opened[-1]
+
+    yield make
+    for tier in opened:
+        tier.close(discard=True)
+
+
+def refused(act: Callable[[], Any]) -> tiermem.CapacityError:
+    with pytest.raises(tiermem.CapacityError) as caught:
+        act()
+    return caught.value
+
+
+# -- at the first try --------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["dram", "nvme", "auto", {"params": "hbm"}, "hbm"], ids=str)
+def test_one_retry_does(tiers: Any, tmp_path: Path, policy: Any) -> None:
+    """All budgets at once, for forward, backward and step."""
+    options = {"policy": policy, "nvme": tmp_path, "dram": 600 << 10, "nvme_bytes": 4096}
+    first = tiers(**options)
+    error = refused(lambda: first.wrap(build()))
+    again = tiers(**{**options, **named(error)})
+    model, plain = again.wrap(build()), build()
+    optimizer = again.optimizer(model, torch.optim.AdamW)
+    plain_optimizer = torch.optim.AdamW(plain.parameters())
+    for _ in range(2):
+        for one, stepper in ((model, optimizer), (plain, plain_optimizer)):
+            one(data()).square().mean().backward()
+            stepper.step()
+            stepper.zero_grad()
+    assert_same(dict(plain.state_dict()), dict(model.state_dict()), "state")
+
+
+def test_an_optimizer_that_needs_more_says_all_of_it(tiers: Any) -> None:
+    """Masters, a larger state: they are not known at wrap; the next error has everything."""
+    settings = {"master_dtype": torch.float32, "grad_dtype": torch.float32, "amsgrad": True}
+    budgets = named(refused(lambda: tiers(dram=4096).wrap(build().bfloat16())))
+    tier = tiers(**budgets)
+    model = tier.wrap(build().bfloat16())
+    error = refused(lambda: tier.optimizer(model, torch.optim.AdamW, **settings))
+    assert {"hbm", "dram"} == named(error).keys()
+    tier = tiers(**named(error))
+    model = tier.wrap(build().bfloat16())
+    optimizer = tier.optimizer(model, torch.optim.AdamW, **settings)
+    model(data().bfloat16()).float().square().mean().backward()
+    optimizer.step()
+
+
+def test_a_second_model_counts_the_first(tiers: Any) -> None:
+    tier = tiers(hbm=1 << 20, dram=100 << 10)
+    tier.wrap(build())
+    both = named(refused(lambda: tier.wrap(build())))
+    tier = tiers(hbm=1 << 20, **both)
+    models = [tier.wrap(build()), tier.wrap(build())]
+    for model in models:
+        optimizer = tier.optimizer(model, torch.optim.AdamW)
+        model(data()).square().mean().backward()
+        optimizer.step()
+
+
+def test_a_model_that_was_refused_or_taken_out_counts_no_more(tiers: Any) -> None:
+    tier = tiers()
+    first = named(refused(lambda: tier.wrap(build())))
+    assert named(refused(lambda: tier.wrap(build()))) == first
+    tier = tiers(hbm=first["hbm"], dram="1MiB")
+    tier.unwrap(tier.wrap(build()))
+    large = nn.Sequential(*[nn.Linear(256, 256) for _ in range(2)])
+    asked = named(refused(lambda: tier.wrap(large)))
+    assert asked == named(refused(lambda: tiers(hbm=first["hbm"], dram="1MiB").wrap(large)))
+
+
+def test_what_is_asked_for_is_not_too_much(tiers: Any) -> None:
+    """A page less is refused, of each budget."""
+    asked = named(refused(lambda: tiers(dram=4096, policy="dram").wrap(build())))
+
+    def run(**budgets: int) -> None:
+        tier = tiers(policy="dram", **budgets)
+        model = tier.wrap(build())
+        optimizer = tier.optimizer(model, torch.optim.AdamW)
+        model(data()).square().mean().backward()
+        optimizer.step()
+
+    run(**asked)
+    for name in asked:
+        refused(lambda: run(**{**asked, name: asked[name] - 4096}))  # noqa: B023
+
+
+# -- inference ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "frozen", "other gradients"])
+def test_inference_needs_no_room_for_gradients(tiers: Any, tmp_path: Path, how: str) -> None:
+    """With the budgets that forward alone takes, of HBM and of DRAM."""
+    model = build().requires_grad_(how != "frozen")
+    first = refused(lambda: tiers(dram=4096, policy="dram").wrap(model))
+    budgets = named(first) if how == "frozen" else alone(first)
+    assert budgets["dram"] == 4 * 20480 and budgets["hbm"] == 20480
+    tier, plain = tiers(policy="dram", **budgets), build()
+    tier.wrap(model)
+    if how == "other gradients":
+        results = []
+        for one in (plain, model):
+            x = data().requires_grad_()
+            results.append(torch.autograd.grad(one(x).square().sum(), x)[0])
+        assert_same(*results, "gradient of the input")
+        return
+    context = torch.inference_mode if how == "inference_mode" else torch.no_grad
+    if how == "frozen":
+        assert_same(plain(data()).detach(), model(data()), "with gradients enabled")
+    with context():
+        for _ in range(2):
+            assert_same(plain(data()), model.eval()(data()), "output")
+
+
+def test_gradients_without_room_are_refused_before_anything_is_kept(tiers: Any) -> None:
+    budgets = alone(refused(lambda: tiers(dram=4096, policy="dram").wrap(build())))
+    tier = tiers(policy="dram", **budgets)
+    model = tier.wrap(build())
+    error = refused(lambda: model(data()).square().mean().backward())
+    for said in ("no_grad()", "requires_grad_(False)", "gradients"):
+        assert said in str(error)
+    assert all(p.grad is None for p in model.parameters())
+    assert not tier._manager.homes.dram.capacity - tier._manager.homes.dram.used
+    assert_same(build()(data()).detach(), model(data()).detach(), "output")
+    model.requires_grad_(False)
+    model(data().requires_grad_()).sum().backward()
+    again = tiers(policy="dram", **named(error))
+    model, plain = again.wrap(build()), build()
+    for one in (model, plain):
+        one(data()).square().mean().backward()
+    assert_same(plain[0][0].weight.grad, model[0][0].weight.grad.clone(), "gradient")
+
+
+def test_a_plain_optimizer_that_wants_everything_at_once(tiers: Any) -> None:
+    tier = tiers(hbm=90 << 10, dram="2MiB")
+    model = tier.wrap(build())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(data()).square().mean().backward()
+    error = refused(optimizer.step)
+    assert "tier.optimizer(model, torch.optim.AdamW" in str(error)
+
+
+def test_the_command_line_names_its_own_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--device", "cpu", "--layers", "1", "--width", "32", "--heads", "2", "--steps", "1"]
+    options = [
+        "--hbm",
+        "4KiB",
+        "--dram",
+        "4MiB",
+        "--nvme",
+        str(tmp_path),
+        "--out",
+        str(tmp_path),
+        "--no-compare",
+    ]
+    assert main(["train", *small, *options]) == 2
+    said = capsys.readouterr().err
+    assert re.search(r"give --hbm at least \d+", said) and "hbm=" not in said
+
+
+# -- the arithmetic ----------------------------------------------------------
+
+
+def test_played() -> None:
+    played = Played(
+        [("dram", 10), ("hbm", 5), ("auto", 20), ("nvme", 7), ("auto", 3)],
+        chain=12,
+        gradients=4,
+        steps=[StepNeed(15, 6), StepNeed(14, 6, overlap=True)],
+    )
+    assert played.hbm() == 5 + 14 + (12 - 6)
+    assert played.short_of_dram(10, files=True) == 0
+    assert played.on_disk(13) == 7 + 20
+    assert played.on_disk(33) == 7
+    assert played.short_of_dram(30, files=False) == 3
+    assert played.short_of_dram(9, files=True) == 1
+
+
+@pytest.mark.parametrize(
+    ("need", "budget", "found"),
+    [
+        (lambda _: 40960, 4096, 40960),
+        (lambda _: 40960, 81920, 81920),
+        (lambda b: 20480 + b // 8192 * 4096, 4096, 36864),  # the larger, the more
+        (lambda b: 40960 if b < 20480 else 20480, 4096, 20480),  # the larger, the less
+    ],
+)
+def test_the_least_budget(need: Callable[[int], int], budget: int, found: int) -> None:
+    assert least(need, budget) == found

@@ -1,0 +1,36 @@
+"""Into how many parts the step of a large parameter is cut. Pure arithmetic."""
+
+from __future__ import annotations
+
+_MOST = 0.8
+"""So much of what weights and gradient leave of HBM may a parameter's state and master take before
+they are parted. With an eighth, training at 16,384 tokens was some percent slower on an H200, not
+faster as simulated."""
+_EACH = 16
+"""And a part takes one of so many parts of it: three of them fit beside what else streams."""
+_PARTS = 256
+"""No parameter has more: where there is next to no room, HBM is refused and the least asked for."""
+_LEAST = 64 << 20
+"""Bytes: what is smaller is up and down in milliseconds, and is stepped as a whole."""
+_ALIGNED = 1024
+"""Elements. Runs begin and end where vectors and cache lines do, so that every element goes through
+the same instructions as in the whole."""
+
+
+def parts_of(elements: int, nbytes: int, room: int) -> list[tuple[int, int]]:
+    """Cuts a parameter into runs of elements for its steps.
+
+    Args:
+        elements: How many it has.
+        nbytes: Of its state and master.
+        room: Bytes of HBM beside its weights and gradient.
+
+    Returns:
+        Where each begins and ends; one where it is small, or there is room enough.
+    """
+    if nbytes < _LEAST or nbytes <= _MOST * room:
+        return [(0, elements)]
+    count = min(_PARTS, -(-nbytes * _EACH // max(1, room)))
+    length = -(-elements // count)
+    length += -length % _ALIGNED
+    return [(at, min(elements, at + length)) for at in range(0, elements, length)]

@@ -1,0 +1,126 @@
+"""The C functions of liburing, and how a ring is set up.
+
+The package's own Python calls hold the GIL, so the exported C functions are
+used instead: those that may block through ``CDLL`` (the GIL is released), the
+short ones through ``PyDLL`` (a release per call would let a busy thread keep
+the GIL for a whole switch interval each time).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+from types import SimpleNamespace
+
+RING_NBYTES = 1024  # struct io_uring is 216 bytes; room for releases to come
+RING_FD = 196  # its ring_fd, behind both queues (104 and 88 bytes) and the flags
+_PARAMS_NBYTES = 120
+_COOP_TASKRUN = 1 << 8
+_SINGLE_ISSUER = 1 << 12
+_DEFER_TASKRUN = 1 << 13
+FLAG_CHOICES = (
+    _SINGLE_ISSUER | _DEFER_TASKRUN | _COOP_TASKRUN,
+    _SINGLE_ISSUER | _COOP_TASKRUN,
+    _COOP_TASKRUN,
+    0,
+)
+"""Ring flags, best first; older kernels answer EINVAL to those they do not know."""
+
+_POPULATE_WRITE = 23
+
+
+class Timespec(ctypes.Structure):
+    """The kernel's ``struct __kernel_timespec``."""
+
+    _fields_ = (("sec", ctypes.c_int64), ("nsec", ctypes.c_int64))
+
+
+class Iovec(ctypes.Structure):
+    """The kernel's ``struct iovec``."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+_P, _U, _I, _U64 = ctypes.c_void_p, ctypes.c_uint, ctypes.c_int, ctypes.c_uint64
+_BLOCKING = {
+    "io_uring_queue_init_params": (_I, (_U, _P, _P)),
+    "io_uring_queue_exit": (None, (_P,)),
+    "io_uring_submit_and_get_events": (_I, (_P,)),
+    "io_uring_submit_and_wait_timeout": (_I, (_P, _P, _U, _P, _P)),
+    "io_uring_ring_dontfork": (_I, (_P,)),
+    "io_uring_register_files": (_I, (_P, _P, _U)),
+    "io_uring_register_buffers": (_I, (_P, _P, _U)),
+}
+_QUICK = {
+    "io_uring_get_sqe": (_P, (_P,)),
+    "io_uring_prep_read": (None, (_P, _I, _P, _U, _U64)),
+    "io_uring_prep_write": (None, (_P, _I, _P, _U, _U64)),
+    "io_uring_prep_read_fixed": (None, (_P, _I, _P, _U, _U64, _I)),
+    "io_uring_prep_write_fixed": (None, (_P, _I, _P, _U, _U64, _I)),
+    "io_uring_prep_cancel64": (None, (_P, _U64, _I)),
+    "io_uring_sqe_set_flags": (None, (_P, _U)),
+    "io_uring_sqe_set_data64": (None, (_P, _U64)),
+    "io_uring_peek_batch_cqe": (_U, (_P, _P, _U)),
+    "io_uring_cq_advance": (None, (_P, _U)),
+}
+
+
+def load_library() -> SimpleNamespace:
+    """Binds the C functions.
+
+    Raises:
+        ImportError: If the package is missing, cannot be loaded or lacks a function.
+    """
+    import liburing
+
+    path = liburing.liburing.__file__
+    try:
+        blocking, quick = ctypes.CDLL(path), ctypes.PyDLL(path)
+        bound = SimpleNamespace()
+        for library, table in ((blocking, _BLOCKING), (quick, _QUICK)):
+            for name, (result, arguments) in table.items():
+                function = library[name]
+                function.restype = result
+                function.argtypes = arguments
+                setattr(bound, name.removeprefix("io_uring_"), function)
+    except (OSError, AttributeError) as error:
+        raise ImportError(f"package liburing at {path} is not usable: {error}") from error
+    return bound
+
+
+def init_ring(lib: SimpleNamespace, ring: int, entries: int) -> int:
+    """Sets up a ring with the best flags that the kernel takes.
+
+    Args:
+        lib: What :func:`load_library` returned.
+        ring: Address of zeroed memory for ``struct io_uring``.
+        entries: Length of the submission queue.
+
+    Returns:
+        The flags in use.
+
+    Raises:
+        OSError: If the kernel refuses a ring altogether.
+    """
+    for flags in FLAG_CHOICES:
+        ctypes.memset(ring, 0, RING_NBYTES)
+        params = ctypes.create_string_buffer(_PARAMS_NBYTES)
+        struct.pack_into("<I", params, 8, flags)
+        code = lib.queue_init_params(entries, ring, ctypes.addressof(params))
+        if code == 0:
+            return flags
+        if code != -errno.EINVAL:
+            break
+    raise OSError(-code, f"io_uring_queue_init: {os.strerror(-code)}")
+
+
+def prefault(address: int, nbytes: int) -> None:
+    """Brings memory in, contents untouched: registering cold pages is a hundred times slower."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    page = os.sysconf("SC_PAGESIZE")
+    start = address // page * page
+    length = -(-(address + nbytes - start) // page) * page
+    # A kernel without MADV_POPULATE_WRITE refuses; registering then faults the pages itself.
+    libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _POPULATE_WRITE)
