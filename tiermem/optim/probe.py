@@ -23,7 +23,7 @@ from tiermem.optim.separable import (
 )
 from tiermem.optim.trial import trial
 
-__all__ = ["StateTensor", "Make", "StateProbe", "settings_of"]
+__all__ = ["Make", "StateProbe", "StateTensor", "settings_of"]
 
 _STEPS = 3
 
