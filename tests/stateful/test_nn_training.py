@@ -18,6 +18,8 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from support_classes import Counting, CountingInPlace, Noisy
+from support_coded import CodedMomentum
 from support_nn import asked, assert_same, check_table, same_bits, seed
 from support_process import child
 from torch import nn
@@ -176,6 +178,10 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
     (torch.optim.Adagrad, {"lr": 0.01}),
     (torch.optim.Rprop, {"lr": 0.01}),
+    (Counting, {"lr": 0.05}),
+    (CountingInPlace, {"lr": 0.05}),
+    (CodedMomentum, {"lr": 0.05}),
+    (Noisy, {"lr": 0.01}),
 ]
 ROLES = ("params", "grads", "master", "optimizer", "activations")
 HOMES = ("hbm", "dram", "nvme", "auto")

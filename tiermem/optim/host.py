@@ -33,9 +33,9 @@ from tiermem.nn.shapes import follow
 from tiermem.optim.casts import cast
 from tiermem.optim.held import versions
 from tiermem.optim.hostroom import HostRoom
-from tiermem.optim.plainstep import run
-from tiermem.optim.probe import Make
+from tiermem.optim.plainstep import run, run_unseen
 from tiermem.optim.scaling import Scaling
+from tiermem.optim.separable import Make, ready
 from tiermem.optim.undo import Undo, cannot_fail_midway
 from tiermem.optim.unit import State, StepUnit
 from tiermem.runtime.staged import HostStage, Load, Order
@@ -64,7 +64,7 @@ def with_fused(make: Make) -> Make:
         chosen = settings.get("foreach") is not None or settings.get("fused") is not None
         if chosen or "fused" not in settings:
             return make
-        fused([{"params": [probe]}]).step()
+        run_unseen(ready(fused([{"params": [probe]}])))
     except Exception:  # no such kernel for these settings: the class decides itself
         return make
     return fused
@@ -101,7 +101,7 @@ class Job:
         load: The blocks among them whose home is a file.
         order: The load, asked for.
         written: Ids of the blocks that were changed.
-        renewed: Numbers of the tensors of state that the class made anew; views are of the old.
+        renewed: First tensors of the state that the class made anew; views are of the old.
         computed: Whether the step is made; it may still have to go home.
         broken: Whether it is to be begun, or begun anew: its failure was reported.
         returned: Whether the blocks were given back.
@@ -330,15 +330,17 @@ class HostSide:
                 f"the step of {unit.name!r} on the host failed with {type(error).__name__}: {error}"
             ) from error
         slot = job.views.get(unit.block.id) if unit.block is not None else None
-        for index, (param, key) in enumerate(unit.keys):
-            own = optimizer.state.get(self.own(param))
-            if own is not None and slot is not None and own.get(key) is slot[index]:
-                stand_in = unit.stand_in(runtime, index)
-                if unit.block in job.load.own or index in job.renewed:
+        for place in unit.places:
+            own = optimizer.state.get(self.own(place.param))
+            if own is None or slot is None:
+                continue
+            value: Any = own.get(place.key)
+            if place.is_over(value, slot):
+                own[place.key] = stand_in = unit.stand_in(runtime, place, value.dtype)
+                if unit.block in job.load.own or place.first in job.renewed:
                     forget(stand_in)
                 else:
-                    refresh(stand_in, slot[index])
-                own[key] = stand_in
+                    refresh(stand_in, value)
         unit.publish(optimizer, state)
         for u, changes in job.changes:
             if u.block.id in job.settled:
@@ -505,10 +507,10 @@ class HostSide:
         block = self.unit.block
         if block is None:
             return
-        for (param, key), view in zip(self.unit.keys, job.views[block.id], strict=True):
-            own = optimizer.state.get(self.own(param))
-            if own is not None and isinstance(own.get(key), LazyTensor):
-                own[key] = view
+        for place in self.unit.places:
+            own = optimizer.state.get(self.own(place.param))
+            if own is not None and isinstance(own.get(place.key), LazyTensor):
+                own[place.key] = place.over(job.views[block.id])
 
     def _keep(self, optimizer: torch.optim.Optimizer, job: Job) -> None:
         """Writes state that is new to its home."""
@@ -517,15 +519,14 @@ class HostSide:
             return
         job.renewed.clear()
         views = job.views[block.id]
-        for index, ((param, key), view) in enumerate(zip(self.unit.keys, views, strict=True)):
-            own = optimizer.state.get(self.own(param), {})
-            value = own.get(key)
-            if not isinstance(value, torch.Tensor) or value is view:
+        for place in self.unit.places:
+            own = optimizer.state.get(self.own(place.param), {})
+            value = own.get(place.key)
+            if not isinstance(value, torch.Tensor) or place.is_over(value, views):
                 continue
-            if value.shape == view.shape and value.dtype is view.dtype:
-                view.copy_(value)
-                own[key] = view
-                job.renewed.add(index)
+            if place.take(value, views):
+                own[place.key] = place.over(views)
+                job.renewed.add(place.first)
 
 
 def _put_back(unit: GradUnit, changes: Sequence[Pending]) -> None:

@@ -126,11 +126,15 @@ class Masters:
         """Returns the masters that are in ordinary memory."""
         return list(self._loose.values())
 
-    def derive(self) -> None:
-        """Writes every work weight whose master has a gradient: it may have been stepped."""
+    def derive(self, *, every: bool = False) -> None:
+        """Writes every work weight whose master has a gradient: it may have been stepped.
+
+        Args:
+            every: Whether the others are written as well.
+        """
         with unrecorded():
             for param, own in self._pairs():
-                if own.grad is not None:
+                if every or own.grad is not None:
                     param.data.copy_(own.data)
 
     def rederive(self, slot: Slot | None) -> None:

@@ -173,8 +173,8 @@ class PartedUnit(StepUnit):
     def state_shapes(self) -> Iterator[tuple[torch.Tensor, str, str, tuple[int, ...]]]:
         """Yields what its state has in the tiers: parameter, key, name and shape."""
         (entry,), first = self.entries, self.parts[0].unit
-        for _, key in first.keys:
-            yield self._param, key, f"{entry.name}.{key}", tuple(self._param.shape)
+        for place in first.places:
+            yield self._param, place.key, f"{entry.name}.{place.key}", tuple(self._param.shape)
 
     def begins_with(self) -> list[Block]:
         """Returns what the first part needs."""
@@ -423,8 +423,8 @@ class PartedUnit(StepUnit):
         for part in self.parts:
             block = part.unit.block
             tensors = runtime.manager.read(block) if block is not None else []
-            for (_, key), tensor in zip(part.unit.keys, tensors, strict=True):
-                runs.setdefault(key, []).append(tensor)
+            for place in part.unit.places:
+                runs.setdefault(place.key, []).append(tensors[place.first])
         for key, value in state[self._param].items():
             if isinstance(value, LazyTensor):
                 values[key] = torch.cat(runs[key]).view(self._param.shape)

@@ -40,6 +40,24 @@ def run(optimizer: torch.optim.Optimizer) -> None:
     inner(optimizer)
 
 
+def run_unseen(optimizer: torch.optim.Optimizer) -> None:
+    """Does what ``optimizer.step()`` does; hooks for the steps of all optimizers see nothing.
+
+    Args:
+        optimizer: One that is tried; its step is nobody's.
+    """
+    step = type(optimizer).step
+    if (
+        getattr(step, "__code__", None) is not _WRAPPER
+        or "step" in optimizer.__dict__
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+    ):
+        optimizer.step()
+        return
+    step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+
+
 def run_scaled(
     optimizer: torch.optim.Optimizer, scaling: Scaling, owns: Sequence[torch.Tensor]
 ) -> bool:

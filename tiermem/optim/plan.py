@@ -18,6 +18,7 @@ from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.shapes import shape_of
 from tiermem.optim.master import Masters, master_dtype_of
 from tiermem.optim.parted import PartedUnit, parts_of
+from tiermem.optim.places import Place
 from tiermem.optim.probe import Make, StateProbe, settings_of
 from tiermem.optim.unit import StepUnit
 from tiermem.runtime.staged import MOST_LOADS
@@ -130,7 +131,11 @@ def kept_of(
         number = number_of[id(param)]
         settings = settings_of(groups[number])
         found = probe.state_of(own(param), spec.stride, number, settings)
-        return [shape_of(f"{shape.name}.{key}", value) for key, value in found.items()]
+        return [
+            shape_of(f"{shape.name}.{key}{path}", tensor)
+            for key, value in found.items()
+            for path, tensor in value.tensors
+        ]
 
     def master(param: torch.Tensor, shape: TensorShape) -> TensorShape | None:
         if master_dtype_of(param, master_dtype) is None:
@@ -162,12 +167,12 @@ def _in_parts(
     rows = torch.empty(weight.shape, device="meta").stride()
     own = unit.own(param)
     found = probe.state_of(own, weight.stride, number, settings_of(groups[number]))
-    whole = all(value.shape == param.shape for value in found.values())
+    whole = all(len(v.tensors) == 1 and v.shape == param.shape for v in found.values())
     if not whole or not weight.stride == gradient.stride == rows:
         return unit
-    each = sum(v.dtype.itemsize for v in found.values()) + (own.itemsize if own is not param else 0)
+    nbytes = sum(v.nbytes for v in found.values()) + (own.nbytes if own is not param else 0)
     beside = _loose_nbytes(runtime, [entry.group.block, entry.unit.block])
-    runs = parts_of(param.numel(), param.numel() * each, max(0, room - beside))
+    runs = parts_of(param.numel(), nbytes, max(0, room - beside))
     return PartedUnit(unit, runs) if len(runs) > 1 else unit
 
 
@@ -211,15 +216,15 @@ def _reserve(
 ) -> None:
     """Reserves homes for state and masters of all units, or of none."""
     wanted: list[Wanted] = []
-    states: list[tuple[StepUnit, list[tuple[torch.Tensor, str]]]] = []
+    states: list[tuple[StepUnit, list[Place]]] = []
     masters: list[tuple[Masters, list[torch.Tensor]]] = []
     sizes = {id(unit): sum(b.nbytes for b in unit.blocks()) for unit in units}
     leaves = list(_leaves(units))
     for unit, kept in leaves:
-        shapes, keys = _state_of(unit, kept, groups, probe)
+        shapes, places = _state_of(unit, kept, groups, probe)
         if shapes:
             wanted.append((f"{unit.name}.state", Role.OPTIMIZER, shapes))
-            states.append((unit, keys))
+            states.append((unit, places))
             sizes[id(unit)] = sizes.get(id(unit), 0) + pack(shapes)[1]
     for unit, kept in leaves:
         if unit.masters is None:
@@ -241,7 +246,7 @@ def _reserve(
     finally:
         _let_go(runtime, held)
     for (unit, own), block in zip(states, blocks[: len(states)], strict=True):
-        unit.block, unit.keys = block, own
+        unit.block, unit.places = block, own
     for (kept_by, params), block in zip(masters, blocks[len(states) :], strict=True):
         kept_by.place(block, params)
     try:
@@ -274,18 +279,19 @@ def _state_of(
     kept: Sequence[_Kept],
     groups: Sequence[dict[str, Any]],
     probe: StateProbe,
-) -> tuple[list[TensorShape], list[tuple[torch.Tensor, str]]]:
-    """Returns the tensors of a unit's state, and whose they are by which key."""
+) -> tuple[list[TensorShape], list[Place]]:
+    """Returns the tensors of a unit's state, and where each of its values has them."""
     shapes: list[TensorShape] = []
-    keys: list[tuple[torch.Tensor, str]] = []
+    places: list[Place] = []
     number_of = {id(param): number for param, number in unit.members}
     for k in kept:
         number = number_of[id(k.param)]
         settings = settings_of(groups[number])
-        for key, value in probe.state_of(unit.own(k.param), k.stride, number, settings).items():
-            shapes.append(shape_of(f"{k.name}.{key}", value))
-            keys.append((k.param, key))
-    return shapes, keys
+        for key, found in probe.state_of(unit.own(k.param), k.stride, number, settings).items():
+            name, tensors = f"{k.name}.{key}", found.tensors
+            places.append(Place(k.param, key, name, found.shape, len(shapes), len(tensors)))
+            shapes += [shape_of(f"{name}{path}", tensor) for path, tensor in tensors]
+    return shapes, places
 
 
 def _loose_nbytes(runtime: ModuleRuntime, blocks: Sequence[Block]) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal
@@ -18,6 +19,13 @@ from tiermem.nn.repair import entrance
 from tiermem.nn.runtime import ModuleRuntime, entries_of
 from tiermem.optim import clip
 from tiermem.optim.backward import InBackward
+from tiermem.optim.classes import (
+    check_wrapped,
+    in_order,
+    optimizer_class,
+    refuse_draws,
+    refuse_others,
+)
 from tiermem.optim.groups import (
     Params,
     floating,
@@ -30,12 +38,14 @@ from tiermem.optim.host import rooms_of
 from tiermem.optim.hoststeps import HostSteps, say_how_far
 from tiermem.optim.master import master_dtype_of
 from tiermem.optim.members import Membership
+from tiermem.optim.methods import Counts, Methods
 from tiermem.optim.parted import ELEMENTWISE
 from tiermem.optim.plan import Member, kept_of, plan_units
-from tiermem.optim.probe import StateProbe, check_separable, settings_of
+from tiermem.optim.probe import StateProbe
 from tiermem.optim.putoff import PutOff
 from tiermem.optim.rounds import Round
 from tiermem.optim.scaling import Scaling
+from tiermem.optim.separable import Nature, check_separable, settings_of
 from tiermem.optim.share import Speeds
 from tiermem.optim.sides import choose_sides
 from tiermem.optim.state import MASTER, export_all, load_state, take_in_edits
@@ -95,7 +105,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._runtime = runtime
         self._manager = runtime.manager
         self._manager.guard()
-        self._cls = cls
+        self._cls = optimizer_class(cls)
         self._settings = settings
         if overlap not in (False, True, "forward", "backward"):
             raise StepError(f"overlap={overlap!r}: it is False, True, 'forward' or 'backward'")
@@ -121,13 +131,19 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._norms = clip.Norms(runtime, number)
         self._rounds: list[Round] = []  # the one that is begun and not ended, if any
         self._units: list[StepUnit] = []
+        self._counts = Counts()
+        self._methods = Methods(self._cls, self._tried, self._counts)
         self._kept: list[Kept] = []
-        groups = self._complete(groups_of(params))
+        self._natures: dict[int, Nature] = {}  # what the class was found to be, by group
+        groups = groups_of(params)
+        check_wrapped(runtime, groups, params)
+        groups = self._complete(groups)
         with told_of_duplicates():
             super().__init__(groups, dict(self._defaults))
         self._put_off = PutOff(runtime, self._owed, self._state, self._explain_owed)
         self._members = Membership(self.param_groups)
-        self._separable()
+        self._learn(range(len(self.param_groups)))
+        self._ready = True
         self._keep_gradients(self.param_groups)
         self._take_on(self._members.wanted())
         runtime.on_begin.append(self._before_forward)
@@ -150,6 +166,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             What ``closure`` returned.
         """
         self._refuse_if_closed("step()")
+        self._methods.refuse_if_begun("step()")
         self._manager.guard()
         if not self._rounds:
             loss = None
@@ -176,6 +193,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._take_in_edits()
         units = [unit for unit in self._units if self._is_left(unit)]
         self._tell_others(units)
+        self._counts.note(self._units, set() if inside is None else set(inside.made))
         ticket = object() if inside is None else inside.ticket
         error = None if inside is None else inside.failure
         self._rounds.append(Round(ticket, units, self.param_groups, scaling, loss, error))
@@ -196,6 +214,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 self.finish()
             if self._inside is not None:
                 self._inside.after_step()
+            self._counts.after_step(current.groups, self.param_groups)
         except BaseException as error:
             current.cut_short(error)
             raise
@@ -430,6 +449,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._settle("add_param_group()")
         count = len(self.param_groups)
         (group,) = self._complete(groups_of([param_group]))
+        refuse_others(self._runtime, [group])
         try:
             with told_of_duplicates():
                 super().add_param_group(group)
@@ -437,6 +457,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._take_on(self._members.wanted())
         except BaseException:
             del self.param_groups[count:]
+            self._natures.pop(count, None)
             raise
 
     @entrance
@@ -449,7 +470,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._settle("state_dict()")
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        result = export_all(self._runtime, self._units, self.param_groups, self._state)
+        args = self._runtime, self._units, self.param_groups, self._state
+        result = export_all(*args, self._cls, self.make)
         if self._master_dtype is None:
             del result[MASTER]
         for post in self._optimizer_state_dict_post_hooks.values():
@@ -476,7 +498,8 @@ class TieredOptimizer(torch.optim.Optimizer):
             state_dict = state_dict if changed is None else changed
         self._take_on(self._members.of_state(state_dict))
         begin = self.abandon_step if self._rounds else None
-        load_state(self._runtime, self._units, self.param_groups, self._state, state_dict, begin)
+        args = self._runtime, self._units, self.param_groups, self._state
+        load_state(*args, state_dict, self._cls, begin)
         for post in self._optimizer_load_state_dict_post_hooks.values():
             post(self)
 
@@ -513,6 +536,28 @@ class TieredOptimizer(torch.optim.Optimizer):
         for room in rooms_of(units):
             room.close()
 
+    def __getattr__(self, name: str) -> Any:
+        """Gives methods of the class that are not torch's, such as ``train()``, over the tiers.
+
+        They are called for the weights and state of one block after another, once a try on tiny
+        tensors has shown that this is the same.
+        """
+        cls = self.__dict__.get("_cls")
+        found = None if cls is None or name.startswith("_") else getattr(cls, name, None)
+        if not callable(found):
+            whose = type(self).__name__ if cls is None else f"{type(self).__name__} of {cls}"
+            raise AttributeError(f"{whose} has no attribute {name!r}")
+        if isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod):
+            return found
+        return partial(self._call, name)
+
+    def _call(self, name: str, /, *args: Any, **kwargs: Any) -> None:
+        if not self._methods.is_begun(name):
+            self._settle(f"{name}()")
+        self._methods.call(
+            name, args, kwargs, self._runtime, self._units, self.param_groups, self._state
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         raise StepError("a tiered optimizer cannot be pickled; save its state_dict()")
 
@@ -532,28 +577,37 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         for group, full in zip(groups, filled, strict=True):
             group.update(full)
-        return groups
-
-    def _separable(self) -> None:
-        """Refuses a class whose update of a parameter depends on others."""
-        self._sparse = False
-        for group in self.param_groups:
-            params = group["params"]
-            if not params:
-                continue
-            dims = sorted({p.dim() for p in params})
-            self._sparse |= check_separable(
-                self._cls.__name__,
-                self.make,
-                settings_of(group),
-                dims,
-                self._stepped_dtype(params[0]),
-                self._manager.device,
-            )
-        self._probe = StateProbe(self.make, self._manager.device, sparse=self._sparse)
-        self._ready = True
         # a GradScaler then leaves it to step() to undo the scale: after the cast to the master
         self._step_supports_amp_scaling = self._fused or self._master_dtype is not None
+        return groups
+
+    def _learn(self, numbers: Iterable[int]) -> None:
+        """Tries the class on groups that have parameters, each once.
+
+        Raises:
+            StepError: If its update of a parameter depends on others.
+        """
+        new = [n for n in numbers if n not in self._natures and self.param_groups[n]["params"]]
+        found = {n: self._tried(self.param_groups[n]) for n in new}
+        if not hasattr(self, "_probe"):
+            sparse = any(nature.sparse for nature in found.values())
+            self._probe = StateProbe(self.make, self._manager.device, sparse=sparse)
+        if self._overlap or self._where != "device":
+            refuse_draws(self._cls.__name__, list(found.values()))
+        for number, nature in found.items():
+            self._counts.add(number, self.make, nature)
+        self._natures.update(found)
+
+    def _tried(self, group: dict[str, Any], what: str = "", method: Any = None) -> Nature:
+        return check_separable(
+            what or self._cls.__name__,
+            self.make,
+            settings_of(group),
+            sorted({p.dim() for p in group["params"]}),
+            self._stepped_dtype(group["params"][0]),
+            self._manager.device,
+            method,
+        )
 
     def _stepped_dtype(self, param: torch.Tensor) -> torch.dtype:
         """Returns the dtype of what is stepped: of the parameter, or of its master."""
@@ -572,6 +626,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         if not members:
             return
+        self._learn(sorted({number for _, number in members}))
         grads, program = self._runtime.grads, self._runtime.program
         homed = {id(e.unit) for e in entries_of(self._runtime.groups)}
         elementwise = self._cls in ELEMENTWISE and self._where != "host"
@@ -596,22 +651,28 @@ class TieredOptimizer(torch.optim.Optimizer):
                 on_host=self._where != "device",
                 elementwise=elementwise,
             )
+            units = [*self._units, *planned]
+            if any(nature.draws for nature in self._natures.values()):
+                units = in_order(self._cls.__name__, units, self.param_groups)
             self._choose_sides(planned)
-        except CapacityError as error:
+        except (CapacityError, StepError) as error:
             self._manager.remove_blocks([b for unit in planned for b in unit.kept_blocks()])
             fresh = {id(g): g for u in planned for g in u.grad_units() if id(g) not in homed}
             grads.unreserve(list(fresh.values()))
+            if isinstance(error, StepError):
+                raise
             raise program.refuse_optimizer(error, kept) from None
         program.optimizers.append(kept)
         self._kept.append(kept)
         if self._probe.eager:
             for unit in planned:
                 unit.begin(self._runtime, self.param_groups, self._state)
-        self._units.extend(planned)
+        self._units[:] = units
         self._members.taken(members)
         for unit in planned:
             for entry in unit.entries:
                 grads.track(entry)
+        self._counts.prepare(planned)
         self._tell_others(planned)
         if self._inside is not None:
             self._inside.extend(planned, self.param_groups, self._state, self._host)
@@ -672,6 +733,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             )
 
     def _refuse_if_pending(self, what: str) -> None:
+        self._methods.refuse_if_begun(what)
         if not self._rounds:
             return
         current = self._rounds[-1]

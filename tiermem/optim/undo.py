@@ -16,7 +16,9 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from tiermem.core.block import align_up
-from tiermem.optim.probe import settings_of
+from tiermem.nn.lazy import LazyTensor
+from tiermem.nn.shells import insides
+from tiermem.optim.separable import settings_of
 from tiermem.transfer.copy import host_copy
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -79,8 +81,9 @@ class Undo:
             entry = state.get(key)
             before = {} if entry is None else dict(entry)
             self._entries.append((state, key, entry, before))
-            # not what stands for a block's
-            ordinary += [value for value in before.values() if type(value) is torch.Tensor]
+            for value in before.values():
+                if isinstance(value, torch.Tensor) and not isinstance(value, LazyTensor):
+                    ordinary += [tensor for _, tensor in insides(value)]
         self.keep_values(ordinary)
 
     def keep_shown(self, state: dict[Any, Any], keys: Sequence[Any]) -> None:

@@ -19,9 +19,10 @@ from tiermem.optim.foreign import ForeignWrites
 from tiermem.optim.gradients import UnitGradients
 from tiermem.optim.held import Held
 from tiermem.optim.master import Masters
+from tiermem.optim.places import Place
 from tiermem.optim.plainstep import run, run_scaled
-from tiermem.optim.probe import Make, settings_of
 from tiermem.optim.scaling import Scaling
+from tiermem.optim.separable import Make, copied, settings_of
 from tiermem.runtime.slots import Slot
 
 if TYPE_CHECKING:
@@ -45,8 +46,9 @@ class StepUnit(UnitGradients):
         masters: Their masters, or None where the parameters themselves are stepped.
         host: Steps it on the host, or None.
         make: Makes its plain optimizer.
-        keys: For each tensor of that block, its parameter and the state's key.
+        places: Where that block has each tensor of their state.
         spoils: Whether a step of the class may write the gradients that it is given.
+        private: Whether it writes settings of its group in place, so that it is given copies.
         scaled: Whether the step under way undoes a scale in them.
         made: The ticket of the last step that was made.
         attempt: The step under way, or one that could not be taken back yet.
@@ -69,15 +71,16 @@ class StepUnit(UnitGradients):
         self.block: Block | None = None
         self.masters: Masters | None = None
         self.host: HostSide | None = None
-        self.keys: list[tuple[torch.Tensor, str]] = []
+        self.places: list[Place] = []
         self.spoils = True
+        self.private = False
         self.make = make
         self.made: object = None
         self.attempt: Attempt | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self.scaled = False
         self.given: dict[int, torch.Tensor] = {}
-        self._places: list[tuple[torch.Tensor, str]] = []
+        self._placed: list[tuple[torch.Tensor, Place]] = []
         self._stand_ins: dict[int, LazyTensor] = {}
         self._numbers = list(dict.fromkeys(number for _, number in members))
 
@@ -110,9 +113,8 @@ class StepUnit(UnitGradients):
 
     def state_shapes(self) -> Iterator[tuple[torch.Tensor, str, str, tuple[int, ...]]]:
         """Yields what its state has in the tiers: parameter, key, name and shape."""
-        if self.block is not None:
-            for (param, key), spec in zip(self.keys, self.block.tensors, strict=True):
-                yield param, key, spec.name, spec.shape
+        for place in self.places:
+            yield place.param, place.key, place.name, place.shape
 
     def begins_with(self) -> list[Block]:
         """Returns the blocks that a step begins with."""
@@ -221,16 +223,15 @@ class StepUnit(UnitGradients):
             "optimizer over it (this one's state_dict() can be loaded there)"
         )
 
-    def stored_state(self) -> list[tuple[State | None, str]]:
-        """Returns what there is for each tensor of the block of state.
+    def stored_state(self) -> list[tuple[State | None, Place]]:
+        """Returns, for each tensor of its state, what there is of that parameter, and its place.
 
-        It is the plain optimizer's state of the parameter, None where it has none yet, and the key
-        that the tensor has there.
+        The former is the plain optimizer's state of the parameter, None where it has none yet.
         """
         if self._optimizer is None:
             return []
         by_own = self._optimizer.state
-        return [(by_own.get(own), key) for own, key in self._places]
+        return [(by_own.get(own), place) for own, place in self._placed]
 
     def step_on(self, host: HostSide, make: Make) -> None:
         """Has the unit stepped on the host from now on; it has not been stepped yet."""
@@ -348,14 +349,15 @@ class StepUnit(UnitGradients):
                         for number in self._numbers
                     ]
                 )
-            self._places = [(self.own(param), key) for param, key in self.keys]
+            self._placed = [(self.own(place.param), place) for place in self.places]
             self._optimizer = made
         if groups is None:
             return self._optimizer
         for mine, number in zip(self._optimizer.param_groups, self._numbers, strict=True):
             fused = mine.get("fused")
             settings = groups[number]
-            mine.update(settings_of(settings) if "params" in settings else settings)
+            settings = settings_of(settings) if "params" in settings else settings
+            mine.update(copied(settings) if self.private else settings)
             if self.host is not None and "fused" in mine:
                 mine["fused"] = fused
         return self._optimizer
@@ -364,9 +366,9 @@ class StepUnit(UnitGradients):
         """Points the state at its slot, where there is state already."""
         if slot is None:
             return
-        for (state, key), view in zip(self.stored_state(), slot.views, strict=True):
-            if state is not None and isinstance(state.get(key), LazyTensor):
-                state[key] = view
+        for state, place in self.stored_state():
+            if state is not None and isinstance(state.get(place.key), LazyTensor):
+                state[place.key] = place.over(slot.views)
 
     def detach(
         self,
@@ -387,18 +389,17 @@ class StepUnit(UnitGradients):
         shown: list[Shown] = []
         if slot is None or self.block is None:
             return shown
-        for index, (own, key) in enumerate(self.stored_state()):
-            value = own.get(key) if own is not None else None
+        for own, place in self.stored_state():
+            value = own.get(place.key) if own is not None else None
             if own is None or not isinstance(value, torch.Tensor) or isinstance(value, LazyTensor):
                 continue
-            view = slot.views[index]
-            if value is not view:
-                if value.shape != view.shape or value.dtype is not view.dtype:
+            new = not place.is_over(value, slot.views)
+            if new:
+                if not place.take(value, slot.views):
                     continue  # it became something else: it stays in ordinary memory
-                view.copy_(value)
-                forget(self._stand_ins.get(index))  # its views are of what it was
-            own[key] = stand_in = self.stand_in(runtime, index)
-            shown.append((stand_in, view))
+                forget(self._stand_ins.get(place.first))  # its views are of what it was
+            own[place.key] = stand_in = self.stand_in(runtime, place, value.dtype)
+            shown.append((stand_in, place.over(slot.views) if new else value))
         return shown
 
     def publish(self, optimizer: torch.optim.Optimizer, state: State) -> None:
@@ -408,51 +409,59 @@ class StepUnit(UnitGradients):
             if kept is not None:
                 state[param] = kept
 
-    def stand_in(self, runtime: ModuleRuntime, index: int) -> LazyTensor:
+    def stand_in(self, runtime: ModuleRuntime, place: Place, dtype: torch.dtype) -> LazyTensor:
         """Returns what stands for a tensor of the state between its uses.
 
         It is the same one every time: whoever has it sees the state as it is by now.
         """
-        found = self._stand_ins.get(index)
-        if found is not None:
+        found = self._stand_ins.get(place.first)
+        shelled = place.shell is not None
+        if found is not None and found._dtype is dtype and found._shelled is shelled:
             return found
         if self.block is None:
             raise RuntimeError(f"{self.name}: no state")
-        spec = self.block.tensors[index]
-        found = self._stand_ins[index] = lazy(
-            torch.Size(spec.shape),
-            spec.dtype,  # type: ignore[arg-type]
+        found = self._stand_ins[place.first] = lazy(
+            torch.Size(place.shape),
+            dtype,
             runtime.manager.device,
-            partial(self._load, runtime, index),
-            partial(self._store, runtime, index),
+            partial(self._load, runtime, place),
+            partial(self._store, runtime, place),
         )
+        found._shelled = shelled
         return found
 
     def load(self, runtime: ModuleRuntime, key: str) -> torch.Tensor:
         """Returns a copy of what the state of its one parameter has by a key."""
-        return self._load(runtime, [k for _, k in self.keys].index(key))
+        return self._load(runtime, self._by_key(key))
 
     def store(self, runtime: ModuleRuntime, key: str, value: torch.Tensor) -> None:
         """Writes what the state of its one parameter has by a key."""
-        self._store(runtime, [k for _, k in self.keys].index(key), value)
+        self._store(runtime, self._by_key(key), value)
 
-    def _load(self, runtime: ModuleRuntime, index: int) -> torch.Tensor:
+    def _by_key(self, key: str) -> Place:
+        return next(place for place in self.places if place.key == key)
+
+    def _load(self, runtime: ModuleRuntime, place: Place) -> torch.Tensor:
         if self.block is None:
             raise RuntimeError(f"{self.name}: no state")
         slot = runtime.manager.acquire(self.block)
         try:
             with torch.no_grad():
-                return slot.views[index].clone()
+                return place.copy(slot.views)
         finally:
             runtime.manager.release(self.block)
 
-    def _store(self, runtime: ModuleRuntime, index: int, value: torch.Tensor) -> None:
+    def _store(self, runtime: ModuleRuntime, place: Place, value: torch.Tensor) -> None:
         if self.block is None:
             raise RuntimeError(f"{self.name}: no state")
         slot = runtime.manager.acquire(self.block)
         try:
             with torch.no_grad():
-                slot.views[index].copy_(value)
+                if not place.take(value, slot.views):
+                    raise StepError(
+                        f"{place.name!r}: a state of the class {type(value).__name__} cannot be "
+                        "kept where another was; load it with load_state_dict()"
+                    )
         finally:
             runtime.manager.release(self.block, dirty=True)
 
@@ -461,3 +470,32 @@ class StepUnit(UnitGradients):
         with torch.no_grad(), self.held(runtime) as slots:
             optimizer = self.optimizer_for(groups)
             self.detach(runtime, optimizer, slots.get(id(self.block)), state)
+
+    def apply(
+        self,
+        runtime: ModuleRuntime,
+        groups: Sequence[dict[str, Any]],
+        state: State,
+        use: Callable[[torch.optim.Optimizer], None],
+    ) -> None:
+        """Has the plain optimizer do something to weights and state that is no step.
+
+        Args:
+            runtime: The modules' runtime.
+            groups: Settings of the parameter groups.
+            state: The tiered optimizer's state, to be kept up to date.
+            use: Given the plain optimizer, over what it works on.
+        """
+        if self.group is not None and self.group.freed:
+            self.refuse_freed()
+        self.flush()
+        with torch.no_grad(), self.held(runtime) as slots:
+            optimizer = self.optimizer_for(groups)
+            slot = slots.get(id(self.block))
+            self._attach(slot)
+            try:
+                use(optimizer)
+            finally:
+                self.detach(runtime, optimizer, slot, state)
+            if self.masters is not None:
+                self.masters.derive(every=True)
