@@ -15,6 +15,7 @@ from torch import nn
 
 import tiermem
 from tiermem.config import parse_size
+from tiermem.nn.need import check_gradients
 
 Build = Callable[[], nn.Module]
 Settings = tuple[type[torch.optim.Optimizer], dict[str, Any]]
@@ -109,8 +110,19 @@ def wrap_tight(
     optimizer: Settings | None = None,
     blocks: Any = "auto",
     groups: Callable[[nn.Module], Any] = lambda model: model,
+    *,
+    trained: bool = False,
 ) -> tuple[tiermem.TierManager, nn.Module, Any]:
     """Wraps under the least HBM that the errors ask for.
+
+    Args:
+        make: Makes the model.
+        tiers: The budgets but for HBM's.
+        optimizer: Its class and settings, or None.
+        blocks: As for ``tier.wrap``.
+        groups: What of the model the optimizer gets.
+        trained: Whether there is a backward although there is no optimizer. A model alone is
+            wrapped under what its forward needs, and its first backward asks for the rest.
 
     Returns:
         Manager, wrapped model, and its optimizer if settings are given.
@@ -126,6 +138,8 @@ def wrap_tight(
             stepper = None
             if optimizer is not None and any(p.requires_grad for p in model.parameters()):
                 stepper = tier.optimizer(groups(model), optimizer[0], **optimizer[1])
+            if trained:
+                check_gradients(tier._runtime)
         except tiermem.CapacityError as error:
             tier.close()
             which, least = asked(error)
@@ -186,6 +200,8 @@ class Pair:
         optimizer: Settings | None = (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
         blocks: Any = "auto",
         prepare: Callable[[nn.Module], None] | None = None,
+        *,
+        trained: bool = False,
     ) -> None:
         def make() -> nn.Module:
             seed(11)
@@ -200,7 +216,9 @@ class Pair:
         if optimizer is not None and trained:
             own = {k: v for k, v in optimizer[1].items() if k not in _TIERED_ONLY}
             self.plain_optimizer = optimizer[0](self.plain.parameters(), **own)
-        self.tier, self.model, self.optimizer = wrap_tight(make, tiers, optimizer, blocks)
+        self.tier, self.model, self.optimizer = wrap_tight(
+            make, tiers, optimizer, blocks, trained=trained
+        )
 
     def __enter__(self) -> Pair:
         return self
@@ -357,7 +375,8 @@ def compare_training(
     """Trains both for some steps and compares everything all along."""
     call = options.pop("call", None)
     context = options.pop("context", no_context)
-    with Pair(build, tiers, **options) as pair:
+    trained = options.get("optimizer", ...) is None
+    with Pair(build, tiers, trained=trained, **options) as pair:
         pair.plain.train(train)
         pair.model.train(train)
         for step in range(steps):

@@ -406,7 +406,7 @@ def test_what_cannot_be_wrapped() -> None:
         (nn.LazyLinear(4), "one batch"),
         (half, "share part of their memory"),
         (inference, "inference_mode"),
-        (nn.DataParallel(nn.Linear(4, 4)), "inside it"),
+        (nn.DataParallel(nn.Linear(4, 4)), r"wrap that first: DataParallel\(tier\.wrap\(model\)\)"),
     ]
     with tiermem.TierManager(device="cpu", hbm="1MiB", dram="1MiB") as tier:
         for model, message in cases:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -203,3 +204,32 @@ def test_one_graph_of_several_blocks_is_refused_in_one_sentence() -> None:
         model.extra.compile(fullgraph=True, backend="eager")
         tier.unwrap(model)
         torch.compile(model, fullgraph=True)
+
+
+def test_data_parallel_around_a_wrapped_model_is_the_resident_one(
+    tier: tiermem.TierManager,
+) -> None:
+    torch.manual_seed(0)
+    resident = replicas.Net()
+    model = tier.wrap(deepcopy(resident))
+    pair = nn.DataParallel(resident), nn.DataParallel(model)
+    for step in range(3):
+        x = torch.rand(2, replicas.WIDTH, generator=torch.Generator().manual_seed(step))
+        outputs = [around(x) for around in pair]
+        assert same_bits(*outputs)
+        for output in outputs:
+            output.sum().backward()
+    for ours, plain in zip(model.parameters(), resident.parameters(), strict=True):
+        assert same_bits(ours.grad.clone(), plain.grad)
+
+
+def test_data_parallel_over_several_devices_is_refused(
+    tier: tiermem.TierManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Says so before torch has looked for the devices, of which there are none here."""
+    torchs = sys.modules[nn.DataParallel.__module__]
+    monkeypatch.setattr(torchs, "_get_available_device_type", lambda: "cuda")
+    model = tier.wrap(replicas.Net())
+    with pytest.raises(tiermem.WrapError, match=r"2 devices.*device_ids=\[0\]"):
+        nn.DataParallel(model, device_ids=[0, 1])
+    model(torch.ones(2, replicas.WIDTH)).sum().backward()

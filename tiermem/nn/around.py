@@ -1,8 +1,9 @@
 """Modules that are put around a wrapped one, seen as they are made.
 
-torch tells of every module that becomes another's child. Two kinds of parents matter here: a
-``DistributedDataParallel``, which broadcasts buffers behind Python's back, and what
-``torch.compile`` returns, where one graph of the whole is asked for.
+torch tells of every module that becomes another's child. Three kinds of parents matter here: a
+``DistributedDataParallel``, which broadcasts buffers behind Python's back; a ``DataParallel``,
+which copies all weights to several devices in each call; and what ``torch.compile`` returns, where
+one graph of the whole is asked for.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from weakref import WeakSet
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from tiermem.errors import WrapError
 from tiermem.nn.compiler import WHOLE_GRAPH
@@ -37,13 +38,22 @@ def _surrounded(parent: nn.Module, name: str, child: nn.Module | None) -> None:
 
     Raises:
         CapacityError: If what a ``DistributedDataParallel`` broadcasts has no room in HBM.
-        WrapError: If one graph is asked for of a wrapped model.
+        WrapError: If one graph is asked for of a wrapped model, or copies of it on several devices.
     """
     if child is None:
         return
     if isinstance(parent, DistributedDataParallel):
         for reduced in list(_everybody):
             reduced.hold_buffers(child)
+    elif isinstance(parent, DataParallel) and is_wrapped(child):
+        devices = _local_of_a_caller("device_ids") or ()
+        if len(devices) > 1:
+            raise WrapError(
+                f"DataParallel copies all weights of a wrapped model to {len(devices)} devices in "
+                "each call, where they have no tiers: name one with DataParallel(tier.wrap(model), "
+                "device_ids=[0]), or run a process for each device with "
+                "DistributedDataParallel(tier.wrap(model))"
+            )
     elif type(parent).__name__ == _COMPILED and is_wrapped(child) and _is_whole():
         raise WrapError(f"torch.compile: {WHOLE_GRAPH}")
 
@@ -59,15 +69,20 @@ def _is_whole() -> bool:
 
     It says so nowhere else than in an argument of a function that is running (``dynamo_ctx``).
     """
+    return bool(getattr(_local_of_a_caller("dynamo_ctx"), "fullgraph", False))
+
+
+def _local_of_a_caller(name: str) -> Any:
+    """Returns what the nearest caller that knows ``name`` knows it as; None if none near does."""
     frame: types.FrameType | None = sys._getframe(2)
     for _ in range(_FRAMES):
         if frame is None:
-            return False
-        settings: Any = frame.f_locals.get("dynamo_ctx")
-        if settings is not None:
-            return bool(getattr(settings, "fullgraph", False))
+            return None
+        found: Any = frame.f_locals.get(name)
+        if found is not None:
+            return found
         frame = frame.f_back
-    return False
+    return None
 
 
 _hook: Callable[..., Any] = _surrounded

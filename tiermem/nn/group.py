@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from tiermem.core.block import ALIGNMENT, Block, Extent
 from tiermem.nn.away import away_class, group_of
 from tiermem.nn.names import HeldDict, TieredDict
-from tiermem.nn.placeholder import shared_placeholder
+from tiermem.nn.placeholder import is_placeholder, shared_placeholder
 from tiermem.runtime.audit import differs_from_home
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.slots import Holder, Slot
@@ -380,10 +380,10 @@ class Group(Holder):
         found = False
         for member in self._members:
             data, view = member.tensor.data, slot.views[member.index]
-            address = data.untyped_storage().data_ptr()
-            if member.materialized or base <= address < base + self.manager.arena.capacity:
+            if member.materialized or is_placeholder(data):
                 continue
-            if address == member.placeholder.untyped_storage().data_ptr():
+            address = data.untyped_storage().data_ptr()
+            if base <= address < base + self.manager.arena.capacity:
                 continue
             if data.shape == view.shape and data.dtype is view.dtype:
                 view.copy_(data)
@@ -473,7 +473,7 @@ class Group(Holder):
                 if member.materialized:
                     continue
                 data, view = member.tensor.data, slot.views[member.index]
-                if data.untyped_storage().data_ptr() == slot.address:
+                if is_placeholder(data) or data.untyped_storage().data_ptr() == slot.address:
                     continue
                 if data.shape == view.shape and data.dtype is view.dtype:
                     view.copy_(data)

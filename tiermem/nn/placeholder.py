@@ -35,11 +35,20 @@ def poison_element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def is_placeholder(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, looked at with its own class aside, is one of these."""
+    """Whether a tensor, looked at with its own class aside, is one of these.
+
+    Args:
+        tensor: With memory of its own or of somebody's, on any device; its bytes are not read.
+    """
     if not tensor.numel():
         return False
-    element = poison_element(tensor.dtype, tensor.device)
-    return tensor.data_ptr() == element.data_ptr()
+    storage = tensor.untyped_storage()
+    try:
+        storage.data_ptr()
+    except RuntimeError:  # it is refused
+        return True
+    found = _shared.get((tensor.shape, tensor.dtype, tensor.device))  # on a torch that cannot
+    return found is not None and found.untyped_storage()._cdata == storage._cdata
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

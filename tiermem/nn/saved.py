@@ -217,21 +217,24 @@ class SavedHooks:
             alias.data = _view_of(slot, saved)
         return Kept(alias)
 
-    @inside
     def _unpack(self, packed: Any) -> torch.Tensor:
+        if type(packed) is _Handed:
+            inner = packed.packed
+            if type(inner) is SavedView:
+                inner = inner.hooks.view(inner)
+            return _bytes_of(packed.unpack(inner))  # the user's: an exception there is no fault
         if type(packed) is SavedView:
             return packed.hooks.view(packed)
         if type(packed) is Kept:
             return _bytes_of(packed.open())
         if type(packed) is SavedActivation:
-            self._runtime.enter_backward()
-            return self._runtime.activations.open(packed)
-        if type(packed) is _Handed:
-            inner = packed.packed
-            if type(inner) is SavedView:
-                inner = inner.hooks.view(inner)
-            return _bytes_of(packed.unpack(inner))
+            return self._activation(packed)
         return packed  # type: ignore[no-any-return]
+
+    @inside
+    def _activation(self, packed: SavedActivation) -> torch.Tensor:
+        self._runtime.enter_backward()
+        return self._runtime.activations.open(packed)
 
     def view(self, saved: SavedView) -> torch.Tensor:
         """Returns the view that was saved, in HBM.
@@ -242,16 +245,25 @@ class SavedHooks:
             StorageError: If they cannot be read.
             ClosedError: If the manager is closed.
         """
-        owner, debts = saved.owner, self.manager.debts
-        if saved.block.id in debts:  # a step that is owed changes the weight, and is counted then
-            with self.manager.lock:
-                debts.pay(saved.block.id)
+        if saved.block.id in self.manager.debts:
+            self.pay(saved.block.id)
+        owner = saved.owner
         if owner is not None and saved.version not in (-1, owner._version):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: a weight of block {saved.block.name!r} is at version "
                 f"{owner._version}; expected version {saved.version} instead"
             )
+        return self._fetch(saved)
+
+    @inside
+    def pay(self, block_id: int) -> None:
+        """Makes the step that a block owes: it changes the weights, and is counted then."""
+        with self.manager.lock:
+            self.manager.debts.pay(block_id)
+
+    @inside
+    def _fetch(self, saved: SavedView) -> torch.Tensor:
         self._runtime.enter_backward()
         if self.manager.table.get(saved.block.id) is None and not self.manager.closed:
             view = _taken_out(saved)
@@ -321,7 +333,7 @@ def _covered(pair: Pair) -> Pair:
     if hooks is not None:
         return hooks.cover(pair)
     pack, unpack = pair
-    return pack, lambda packed: _bytes_of(unpack(packed))
+    return pack, WithBytes(unpack)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -342,8 +354,7 @@ def _whole(tensor: torch.Tensor) -> SavedView | None:
     if group is None or member is None or member.materialized:
         return None
     if group.block.id in group.manager.debts:
-        with group.manager.lock:
-            group.manager.debts.pay(group.block.id)
+        group.lender.saved.pay(group.block.id)
     spec = group.block.tensors[member.index]
     with torch._C.DisableTorchFunctionSubclass():
         offset = spec.offset // tensor.dtype.itemsize
@@ -363,6 +374,23 @@ def _only_keeps(pair: Pair) -> bool:
         return _only_keeps(pair[0].outer)
     name = getattr(pair[0], "__qualname__", "")
     return _hooks_of(pair) is not None or _is_of_checkpoint(pair) or name.startswith("save_on_cpu.")
+
+
+class WithBytes:
+    """An unpack hook over another one, for pairs that are pushed outside every wrapped module.
+
+    Attributes:
+        unpack: The other one. A parameter that it returns is replaced by its bytes.
+    """
+
+    __slots__ = ("unpack",)
+
+    def __init__(self, unpack: Callable[[Any], torch.Tensor]) -> None:
+        self.unpack = unpack
+
+    def __call__(self, packed: Any) -> torch.Tensor:
+        """Unpacks."""
+        return _bytes_of(self.unpack(packed))
 
 
 class _Covering:
@@ -388,9 +416,8 @@ class _Covering:
         """The user's pair that such a pair covers."""
         return getattr(self.outer[0], "_user_hooks", None)
 
-    @inside
     def __call__(self, tensor: torch.Tensor) -> Any:
-        found = self.hooks.reference(tensor)
+        found = self._reference(tensor)
         if found is not None and self.recomputes:
             found.version = -1
         if found is not None and self.only_keeps:
@@ -401,6 +428,11 @@ class _Covering:
             found.version = -1  # with hooks torch does not look for changes
             return _Handed(found, unpack)
         return _Handed(packed, unpack)
+
+    @inside
+    def _reference(self, tensor: torch.Tensor) -> SavedView | None:
+        """Asks for a reference; the other pair's own exceptions (a checkpoint's stop) pass by."""
+        return self.hooks.reference(tensor)
 
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
