@@ -418,3 +418,16 @@ def test_unwrap_in_a_call_is_refused(tmp_path: Path) -> None:
         assert_same(loss_of(plain, 1), loss_of(model, 1), "loss")
     tier.close()
     assert_ordinary(model)
+
+
+def test_a_parameter_whose_model_and_manager_are_gone_says_so() -> None:
+    """Its placeholder cannot be read, and is known for one all the same."""
+    tier = tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB")
+    model = tier.wrap(nn.Sequential(nn.Linear(32, 32)))
+    model(torch.ones(2, 32))
+    weight = model[0].weight
+    del model, tier
+    gc.collect()
+    for use in (lambda: weight + 1, weight.sum, weight.data_ptr, weight.numpy):
+        with pytest.raises(tiermem.ClosedError, match="gone; keep the model"):
+            use()
