@@ -212,10 +212,10 @@ class Pair:
 
         self.plain = make()
         self.plain_optimizer: Any = None
-        trained = [p for p in self.plain.parameters() if p.requires_grad]
-        if optimizer is not None and trained:
+        trains = any(p.requires_grad for p in self.plain.parameters())
+        if optimizer is not None and trains:
             own = {k: v for k, v in optimizer[1].items() if k not in _TIERED_ONLY}
-            self.plain_optimizer = optimizer[0](trained, **own)
+            self.plain_optimizer = optimizer[0](self.plain.parameters(), **own)
         self.tier, self.model, self.optimizer = wrap_tight(
             make, tiers, optimizer, blocks, trained=trained
         )

@@ -180,9 +180,11 @@ class TierManager:
         """Makes an optimizer whose state lives in the tiers.
 
         Args:
-            params: A wrapped module, parameters, or parameter groups as torch takes them.
+            params: A wrapped module, parameters, or parameter groups as torch takes them. Some may
+                be outside the tiers, where they stay.
             cls: Any ``torch.optim.Optimizer`` class that updates each parameter from its own
-                gradient and state.
+                gradient and state; it is tried. Its methods that torch's have not, such as
+                ``train()``, are the returned optimizer's, too.
             master_dtype: Gives every floating parameter of another dtype a master of this one,
                 say ``torch.float32`` for a bfloat16 model. The class steps the masters, with
                 the gradients cast; the weights are the masters, cast. They live where
@@ -215,7 +217,8 @@ class TierManager:
             the manager is closed.
 
         Raises:
-            StepError: If the class cannot be stepped block by block, or a dtype cannot be had.
+            StepError: If the class cannot be stepped block by block, none of the parameters is in
+                the tiers, or a dtype cannot be had.
             CapacityError: If a budget cannot hold its state or a step.
         """
         self._optimizers += 1

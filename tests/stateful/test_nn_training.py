@@ -18,6 +18,8 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from support_classes import Counting, CountingInPlace, Noisy
+from support_coded import CodedMomentum
 from support_nn import asked, assert_same, check_table, same_bits, seed
 from support_process import child
 from torch import nn
@@ -176,6 +178,10 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
     (torch.optim.Adagrad, {"lr": 0.01}),
     (torch.optim.Rprop, {"lr": 0.01}),
+    (Counting, {"lr": 0.05}),
+    (CountingInPlace, {"lr": 0.05}),
+    (CodedMomentum, {"lr": 0.05}),
+    (Noisy, {"lr": 0.01}),
 ]
 ROLES = ("params", "grads", "master", "optimizer", "activations")
 HOMES = ("hbm", "dram", "nvme", "auto")
@@ -205,15 +211,14 @@ class Training(RuleBasedStateMachine):
     ) -> None:
         seed(start)
         self.plain, self.plain_other = Model(kinds), Model(kinds[:2])
-        trained = [p for p in self.plain.parameters() if p.requires_grad]
         self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.folder = tempfile.mkdtemp() if disk else None
         self.model, self.other = copy.deepcopy(self.plain), copy.deepcopy(self.plain_other)
         self.entered = False
         self.has_forked = False
-        self.trains = optimizer if trained else None
+        self.trains = optimizer
         self._open(homes, spare, depth)
-        self.plain_optimizer = optimizer[0](trained, **optimizer[1]) if trained else None
+        self.plain_optimizer = optimizer[0](self.plain.parameters(), **optimizer[1])
 
     def _open(self, homes: Any, spare: int, depth: Any) -> None:
         """Wraps the models in a manager with little more HBM than the least."""
@@ -233,9 +238,8 @@ class Training(RuleBasedStateMachine):
             try:
                 self.tier.wrap(self.model)
                 self.tier.wrap(self.other)
-                if self.trains is not None:
-                    cls, options = self.trains
-                    self.optimizer = self.tier.optimizer(self.model, cls, **options)
+                cls, options = self.trains
+                self.optimizer = self.tier.optimizer(self.model, cls, **options)
                 if not tried:
                     self._try()
             except tiermem.CapacityError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -25,7 +25,6 @@ from tiermem.nn.need import accumulates, beside_optimizer, check_gradients
 from tiermem.nn.quiet import quiet, unrecorded
 from tiermem.nn.repair import inside
 from tiermem.nn.shapes import follow, shape_of
-from tiermem.nn.unfinished import finish_change
 from tiermem.nn.weakly import Hook, Weak
 from tiermem.runtime.pipeline import Pipeline
 from tiermem.runtime.slots import Slot
@@ -54,6 +53,45 @@ class Watcher(Protocol):
         ...
 
 
+class Pending:
+    """A change that gradients of one block await; it is made once of each, whatever comes between.
+
+    Attributes:
+        entries: Whose gradients.
+        change: What is done to them.
+    """
+
+    __slots__ = ("_done", "_under_way", "change", "entries")
+
+    def __init__(self, entries: Sequence[Entry], change: Change) -> None:
+        self.entries = list(entries)
+        self.change = change
+        self._done: list[Entry] = []
+        self._under_way: list[tuple[Entry, torch.Tensor, int]] = []
+
+    def make(self, found: dict[int, torch.Tensor]) -> None:
+        """Changes the gradients that are there and not changed yet; it may be called again.
+
+        Args:
+            found: Gradients by the id of their entry; each is changed in place with one call.
+        """
+        self.note_written()
+        left = [e for e in self.entries if id(e) in found and e not in self._done]
+        if not left:
+            return
+        self._under_way = [(e, found[id(e)], found[id(e)]._version) for e in left]
+        try:
+            self.change([found[id(entry)] for entry in left])
+        finally:  # Ctrl-C, no memory: torch has counted which are changed
+            self.note_written()
+
+    def note_written(self) -> None:
+        """Notes which gradients have been changed by a call that may have been cut short."""
+        written = [e for e, tensor, version in self._under_way if tensor._version != version]
+        self._done = [*self._done, *(e for e in written if e not in self._done)]
+        self._under_way = []
+
+
 class GradUnit:
     """One block of gradients: those of consecutive parameters of one group.
 
@@ -63,17 +101,15 @@ class GradUnit:
         group: The group they are from.
         pending: Changes that every gradient of it awaits (the factor of a clipping); made when
             the block is next in HBM, so that they cost no sweep of their own.
-        changing: The one that is being made, and the version that each gradient had before.
     """
 
-    __slots__ = ("block", "changing", "entries", "group", "pending")
+    __slots__ = ("block", "entries", "group", "pending")
 
     def __init__(self, block: Block, entries: list[Entry], group: Group) -> None:
         self.block = block
         self.entries = entries
         self.group = group
-        self.pending: list[Change] = []
-        self.changing: tuple[Change, list[tuple[torch.Tensor, int]]] | None = None
+        self.pending: list[Pending] = []
 
 
 def divide(group: Group, limit: int) -> list[list[Entry]]:
@@ -159,8 +195,11 @@ class GradStore:
         self.manager.remove_blocks([unit.block for unit in units.values()])
         self._dtypes.update((id(entry.param), dtype) for entry in entries)
 
-    def reserve(self, groups: Iterable[Group]) -> None:
+    def reserve(self, groups: Iterable[Group]) -> list[GradUnit]:
         """Reserves homes for the gradients of every trainable parameter that has none yet.
+
+        Returns:
+            What is new.
 
         Raises:
             CapacityError: Before anything is changed.
@@ -172,11 +211,21 @@ class GradStore:
                 shapes = [self._shape(e) for e in entries]
                 wanted.append((name, Role.GRAD, shapes))
                 units.append((entries, group))
+        made = []
         for block, (entries, group) in zip(self.manager.add_blocks(wanted), units, strict=True):
             unit = GradUnit(block, entries, group)
+            made.append(unit)
             for index, entry in enumerate(entries):
                 entry.unit_index = index
                 entry.unit = unit
+        return made
+
+    def unreserve(self, units: Sequence[GradUnit]) -> None:
+        """Gives homes back that were reserved and are not used yet."""
+        for unit in units:
+            for entry in unit.entries:
+                entry.unit = None
+        self.manager.remove_blocks([unit.block for unit in units])
 
     def measure(self, entries: Iterable[Entry], measure: Measure) -> None:
         """Has something measured of every gradient that arrives from now on, while it is in HBM.
@@ -350,22 +399,17 @@ class GradStore:
 
     def settle(self, unit: GradUnit, slot: Slot) -> None:
         """Makes the changes that are pending on a unit whose block has been acquired."""
-        if unit.pending:
-            views = [slot.views[e.unit_index] for e in unit.entries if e.has_grad]
-            if views:
-                self.manager.mark_dirty(unit.block)
-            self.unmeasure(unit.entries)
-            try:
-                with torch.no_grad():
-                    while unit.pending:
-                        change = unit.pending[0]
-                        unit.changing = change, [(view, view._version) for view in views]
-                        change(views)
-                        del unit.pending[0]
-                        unit.changing = None
-            except BaseException:
-                finish_change(unit)
-                raise
+        if not unit.pending:
+            return
+        found = {id(e): slot.views[e.unit_index] for e in unit.entries if e.has_grad}
+        if found:
+            self.manager.mark_dirty(unit.block)
+        self.unmeasure(unit.entries)
+        try:
+            with torch.no_grad():
+                while unit.pending:
+                    _make_first(unit.pending, found)
+        finally:
             for entry in unit.entries:
                 refresh(entry.lazy, slot.views[entry.unit_index])
 
@@ -517,3 +561,10 @@ class GradStore:
         if self._pipeline is None:
             self._pipeline = Pipeline(self.manager)
         self._pipeline.write([before.block], gradients=True)
+
+
+def _make_first(pending: list[Pending], found: dict[int, torch.Tensor]) -> None:
+    """Makes the first of some changes, which is pending no more then."""
+    first = pending[0]
+    first.make(found)
+    del pending[0]

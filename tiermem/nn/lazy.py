@@ -19,6 +19,7 @@ import torch
 
 from tiermem.nn.placeholder import shared_placeholder
 from tiermem.nn.quiet import unrecorded
+from tiermem.nn.shells import insides
 from tiermem.nn.standin import Opened, StandIn, writes
 from tiermem.runtime.slots import use_count
 
@@ -36,6 +37,7 @@ class LazyTensor(StandIn, torch.Tensor):
     _kept: torch.Tensor | None
     _dtype: torch.dtype
     _gone = False
+    _shelled = False  # the real one is of a subclass that wraps others
 
     @classmethod
     def __torch_function__(
@@ -51,6 +53,17 @@ class LazyTensor(StandIn, torch.Tensor):
         if func == _UNSCALE and _only_looks(*args, **kwargs or {}):
             return _look(*args, **kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Gives what the class of the real tensor has beyond torch's own."""
+        if not self._shelled or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        flush(self)
+        with unrecorded():
+            self._kept = kept = self._load() if self._kept is None else self._kept
+            found = getattr(kept, name)
+            # an alias, so that it is seen whether somebody has it
+            return found.detach() if isinstance(found, torch.Tensor) else found
 
     def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
         return (True, self) if func in _NOTHING else (False, None)
@@ -120,6 +133,10 @@ class _Copy(Opened):
 
 
 def _seen(tensor: torch.Tensor) -> bool:
+    if type(tensor) is not torch.Tensor:  # of a subclass: what it wraps
+        inner = insides(tensor)
+        if len(inner) != 1 or inner[0][1] is not tensor:
+            return any(_seen(plain) for _, plain in inner)
     storage = tensor.untyped_storage()  # counts as well, as long as it is here
     return use_count(storage._cdata) > _OWN_REFERENCES
 
@@ -217,7 +234,8 @@ def refresh(tensor: torch.Tensor | None, value: torch.Tensor) -> None:
         tensor._kept = kept if _seen(kept) else None
         if tensor._kept is not None:
             with torch.no_grad():
-                kept.copy_(value)
+                for (_, mine), (_, theirs) in zip(insides(kept), insides(value), strict=True):
+                    mine.copy_(theirs)
 
 
 def lazy(

@@ -27,6 +27,7 @@ from tiermem.nn.inspect import Found
 from tiermem.runtime.homes import staging_size
 
 if TYPE_CHECKING:
+    from tiermem.nn.grads import GradUnit
     from tiermem.nn.group import Entry
     from tiermem.nn.runtime import ModuleRuntime
 
@@ -260,22 +261,26 @@ def _refusal(error: CapacityError, budgets: dict[str, int], more: str = "") -> C
     return refused
 
 
-def check_gradients(runtime: ModuleRuntime) -> None:
+def check_gradients(runtime: ModuleRuntime) -> list[GradUnit]:
     """Refuses budgets in which a backward could not run; homes of all gradients are reserved.
+
+    Returns:
+        The units whose homes are new.
 
     Raises:
         CapacityError: Before anything is moved.
     """
     program, table = runtime.program, runtime.manager.table
+    made: list[GradUnit] = []
     try:
-        runtime.grads.reserve(runtime.groups)
+        made = runtime.grads.reserve(runtime.groups)
         units = {
             id(e.unit): e.unit for g in runtime.groups for e in g.entries if e.unit is not None
         }
         loose = [u.block for u in units.values() if not table[u.block.id].fixed]
         largest = max(loose, key=lambda block: block.nbytes, default=None)
         if largest is None:
-            return
+            return made
         need = table.fixed_nbytes() + runtime.worst_chain + largest.nbytes
         if need > table.hbm.capacity:
             raise CapacityError(
@@ -286,7 +291,9 @@ def check_gradients(runtime: ModuleRuntime) -> None:
                 f"give hbm= at least {need}",
             )
     except CapacityError as error:
+        runtime.grads.unreserve(made)
         raise program.refuse_gradients(error) from None
+    return made
 
 
 def beside_optimizer(error: CapacityError) -> CapacityError:

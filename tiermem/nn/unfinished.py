@@ -7,33 +7,20 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from tiermem.nn.grads import GradUnit
     from tiermem.nn.group import Entry
     from tiermem.nn.runtime import ModuleRuntime
     from tiermem.runtime.manager import BlockManager
 
 
-def finish_change(unit: GradUnit) -> None:
-    """Makes a change of the gradients that it was not made of yet: not written since it began."""
-    if unit.changing is None:
-        return
-    change, before = unit.changing
-    with torch.no_grad():
-        for view, version in before:
-            if view._version == version:
-                change([view])
-    if unit.pending and unit.pending[0] is change:
-        del unit.pending[0]
-    unit.changing = None
-
-
 def finish_changes(runtime: ModuleRuntime) -> None:
-    """Finishes every change that was cut short, while the blocks are where they were."""
-    current = runtime.manager.slots.current
+    """Notes how far changes of gradients got that were cut short; the rest is made at next use.
+
+    Before anything else is written where the gradients are.
+    """
     for group in runtime.groups:
         for unit in {id(e.unit): e.unit for e in group.entries if e.unit is not None}.values():
-            if unit.changing is not None and unit.block.id in current:
-                finish_change(unit)
+            for pending in unit.pending:
+                pending.note_written()
 
 
 def repair_gradients(runtime: ModuleRuntime) -> None:

@@ -50,6 +50,8 @@ class InBackward:
     Attributes:
         made: Units stepped since the last ``step()``, or begun on the host, by id.
         total: How many units were so far.
+        ticket: Given to every unit that is stepped for the same ``step()``.
+        failure: What the class has raised in a step, to be raised by ``step()``, or None.
     """
 
     def __init__(self, runtime: ModuleRuntime, take_in: Callable[[], None]) -> None:
@@ -57,6 +59,8 @@ class InBackward:
         self._take_in = take_in
         self.made: dict[int, StepUnit] = {}
         self.total = 0
+        self.ticket = object()
+        self.failure: Exception | None = None
         self._runtime = runtime
         self._manager = runtime.manager
         self._micro_batches = 1
@@ -155,6 +159,7 @@ class InBackward:
         Raises:
             StepError: Then.
         """
+        self._account()
         if self.made:
             raise StepError(
                 f"{what} between backward and optimizer.step(): {len(self.made)} units are "
@@ -179,6 +184,7 @@ class InBackward:
         Raises:
             StepError: If it is not, or would not be the next time.
         """
+        self._account()
         if scaling is not None:
             raise StepError(
                 "a GradScaler says only after backward whether a step is made, and by what its "
@@ -197,17 +203,23 @@ class InBackward:
             self._host.retry()
 
     def after_step(self) -> None:
-        """Begins to count backwards anew; the step is made, or asked for."""
-        if self._thrown and not self._tried:
-            self._trials = 0
-        elif self._watched:
-            self._trials += 1
+        """Begins to count backwards anew; the step is made, or asked for.
+
+        Cut short, it may be called again.
+        """
+        watched, thrown = self._watched, self._thrown
         self._watched = self._thrown = False
+        if thrown and not self._tried:
+            self._trials = 0
+        elif watched:
+            self._trials += 1
         self._count = 0
+        self.failure = None
         self.made.clear()
         self._consumed.clear()
         self._final.clear()
         self._edited.clear()
+        self.ticket = object()
 
     def forgotten(self, *, set_to_none: bool) -> None:
         """The gradients are forgotten, or set to zero; so are those that are gone already.
@@ -216,6 +228,7 @@ class InBackward:
             set_to_none: Whether they are forgotten.
         """
         self._count = 0
+        self.failure = None
         # gradients that are thrown away must not be used: another loop has to be seen
         self._thrown = self._thrown or bool(self._final)
         self._watched = False
@@ -244,6 +257,7 @@ class InBackward:
 
     def begins(self) -> bool:
         """A backward begins; returns whether steps are likely to be made in it."""
+        self._account()
         self._task = torch._C._current_graph_task_id()
         self._counted = self._steps = self._watches = False
         self._forget_arrivals()
@@ -380,22 +394,29 @@ class InBackward:
 
     def _make(self, group: Group, units: Sequence[StepUnit]) -> None:
         """Makes the steps of a block."""
-        made: list[StepUnit] = []
         try:
             for unit in units:
                 began = time.perf_counter_ns()
                 write = self._pipeline.write if id(group) not in self._held_back else None
-                unit.step(self._runtime, self._settings, self._state, write=write)
-                self.made[id(unit)] = unit
-                made.append(unit)
-                self._spend(unit)
+                unit.step(
+                    self._runtime, self._settings, self._state, ticket=self.ticket, write=write
+                )
                 ended = time.perf_counter_ns()
                 self._manager.timeline.add("optimizer", unit.name, began, ended)
         except (StorageError, CapacityError):
             pass
-        if not made:
-            return
-        self.total += len(made)
+        except Exception as error:
+            self.failure = error
+            self._steps = False
+        finally:
+            made = [unit for unit in units if unit.made is self.ticket]
+            for unit in made:
+                self._account_for(unit)
+            if made:
+                self._close_off(group, made)
+
+    def _close_off(self, group: Group, made: Sequence[StepUnit]) -> None:
+        """Refuses looks at a block that is stepped, and has it written home in time."""
         blocks = [group.block, *(block for unit in made for block in unit.kept_blocks())]
         ids = [block.id for block in blocks]
         self._owe(group.block.name, ids, partial(self._refuse_look, group))
@@ -403,6 +424,21 @@ class InBackward:
             self._runtime.unwritten += blocks  # until forward has got further
         else:
             self._pipeline.write(blocks)
+
+    def _account(self) -> None:
+        """Finds units that were stepped where nobody could say so (Ctrl-C at that moment)."""
+        for units in self._units.values():
+            for unit in units:
+                if unit.made is self.ticket and id(unit) not in self.made:
+                    self._account_for(unit)
+
+    def _account_for(self, unit: StepUnit) -> None:
+        """Says that a unit was stepped, and forgets its gradients; it may be called again."""
+        if id(unit) not in self.made:
+            if unit.host is None:
+                self._spend(unit)
+            self.made[id(unit)] = unit
+            self.total += 1
 
     def _begin(self, group: Group, units: Sequence[StepUnit]) -> None:
         """Has the host begin the steps of a block, if they are all the host's.
@@ -414,7 +450,7 @@ class InBackward:
         if host is None or not all(host.can_begin(unit) for unit in units):
             return
         try:
-            host.begin(units, self._settings)
+            host.begin(units, self._settings, None, self.ticket)
         except (StorageError, CapacityError, StepError):
             pass
         finally:
@@ -432,13 +468,14 @@ class InBackward:
         """Forgets the gradients that a step has used, and leaves stand-ins that say so."""
         with torch._C.DisableTorchFunctionSubclass():
             for entry in unit.entries:
-                if not entry.has_grad:
-                    continue
-                self._runtime.grads.clear(entry)
                 param = id(entry.param)
+                if not entry.has_grad and param not in self._consumed:
+                    continue
                 if param not in self._spent:
                     self._spent[param] = self._spent_one(entry)
                 self._consumed.add(param)
+                if entry.has_grad:
+                    self._runtime.grads.clear(entry)
                 entry.param.grad = self._spent[param]
 
     def _spent_one(self, entry: Entry) -> LazyTensor:

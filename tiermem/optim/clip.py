@@ -12,7 +12,7 @@ from torch.utils._foreach_utils import (
     _has_foreach_support,
 )
 
-from tiermem.nn.grads import Measure
+from tiermem.nn.grads import Change, Measure
 from tiermem.nn.placeholder import placeholder
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.unit import StepUnit
@@ -77,6 +77,17 @@ def clamp(tensors: Sequence[torch.Tensor], limit: float) -> None:
         tensor.clamp_(-limit, limit)
 
 
+def change_all(runtime: ModuleRuntime, units: Sequence[StepUnit], change: Change) -> None:
+    """Has all gradients of some units changed, or those in the tiers not at all (Ctrl-C)."""
+    try:
+        for unit in units:
+            unit.change(runtime, change)
+    except BaseException:
+        for unit in units:
+            unit.unchange(change)
+        raise
+
+
 class Norms:
     """The norms of one optimizer's gradients, and clipping by them.
 
@@ -135,8 +146,7 @@ class Norms:
                 "cannot be clipped; call it with error_if_nonfinite=False to go on"
             )
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for unit in units:
-            unit.change(self._runtime, partial(scale, factor=factor, foreach=kind[1]))
+        change_all(self._runtime, units, partial(scale, factor=factor, foreach=kind[1]))
         return total
 
     def total(

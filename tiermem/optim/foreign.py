@@ -10,7 +10,11 @@ from tiermem.nn.group import Group
 
 
 class ForeignWrites:
-    """What one unit of a step has seen of the writes of others to its group of weights."""
+    """What one unit of a step has seen of the writes of others to its group of weights.
+
+    Attributes:
+        alone: Whether nobody else could write them as the step that holds them began.
+    """
 
     def __init__(self, group: Group | None) -> None:
         """Has seen none.
@@ -20,7 +24,7 @@ class ForeignWrites:
         """
         self._group = group
         self._seen = -1
-        self._alone = False
+        self.alone = False
 
     def look(self) -> bool:
         """Returns whether there may have been any since the last look."""
@@ -33,11 +37,15 @@ class ForeignWrites:
             before != self._seen or group.suspect or group.writes_hidden or group.may_be_written()
         )
 
+    def forget(self) -> None:
+        """Has the next look find writes: what the last one found was not acted upon."""
+        self._seen = -1
+
     def hold(self) -> None:
         """Holds the group for a step."""
         if self._group is not None:
             self._group.hold()
-            self._alone = not self._group.may_be_written()
+            self.alone = not self._group.may_be_written()
 
     def let_go(self, *, dirty: bool) -> None:
         """Lets go of it; unless somebody else could write it too, the write was the step's."""
@@ -47,5 +55,5 @@ class ForeignWrites:
         record = group.manager.table[group.block.id]
         before = record.writes
         group.let_go(dirty=dirty)
-        if self._alone:
+        if self.alone:
             group.stepped += record.writes - before

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,12 +35,13 @@ def with_defaults(
             meta = torch.empty(param.shape, dtype=stepped_dtype(param), device="meta")
             stand_ins.setdefault(id(param), nn.Parameter(meta, param.requires_grad))
     shadow = [{**group, "params": [stand_ins[id(p)] for p in group["params"]]} for group in groups]
-    try:
-        optimizer = make(shadow)
-    except (TypeError, ValueError):
-        raise  # bad settings: torch's own words say it best
-    except Exception:  # a class that looks at the device of its parameters
-        optimizer = make([dict(group) for group in groups])
+    with told_of_duplicates():
+        try:
+            optimizer = make(shadow)
+        except (TypeError, ValueError):
+            raise  # bad settings: torch's own words say it best
+        except Exception:  # a class that looks at the device of its parameters
+            optimizer = make([dict(group) for group in groups])
     filled = []
     for group, original in zip(optimizer.param_groups, groups, strict=True):
         filled.append({**group, "params": list(original["params"])})
@@ -46,22 +49,30 @@ def with_defaults(
 
 
 def groups_of(params: Params) -> list[dict[str, Any]]:
-    """Returns parameter groups from a module, parameters, or groups."""
-    if isinstance(params, nn.Module):
-        return [{"params": [p for p in params.parameters() if p.requires_grad]}]
-    items = list(params)
-    if not items:
-        raise ValueError("optimizer got an empty parameter list")
-    if isinstance(items[0], dict):
-        groups = []
-        for group in items:
-            members = group["params"]
-            members = [members] if isinstance(members, torch.Tensor) else list(members)
-            groups.append({**group, "params": members})
-        return groups
-    if isinstance(items[0], tuple):
-        return [{"params": [p for _, p in items]}]
-    return [{"params": items}]
+    """Returns parameter groups as torch's own optimizers make them, without any settings added.
+
+    torch itself reads what it is given (lists, generators, single tensors, pairs of name and
+    parameter, groups of these), so all of that means here what it means there.
+
+    Args:
+        params: A module, parameters, or groups. Groups become these very dictionaries, as in
+            torch; their ``"params"`` become lists.
+
+    Raises:
+        TypeError: Where torch raises it, in its words.
+        ValueError: Likewise.
+    """
+    given: Any = params.parameters() if isinstance(params, nn.Module) else params
+    with torch._C.DisableTorchFunctionSubclass():  # it asks every parameter what it is
+        return torch.optim.Optimizer(given, {}).param_groups
+
+
+@contextmanager
+def told_of_duplicates() -> Iterator[None]:
+    """Leaves out torch's warning of duplicates: :func:`groups_of` has let it out already."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="optimizer contains a parameter group with dup")
+        yield
 
 
 def floating(name: str, dtype: torch.dtype | None) -> torch.dtype | None:

@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 
 
 class Held:
-    """Holds weights, gradients, state and masters of a unit; a context.
+    """Holds weights, gradients, state and masters of a unit.
 
-    Entered, it gives the slots by the id of their block; the changes that gradients await are
-    made, and the masters point at their bytes.
+    It gives the slots by the id of their block; the changes that gradients await are made, and the
+    masters point at their bytes. As a context, it takes all of that for written at the end.
+
+    Attributes:
+        gradients: The blocks of gradients that are held.
+        follows: Whether masters took over weights that somebody else may have written.
     """
 
     def __init__(self, unit: StepUnit, runtime: ModuleRuntime, *, kept: bool = True) -> None:
@@ -34,65 +38,114 @@ class Held:
         self._runtime = runtime
         self._kept = unit.kept_blocks() if kept else []
         self._masters = unit.masters if kept else None
-        self._gradients: list[GradUnit] = []
+        self.gradients: list[GradUnit] = []
+        self.follows = False
         self._slots: list[Slot] = []
         self._versions: list[int] = []
-        self._stepped = False
+        self._group_held = False
+        self._opened = False
+        self._left: dict[int, int] | None = None
+        self._group_left: int | None = None
 
     def __enter__(self) -> dict[int, Slot]:
-        """Brings up everything, or nothing.
+        """Brings up everything, or nothing; see :meth:`open`."""
+        try:
+            return self.open()
+        except BaseException:
+            self.close(written=self._opened)
+            raise
+
+    def __exit__(self, *failure: Any) -> None:
+        try:
+            self.close(written=self._opened)
+        except BaseException:  # Ctrl-C in the middle of it
+            self.close(written=self._opened)
+            raise
+
+    def open(self) -> dict[int, Slot]:
+        """Brings up everything; :meth:`close` has to follow, whatever is raised.
 
         Raises:
             CapacityError: If HBM cannot hold it.
             StorageError: If its bytes cannot be read.
         """
-        unit = self._unit
-        unit.foreign.hold()
-        try:
-            return self._open()
-        except BaseException:
-            self._close()
-            raise
-
-    def __exit__(self, *failure: Any) -> None:
-        self._close()
-
-    def _open(self) -> dict[int, Slot]:
         unit, runtime = self._unit, self._runtime
-        self._gradients = [u for u in unit.grad_units() if any(e.has_grad for e in u.entries)]
-        blocks = [u.block for u in self._gradients] + self._kept
-        self._slots = runtime.manager.acquire_all(blocks)
-        for u, slot in zip(self._gradients, self._slots, strict=False):
+        self.gradients = [u for u in unit.grad_units() if any(e.has_grad for e in u.entries)]
+        self._lease([u.block for u in self.gradients] + self._kept)
+        for u, slot in zip(self.gradients, self._slots, strict=False):
             runtime.grads.settle(u, slot)
-        self._versions = [versions(slot.views) for slot in self._slots[: len(self._gradients)]]
+        self._versions = [versions(slot.views) for slot in self._slots[: len(self.gradients)]]
         unit.scaled = False
-        self._stepped = True
+        self._opened = True
         slots = {id(slot.block): slot for slot in self._slots}
         if self._masters is not None:
-            follows = unit.foreign.look()
-            self._masters.open(slots.get(id(self._masters.block)), follows=follows)
+            self.follows = unit.foreign.look()
+            self._masters.open(slots.get(id(self._masters.block)), follows=self.follows)
         return slots
 
-    def _close(self) -> None:
-        """Lets go of all of it, and says what was written."""
-        unit, manager = self._unit, self._runtime.manager
-        try:
-            if self._stepped and self._masters is not None:
-                self._masters.close()
-        finally:
+    def close(self, *, written: bool) -> None:
+        """Lets go of all of it; does nothing a second time, and goes on where it was cut short.
+
+        Args:
+            written: Whether weights, state and masters were written.
+        """
+        if self._masters is not None:
+            self._masters.close()
+        with self._runtime.manager.lock:  # so that nobody else leases any of it meanwhile
             try:
-                for index, slot in enumerate(self._slots):
-                    # a class may write weights through `param.data`: nobody counts
-                    written = self._stepped
-                    if written and index < len(self._gradients):
-                        written = unit.sees(self._gradients[index]) and (
-                            unit.spoils
-                            or unit.scaled
-                            or self._versions[index] != versions(slot.views)
-                        )
-                    manager.release(slot.block, dirty=written)
-            finally:
-                unit.foreign.let_go(dirty=self._stepped)
+                self._release(written)
+            except BaseException:
+                self._release(written)
+                raise
+
+    def _lease(self, blocks: list[Any]) -> None:
+        """Leases all, or nothing, also where Ctrl-C comes in between."""
+        manager, unit, group = self._runtime.manager, self._unit, self._unit.group
+        with manager.lock:
+            holds = 0 if group is None else group.holds
+            try:
+                unit.foreign.hold()
+                self._group_held = True
+            except BaseException:
+                if group is not None and group.holds > holds:
+                    self._group_held = True
+                raise
+            leases = {block.id: manager.table[block.id].leases for block in blocks}
+            try:
+                self._slots = manager.acquire_all(blocks)
+            except BaseException:
+                self._slots = []
+                for block in blocks:
+                    while manager.table[block.id].leases > leases[block.id]:
+                        manager.table.release(block.id)
+                raise
+
+    def _release(self, written: bool) -> None:
+        """Gives back each lease that is ours still."""
+        table, unit, group = self._runtime.manager.table, self._unit, self._unit.group
+        if self._left is None:
+            self._left = {s.block.id: table[s.block.id].leases - 1 for s in self._slots}
+        for index, slot in enumerate(self._slots):
+            block_id = slot.block.id
+            if table[block_id].leases > self._left[block_id]:
+                table.release(block_id, dirty=self._is_dirty(index, slot, written=written))
+        self._slots, self._left = [], None
+        if not self._group_held:
+            return
+        if self._group_left is None:
+            self._group_left = 0 if group is None else group.holds - 1
+        if group is not None and group.holds > self._group_left:
+            unit.foreign.let_go(dirty=written)
+        self._group_held, self._group_left = False, None
+
+    def _is_dirty(self, index: int, slot: Slot, *, written: bool) -> bool:
+        """Whether a block was written; a class may write through ``param.data``: nobody counts."""
+        if not written or index >= len(self.gradients):
+            return written
+        unit = self._unit
+        return unit.sees(self.gradients[index]) and (
+            unit.spoils or unit.scaled or self._versions[index] != versions(slot.views)
+        )
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> int:

@@ -13,7 +13,7 @@ with the same settings.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ from torch import nn
 from tiermem.core.block import Block, Tier
 from tiermem.core.residency import State as Residency
 from tiermem.errors import StepError, TierError
-from tiermem.nn.grads import Change, GradUnit
+from tiermem.nn.grads import GradUnit, Pending
 from tiermem.nn.group import Entry
 from tiermem.nn.lazy import LazyTensor, forget, is_viewed, refresh
 from tiermem.nn.placeholder import shared_placeholder
@@ -33,9 +33,9 @@ from tiermem.nn.shapes import follow
 from tiermem.optim.casts import cast
 from tiermem.optim.held import versions
 from tiermem.optim.hostroom import HostRoom
-from tiermem.optim.plainstep import run
-from tiermem.optim.probe import Make
+from tiermem.optim.plainstep import run, run_unseen
 from tiermem.optim.scaling import Scaling
+from tiermem.optim.separable import Make, ready
 from tiermem.optim.undo import Undo, cannot_fail_midway
 from tiermem.optim.unit import State, StepUnit
 from tiermem.runtime.staged import HostStage, Load, Order
@@ -64,7 +64,7 @@ def with_fused(make: Make) -> Make:
         chosen = settings.get("foreach") is not None or settings.get("fused") is not None
         if chosen or "fused" not in settings:
             return make
-        fused([{"params": [probe]}]).step()
+        run_unseen(ready(fused([{"params": [probe]}])))
     except Exception:  # no such kernel for these settings: the class decides itself
         return make
     return fused
@@ -101,15 +101,16 @@ class Job:
         load: The blocks among them whose home is a file.
         order: The load, asked for.
         written: Ids of the blocks that were changed.
-        renewed: Numbers of the tensors of state that the class made anew; views are of the old.
+        renewed: First tensors of the state that the class made anew; views are of the old.
         computed: Whether the step is made; it may still have to go home.
         broken: Whether it is to be begun, or begun anew: its failure was reported.
+        returned: Whether the blocks were given back.
         future: Its end in the thread.
     """
 
     stored: list[Entry]
     gradients: dict[int, torch.Tensor]
-    changes: list[tuple[GradUnit, list[Change]]]
+    changes: list[tuple[GradUnit, list[Pending]]]
     blocks: list[Block]
     views: dict[int, list[torch.Tensor]]
     events: list[Event]
@@ -123,6 +124,7 @@ class Job:
     renewed: set[int] = field(default_factory=set)
     computed: bool = False
     broken: bool = True
+    returned: bool = False
     future: Future[None] | None = None
 
     def succeeded(self) -> bool:
@@ -237,10 +239,12 @@ class HostSide:
         runtime: ModuleRuntime,
         groups: Sequence[dict[str, Any]],
         scaling: Scaling | None,
+        register: Callable[[Job], None],
     ) -> Job:
         """Takes the blocks for a step that :meth:`check` allows; :meth:`take_up` ends it.
 
-        From now on it is owed to them; :meth:`begin` need not have been called.
+        From now on it is owed to them: ``register`` sees to that, and :meth:`begin` need not have
+        been called.
         """
         unit, manager = self.unit, runtime.manager
         unit.optimizer_for(groups)
@@ -255,8 +259,10 @@ class HostSide:
         files = self.in_files(runtime)
         own = [block for block in files if block is not blocks[-1]]
         load = Load(own, [block for block in files if block is blocks[-1]])
-        views, events = manager.lender.lend(blocks)
+        out = {block.id: manager.lender.borrowers(block) for block in blocks}
+        job: Job | None = None
         try:
+            views, events = manager.lender.lend(blocks)
             job = Job(
                 stored,
                 loose,
@@ -269,12 +275,19 @@ class HostSide:
                 load,
                 self.stage if files else None,
             )
+            register(job)
+            for u in held:
+                u.pending.clear()
+            return job
         except BaseException:
-            manager.lender.give_back(blocks, written=False)
+            if job is not None:  # Ctrl-C: it is owed, and is begun when somebody needs it
+                register(job)
+                for u in held:
+                    u.pending.clear()
+            else:
+                lent = [b for b in blocks if manager.lender.borrowers(b) > out[b.id]]
+                manager.lender.give_back(lent, written=False)
             raise
-        for u in held:
-            u.pending.clear()
-        return job
 
     def announce(self, job: Job) -> None:
         """Has what a step reads from files read ahead, and stay until the step has used it."""
@@ -284,8 +297,8 @@ class HostSide:
     def begin(self, runtime: ModuleRuntime, job: Job, pool: ThreadPoolExecutor) -> None:
         """Has the thread make a step."""
         self.announce(job)
+        job.broken = False  # first: else Ctrl-C in between would have it begun twice
         job.future = pool.submit(self._work, runtime, self.unit.optimizer_for(None), job)
-        job.broken = False
 
     def take_up(
         self, runtime: ModuleRuntime, job: Job, state: State, pool: ThreadPoolExecutor
@@ -299,7 +312,7 @@ class HostSide:
         """
         unit, lender = self.unit, runtime.manager.lender
         optimizer = unit.optimizer_for(None)
-        if job.broken and not job.computed:
+        if job.future is None or (job.broken and not job.computed):
             self.begin(runtime, job, pool)
         future = job.future
         if future is None:
@@ -317,14 +330,17 @@ class HostSide:
                 f"the step of {unit.name!r} on the host failed with {type(error).__name__}: {error}"
             ) from error
         slot = job.views.get(unit.block.id) if unit.block is not None else None
-        for index, (param, key) in enumerate(unit.keys):
-            own = optimizer.state.get(self.own(param))
-            if own is not None and slot is not None and own.get(key) is slot[index]:
-                own[key] = stand_in = unit.stand_in(runtime, index)
-                if unit.block in job.load.own or index in job.renewed:
+        for place in unit.places:
+            own = optimizer.state.get(self.own(place.param))
+            if own is None or slot is None:
+                continue
+            value: Any = own.get(place.key)
+            if place.is_over(value, slot):
+                own[place.key] = stand_in = unit.stand_in(runtime, place, value.dtype)
+                if unit.block in job.load.own or place.first in job.renewed:
                     forget(stand_in)
                 else:
-                    refresh(stand_in, slot[index])
+                    refresh(stand_in, value)
         unit.publish(optimizer, state)
         for u, changes in job.changes:
             if u.block.id in job.settled:
@@ -332,8 +348,32 @@ class HostSide:
                     if entry.unit is u:
                         refresh(entry.lazy, job.views[u.block.id][entry.unit_index])
             elif u.block.id not in job.written:  # the file has them without
-                u.pending[:0] = changes
-        lender.give_back(job.blocks)
+                _put_back(u, changes)
+        self._return(runtime, job, written=True)
+
+    def give_up(self, runtime: ModuleRuntime, job: Job) -> None:
+        """Has the blocks of a step back that failed, as they were, for who makes no other try."""
+        if job.stage is not None and job.order is not None:
+            job.stage.failed(job.order)
+            job.order = None
+        for u, changes in job.changes:
+            if u.block.id not in job.settled:
+                _put_back(u, changes)
+        self._return(runtime, job, written=False)
+
+    def _return(self, runtime: ModuleRuntime, job: Job, *, written: bool) -> None:
+        """Gives blocks back, each once, also where Ctrl-C comes in between."""
+        if not job.returned:
+            lender = runtime.manager.lender
+            lent = {block.id: lender.borrowers(block) for block in job.blocks}
+            try:
+                lender.give_back(job.blocks, written=written)
+                job.returned = True
+            except BaseException:
+                out = [b for b in job.blocks if lender.borrowers(b) == lent[b.id]]
+                lender.give_back(out, written=written)
+                job.returned = True
+                raise
         for entry in job.stored:
             if entry.param.grad is not entry.lazy:
                 runtime.grads.clear(entry)
@@ -384,8 +424,8 @@ class HostSide:
             own.grad = gradient
         seen = [u for u in self._blocks_of_gradients(job) if unit.sees(u)]
         counts = [versions(job.views[u.block.id]) for u in seen]
-        for own in self._own.values():
-            undo.keep_entry(optimizer.state, own)
+        undo.keep_entries(optimizer.state, list(self._own.values()))
+        undo.keep_settings(optimizer)
         if not cannot_fail_midway(optimizer):
             self._keep_for_undo(job, undo, seen)
         if job.scaling is not None:
@@ -421,9 +461,9 @@ class HostSide:
         for u, changes in job.changes:
             if u.block.id in job.settled:
                 continue
-            mine = [found[id(entry.param)] for entry in job.stored if entry.unit is u]
+            mine = {id(e): found[id(e.param)] for e in job.stored if e.unit is u}
             for change in changes:
-                change(mine)
+                change.make(mine)
             if u.block.id not in files:
                 job.settled.add(u.block.id)
         return found
@@ -467,10 +507,10 @@ class HostSide:
         block = self.unit.block
         if block is None:
             return
-        for (param, key), view in zip(self.unit.keys, job.views[block.id], strict=True):
-            own = optimizer.state.get(self.own(param))
-            if own is not None and isinstance(own.get(key), LazyTensor):
-                own[key] = view
+        for place in self.unit.places:
+            own = optimizer.state.get(self.own(place.param))
+            if own is not None and isinstance(own.get(place.key), LazyTensor):
+                own[place.key] = place.over(job.views[block.id])
 
     def _keep(self, optimizer: torch.optim.Optimizer, job: Job) -> None:
         """Writes state that is new to its home."""
@@ -479,12 +519,16 @@ class HostSide:
             return
         job.renewed.clear()
         views = job.views[block.id]
-        for index, ((param, key), view) in enumerate(zip(self.unit.keys, views, strict=True)):
-            own = optimizer.state.get(self.own(param), {})
-            value = own.get(key)
-            if not isinstance(value, torch.Tensor) or value is view:
+        for place in self.unit.places:
+            own = optimizer.state.get(self.own(place.param), {})
+            value = own.get(place.key)
+            if not isinstance(value, torch.Tensor) or place.is_over(value, views):
                 continue
-            if value.shape == view.shape and value.dtype is view.dtype:
-                view.copy_(value)
-                own[key] = view
-                job.renewed.add(index)
+            if place.take(value, views):
+                own[place.key] = place.over(views)
+                job.renewed.add(place.first)
+
+
+def _put_back(unit: GradUnit, changes: Sequence[Pending]) -> None:
+    """Has gradients await changes again that were not made of them; each once."""
+    unit.pending[:0] = [change for change in changes if change not in unit.pending]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tiermem.errors import StorageError, TierError
+from tiermem.errors import StepError, StorageError
 from tiermem.nn.quiet import unrecorded
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.host import HostSide, Job
@@ -54,7 +54,8 @@ class HostSteps:
         self,
         units: Sequence[StepUnit],
         groups: Sequence[dict[str, Any]],
-        scaling: Scaling | None = None,
+        scaling: Scaling | None,
+        ticket: object,
     ) -> None:
         """Begins the step of every unit that is the host's.
 
@@ -62,6 +63,7 @@ class HostSteps:
             units: Some of them the host's.
             groups: Settings of the parameter groups, which nobody writes from now on.
             scaling: What a GradScaler left to the step, or None.
+            ticket: Stands for the step that was asked for.
 
         Raises:
             StepError: If one cannot be stepped there now; none is begun then.
@@ -84,12 +86,8 @@ class HostSteps:
             waiting: tuple[HostSide, Job] | None = None
             try:
                 for host in hosts:
-                    job = host.submit(self._runtime, groups, scaling)
-                    work = partial(self._take_up, host, job)
-                    self._owed.add(id(host.unit))
-                    self._jobs[id(host.unit)] = (host.unit, job)
-                    blocks = [block.id for block in job.blocks]
-                    self._manager.debts.add(Debt(host.unit.name, blocks, work, job))
+                    register = partial(self._register, host, ticket)
+                    job = host.submit(self._runtime, groups, scaling, register)
                     # the next one is known first: weights that both step go home once
                     host.announce(job)
                     before, waiting = waiting, (host, job)
@@ -101,6 +99,29 @@ class HostSteps:
             for host in hosts:
                 if host.unit.is_viewed():  # who looks through a view waits for nothing
                     self._manager.debts.pay(host.unit.blocks()[-1].id)
+
+    def _register(self, host: HostSide, ticket: object, job: Job) -> None:
+        """Owes the end of a step to its blocks; does no harm a second time."""
+        self._jobs[id(host.unit)] = (host.unit, job)
+        self._owed.add(id(host.unit))
+        blocks = [block.id for block in job.blocks]
+        work = partial(self._take_up, host, job, ticket)
+        self._manager.debts.add(Debt(host.unit.name, blocks, work, job))
+
+    def abandon(self) -> None:
+        """Gives up steps that failed; the others are waited for and taken up."""
+        for unit, job in list(self._jobs.values()):
+            job.wait()
+            if unit.host is None:
+                continue
+            if job.computed:
+                self._manager.debts.pay(job.blocks[-1].id)
+            else:
+                for debt in self._manager.debts.of(job):
+                    self._manager.debts.cancel(debt)
+                unit.host.give_up(self._runtime, job)
+                self._owed.discard(id(unit))
+                self._jobs.pop(id(unit), None)
 
     def close(self) -> None:
         """Ends the thread; no step is under way."""
@@ -122,8 +143,10 @@ class HostSteps:
                 if unit.host is not None and job.failed():
                     unit.host.begin(self._runtime, job, self._pool)
 
-    def _take_up(self, host: HostSide, job: Job) -> None:
+    def _take_up(self, host: HostSide, job: Job, ticket: object) -> None:
         self._manager.guard()
+        if self._jobs.get(id(host.unit), (None, None))[1] is not job:
+            return  # it is taken up already
         try:
             with torch.inference_mode(False), torch.no_grad():
                 host.take_up(self._runtime, job, self._state, self._pool)
@@ -133,11 +156,12 @@ class HostSteps:
             left = [u.name for u, j in self._jobs.values() if j is job or not j.computed]
             self._explain(error, left)
             raise
+        host.unit.made = ticket
         self._owed.discard(id(host.unit))
         self._jobs.pop(id(host.unit), None)
 
 
-def say_how_far(error: TierError, units: int, left: Sequence[str], again: str) -> None:
+def say_how_far(error: BaseException, units: int, left: Sequence[str], again: str) -> None:
     """Has an error say which units of a step are made.
 
     Args:
@@ -153,5 +177,7 @@ def say_how_far(error: TierError, units: int, left: Sequence[str], again: str) -
     )
     if isinstance(error, StorageError):
         error.message += text
-    else:
+    elif isinstance(error, StepError):
         error.args = (f"{error}{text}",)
+    elif hasattr(error, "add_note"):  # from Python 3.11 on
+        error.add_note(f"tiermem{text}")

@@ -119,19 +119,34 @@ class Masters:
             return views[index], not self.made
         fresh = id(param) not in self._loose
         if fresh:
-            self._loose[id(param)] = torch.empty_like(weight, dtype=self.dtype)
+            self._loose[id(param)] = weight.detach().to(self.dtype, copy=True)
         return self._loose[id(param)], fresh
 
     def loose(self) -> list[torch.Tensor]:
         """Returns the masters that are in ordinary memory."""
         return list(self._loose.values())
 
-    def derive(self) -> None:
-        """Writes every work weight whose master has a gradient: it may have been stepped."""
+    def derive(self, *, every: bool = False) -> None:
+        """Writes every work weight whose master has a gradient: it may have been stepped.
+
+        Args:
+            every: Whether the others are written as well.
+        """
         with unrecorded():
             for param, own in self._pairs():
-                if own.grad is not None:
+                if every or own.grad is not None:
                     param.data.copy_(own.data)
+
+    def rederive(self, slot: Slot | None) -> None:
+        """Makes every work weight the cast of its master, which is what it was before a step.
+
+        Args:
+            slot: Of the block, leased.
+        """
+        with unrecorded():
+            for param, own in self._pairs():
+                own.data, _ = self.place_of(param, None if slot is None else slot.views, own.data)
+                param.data.copy_(own.data)
 
     def close(self) -> None:
         """Points the masters away again."""

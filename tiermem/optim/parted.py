@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -100,13 +101,22 @@ class Part:
     @contextmanager
     def over(self, weight: torch.Tensor, gradient: torch.Tensor | None = None) -> Iterator[None]:
         """Points its parameter at its run of the weights, and the gradient."""
-        self.param.data = self.of(weight)
-        if gradient is not None:  # torch takes none of another dtype for `param.grad`
-            self.unit.given = {id(self.param): self.of(gradient)}
+        self.point_at(weight, gradient)
         del weight, gradient
         try:
             yield
         finally:
+            self.point_away()
+
+    def point_at(self, weight: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+        """Does that until :meth:`point_away`."""
+        self.param.data = self.of(weight)
+        if gradient is not None:  # torch takes none of another dtype for `param.grad`
+            self.unit.given = {id(self.param): self.of(gradient)}
+
+    def point_away(self) -> None:
+        """Points its parameter at no bytes; does nothing a second time."""
+        if self.param.data_ptr() != self._away.data_ptr() or self.unit.given:
             self.unit.given = {}
             self.param.grad = None
             self.param.data = self._away
@@ -125,15 +135,25 @@ class PartedUnit(StepUnit):
     def __init__(self, whole: StepUnit, runs: Sequence[tuple[int, int]]) -> None:
         """Takes the place of a unit that has neither state nor masters in the tiers yet."""
         self._base = whole.name
-        self._made = 0
+        self._ticket: object = None  # of a step that is begun
+        self.parts: list[Part] = []
         super().__init__(whole.name, whole.members, whole.entries, whole.make)
         self.masters, self.spoils = whole.masters, whole.spoils
-        self.parts = [Part(self, *run, number) for number, run in enumerate(runs)]
+        self.parts += [Part(self, *run, number) for number, run in enumerate(runs)]
         self._param = whole.members[0][0]
         self._numbers_then: State | None = None  # those of a step that is begun
         self._follows = False
+        # no frame has it: with the traceback of a failure it would keep its place
         self._gradient: torch.Tensor | None = None
+        self._whole: Held | None = None
         self._shown: dict[str, LazyTensor] = {}
+
+    @property
+    def _made(self) -> int:
+        """How many parts the step that is begun has stepped."""
+        if self._ticket is None:
+            return 0
+        return sum(part.unit.made is self._ticket for part in self.parts)
 
     @property
     def name(self) -> str:
@@ -153,8 +173,8 @@ class PartedUnit(StepUnit):
     def state_shapes(self) -> Iterator[tuple[torch.Tensor, str, str, tuple[int, ...]]]:
         """Yields what its state has in the tiers: parameter, key, name and shape."""
         (entry,), first = self.entries, self.parts[0].unit
-        for _, key in first.keys:
-            yield self._param, key, f"{entry.name}.{key}", tuple(self._param.shape)
+        for place in first.places:
+            yield self._param, place.key, f"{entry.name}.{place.key}", tuple(self._param.shape)
 
     def begins_with(self) -> list[Block]:
         """Returns what the first part needs."""
@@ -183,63 +203,112 @@ class PartedUnit(StepUnit):
         state: State,
         scaling: Scaling | None = None,
         *,
+        ticket: object,
         owed: bool = False,
         meanwhile: Callable[[], None] | None = None,
         write: Callable[[Sequence[Block]], None] | None = None,
     ) -> None:
         """Steps part by part, each whole or not; see :meth:`StepUnit.step`."""
-        if self.group is not None and self.group.freed:
-            self.refuse_freed()
         (entry,) = self.entries
-        if not owed:
-            runtime.grads.sync(entry)
-        self.flush()
-        stored = entry.has_grad
-        with self._open(runtime):
-            if entry.param.grad is not None and not owed and (entry.materialized or not stored):
-                self._gradient = entry.param.grad.to(self._param.device).contiguous()
-            if self._gradient is None:
-                self._refuse_other_gradient()
-                return
-            if self._numbers_then is None:
-                self._numbers_then = _numbers(state.get(self._param, {}))
-            for part in self.parts[self._made :]:
-                fetch, following = meanwhile, self.parts[self._made + 1 : self._made + 2]
-                if meanwhile is not None and following:
-                    coming = following[0].unit.kept_blocks()
-                    fetch = partial(Pipeline(runtime.manager).fetch, coming)
-                part.take_numbers(self._numbers_then)
-                with part.over(self._param, self._gradient):
-                    part.unit.step(runtime, groups, part.state, scaling, meanwhile=fetch)
-                self.scaled |= part.unit.scaled
-                self._made += 1
-                if write is not None:
-                    write(part.unit.kept_blocks())
-            self._begin_anew()
-            self._follows = False
-            if stored and entry.lazy is not None:
-                refresh(entry.lazy, self._gradient)
-        self._publish(runtime, state)
-        if stored and owed and entry.param.grad is not entry.lazy:
-            runtime.grads.clear(entry)  # forgotten or replaced while the step was owed
+        self.recover()
+        if self.made is not ticket:
+            if self.group is not None and self.group.freed:
+                self.refuse_freed()
+            if not owed:
+                runtime.grads.sync(entry)
+            self.flush()
+            self._whole = Held(self, runtime, kept=False)
+            try:
+                self._hold(self._whole, owed=owed)
+                if self._gradient is not None:
+                    if self._ticket is None:
+                        self._numbers_then = _numbers(state.get(self._param, {}))
+                        self._ticket = ticket
+                    self._step_parts(runtime, groups, scaling, meanwhile, write)
+                    if entry.has_grad and entry.lazy is not None:
+                        refresh(entry.lazy, self._gradient)
+                    self._publish(runtime, state)
+                else:
+                    self._refuse_other_gradient()
+                self._follows = False
+                self.made, self._ticket = ticket, None
+                self._let_go()
+            except BaseException:
+                self.foreign.forget()
+                self._let_go()
+                raise
+        if owed:
+            self.clear_forgotten(runtime)
+
+    def _hold(self, held: Held, *, owed: bool) -> None:
+        """Brings up weights and gradient; see :meth:`_open`."""
+        (entry,) = self.entries
+        slots = held.open()
+        self._look()
+        if entry.unit is not None and entry.has_grad:
+            self._gradient = slots[id(entry.unit.block)].views[entry.unit_index]
+        gradient = None if owed else entry.param.grad
+        if gradient is not None and (entry.materialized or not entry.has_grad):
+            self._gradient = gradient.to(self._param.device).contiguous()
+
+    def _look(self) -> None:
+        self._follows = self.foreign.look() or self._follows
+        for part in self.parts:
+            part.seen.written = self._follows
+
+    def _let_go(self) -> None:
+        """Lets go of weights and gradient; does nothing a second time."""
+        self._gradient = None
+        for part in self.parts:
+            if part.unit.attempt is None:  # else it is still to be taken back
+                part.point_away()
+        if self._whole is not None:
+            self._whole.close(written=True)
+            self._whole = None
+
+    def abandon(self) -> None:
+        """Ends a step that failed; parts that are stepped stay so."""
+        for part in self.parts:
+            part.unit.abandon()
+        self._let_go()
+        self._begin_anew()
+
+    def _step_parts(
+        self,
+        runtime: ModuleRuntime,
+        groups: Sequence[dict[str, Any]],
+        scaling: Scaling | None,
+        meanwhile: Callable[[], None] | None,
+        write: Callable[[Sequence[Block]], None] | None,
+    ) -> None:
+        """Steps the parts that the step which is begun has not stepped yet."""
+        numbers, ticket = self._numbers_then or {}, self._ticket
+        left = [part for part in self.parts if part.unit.made is not ticket]
+        for part, following in zip_longest(left, left[1:]):
+            fetch = meanwhile
+            if meanwhile is not None and following is not None:
+                coming = following.unit.kept_blocks()
+                fetch = partial(Pipeline(runtime.manager).fetch, coming)
+            part.take_numbers(numbers)
+            part.point_at(self._param, self._gradient)
+            part.unit.step(runtime, groups, part.state, scaling, ticket=ticket, meanwhile=fetch)
+            part.point_away()
+            self.scaled |= part.unit.scaled
+            if write is not None:
+                write(part.unit.kept_blocks())
+
+    def recover(self) -> None:
+        """Takes back what could not be when it failed, and lets go of what is held still."""
+        for part in self.parts:
+            part.unit.recover()
+        self._let_go()
 
     @contextmanager
     def _open(self, runtime: ModuleRuntime) -> Iterator[None]:
-        """Holds weights and gradient, if that is in the tiers.
-
-        No frame has them: with the traceback of a failure it would keep their places.
-        """
-        (entry,) = self.entries
-        with Held(self, runtime, kept=False) as slots:
-            self._follows |= self.foreign.look()
-            for part in self.parts:
-                part.seen.written = self._follows
-            if entry.unit is not None and entry.has_grad:
-                self._gradient = slots[id(entry.unit.block)].views[entry.unit_index]
-            try:
-                yield
-            finally:
-                self._gradient = None
+        """Holds weights and gradient, if that is in the tiers."""
+        with Held(self, runtime, kept=False):
+            self._look()
+            yield
 
     def _refuse_other_gradient(self) -> None:
         """Refuses to leave parts apart: some were stepped with a gradient that is gone.
@@ -255,7 +324,7 @@ class PartedUnit(StepUnit):
             )
 
     def _begin_anew(self) -> None:
-        self._made, self._numbers_then = 0, None
+        self._ticket = self._numbers_then = None
 
     def begin(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State) -> None:
         """Takes in the state that the class makes before any step."""
@@ -354,8 +423,8 @@ class PartedUnit(StepUnit):
         for part in self.parts:
             block = part.unit.block
             tensors = runtime.manager.read(block) if block is not None else []
-            for (_, key), tensor in zip(part.unit.keys, tensors, strict=True):
-                runs.setdefault(key, []).append(tensor)
+            for place in part.unit.places:
+                runs.setdefault(place.key, []).append(tensors[place.first])
         for key, value in state[self._param].items():
             if isinstance(value, LazyTensor):
                 values[key] = torch.cat(runs[key]).view(self._param.shape)

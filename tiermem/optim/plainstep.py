@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.optim import optimizer as torch_optimizer
 
 from tiermem.optim.scaling import Scaling
 
@@ -23,15 +22,14 @@ def run(optimizer: torch.optim.Optimizer) -> None:
     """Does what ``optimizer.step()`` does; leaves out what nobody would see.
 
     The class's own ``step`` is called without torch's wrapper where no hook is registered, the
-    profiler is off, and nobody has put anything else in its place.
+    profiler is off, and nobody has put anything else in its place. Hooks for all optimizers are
+    called around the step of the tiered one, as around any; once more for each unit is too often.
     """
     step = type(optimizer).step
     if (
         getattr(step, "__code__", None) is not _WRAPPER
         or "step" in optimizer.__dict__
         or _AUTOGRAD._profiler_enabled()
-        or torch_optimizer._global_optimizer_pre_hooks
-        or torch_optimizer._global_optimizer_post_hooks
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or type(optimizer)._optimizer_step_code is not _BASE._optimizer_step_code
@@ -40,6 +38,24 @@ def run(optimizer: torch.optim.Optimizer) -> None:
         return
     inner: Callable[[torch.optim.Optimizer], Any] = step.__wrapped__  # type: ignore[attr-defined]
     inner(optimizer)
+
+
+def run_unseen(optimizer: torch.optim.Optimizer) -> None:
+    """Does what ``optimizer.step()`` does; hooks for the steps of all optimizers see nothing.
+
+    Args:
+        optimizer: One that is tried; its step is nobody's.
+    """
+    step = type(optimizer).step
+    if (
+        getattr(step, "__code__", None) is not _WRAPPER
+        or "step" in optimizer.__dict__
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+    ):
+        optimizer.step()
+        return
+    step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
 
 def run_scaled(

@@ -18,17 +18,20 @@ from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.shapes import shape_of
 from tiermem.optim.master import Masters, master_dtype_of
 from tiermem.optim.parted import PartedUnit, parts_of
+from tiermem.optim.places import Place
 from tiermem.optim.probe import Make, StateProbe, settings_of
 from tiermem.optim.unit import StepUnit
 from tiermem.runtime.staged import MOST_LOADS
 
 Wanted = tuple[str, Role, Sequence[TensorShape]]
+Member = tuple[torch.Tensor, int]
+"""A parameter and the number of its parameter group."""
 
 
 def plan_units(
     runtime: ModuleRuntime,
     groups: Sequence[dict[str, Any]],
-    first: int,
+    members: Sequence[Member],
     probe: StateProbe,
     make: Make,
     master_dtype: torch.dtype | None = None,
@@ -37,12 +40,12 @@ def plan_units(
     on_host: bool = False,
     elementwise: bool = False,
 ) -> list[StepUnit]:
-    """Plans the units of parameter groups and reserves homes for gradients and state.
+    """Plans the units of parameters and reserves homes for gradients and state.
 
     Args:
         runtime: The modules' runtime.
-        groups: The parameter groups.
-        first: Number of the first of them.
+        groups: All parameter groups, by number.
+        members: The parameters, and the number of the group of each.
         probe: Knows the state.
         make: Makes a plain optimizer.
         master_dtype: Of the masters of parameters that have another dtype; None for no masters.
@@ -54,53 +57,70 @@ def plan_units(
     Raises:
         CapacityError: If a step or the state does not fit; nothing is reserved then.
     """
-    number_of = {id(p): first + i for i, group in enumerate(groups) for p in group["params"]}
-    check_gradients(runtime)
+    made = check_gradients(runtime)
+    try:
+        units = _divide(runtime, members, make)
+        _prepare(units, groups, probe, master_dtype)
+        if elementwise:
+            room = runtime.manager.table.hbm.capacity - runtime.manager.table.fixed_nbytes()
+            units = [_in_parts(runtime, unit, groups, probe, room) for unit in units]
+        _reserve(runtime, units, groups, probe, overlap=overlap, on_host=on_host)
+    except BaseException:
+        runtime.grads.unreserve(made)
+        raise
+    return units
+
+
+def _divide(runtime: ModuleRuntime, members: Sequence[Member], make: Make) -> list[StepUnit]:
+    """Returns units for parameters; one that is there twice is stepped twice, as by torch."""
+    places: dict[int, list[Member]] = {}
+    for param, number in members:
+        places.setdefault(id(param), []).append((param, number))
     units: list[StepUnit] = []
     seen: set[int] = set()
     by_unit: dict[int, list[Entry]] = {}
     for group in runtime.groups:
         for entry in group.entries:
-            if id(entry.param) in number_of:
+            if id(entry.param) in places:
                 seen.add(id(entry.param))
                 by_unit.setdefault(id(entry.unit) if entry.unit else id(group), []).append(entry)
     for entries in by_unit.values():
-        members = [(e.param, number_of[id(e.param)]) for e in entries]
-        units.append(StepUnit(f"step[{entries[0].name}]", members, entries, make))
-    rest = [
-        (p, first + i)
-        for i, group in enumerate(groups)
-        for p in group["params"]
-        if id(p) not in seen
-    ]
+        mine = [member for entry in entries for member in places[id(entry.param)]]
+        units.append(StepUnit(f"step[{entries[0].name}]", mine, entries, make))
+    rest = [(param, number) for param, number in members if id(param) not in seen]
     if rest:
         units.append(StepUnit("step[ordinary parameters]", rest, [], make))
+    return units
+
+
+def _prepare(
+    units: Sequence[StepUnit],
+    groups: Sequence[dict[str, Any]],
+    probe: StateProbe,
+    master_dtype: torch.dtype | None,
+) -> None:
+    """Gives units their masters, and has them know whether steps write gradients."""
     if master_dtype is not None:
         for unit in units:
             _give_masters(unit, master_dtype)
     for unit in units:
         unit.spoils = any(
-            probe.spoils(unit.own(param), number, settings_of(groups[number - first]))
+            probe.spoils(unit.own(param), number, settings_of(groups[number]))
             for param, number in unit.members
         )
-    if elementwise:
-        room = runtime.manager.table.hbm.capacity - runtime.manager.table.fixed_nbytes()
-        units = [_in_parts(runtime, unit, groups, first, probe, room) for unit in units]
-    _reserve(runtime, units, groups, first, probe, overlap=overlap, on_host=on_host)
-    return units
 
 
 def kept_of(
     groups: Sequence[dict[str, Any]],
-    first: int,
+    members: Sequence[Member],
     probe: StateProbe,
     master_dtype: torch.dtype | None,
     *,
     overlap: bool,
     elementwise: bool,
 ) -> Kept:
-    """Returns what an optimizer over these groups keeps; arguments as for :func:`plan_units`."""
-    number_of = {id(p): first + i for i, group in enumerate(groups) for p in group["params"]}
+    """Returns what an optimizer of these parameters keeps; arguments as for :func:`plan_units`."""
+    number_of = {id(param): number for param, number in members}
 
     def own(param: torch.Tensor) -> torch.Tensor:
         dtype = master_dtype_of(param, master_dtype) or param.dtype
@@ -109,9 +129,13 @@ def kept_of(
     def state(param: torch.Tensor, shape: TensorShape) -> list[TensorShape]:
         (spec,), _ = pack([shape])
         number = number_of[id(param)]
-        settings = settings_of(groups[number - first])
+        settings = settings_of(groups[number])
         found = probe.state_of(own(param), spec.stride, number, settings)
-        return [shape_of(f"{shape.name}.{key}", value) for key, value in found.items()]
+        return [
+            shape_of(f"{shape.name}.{key}{path}", tensor)
+            for key, value in found.items()
+            for path, tensor in value.tensors
+        ]
 
     def master(param: torch.Tensor, shape: TensorShape) -> TensorShape | None:
         if master_dtype_of(param, master_dtype) is None:
@@ -126,7 +150,6 @@ def _in_parts(
     runtime: ModuleRuntime,
     unit: StepUnit,
     groups: Sequence[dict[str, Any]],
-    first: int,
     probe: StateProbe,
     room: int,
 ) -> StepUnit:
@@ -143,13 +166,13 @@ def _in_parts(
     gradient = entry.unit.block.tensors[entry.unit_index]
     rows = torch.empty(weight.shape, device="meta").stride()
     own = unit.own(param)
-    found = probe.state_of(own, weight.stride, number, settings_of(groups[number - first]))
-    whole = all(value.shape == param.shape for value in found.values())
+    found = probe.state_of(own, weight.stride, number, settings_of(groups[number]))
+    whole = all(len(v.tensors) == 1 and v.shape == param.shape for v in found.values())
     if not whole or not weight.stride == gradient.stride == rows:
         return unit
-    each = sum(v.dtype.itemsize for v in found.values()) + (own.itemsize if own is not param else 0)
+    nbytes = sum(v.nbytes for v in found.values()) + (own.nbytes if own is not param else 0)
     beside = _loose_nbytes(runtime, [entry.group.block, entry.unit.block])
-    runs = parts_of(param.numel(), param.numel() * each, max(0, room - beside))
+    runs = parts_of(param.numel(), nbytes, max(0, room - beside))
     return PartedUnit(unit, runs) if len(runs) > 1 else unit
 
 
@@ -172,25 +195,20 @@ def _leaves(units: Sequence[StepUnit]) -> Iterator[tuple[StepUnit, list[_Kept]]]
             continue
         yield (
             unit,
-            [
-                _Kept(e.param, e.name, e.group.block.tensors[e.index].stride)
-                for e in unit.entries
-                if e.param.requires_grad
-            ],
+            [_Kept(e.param, e.name, e.group.block.tensors[e.index].stride) for e in unit.entries],
         )
 
 
 def _give_masters(unit: StepUnit, master_dtype: torch.dtype) -> None:
-    params = [p for p, _ in unit.members if master_dtype_of(p, master_dtype) is not None]
+    params = {id(p): p for p, _ in unit.members if master_dtype_of(p, master_dtype) is not None}
     if params:
-        unit.masters = Masters(params, master_dtype)
+        unit.masters = Masters(list(params.values()), master_dtype)
 
 
 def _reserve(
     runtime: ModuleRuntime,
     units: Sequence[StepUnit],
     groups: Sequence[dict[str, Any]],
-    first: int,
     probe: StateProbe,
     *,
     overlap: bool,
@@ -198,15 +216,15 @@ def _reserve(
 ) -> None:
     """Reserves homes for state and masters of all units, or of none."""
     wanted: list[Wanted] = []
-    states: list[tuple[StepUnit, list[tuple[torch.Tensor, str]]]] = []
+    states: list[tuple[StepUnit, list[Place]]] = []
     masters: list[tuple[Masters, list[torch.Tensor]]] = []
     sizes = {id(unit): sum(b.nbytes for b in unit.blocks()) for unit in units}
     leaves = list(_leaves(units))
     for unit, kept in leaves:
-        shapes, keys = _state_of(unit, kept, groups, first, probe)
+        shapes, places = _state_of(unit, kept, groups, probe)
         if shapes:
             wanted.append((f"{unit.name}.state", Role.OPTIMIZER, shapes))
-            states.append((unit, keys))
+            states.append((unit, places))
             sizes[id(unit)] = sizes.get(id(unit), 0) + pack(shapes)[1]
     for unit, kept in leaves:
         if unit.masters is None:
@@ -228,7 +246,7 @@ def _reserve(
     finally:
         _let_go(runtime, held)
     for (unit, own), block in zip(states, blocks[: len(states)], strict=True):
-        unit.block, unit.keys = block, own
+        unit.block, unit.places = block, own
     for (kept_by, params), block in zip(masters, blocks[len(states) :], strict=True):
         kept_by.place(block, params)
     try:
@@ -260,20 +278,20 @@ def _state_of(
     unit: StepUnit,
     kept: Sequence[_Kept],
     groups: Sequence[dict[str, Any]],
-    first: int,
     probe: StateProbe,
-) -> tuple[list[TensorShape], list[tuple[torch.Tensor, str]]]:
-    """Returns the tensors of a unit's state, and whose they are by which key."""
+) -> tuple[list[TensorShape], list[Place]]:
+    """Returns the tensors of a unit's state, and where each of its values has them."""
     shapes: list[TensorShape] = []
-    keys: list[tuple[torch.Tensor, str]] = []
+    places: list[Place] = []
     number_of = {id(param): number for param, number in unit.members}
     for k in kept:
         number = number_of[id(k.param)]
-        settings = settings_of(groups[number - first])
-        for key, value in probe.state_of(unit.own(k.param), k.stride, number, settings).items():
-            shapes.append(shape_of(f"{k.name}.{key}", value))
-            keys.append((k.param, key))
-    return shapes, keys
+        settings = settings_of(groups[number])
+        for key, found in probe.state_of(unit.own(k.param), k.stride, number, settings).items():
+            name, tensors = f"{k.name}.{key}", found.tensors
+            places.append(Place(k.param, key, name, found.shape, len(shapes), len(tensors)))
+            shapes += [shape_of(f"{name}{path}", tensor) for path, tensor in tensors]
+    return shapes, places
 
 
 def _loose_nbytes(runtime: ModuleRuntime, blocks: Sequence[Block]) -> int:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tiermem.optim.probe import Make
+from tiermem.optim.plainstep import run_unseen
+from tiermem.optim.separable import Make, ready
 
 _ELEMENTS = 1 << 20
 _ROUNDS = 3
@@ -104,13 +105,13 @@ def _seconds(make: Make, device: torch.device, weight: torch.dtype, stepped: tor
     param = nn.Parameter(torch.zeros(_ELEMENTS, dtype=stepped, device=device))
     gradient = torch.zeros(_ELEMENTS, dtype=weight, device=device)
     target = torch.empty_like(gradient)
-    optimizer = make([{"params": [param]}])
+    optimizer = ready(make([{"params": [param]}]))
     best = float("inf")
     with torch.no_grad():
         for _ in range(_ROUNDS):
             began = time.perf_counter()
             param.grad = gradient.to(stepped)
-            optimizer.step()
+            run_unseen(optimizer)
             target.copy_(param)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

@@ -13,7 +13,8 @@ from torch import nn
 
 from tiermem.core.block import Extent, Tier
 from tiermem.optim.casts import cast
-from tiermem.optim.probe import Make
+from tiermem.optim.plainstep import run_unseen
+from tiermem.optim.separable import Make, ready
 from tiermem.optim.share import Speeds
 from tiermem.storage.arena import HostArena
 
@@ -215,7 +216,7 @@ class _Work:
         params = [
             nn.Parameter(torch.zeros(count, dtype=stepped, device=device)) for _ in range(pieces)
         ]
-        self._pieces = deque((param, make([{"params": [param]}])) for param in params)
+        self._pieces = deque((param, ready(make([{"params": [param]}]))) for param in params)
         for _ in params:
             self.step()  # its state is made
 
@@ -228,7 +229,7 @@ class _Work:
                 param.grad = cast([self._gradient], [param.dtype])[0]
             else:
                 param.grad = self._gradient.to(param.dtype)
-            optimizer.step()
+            run_unseen(optimizer)
             self._target.copy_(param)
 
 

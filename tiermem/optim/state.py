@@ -8,12 +8,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from tiermem.errors import CheckpointError
 from tiermem.nn.lazy import LazyTensor, forget
+from tiermem.nn.placeholder import shared_placeholder
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.parted import PartedUnit
-from tiermem.optim.probe import settings_of
+from tiermem.optim.separable import Make, settings_of
 from tiermem.optim.unit import State, StepUnit
 
 MASTER = "master"
@@ -26,8 +28,19 @@ def load_state(
     groups: Sequence[dict[str, Any]],
     state: State,
     state_dict: dict[str, Any],
+    cls: type[torch.optim.Optimizer],
+    begin: Callable[[], None] | None = None,
 ) -> None:
     """Checks a state dict against the units, then takes it over.
+
+    Args:
+        runtime: The modules' runtime.
+        units: All of the optimizer.
+        groups: The parameter groups.
+        state: The tiered optimizer's, to be kept up to date.
+        state_dict: As this or the plain optimizer gave it.
+        cls: The class; one that loads in a way of its own does so for each unit.
+        begin: Called once it is known to fit.
 
     Raises:
         CheckpointError: If groups, their lengths or a tensor's shape differ; nothing is changed.
@@ -50,14 +63,18 @@ def load_state(
                 masters[id(param)] = state_dict[MASTER][number]
     _check_shapes(units, saved)
     _check_masters(units, masters)
+    if begin is not None:
+        begin()
     for group, other in zip(groups, saved_groups, strict=True):
         group.update(deepcopy(settings_of(other)))  # a tensor learning rate is written in place
+    loads = cls.load_state_dict is not torch.optim.Optimizer.load_state_dict
     for unit in units:
         if isinstance(unit, PartedUnit):
             take = partial(_take_part, runtime, groups)
             unit.take_state(runtime, state, saved.get(unit.ids()[0]), take)
         else:
-            import_state(unit, runtime, groups, state, _cast(unit, groups, saved))
+            found = _cast(unit, groups, saved, state_dict if loads else None)
+            import_state(unit, runtime, groups, state, found)
         import_masters(unit, runtime, {i: masters[i] for i in unit.ids() if i in masters})
 
 
@@ -104,9 +121,19 @@ def _check_masters(units: Sequence[StepUnit], masters: dict[int, torch.Tensor]) 
 
 
 def _cast(
-    unit: StepUnit, groups: Sequence[dict[str, Any]], saved: dict[int, State]
+    unit: StepUnit,
+    groups: Sequence[dict[str, Any]],
+    saved: dict[int, State],
+    whole: dict[str, Any] | None = None,
 ) -> dict[int, State]:
-    """Returns the unit's state, cast and moved as torch's own ``load_state_dict`` does it."""
+    """Returns the unit's state, cast and moved as ``load_state_dict`` does it.
+
+    Args:
+        unit: The unit.
+        groups: The parameter groups.
+        saved: The state by the id of the parameter.
+        whole: The state dict, for a class that has a ``load_state_dict`` of its own.
+    """
     members = [(p, n) for p, n in unit.members if id(p) in saved]
     if not members:
         return {}
@@ -118,9 +145,11 @@ def _cast(
         own = [value(p) for p, n in members if n == number]
         return {**settings_of(groups[number]), "params": own}
 
-    scratch = torch.optim.Optimizer([grouped(n, unit.own) for n in numbers], {})
+    own = [grouped(n, unit.own) for n in numbers]
+    scratch = torch.optim.Optimizer(own, {}) if whole is None else unit.make(own)
     scratch.load_state_dict(
         {
+            **(whole or {}),
             "state": {index[id(p)]: saved[id(p)] for p in order},
             "param_groups": [grouped(n, lambda p: index[id(p)]) for n in numbers],
         }
@@ -133,30 +162,67 @@ def export_all(
     units: Sequence[StepUnit],
     groups: Sequence[dict[str, Any]],
     state: State,
+    cls: type[torch.optim.Optimizer],
+    make: Make,
 ) -> dict[str, Any]:
-    """Returns a state dict as torch makes it, and masters beside it; tensors in host memory."""
+    """Returns a state dict as the class makes it, and masters beside it; tensors in host memory.
+
+    Args:
+        runtime: The modules' runtime.
+        units: All of the optimizer.
+        groups: The parameter groups.
+        state: The tiered optimizer's.
+        cls: The class.
+        make: Makes an optimizer of it.
+    """
     numbers: dict[int, int] = {}
     packed = []
-    for group in groups:
-        for param in group["params"]:
-            numbers.setdefault(id(param), len(numbers))
+    count = 0
+    for group in groups:  # one that is there twice has the last number, as torch counts
+        numbers.update((id(p), n) for n, p in enumerate(group["params"], count))
+        count += len(group["params"])
         members = [numbers[id(p)] for p in group["params"]]
         packed.append({**{k: v for k, v in group.items() if k != "params"}, "params": members})
-    values = {
-        numbers[id(param)]: value
-        for unit in units
-        for param, value in export_state(unit, runtime, state)
-    }
+    values: dict[int, State] = {}
+    owns: dict[int, torch.Tensor] = {}
+    for unit in units:
+        owns |= {numbers[id(param)]: unit.own(param) for param, _ in unit.members}
+        for param, value in export_state(unit, runtime, state):
+            values[numbers[id(param)]] = value
     masters = {
         numbers[id(param)]: value
         for unit in units
         for param, value in export_masters(unit, runtime)
     }
-    return {
-        "state": dict(sorted(values.items())),
-        "param_groups": packed,
-        MASTER: dict(sorted(masters.items())),
+    result = {"state": dict(sorted(values.items())), "param_groups": packed}
+    if cls.state_dict is not torch.optim.Optimizer.state_dict:
+        result = _as_class(result, owns, make)
+    return {**result, MASTER: dict(sorted(masters.items()))}
+
+
+def _as_class(plain: dict[str, Any], owns: dict[int, torch.Tensor], make: Make) -> dict[str, Any]:
+    """Returns what a class with a ``state_dict`` of its own makes of a plain one.
+
+    Args:
+        plain: As torch's own makes it.
+        owns: By number, what is stepped; its shape and dtype are used.
+        make: Makes an optimizer of the class.
+    """
+    cpu = torch.device("cpu")
+    stand_ins = {
+        number: nn.Parameter(shared_placeholder(own.shape, own.dtype, cpu), own.requires_grad)
+        for number, own in owns.items()
     }
+    groups = [
+        {**settings_of(group), "params": [stand_ins[number] for number in group["params"]]}
+        for group in plain["param_groups"]
+    ]
+    scratch = make(groups)
+    scratch.state.clear()
+    for number, value in plain["state"].items():
+        scratch.state[stand_ins[number]] = value
+    found = scratch.state_dict()
+    return {**found, "param_groups": plain["param_groups"]}
 
 
 def take_in_edits(
@@ -205,17 +271,17 @@ def export_state(
     if isinstance(unit, PartedUnit):
         yield from unit.state_in(runtime, state)
         return
-    present = [param for param, _ in unit.members if state.get(param)]
+    present = [param for param, _ in unit.members if state.get(param) is not None]
     if not present:
         return
     unit.flush()
     tensors = runtime.manager.read(unit.block) if unit.block is not None else []
-    stored = {(id(p), key): tensors[i] for i, (p, key) in enumerate(unit.keys)}
+    stored = {(id(place.param), place.key): place for place in unit.places}
     for param in present:
         values: State = {}
         for key, value in state[param].items():
             if isinstance(value, LazyTensor):
-                values[key] = stored[(id(param), key)].clone()
+                values[key] = stored[(id(param), key)].copy(tensors)
             elif isinstance(value, torch.Tensor):
                 values[key] = value.detach().clone()
             else:

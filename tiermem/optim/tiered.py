@@ -2,34 +2,54 @@
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
 
-from tiermem.errors import CapacityError, StepError, StorageError
+from tiermem.errors import CapacityError, StepError
 from tiermem.nn.lazy import end
 from tiermem.nn.need import Kept
-from tiermem.nn.quiet import quiet, uncompiled
+from tiermem.nn.quiet import quiet
 from tiermem.nn.repair import entrance
-from tiermem.nn.runtime import ModuleRuntime
+from tiermem.nn.runtime import ModuleRuntime, entries_of
 from tiermem.optim import clip
 from tiermem.optim.backward import InBackward
-from tiermem.optim.groups import Params, floating, frozen_settings, groups_of, with_defaults
+from tiermem.optim.classes import (
+    check_wrapped,
+    in_order,
+    optimizer_class,
+    refuse_draws,
+    refuse_others,
+)
+from tiermem.optim.groups import (
+    Params,
+    floating,
+    frozen_settings,
+    groups_of,
+    told_of_duplicates,
+    with_defaults,
+)
 from tiermem.optim.host import rooms_of
 from tiermem.optim.hoststeps import HostSteps, say_how_far
 from tiermem.optim.master import master_dtype_of
+from tiermem.optim.members import Membership
+from tiermem.optim.methods import Counts, Methods
 from tiermem.optim.parted import ELEMENTWISE
-from tiermem.optim.plan import kept_of, plan_units
-from tiermem.optim.probe import StateProbe, check_separable, settings_of
+from tiermem.optim.plan import Member, kept_of, plan_units
+from tiermem.optim.probe import StateProbe
+from tiermem.optim.putoff import PutOff
+from tiermem.optim.rounds import Round
 from tiermem.optim.scaling import Scaling
+from tiermem.optim.separable import Nature, check_separable, settings_of
 from tiermem.optim.share import Speeds
 from tiermem.optim.sides import choose_sides
 from tiermem.optim.state import MASTER, export_all, load_state, take_in_edits
 from tiermem.optim.unit import StepUnit
-from tiermem.runtime.debts import Debt
 from tiermem.runtime.pipeline import Pipeline
 
 Where = Literal["device", "host", "both"]
@@ -85,7 +105,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._runtime = runtime
         self._manager = runtime.manager
         self._manager.guard()
-        self._cls = cls
+        self._cls = optimizer_class(cls)
         self._settings = settings
         if overlap not in (False, True, "forward", "backward"):
             raise StepError(f"overlap={overlap!r}: it is False, True, 'forward' or 'backward'")
@@ -103,23 +123,29 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._host_share = host_share
         self._host: HostSteps | None = None
         self._looked_into = False  # so that users may have edited the state
-        self._begun = False  # and not ended: by a step on the host that failed
         self._closed = False
         self.speeds: Speeds | None = None
         self._master_dtype = floating("master_dtype", master_dtype)
         self._grad_dtype = floating("grad_dtype", grad_dtype)
         self._number = number
         self._norms = clip.Norms(runtime, number)
-        self._pending: list[StepUnit] = []
-        self._scaling: Scaling | None = None
-        self._failed = ""
+        self._rounds: list[Round] = []  # the one that is begun and not ended, if any
         self._units: list[StepUnit] = []
+        self._counts = Counts()
+        self._methods = Methods(self._cls, self._tried, self._counts)
         self._kept: list[Kept] = []
+        self._natures: dict[int, Nature] = {}  # what the class was found to be, by group
         groups = groups_of(params)
-        template = self._template(groups)
-        super().__init__(template, dict(self._defaults))
-        self._separable()
-        self._extend(self.param_groups)
+        check_wrapped(runtime, groups, params)
+        groups = self._complete(groups)
+        with told_of_duplicates():
+            super().__init__(groups, dict(self._defaults))
+        self._put_off = PutOff(runtime, self._owed, self._state, self._explain_owed)
+        self._members = Membership(self.param_groups)
+        self._learn(range(len(self.param_groups)))
+        self._ready = True
+        self._keep_gradients(self.param_groups)
+        self._take_on(self._members.wanted())
         runtime.on_begin.append(self._before_forward)
 
     # -- the optimizer's own methods -------------------------------------
@@ -129,8 +155,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Makes one step, each block of weights in turn.
 
         A step that an error cuts short has stepped some blocks and not the others, never part
-        of one (of a large parameter, some parts). Calling ``step()`` again finishes it; until
-        then gradients cannot be cleared and no training forward can begin.
+        of one (of a large parameter, some parts). Calling ``step()`` again finishes it, with the
+        gradients, settings and loss scale that it began with; until then gradients cannot be
+        cleared and no training forward can begin. :meth:`abandon_step` leaves it as it is.
 
         Args:
             closure: Evaluated once, first, with gradients on.
@@ -138,38 +165,84 @@ class TieredOptimizer(torch.optim.Optimizer):
         Returns:
             What ``closure`` returned.
         """
-        loss = None
         self._refuse_if_closed("step()")
+        self._methods.refuse_if_begun("step()")
         self._manager.guard()
-        again = bool(self._pending) or (self._begun and bool(self._unfinished()))
-        if closure is not None and not again:
-            with torch.enable_grad():
-                loss = closure()
+        if not self._rounds:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            if not self._begin_round(loss):
+                return loss
+        return self._go_on(self._rounds[-1])
+
+    def _begin_round(self, loss: Any) -> bool:
+        """Sees what there is to step; returns whether a step is to be made at all."""
         self._runtime.end_backward()
-        scaling = self._scaling if again else Scaling.of(self)
-        self.grad_factor = None
-        if self._inside is not None and not again:
-            self._inside.before_step(scaling)
+        scaling, inside = Scaling.of(self), self._inside
+        if inside is not None:
+            inside.before_step(scaling)
         if scaling is not None and not (self._fused and self._host is None) and scaling.skips:
-            return loss
+            self.grad_factor = None
+            return False
         self.finish()
         self._norms.forget(self._units)  # a class may write gradients
-        units = self._pending
-        if not again:
-            self._take_in_edits()
-            units = [unit for unit in self._units if self._is_left(unit)]
-            self._tell_others(units)
-        units = self._begin_on_host(units, scaling)
-        if self._overlap and not again:
-            units = self._owe(units, scaling)
-        self._begun = not self._overlap
-        self._step(units, scaling)
+        self._members.check(self._units)
+        self._take_on(self._members.wanted())
+        self._take_in_edits()
+        units = [unit for unit in self._units if self._is_left(unit)]
+        self._tell_others(units)
+        self._counts.note(self._units, set() if inside is None else set(inside.made))
+        ticket = object() if inside is None else inside.ticket
+        error = None if inside is None else inside.failure
+        self._rounds.append(Round(ticket, units, self.param_groups, scaling, loss, error))
+        return True
+
+    def _go_on(self, current: Round) -> Any:
+        """Does what is left of a step; returns what its closure returned."""
+        self.grad_factor = None  # the step has it
+        try:
+            if current.error is not None:
+                error, current.error = current.error, None
+                raise error
+            units = self._begin_on_host(current)
+            if self._overlap:
+                units = self._put_off.owe(units, current)
+            self._step(units, current)
+            if not self._overlap:
+                self.finish()
+            if self._inside is not None:
+                self._inside.after_step()
+            self._counts.after_step(current.groups, self.param_groups)
+        except BaseException as error:
+            current.cut_short(error)
+            raise
+        return self._rounds.pop().loss  # in one line: whatever is raised before, it is not ended
+
+    @entrance
+    def abandon_step(self) -> None:
+        """Gives up what is left of a step that was cut short, where ``step()`` cannot finish it.
+
+        Blocks that were stepped stay stepped, the others are as they were; gradients are kept.
+        Everything can be used again, as after an error in the middle of a plain optimizer's step.
+        Does nothing where no step is unfinished.
+
+        Raises:
+            StorageError: If a block cannot be taken back because its disk fails.
+        """
+        self._refuse_if_closed("abandon_step()")
+        with self._manager.lock, torch.no_grad():
+            for unit in self._units:
+                unit.abandon()
+                if self._put_off.cancel(unit):
+                    unit.clear_forgotten(self._runtime)
+            if self._host is not None:
+                self._host.abandon()
         if self._inside is not None:
+            self._inside.settle()
             self._inside.after_step()
-        if not self._overlap:
-            self.finish()
-        self._begun = False
-        return loss
+        self._rounds.clear()
 
     def _tell_others(self, units: Sequence[StepUnit]) -> None:
         """Has no other optimizer use gradients inside backward that this one uses, too."""
@@ -179,96 +252,47 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _is_left(self, unit: StepUnit) -> bool:
         """Whether a unit has a gradient that no step inside backward has used."""
-        made = self._inside is not None and id(unit) in self._inside.made
+        inside = self._inside
+        made = inside is not None and (id(unit) in inside.made or unit.made is inside.ticket)
         return not made and unit.wanted(self._runtime)
 
-    def _begin_on_host(self, units: Sequence[StepUnit], scaling: Scaling | None) -> list[StepUnit]:
-        """Begins the steps that the host makes; returns the other units."""
-        if self._host is not None and any(unit.host is not None for unit in units):
-            try:
-                self._host.begin(units, frozen_settings(self.param_groups), scaling)
-            except BaseException as error:
-                # the rest of them waits for the next call
-                if self._pending or any(id(unit) in self._owed for unit in units):
-                    self._cut_short(error, [u for u in units if id(u) not in self._owed], scaling)
-                raise
-        return [unit for unit in units if unit.host is None]
+    def _begin_on_host(self, current: Round) -> list[StepUnit]:
+        """Begins the steps that the host makes; returns the units that are left to the device."""
+        left = current.left()
+        host = self._host
+        if host is not None:
+            mine = [u for u in left if u.host is not None and not host.is_begun(u)]
+            if mine:
+                host.begin(mine, frozen_settings(current.groups), current.scaling, current.ticket)
+        return [unit for unit in left if unit.host is None]
 
-    def _cut_short(
-        self, error: BaseException, left: list[StepUnit], scaling: Scaling | None
-    ) -> None:
-        self._pending, self._scaling, self._begun = left, scaling, True
-        self._failed = f"{type(error).__name__} at {left[0].name!r}" if left else ""
-
-    def _step(self, units: Sequence[StepUnit], scaling: Scaling | None) -> None:
+    def _step(self, units: Sequence[StepUnit], current: Round) -> None:
         """Steps units now."""
         guess = [block.id for unit in units for block in unit.blocks()]
         began = time.perf_counter_ns()
         if units or not self._owed:
             self._manager.begin_pass(("optimizer", self._number), guess)
-        remaining = list(units)
         pipeline = Pipeline(self._manager)
         try:
             with torch.no_grad(), pipeline.sweeping():
-                while remaining:
-                    unit, following = remaining[0], remaining[1:2]
-                    ahead = [block for other in following for block in other.begins_with()]
+                for unit, following in zip_longest(units, units[1:]):
+                    ahead = [] if following is None else following.begins_with()
+                    self._put_off.cancel(unit)
                     unit.step(
                         self._runtime,
-                        self.param_groups,
+                        current.groups,
                         self._state,
-                        scaling,
+                        current.scaling,
+                        ticket=current.ticket,
                         meanwhile=partial(pipeline.fetch, ahead),
                         write=pipeline.write,
                     )
-                    del remaining[0]
                     pipeline.write([block for block in unit.blocks() if block not in ahead])
         except BaseException as error:
-            self._cut_short(error, remaining, scaling)
-            self._explain(error, [unit.name for unit in remaining])
+            left = [unit for unit in units if unit.made is not current.ticket]
+            self._explain(error, [unit.name for unit in left])
             raise
-        self._pending = []
         self._runtime.busy("optimizer", began)
-
-    def _owe(self, units: Sequence[StepUnit], scaling: Scaling | None) -> list[StepUnit]:
-        """Puts off the step of every unit that can wait, settings as now; returns the others."""
-        settings = frozen_settings(self.param_groups)
-        scaling = None if scaling is None else scaling.frozen()
-        now = []
-        pipeline = Pipeline(self._manager)
-        with self._manager.lock:
-            for unit in units:
-                for gradients in unit.grad_units():  # another optimizer's: one may clear them
-                    self._runtime.grads.pay(gradients)
-                if unit.group is None or not unit.can_wait(self._runtime):
-                    now.append(unit)
-                    continue
-                unit.group.unpoint()
-                blocks = [block.id for block in unit.blocks()]
-                work = partial(self._pay, unit, settings, scaling, pipeline)
-                self._owed.add(id(unit))
-                self._manager.debts.add(Debt(unit.name, blocks, work))
-        return now
-
-    def _pay(
-        self,
-        unit: StepUnit,
-        settings: Sequence[dict[str, Any]],
-        scaling: Scaling | None,
-        pipeline: Pipeline,
-    ) -> None:
-        """Makes a step that was put off, wherever we are by now."""
-        began = time.perf_counter_ns()
-        with quiet(self._manager.device), pipeline.sweeping():
-            step = uncompiled(type(unit).step)  # the call around it may be a compiled one
-            try:
-                step(unit, self._runtime, settings, self._state, scaling, owed=True)
-            except BaseException as error:
-                self._explain(error, [u.name for u in self._units if id(u) in self._owed])
-                raise
-        self._owed.discard(id(unit))
-        pipeline.write(unit.kept_blocks())
-        self._manager.timeline.add("optimizer", unit.name, began, time.perf_counter_ns())
 
     @entrance
     def finish(self) -> None:
@@ -344,6 +368,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.grad_factor = None
         for unit in self._units:
             unit.zero_grad(self._runtime, set_to_none=set_to_none)
+        self._members.zero_grad(set_to_none=set_to_none)
         if self._inside is not None:
             self._inside.forgotten(set_to_none=set_to_none)
 
@@ -369,6 +394,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         self._settle_to_clip("clip_grad_norm_()")
         self._runtime.end_backward()
+        self._take_on(self._members.wanted())
         params = [p for group in self.param_groups for p in group["params"]]
         with torch.no_grad():
             return self._norms.clip(
@@ -396,6 +422,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         self._settle_to_clip("grad_norm()")
         self._runtime.end_backward()
+        self._take_on(self._members.wanted())
         kind = float(norm_type), foreach, floating("dtype", dtype)
         params = [p for group in self.param_groups for p in group["params"]]
         with torch.no_grad():
@@ -405,22 +432,32 @@ class TieredOptimizer(torch.optim.Optimizer):
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamps every gradient to ``[-clip_value, clip_value]``."""
         self._settle_to_clip("clip_grad_value_()")
-        for unit in self._units:
-            unit.change(self._runtime, partial(clip.clamp, limit=float(clip_value)))
+        self._take_on(self._members.wanted())
+        change = partial(clip.clamp, limit=float(clip_value))
+        clip.change_all(self._runtime, self._units, change)
 
     @entrance
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, and reserves homes for their state."""
-        if not hasattr(self, "_units") or not getattr(self, "_ready", False):
-            super().add_param_group(param_group)
+        """Adds parameters as torch takes them, and reserves homes for their state.
+
+        Raises:
+            CapacityError: If a budget cannot hold their state or a step; nothing is changed.
+        """
+        if not getattr(self, "_ready", False) or not isinstance(param_group, dict):
+            super().add_param_group(param_group)  # or says what it wants
             return
         self._settle("add_param_group()")
-        group = self._template([param_group])[0]
-        super().add_param_group(group)
+        count = len(self.param_groups)
+        (group,) = self._complete(groups_of([param_group]))
+        refuse_others(self._runtime, [group])
         try:
-            self._extend([group])
+            with told_of_duplicates():
+                super().add_param_group(group)
+            self._keep_gradients([group])
+            self._take_on(self._members.wanted())
         except BaseException:
-            self.param_groups.remove(group)
+            del self.param_groups[count:]
+            self._natures.pop(count, None)
             raise
 
     @entrance
@@ -433,7 +470,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._settle("state_dict()")
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        result = export_all(self._runtime, self._units, self.param_groups, self._state)
+        args = self._runtime, self._units, self.param_groups, self._state
+        result = export_all(*args, self._cls, self.make)
         if self._master_dtype is None:
             del result[MASTER]
         for post in self._optimizer_state_dict_post_hooks.values():
@@ -451,12 +489,17 @@ class TieredOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: If it is of other groups or shapes; nothing is changed.
         """
-        self._settle("load_state_dict()")
+        self._refuse_if_closed("load_state_dict()")
+        if not self._rounds:
+            self._settle("load_state_dict()")
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        load_state(self._runtime, self._units, self.param_groups, self._state, state_dict)
+        self._take_on(self._members.of_state(state_dict))
+        begin = self.abandon_step if self._rounds else None
+        args = self._runtime, self._units, self.param_groups, self._state
+        load_state(*args, state_dict, self._cls, begin)
         for post in self._optimizer_load_state_dict_post_hooks.values():
             post(self)
 
@@ -493,6 +536,28 @@ class TieredOptimizer(torch.optim.Optimizer):
         for room in rooms_of(units):
             room.close()
 
+    def __getattr__(self, name: str) -> Any:
+        """Gives methods of the class that are not torch's, such as ``train()``, over the tiers.
+
+        They are called for the weights and state of one block after another, once a try on tiny
+        tensors has shown that this is the same.
+        """
+        cls = self.__dict__.get("_cls")
+        found = None if cls is None or name.startswith("_") else getattr(cls, name, None)
+        if not callable(found):
+            whose = type(self).__name__ if cls is None else f"{type(self).__name__} of {cls}"
+            raise AttributeError(f"{whose} has no attribute {name!r}")
+        if isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod):
+            return found
+        return partial(self._call, name)
+
+    def _call(self, name: str, /, *args: Any, **kwargs: Any) -> None:
+        if not self._methods.is_begun(name):
+            self._settle(f"{name}()")
+        self._methods.call(
+            name, args, kwargs, self._runtime, self._units, self.param_groups, self._state
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         raise StepError("a tiered optimizer cannot be pickled; save its state_dict()")
 
@@ -505,57 +570,80 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Returns a plain optimizer of the class and settings over ``groups``."""
         return self._cls(groups, **self._settings)
 
-    def _template(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns the groups with every default filled in, as the class itself does it."""
+    def _complete(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Fills every default into groups, as the class itself does it; returns them."""
         filled, optimizer = with_defaults(self.make, groups, self._stepped_dtype)
         self._defaults = optimizer.defaults
         self._fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        return filled
-
-    def _separable(self) -> None:
-        """Refuses a class whose update of a parameter depends on others."""
-        self._sparse = False
-        for group in self.param_groups:
-            params = group["params"]
-            if not params:
-                continue
-            dims = sorted({p.dim() for p in params})
-            self._sparse |= check_separable(
-                self._cls.__name__,
-                self.make,
-                settings_of(group),
-                dims,
-                self._stepped_dtype(params[0]),
-                self._manager.device,
-            )
-        self._probe = StateProbe(self.make, self._manager.device, sparse=self._sparse)
-        self._ready = True
+        for group, full in zip(groups, filled, strict=True):
+            group.update(full)
         # a GradScaler then leaves it to step() to undo the scale: after the cast to the master
         self._step_supports_amp_scaling = self._fused or self._master_dtype is not None
+        return groups
+
+    def _learn(self, numbers: Iterable[int]) -> None:
+        """Tries the class on groups that have parameters, each once.
+
+        Raises:
+            StepError: If its update of a parameter depends on others.
+        """
+        new = [n for n in numbers if n not in self._natures and self.param_groups[n]["params"]]
+        found = {n: self._tried(self.param_groups[n]) for n in new}
+        if not hasattr(self, "_probe"):
+            sparse = any(nature.sparse for nature in found.values())
+            self._probe = StateProbe(self.make, self._manager.device, sparse=sparse)
+        if self._overlap or self._where != "device":
+            refuse_draws(self._cls.__name__, list(found.values()))
+        for number, nature in found.items():
+            self._counts.add(number, self.make, nature)
+        self._natures.update(found)
+
+    def _tried(self, group: dict[str, Any], what: str = "", method: Any = None) -> Nature:
+        return check_separable(
+            what or self._cls.__name__,
+            self.make,
+            settings_of(group),
+            sorted({p.dim() for p in group["params"]}),
+            self._stepped_dtype(group["params"][0]),
+            self._manager.device,
+            method,
+        )
 
     def _stepped_dtype(self, param: torch.Tensor) -> torch.dtype:
         """Returns the dtype of what is stepped: of the parameter, or of its master."""
         return master_dtype_of(param, self._master_dtype) or param.dtype
 
-    def _extend(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Plans the units of new groups and reserves their homes."""
-        first = len(self.param_groups) - len(groups)
-        self._runtime.grads.keep_in(self._grad_dtype, [p for g in groups for p in g["params"]])
+    def _keep_gradients(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Has gradients kept in the dtype asked for, also of what is frozen and may be thawed."""
+        params = [param for group in groups for param in group["params"]]
+        self._runtime.grads.keep_in(self._grad_dtype, params)
+
+    def _take_on(self, members: Sequence[Member]) -> None:
+        """Plans the units of parameters that are trained from now on, and reserves their homes.
+
+        Raises:
+            CapacityError: If a budget does not hold them; nothing is changed then.
+        """
+        if not members:
+            return
+        self._learn(sorted({number for _, number in members}))
+        grads, program = self._runtime.grads, self._runtime.program
+        homed = {id(e.unit) for e in entries_of(self._runtime.groups)}
         elementwise = self._cls in ELEMENTWISE and self._where != "host"
         kept = kept_of(
-            groups,
-            first,
+            self.param_groups,
+            members,
             self._probe,
             self._master_dtype,
             overlap=self._overlap,
             elementwise=elementwise,
         )
-        program, planned = self._runtime.program, []
+        planned: list[StepUnit] = []
         try:
             planned = plan_units(
                 self._runtime,
-                groups,
-                first,
+                self.param_groups,
+                members,
                 self._probe,
                 self.make,
                 self._master_dtype,
@@ -563,16 +651,28 @@ class TieredOptimizer(torch.optim.Optimizer):
                 on_host=self._where != "device",
                 elementwise=elementwise,
             )
+            units = [*self._units, *planned]
+            if any(nature.draws for nature in self._natures.values()):
+                units = in_order(self._cls.__name__, units, self.param_groups)
             self._choose_sides(planned)
-        except CapacityError as error:
+        except (CapacityError, StepError) as error:
             self._manager.remove_blocks([b for unit in planned for b in unit.kept_blocks()])
+            fresh = {id(g): g for u in planned for g in u.grad_units() if id(g) not in homed}
+            grads.unreserve(list(fresh.values()))
+            if isinstance(error, StepError):
+                raise
             raise program.refuse_optimizer(error, kept) from None
         program.optimizers.append(kept)
         self._kept.append(kept)
         if self._probe.eager:
             for unit in planned:
                 unit.begin(self._runtime, self.param_groups, self._state)
-        self._units.extend(planned)
+        self._units[:] = units
+        self._members.taken(members)
+        for unit in planned:
+            for entry in unit.entries:
+                grads.track(entry)
+        self._counts.prepare(planned)
         self._tell_others(planned)
         if self._inside is not None:
             self._inside.extend(planned, self.param_groups, self._state, self._host)
@@ -599,14 +699,18 @@ class TieredOptimizer(torch.optim.Optimizer):
     def _before_forward(self, training: bool) -> None:
         if training:
             self._refuse_if_pending("a training forward")
+            if self._inside is None or not self._inside.made:
+                self._take_on(self._members.thawed())
 
     def _explain(self, error: BaseException, left: Sequence[str]) -> None:
         """Has an error of the disk, or of the host, say how far the step got."""
-        if isinstance(error, StorageError | StepError):
-            again = "optimizer.step() goes on there"
-            if self._owed:
-                again = "the next use of them makes it, or optimizer.step()"
-            say_how_far(error, len(self._units), left, again)
+        again = "optimizer.step() goes on there"
+        if self._owed:
+            again = "the next use of them makes it, or optimizer.step()"
+        say_how_far(error, len(self._units), left, again)
+
+    def _explain_owed(self, error: BaseException) -> None:
+        self._explain(error, [unit.name for unit in self._units if id(unit) in self._owed])
 
     def _settle(self, what: str) -> None:
         """Makes sure that no step is unfinished."""
@@ -629,9 +733,18 @@ class TieredOptimizer(torch.optim.Optimizer):
             )
 
     def _refuse_if_pending(self, what: str) -> None:
-        if self._pending:
+        self._methods.refuse_if_begun(what)
+        if not self._rounds:
+            return
+        current = self._rounds[-1]
+        left = [unit for unit in current.left() if id(unit) not in self._owed]
+        if left or current.error is not None:
             raise StepError(
                 f"{what} while an optimizer step is unfinished: it was cut short by "
-                f"{self._failed}, with {len(self._pending)} of {len(self._units)} units to go; "
-                "call optimizer.step() again, it goes on where it stopped"
+                f"{current.failed}, with {len(left)} of {len(self._units)} units to go; call "
+                "optimizer.step() again, it goes on where it stopped, or optimizer.abandon_step() "
+                "to leave them unstepped"
             )
+        if self._inside is not None:  # all is made or owed, only the end was cut off
+            self._inside.after_step()
+        self._rounds.clear()

@@ -1,8 +1,10 @@
-"""What a step on the host takes back where it fails half way.
+"""What a step takes back where it fails half way.
 
-A unit is stepped in place. What cannot fail once it has begun to write needs nothing: one call of
-a fused kernel of torch's. Anything else (temporaries that find no memory, a class of the user's
-own, a hook) may leave some tensors stepped and others not, so what is stepped is copied first.
+A unit is stepped in place, and what steps it (a class of the user's own, a hook, temporaries that
+find no memory, Ctrl-C) may stop in the middle. So what a step changes is kept before it begins:
+bytes that are at home as well are read there again if need be, which costs nothing where all goes
+well, and the others are copied. On the host, which nothing interrupts, a step that cannot fail
+once it has begun to write needs no copies: one call of a fused kernel of torch's.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from tiermem.core.block import align_up
+from tiermem.nn.lazy import LazyTensor
+from tiermem.nn.shells import insides
+from tiermem.optim.separable import settings_of
 from tiermem.transfer.copy import host_copy
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -38,64 +43,123 @@ def cannot_fail_midway(optimizer: torch.optim.Optimizer) -> bool:
 class Undo:
     """Copies of what a step changes, and the way back."""
 
-    def __init__(self, scratch: torch.Tensor | None) -> None:
+    def __init__(self, scratch: torch.Tensor | None = None) -> None:
         """Keeps copies in ``scratch``; where that is full, in ordinary memory."""
         self._scratch = scratch
         self._used = 0
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._entries: list[tuple[dict[Any, Any], Any, dict[Any, Any] | None]] = []
+        self._entries: list[tuple[dict[Any, Any], Any, Any, dict[Any, Any]]] = []
         self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._numbers: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+        self._dicts: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._steps: list[Callable[[], None]] = []
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copies tensors of one block, in the order in which they lie there."""
         if not tensors:
             return
         whole = _run(tensors)
-        copy = self._room(whole.numel())
-        host_copy(copy, whole)
+        copy = self._room(whole)
+        _copy(copy, whole)
         self._kept.append((whole, copy))
 
-    def keep_entry(self, state: dict[Any, Any], key: Any) -> None:
-        """Notes an optimizer's state of one parameter; what is small in it is copied."""
-        entry = state.get(key)
-        if entry is None:
-            self._entries.append((state, key, None))
-            return
-        self._entries.append((state, key, dict(entry)))
-        for value in entry.values():
-            if type(value) is torch.Tensor:  # not what stands for a block's
-                self._values.append((value, value.detach().clone()))
+    def keep_values(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copies tensors that are nobody else's; a few numbers of one kind with one call."""
+        alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for tensor in tensors:
+            if tensor.dim() or tensor.layout is not torch.strided:
+                self._values.append((tensor, tensor.detach().clone()))
+            else:
+                alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        for found in alike.values():
+            self._numbers.append((found, torch.stack(found).detach()))
+
+    def keep_entries(self, state: dict[Any, Any], keys: Sequence[Any]) -> None:
+        """Notes an optimizer's state of some parameters; what is ordinary in it is copied."""
+        ordinary: list[torch.Tensor] = []
+        for key in keys:
+            entry = state.get(key)
+            before = {} if entry is None else dict(entry)
+            self._entries.append((state, key, entry, before))
+            for value in before.values():
+                if isinstance(value, torch.Tensor) and not isinstance(value, LazyTensor):
+                    ordinary += [tensor for _, tensor in insides(value)]
+        self.keep_values(ordinary)
+
+    def keep_shown(self, state: dict[Any, Any], keys: Sequence[Any]) -> None:
+        """Notes of which parameters a tiered optimizer shows state at all."""
+        new = [key for key in keys if key not in state]
+        if new:
+            self.then(lambda: [state.pop(key, None) for key in new])
+
+    def keep_settings(self, optimizer: torch.optim.Optimizer) -> None:
+        """Notes what a class keeps in its groups; its own fields are its own affair."""
+        tensors: list[torch.Tensor] = []
+        for group in optimizer.param_groups:
+            self._dicts.append((group, dict(group)))
+            tensors += [v for v in settings_of(group).values() if isinstance(v, torch.Tensor)]
+        self.keep_values(tensors)
+        own = vars(optimizer)
+        self.then(lambda: [own.pop(name, None) for name in ("grad_scale", "found_inf")])
+
+    def then(self, step: Callable[[], Any]) -> None:
+        """Has something done, after the rest, when all is taken back; it may be done twice."""
+        self._steps.append(step)
 
     def take_back(self) -> None:
-        """Makes everything what it was."""
+        """Makes everything what it was; cut short, it may be called again."""
         with torch.no_grad():
             for whole, copy in self._kept:
-                host_copy(whole, copy)
+                _copy(whole, copy)
             for value, was in self._values:
                 value.copy_(was)
-        for state, key, before in self._entries:
-            if before is None:
-                state.pop(key, None)
-            elif state.get(key) is not None:
-                state[key].clear()
-                state[key].update(before)
+            for values, stacked in self._numbers:
+                for value, was in zip(values, stacked, strict=True):
+                    value.copy_(was)
+            for state, key, entry, before in self._entries:
+                if entry is None:
+                    state.pop(key, None)
+                    continue
+                entry.clear()
+                entry.update(before)
+                state[key] = entry
+            for mapping, before in self._dicts:
+                mapping.update(before)
+                for key in [key for key in mapping if key not in before]:
+                    del mapping[key]
+            for step in self._steps:
+                step()
 
-    def _room(self, nbytes: int) -> torch.Tensor:
+    def _room(self, like: torch.Tensor) -> torch.Tensor:
+        nbytes = like.numel()
         if self._scratch is None or self._used + nbytes > self._scratch.numel():
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty_like(like)
         room = self._scratch.narrow(0, self._used, nbytes)
         self._used += align_up(nbytes)
         return room
 
 
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.device.type == "cpu":
+        host_copy(target, source)
+    else:
+        target.copy_(source)
+
+
 def _run(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns the bytes from the first tensor of a block to the last."""
     storage = tensors[0].untyped_storage()
-    begins = [t.storage_offset() * t.itemsize for t in tensors]
-    ends = [b + _extent(t) for b, t in zip(begins, tensors, strict=True)]
-    begin, end = min(begins), max(ends)
+    begin, end = span_of(tensors)
     with torch.inference_mode(False):
-        return torch.empty(0, dtype=torch.uint8).set_(storage, begin, (end - begin,), (1,))
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return whole.set_(storage, begin, (end - begin,), (1,))
+
+
+def span_of(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Returns from where to where tensors of one storage lie in it, in bytes."""
+    begins = [int(t.storage_offset()) * t.itemsize for t in tensors]
+    ends = [b + _extent(t) for b, t in zip(begins, tensors, strict=True)]
+    return min(begins), max(ends)
 
 
 def _extent(tensor: torch.Tensor) -> int:

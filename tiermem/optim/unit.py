@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,25 +10,30 @@ import torch
 
 from tiermem.core.block import Block
 from tiermem.errors import StepError
-from tiermem.nn.grads import Change, GradUnit
+from tiermem.nn.grads import GradUnit
 from tiermem.nn.group import Entry, Group
-from tiermem.nn.lazy import LazyTensor, ensure_there, flush, forget, is_viewed, lazy, refresh
+from tiermem.nn.lazy import LazyTensor, flush, forget, is_viewed, lazy, refresh
 from tiermem.nn.runtime import ModuleRuntime
+from tiermem.optim.attempt import Attempt
 from tiermem.optim.foreign import ForeignWrites
+from tiermem.optim.gradients import UnitGradients
 from tiermem.optim.held import Held
 from tiermem.optim.master import Masters
+from tiermem.optim.places import Place
 from tiermem.optim.plainstep import run, run_scaled
-from tiermem.optim.probe import Make, settings_of
 from tiermem.optim.scaling import Scaling
+from tiermem.optim.separable import Make, copied, settings_of
 from tiermem.runtime.slots import Slot
 
 if TYPE_CHECKING:
     from tiermem.optim.host import HostSide
 
 State = dict[Any, Any]
+Shown = tuple[torch.Tensor | None, torch.Tensor]
+"""What stands for a tensor, and the tensor."""
 
 
-class StepUnit:
+class StepUnit(UnitGradients):
     """What is stepped together.
 
     Attributes:
@@ -41,9 +46,12 @@ class StepUnit:
         masters: Their masters, or None where the parameters themselves are stepped.
         host: Steps it on the host, or None.
         make: Makes its plain optimizer.
-        keys: For each tensor of that block, its parameter and the state's key.
+        places: Where that block has each tensor of their state.
         spoils: Whether a step of the class may write the gradients that it is given.
+        private: Whether it writes settings of its group in place, so that it is given copies.
         scaled: Whether the step under way undoes a scale in them.
+        made: The ticket of the last step that was made.
+        attempt: The step under way, or one that could not be taken back yet.
         given: Gradients that are neither in the tiers nor ``param.grad``, by the parameter's id.
     """
 
@@ -63,13 +71,16 @@ class StepUnit:
         self.block: Block | None = None
         self.masters: Masters | None = None
         self.host: HostSide | None = None
-        self.keys: list[tuple[torch.Tensor, str]] = []
+        self.places: list[Place] = []
         self.spoils = True
+        self.private = False
         self.make = make
+        self.made: object = None
+        self.attempt: Attempt | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self.scaled = False
         self.given: dict[int, torch.Tensor] = {}
-        self._places: list[tuple[torch.Tensor, str]] = []
+        self._placed: list[tuple[torch.Tensor, Place]] = []
         self._stand_ins: dict[int, LazyTensor] = {}
         self._numbers = list(dict.fromkeys(number for _, number in members))
 
@@ -102,9 +113,8 @@ class StepUnit:
 
     def state_shapes(self) -> Iterator[tuple[torch.Tensor, str, str, tuple[int, ...]]]:
         """Yields what its state has in the tiers: parameter, key, name and shape."""
-        if self.block is not None:
-            for (param, key), spec in zip(self.keys, self.block.tensors, strict=True):
-                yield param, key, spec.name, spec.shape
+        for place in self.places:
+            yield place.param, place.key, place.name, place.shape
 
     def begins_with(self) -> list[Block]:
         """Returns the blocks that a step begins with."""
@@ -113,27 +123,6 @@ class StepUnit:
     def at_once(self) -> list[Block]:
         """Returns the blocks that are in HBM at once in a step, at most."""
         return self.blocks()
-
-    def grad_units(self) -> list[GradUnit]:
-        """Returns the blocks of gradients of these parameters; normally one."""
-        units = [e.unit for e in self.entries if e.unit is not None]
-        return list({id(unit): unit for unit in units}.values())
-
-    def wanted(self, runtime: ModuleRuntime) -> bool:
-        """Whether any parameter of it has a gradient.
-
-        Raises:
-            StepError: If one was used up by another optimizer's step.
-        """
-        self.sync(runtime)
-        for param, _ in self.members:
-            ensure_there(param.grad)
-        return any(param.grad is not None for param, _ in self.members)
-
-    def sync(self, runtime: ModuleRuntime) -> None:
-        """Takes up what a user did to the gradients."""
-        for entry in self.entries:
-            runtime.grads.sync(entry)
 
     # -- the step --------------------------------------------------------
 
@@ -144,43 +133,84 @@ class StepUnit:
         state: State,
         scaling: Scaling | None = None,
         *,
+        ticket: object,
         owed: bool = False,
         meanwhile: Callable[[], None] | None = None,
         write: Callable[[Sequence[Block]], None] | None = None,
     ) -> None:
-        """Steps the unit: everything it needs is brought up first, so it happens whole or not.
+        """Steps the unit: everything it needs is brought up first, and it happens whole or not.
 
         Args:
             runtime: The modules' runtime.
             groups: Settings of the parameter groups.
             state: The tiered optimizer's state, to be kept up to date.
             scaling: What a GradScaler left to the step, or None.
+            ticket: Stands for the step that was asked for; with the same one it is made once.
             owed: Whether the step was asked for some time ago: then it uses the gradients that
                 were there, and leaves ``param.grad`` as the user has it by now.
             meanwhile: Called once everything is at hand.
             write: Called with blocks that the rest of a step does not use, if it has parts.
         """
-        if self.group is not None and self.group.freed:
-            self.refuse_freed()
-        optimizer = self.optimizer_for(groups)
-        if not owed:
-            for entry in self.entries:
-                runtime.grads.sync(entry)
-        stored = [e for e in self.entries if e.has_grad and not e.materialized]
-        seen = {id(p): p.grad for p, _ in self.members} if owed else {}
-        self.flush()
+        self.recover()
+        if self.made is not ticket:
+            if self.group is not None and self.group.freed:
+                self.refuse_freed()
+            optimizer = self.optimizer_for(groups)
+            if not owed:
+                self.sync(runtime)
+            self.flush()
+            self._try(runtime, optimizer, state, scaling, ticket, meanwhile, owed=owed)
+        if owed:
+            self.clear_forgotten(runtime)
+
+    def abandon(self) -> None:
+        """Ends a step that failed: as it was before, where that can be had, else as it is.
+
+        Raises:
+            StorageError: If the disk that has its bytes fails.
+        """
         try:
-            with self.held(runtime) as slots:
-                if meanwhile is not None:
-                    meanwhile()
-                self._update(runtime, optimizer, stored, slots, state, scaling, owed=owed)
-        finally:
-            with torch._C.DisableTorchFunctionSubclass():
-                for entry in stored:
-                    entry.param.grad = seen.get(id(entry.param), entry.lazy)
-        for entry in stored if owed else ():
-            if entry.param.grad is not entry.lazy:  # forgotten or replaced while the step was owed
-                runtime.grads.clear(entry)
+            self.recover()
+        except StepError:
+            if self.attempt is not None:
+                self.attempt.drop()
+
+    def recover(self) -> None:
+        """Takes back what could not be taken back when it failed.
+
+        Raises:
+            StorageError: If the disk that has its bytes still fails.
+            StepError: If it never can be.
+        """
+        if self.attempt is not None:
+            self.attempt.end()
+
+    def _try(
+        self,
+        runtime: ModuleRuntime,
+        optimizer: torch.optim.Optimizer,
+        state: State,
+        scaling: Scaling | None,
+        ticket: object,
+        meanwhile: Callable[[], None] | None,
+        *,
+        owed: bool,
+    ) -> None:
+        """Makes the step, or leaves the unit as it was."""
+        stored = [e for e in self.entries if e.has_grad and not e.materialized]
+        attempt = self.attempt = Attempt(self, runtime)
+        try:
+            slots = attempt.held.open()
+            if meanwhile is not None:
+                meanwhile()
+            fused = scaling is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
+            attempt.keep(optimizer, slots, state, spoils=self.spoils or fused)
+            shown = self._update(runtime, optimizer, stored, slots, state, scaling, owed=owed)
+            attempt.shown, attempt.made, self.made = shown, True, ticket
+            attempt.end()
+        except BaseException:
+            attempt.end()
+            raise
 
     def refuse_freed(self) -> None:
         """Says that there is nothing to step any more.
@@ -193,16 +223,15 @@ class StepUnit:
             "optimizer over it (this one's state_dict() can be loaded there)"
         )
 
-    def stored_state(self) -> list[tuple[State | None, str]]:
-        """Returns what there is for each tensor of the block of state.
+    def stored_state(self) -> list[tuple[State | None, Place]]:
+        """Returns, for each tensor of its state, what there is of that parameter, and its place.
 
-        It is the plain optimizer's state of the parameter, None where it has none yet, and the key
-        that the tensor has there.
+        The former is the plain optimizer's state of the parameter, None where it has none yet.
         """
         if self._optimizer is None:
             return []
         by_own = self._optimizer.state
-        return [(by_own.get(own), key) for own, key in self._places]
+        return [(by_own.get(own), place) for own, place in self._placed]
 
     def step_on(self, host: HostSide, make: Make) -> None:
         """Has the unit stepped on the host from now on; it has not been stepped yet."""
@@ -218,8 +247,12 @@ class StepUnit:
         scaling: Scaling | None,
         *,
         owed: bool,
-    ) -> None:
-        """Steps what is held."""
+    ) -> list[Shown]:
+        """Steps what is held.
+
+        Returns:
+            What stands for the tensors that were written, and their values.
+        """
         gradients: dict[int, torch.Tensor] = {}
         if not owed:
             gradients = {id(p): p.grad for p, _ in self.members if p.grad is not None}
@@ -229,19 +262,14 @@ class StepUnit:
             if e.unit is not None
         }
         slot = slots.get(id(self.block))
-        try:
-            self._hand_over({**gradients, **views, **self.given})
-            self._attach(slot)
-            try:
-                self._run(optimizer, scaling)
-            finally:
-                self.detach(runtime, optimizer, slot, state)
-            if self.masters is not None:
-                self.masters.derive()
-        finally:
-            for entry in stored:
-                refresh(entry.lazy, views[id(entry.param)])
-                entry.param.grad = None
+        self._hand_over({**gradients, **views, **self.given})
+        self._attach(slot)
+        self._run(optimizer, scaling)
+        shown = self._take_in(runtime, optimizer, slot)
+        self.publish(optimizer, state)
+        if self.masters is not None:
+            self.masters.derive()
+        return [*shown, *((e.lazy, views[id(e.param)]) for e in stored)]
 
     def can_wait(self, runtime: ModuleRuntime) -> bool:
         """Whether nobody could see that the step is made later than asked for.
@@ -312,7 +340,7 @@ class StepUnit:
                 raise RuntimeError(f"{self.name}: no optimizer yet")
             make = self.make
             with torch.enable_grad():
-                self._optimizer = make(
+                made = make(
                     [
                         {
                             **settings_of(groups[number]),
@@ -321,13 +349,15 @@ class StepUnit:
                         for number in self._numbers
                     ]
                 )
-            self._places = [(self.own(param), key) for param, key in self.keys]
+            self._placed = [(self.own(place.param), place) for place in self.places]
+            self._optimizer = made
         if groups is None:
             return self._optimizer
         for mine, number in zip(self._optimizer.param_groups, self._numbers, strict=True):
             fused = mine.get("fused")
             settings = groups[number]
-            mine.update(settings_of(settings) if "params" in settings else settings)
+            settings = settings_of(settings) if "params" in settings else settings
+            mine.update(copied(settings) if self.private else settings)
             if self.host is not None and "fused" in mine:
                 mine["fused"] = fused
         return self._optimizer
@@ -336,9 +366,9 @@ class StepUnit:
         """Points the state at its slot, where there is state already."""
         if slot is None:
             return
-        for (state, key), view in zip(self.stored_state(), slot.views, strict=True):
-            if state is not None and isinstance(state.get(key), LazyTensor):
-                state[key] = view
+        for state, place in self.stored_state():
+            if state is not None and isinstance(state.get(place.key), LazyTensor):
+                state[place.key] = place.over(slot.views)
 
     def detach(
         self,
@@ -348,24 +378,29 @@ class StepUnit:
         state: State,
     ) -> None:
         """Takes what is new into the slot and leaves lazy stand-ins behind."""
-        if slot is not None and self.block is not None:
-            for index, (own, key) in enumerate(self.stored_state()):
-                value = own.get(key) if own is not None else None
-                if (
-                    own is None
-                    or not isinstance(value, torch.Tensor)
-                    or isinstance(value, LazyTensor)
-                ):
-                    continue
-                view = slot.views[index]
-                if value is not view:
-                    if value.shape != view.shape or value.dtype is not view.dtype:
-                        continue  # it became something else: it stays in ordinary memory
-                    view.copy_(value)
-                    forget(self._stand_ins.get(index))  # its views are of what it was
-                own[key] = stand_in = self.stand_in(runtime, index)
-                refresh(stand_in, view)
+        for stand_in, value in self._take_in(runtime, optimizer, slot):
+            refresh(stand_in, value)
         self.publish(optimizer, state)
+
+    def _take_in(
+        self, runtime: ModuleRuntime, optimizer: torch.optim.Optimizer, slot: Slot | None
+    ) -> list[Shown]:
+        """Does that, and returns what is to be shown in views of the stand-ins."""
+        shown: list[Shown] = []
+        if slot is None or self.block is None:
+            return shown
+        for own, place in self.stored_state():
+            value = own.get(place.key) if own is not None else None
+            if own is None or not isinstance(value, torch.Tensor) or isinstance(value, LazyTensor):
+                continue
+            new = not place.is_over(value, slot.views)
+            if new:
+                if not place.take(value, slot.views):
+                    continue  # it became something else: it stays in ordinary memory
+                forget(self._stand_ins.get(place.first))  # its views are of what it was
+            own[place.key] = stand_in = self.stand_in(runtime, place, value.dtype)
+            shown.append((stand_in, place.over(slot.views) if new else value))
+        return shown
 
     def publish(self, optimizer: torch.optim.Optimizer, state: State) -> None:
         """Shows the state in the tiered optimizer's."""
@@ -374,51 +409,59 @@ class StepUnit:
             if kept is not None:
                 state[param] = kept
 
-    def stand_in(self, runtime: ModuleRuntime, index: int) -> LazyTensor:
+    def stand_in(self, runtime: ModuleRuntime, place: Place, dtype: torch.dtype) -> LazyTensor:
         """Returns what stands for a tensor of the state between its uses.
 
         It is the same one every time: whoever has it sees the state as it is by now.
         """
-        found = self._stand_ins.get(index)
-        if found is not None:
+        found = self._stand_ins.get(place.first)
+        shelled = place.shell is not None
+        if found is not None and found._dtype is dtype and found._shelled is shelled:
             return found
         if self.block is None:
             raise RuntimeError(f"{self.name}: no state")
-        spec = self.block.tensors[index]
-        found = self._stand_ins[index] = lazy(
-            torch.Size(spec.shape),
-            spec.dtype,  # type: ignore[arg-type]
+        found = self._stand_ins[place.first] = lazy(
+            torch.Size(place.shape),
+            dtype,
             runtime.manager.device,
-            partial(self._load, runtime, index),
-            partial(self._store, runtime, index),
+            partial(self._load, runtime, place),
+            partial(self._store, runtime, place),
         )
+        found._shelled = shelled
         return found
 
     def load(self, runtime: ModuleRuntime, key: str) -> torch.Tensor:
         """Returns a copy of what the state of its one parameter has by a key."""
-        return self._load(runtime, [k for _, k in self.keys].index(key))
+        return self._load(runtime, self._by_key(key))
 
     def store(self, runtime: ModuleRuntime, key: str, value: torch.Tensor) -> None:
         """Writes what the state of its one parameter has by a key."""
-        self._store(runtime, [k for _, k in self.keys].index(key), value)
+        self._store(runtime, self._by_key(key), value)
 
-    def _load(self, runtime: ModuleRuntime, index: int) -> torch.Tensor:
+    def _by_key(self, key: str) -> Place:
+        return next(place for place in self.places if place.key == key)
+
+    def _load(self, runtime: ModuleRuntime, place: Place) -> torch.Tensor:
         if self.block is None:
             raise RuntimeError(f"{self.name}: no state")
         slot = runtime.manager.acquire(self.block)
         try:
             with torch.no_grad():
-                return slot.views[index].clone()
+                return place.copy(slot.views)
         finally:
             runtime.manager.release(self.block)
 
-    def _store(self, runtime: ModuleRuntime, index: int, value: torch.Tensor) -> None:
+    def _store(self, runtime: ModuleRuntime, place: Place, value: torch.Tensor) -> None:
         if self.block is None:
             raise RuntimeError(f"{self.name}: no state")
         slot = runtime.manager.acquire(self.block)
         try:
             with torch.no_grad():
-                slot.views[index].copy_(value)
+                if not place.take(value, slot.views):
+                    raise StepError(
+                        f"{place.name!r}: a state of the class {type(value).__name__} cannot be "
+                        "kept where another was; load it with load_state_dict()"
+                    )
         finally:
             runtime.manager.release(self.block, dirty=True)
 
@@ -428,66 +471,31 @@ class StepUnit:
             optimizer = self.optimizer_for(groups)
             self.detach(runtime, optimizer, slots.get(id(self.block)), state)
 
-    # -- gradients -------------------------------------------------------
-
-    def zero_grad(self, runtime: ModuleRuntime, *, set_to_none: bool) -> None:
-        """Forgets the gradients, or sets them to zero."""
-        self.sync(runtime)
-        if not set_to_none:
-            self.change(runtime, _zero)
-            return
-        for entry in self.entries:
-            if entry.has_grad:
-                entry.param.grad = None
-                if not runtime.grads.owed(entry):  # else once it has been used
-                    runtime.grads.clear(entry)
-        for param, _ in self.members:
-            param.grad = None
-
-    def each_gradient(
+    def apply(
         self,
         runtime: ModuleRuntime,
-        use: Callable[[torch.Tensor, torch.Tensor], None],
-        but: Container[int] = (),
+        groups: Sequence[dict[str, Any]],
+        state: State,
+        use: Callable[[torch.optim.Optimizer], None],
     ) -> None:
-        """Calls ``use`` with every parameter that has a gradient, and the gradient.
+        """Has the plain optimizer do something to weights and state that is no step.
 
         Args:
             runtime: The modules' runtime.
-            use: What to call.
-            but: Ids of entries to pass over.
+            groups: Settings of the parameter groups.
+            state: The tiered optimizer's state, to be kept up to date.
+            use: Given the plain optimizer, over what it works on.
         """
-        self.sync(runtime)
-        for unit in self.grad_units():
-            stored = [e for e in self.entries if e.has_grad and e.unit is unit and id(e) not in but]
-            if not stored:
-                continue
-            slot = runtime.grads.open(unit)
+        if self.group is not None and self.group.freed:
+            self.refuse_freed()
+        self.flush()
+        with torch.no_grad(), self.held(runtime) as slots:
+            optimizer = self.optimizer_for(groups)
+            slot = slots.get(id(self.block))
+            self._attach(slot)
             try:
-                for entry in stored:
-                    use(entry.param, slot.views[entry.unit_index])
+                use(optimizer)
             finally:
-                runtime.manager.release(unit.block)
-        for param, _ in self.members:
-            if param.grad is not None and not isinstance(param.grad, LazyTensor):
-                use(param, param.grad)
-
-    def change(self, runtime: ModuleRuntime, change: Change) -> None:
-        """Has every gradient changed: ordinary ones now, stored ones when next in HBM."""
-        self.sync(runtime)
-        for unit in self.grad_units():
-            if any(e.has_grad for e in unit.entries):
-                runtime.grads.pay(unit)
-                unit.pending.append(change)
-        loose = [
-            p.grad
-            for p, _ in self.members
-            if p.grad is not None and not isinstance(p.grad, LazyTensor)
-        ]
-        if loose:
-            change(loose)
-
-
-def _zero(tensors: Sequence[torch.Tensor]) -> None:
-    for tensor in tensors:
-        tensor.zero_()
+                self.detach(runtime, optimizer, slot, state)
+            if self.masters is not None:
+                self.masters.derive(every=True)

@@ -78,6 +78,27 @@ class Contents:
         traffic.run(mover.read(record.home_extent, host, label=block.name, urgent=True))
         return host
 
+    def restore(self, block: Block, begin: int, end: int) -> None:
+        """Copies bytes of the home copy over a leased HBM copy that somebody has spoiled.
+
+        Args:
+            block: The block, at home below HBM, where its bytes are those of before.
+            begin: The first byte.
+            end: The first after it.
+
+        Raises:
+            StorageError: If they cannot be read; it may be called again.
+        """
+        traffic = self._traffic
+        record = traffic.table[block.id]
+        if record.home is Tier.DRAM and record.home_extent is not None:
+            traffic.copy.wait(traffic.home_ready.get(block.id))
+            home = traffic.homes.bytes_of(record.home_extent)
+        else:
+            home = self.read_home(block)
+        slot = traffic.slots.current[block.id]
+        slot.bytes[begin:end].copy_(home[begin:end])
+
     def write_home(self, block: Block, tensors: Sequence[torch.Tensor | None]) -> None:
         """Writes a block that holds no data yet straight to its home.
 

@@ -80,6 +80,11 @@ class Debts:
         """Forgets a piece of work that need not be done any more."""
         self._strike(debt)
 
+    def of(self, elsewhere: Elsewhere) -> list[Debt]:
+        """Returns the pieces of work that take up what goes on elsewhere."""
+        owed = (debt for found in self.owed.values() for debt in found)
+        return list({id(d): d for d in owed if d.elsewhere is elsewhere}.values())
+
     def pay(self, block_id: int) -> None:
         """Does what is owed to a block, in the order in which it was owed.
 

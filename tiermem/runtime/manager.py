@@ -301,6 +301,11 @@ class BlockManager:
             self.guard()
             return self.contents.read_home(block)
 
+    def restore(self, block: Block, begin: int, end: int) -> None:
+        """Copies home bytes over a leased copy once more; see :meth:`Contents.restore`."""
+        with self.lock, torch.inference_mode(False), torch.no_grad():
+            self.contents.restore(block, begin, end)
+
     def slot_bytes(self, block: Block) -> torch.Tensor:
         """Returns the bytes of a leased block, ordered after what brought them."""
         with self.lock:

@@ -1,0 +1,344 @@
+"""Optimizer classes from outside torch: counters, modes, random numbers, and what is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support_classes import (
+    Averaging,
+    Counting,
+    CountingBySelf,
+    CountingInPlace,
+    CountingNorms,
+    Noisy,
+    Plain,
+)
+from support_nn import Pair, Tiers, assert_same, seed
+from torch import nn
+
+import tiermem
+
+POLICY = dict.fromkeys(("params", "grads", "master", "optimizer"), "dram")
+DRAM = Tiers("dram", policy=POLICY)
+
+
+class Net(nn.Module):
+    """Layers of which a forward may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, skip: int | None = None) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if number != skip:
+                x = torch.tanh(layer(x))
+        return x
+
+
+def train(model: nn.Module, optimizer: Any, skip: int | None = None) -> torch.Tensor:
+    loss = model(torch.randn(3, 12), skip).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def numbers_of(model: nn.Module, optimizer: Any) -> list[dict[str, Any]]:
+    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+
+
+def follow(pair: Pair, steps: int = 6) -> None:
+    """Trains both, with layers that have no gradient at times, from the first step on."""
+    for number in range(steps):
+        skip = {0: 2, 3: 1}.get(number)
+        pair.both(partial(train, skip=skip), number, f"step {number}")
+        pair.both(numbers_of, number, f"groups after step {number}")
+
+
+# -- counters ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [Counting, CountingInPlace])
+@pytest.mark.parametrize("options", [{}, {"overlap": "forward"}, {"overlap": "backward"}], ids=str)
+def test_a_counter_in_the_group_goes_on_alike(cls: Any, options: dict[str, Any]) -> None:
+    with Pair(Net, DRAM, (cls, {"lr": 0.1, **options})) as pair:
+        follow(pair)
+        pair.finish()
+
+
+def test_a_counter_goes_on_with_steps_on_the_host() -> None:
+    with Pair(Net, DRAM, (Counting, {"where": "host"})) as pair:
+        follow(pair)
+        pair.finish()
+
+
+def test_a_counter_goes_on_where_nothing_has_a_gradient() -> None:
+    with Pair(Net, DRAM, (Counting, {})) as pair:
+        pair.both(train, 1)
+        pair.both(lambda model, optimizer: optimizer.step())
+        pair.both(numbers_of)
+        follow(pair)
+
+
+def test_a_counter_is_loaded_and_changed() -> None:
+    with Pair(Net, DRAM, (Counting, {})) as pair:
+        follow(pair, 3)
+        saved = pair.plain_optimizer.state_dict()
+        follow(pair, 2)
+        pair.plain_optimizer.load_state_dict(saved)
+        pair.optimizer.load_state_dict(saved)
+        follow(pair, 2)
+
+        def change(model: nn.Module, optimizer: Any) -> None:
+            optimizer.param_groups[0].update(lr=0.3, step=40)
+
+        pair.both(change)
+        follow(pair, 2)
+        pair.finish()
+
+
+def test_counters_of_several_groups() -> None:
+    def late(model: nn.Module, optimizer: Any) -> None:
+        optimizer.add_param_group({"params": [extra[id(optimizer)]], "lr": 0.05})
+
+    with Pair(Net, DRAM, (Counting, {})) as pair:
+        extra = {id(o): nn.Parameter(torch.ones(3)) for o in (pair.plain_optimizer, pair.optimizer)}
+        follow(pair, 2)
+        pair.both(late)
+        for param in extra.values():
+            param.grad = torch.ones(3)
+        pair.both(lambda m, o: o.step())
+        first, second = extra.values()
+        assert_same(first.detach(), second.detach(), "the parameter added")
+        follow(pair, 2)
+        assert pair.optimizer.param_groups[1]["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("cls", "why"),
+    [
+        (CountingNorms, r"parameter groups \('d'\)"),
+        (CountingBySelf, "depends on the others"),
+    ],
+)
+def test_counters_that_are_not_alike_are_refused(cls: Any, why: str) -> None:
+    with pytest.raises(tiermem.StepError, match=why):
+        Pair(Net, DRAM, (cls, {}))
+
+
+# -- what is no class ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("AdamW", "text 'AdamW'"),
+        (torch.optim.SGD([torch.zeros(2)], lr=0.1), "one that is made: give the class SGD"),
+        (partial(torch.optim.AdamW, lr=0.1), "functools.partial"),
+        (nn.Linear, "not the class Linear"),
+        (3, "not a int"),
+    ],
+    ids=["text", "instance", "partial", "other class", "number"],
+)
+def test_what_is_no_optimizer_class_is_refused(given: Any, why: str) -> None:
+    with tiermem.TierManager("cpu", hbm="64KiB", dram="1MiB", policy=POLICY) as tier:
+        model = tier.wrap(Net())
+        with pytest.raises(tiermem.StepError, match=why) as caught:
+            tier.optimizer(model, given)
+        assert "torch.optim.AdamW, lr=" in str(caught.value)
+        train(model, tier.optimizer(model, torch.optim.AdamW))
+
+
+# -- methods of the class --------------------------------------------------------------
+
+
+def evaluated(model: nn.Module, optimizer: Any) -> torch.Tensor:
+    optimizer.eval()
+    with torch.no_grad():
+        shown = model(torch.ones(1, 12)).clone()
+    optimizer.train()
+    return shown
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": "forward"}], ids=str)
+def test_modes_of_a_class(options: dict[str, Any]) -> None:
+    with Pair(Net, DRAM, (Averaging, options)) as pair:
+        pair.both(lambda m, o: o.train())
+        for number in range(3):
+            pair.both(train, number)
+            pair.both(evaluated, number)
+            pair.both(numbers_of)
+        pair.both(lambda m, o: o.scale(0.5))
+        pair.both(train, 7)
+        pair.both(lambda m, o: o.eval())
+        pair.check_state()
+        assert pair.optimizer.version() == "1.0"
+        pair.finish()
+
+
+def test_a_method_over_masters() -> None:
+    def make() -> Net:
+        seed(3)
+        return Net().to(torch.bfloat16)
+
+    by_hand, losses = make(), []
+    masters = [p.detach().float().requires_grad_() for p in by_hand.parameters()]
+    plain = Averaging(masters)
+    with tiermem.TierManager("cpu", hbm="64KiB", dram="1MiB", policy=POLICY) as tier:
+        model = tier.wrap(make())
+        optimizer = tier.optimizer(model, Averaging, master_dtype=torch.float32)
+        for o in (plain, optimizer):
+            o.train()
+        for number in range(3):
+            for mine in (by_hand, model):
+                seed(number)
+                losses.append(mine(torch.randn(3, 12, dtype=torch.bfloat16)).square().mean())
+                losses[-1].backward()
+            for p, master in zip(by_hand.parameters(), masters, strict=True):
+                master.grad, p.grad = p.grad.float(), None
+            plain.step()
+            optimizer.step()
+            optimizer.zero_grad()
+            for mode in ("eval", "train"):
+                getattr(plain, mode)()
+                getattr(optimizer, mode)()
+                with torch.no_grad():
+                    for p, master in zip(by_hand.parameters(), masters, strict=True):
+                        p.copy_(master)
+                assert_same(dict(by_hand.state_dict()), dict(model.state_dict()), mode)
+
+
+def test_methods_that_cannot_be_called_block_by_block() -> None:
+    with Pair(Net, DRAM, (Averaging, {})) as pair:
+        pair.both(lambda m, o: o.train())
+        pair.both(train, 1)
+        with pytest.raises(tiermem.StepError, match="depends on the others"):
+            pair.optimizer.center()
+        with pytest.raises(tiermem.StepError, match="returns a value"):
+            pair.optimizer.norm()
+        with pytest.raises(AttributeError, match="no attribute 'blend'"):
+            pair.optimizer.blend()
+        assert not hasattr(pair.optimizer, "_mode")
+        pair.both(train, 2)
+        pair.finish()
+    with Pair(Net, DRAM, (torch.optim.AdamW, {})) as pair:
+        assert not hasattr(pair.optimizer, "train")
+
+
+def test_a_method_is_refused_where_the_host_steps() -> None:
+    with (
+        Pair(Net, DRAM, (Averaging, {"where": "host"})) as pair,
+        pytest.raises(tiermem.StepError, match="where='device'"),
+    ):
+        pair.optimizer.train()
+
+
+def test_a_method_that_a_disk_cuts_short_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pair(Net, DRAM, (Averaging, {})) as pair:
+        pair.both(lambda m, o: o.train())
+        pair.both(train, 1)
+        second = pair.optimizer._units[1]
+
+        def fail(*_: Any) -> None:
+            raise tiermem.StorageError("read failed", block=second.name)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(second, "apply", fail)
+            with pytest.raises(tiermem.StorageError):
+                pair.optimizer.eval()
+        for what in ("step", "train", "state_dict", "zero_grad"):
+            with pytest.raises(tiermem.StepError, match=r"eval.* again, it goes on"):
+                getattr(pair.optimizer, what)()
+        pair.both(lambda m, o: o.eval())
+        pair.check_state()
+        pair.both(lambda m, o: o.train())
+        pair.both(train, 2)
+        pair.finish()
+
+
+# -- random numbers --------------------------------------------------------------------
+
+
+def test_what_draws_random_numbers_has_those_of_the_resident() -> None:
+    with Pair(Net, DRAM, (Noisy, {})) as pair:
+        follow(pair)
+        pair.finish()
+
+
+@pytest.mark.parametrize("options", [{"overlap": "forward"}, {"where": "host"}], ids=str)
+def test_random_numbers_in_another_order_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(tiermem.StepError, match="draws random numbers"):
+        Pair(Net, DRAM, (Noisy, options))
+
+
+def test_random_numbers_over_groups_that_cross_blocks_are_refused() -> None:
+    with tiermem.TierManager("cpu", hbm="64KiB", dram="1MiB", policy=POLICY) as tier:
+        model = tier.wrap(Net())
+        groups = [
+            {"params": [p for p in model.parameters() if (p.dim() > 1) is matrices]}
+            for matrices in (True, False)
+        ]
+        blocks = len(tier.residency())
+        with pytest.raises(tiermem.StepError, match="another order"):
+            tier.optimizer(groups, Noisy)
+        assert len([r for r in tier.residency() if r.role == "optimizer"]) == 0
+        assert blocks <= len(tier.residency())
+        train(model, tier.optimizer(model, Noisy))
+
+
+# -- what is not wrapped ---------------------------------------------------------------
+
+
+def test_a_model_that_was_never_wrapped_is_refused() -> None:
+    with tiermem.TierManager("cpu", hbm="64KiB", dram="1MiB", policy=POLICY) as tier:
+        for given in (Net(), Net().parameters(), [{"params": Net().parameters()}]):
+            with pytest.raises(tiermem.StepError, match=r"tier\.wrap") as caught:
+                tier.optimizer(given, torch.optim.AdamW)
+            assert "'layers.0.weight'" in str(caught.value) or "(12, 12)" in str(caught.value)
+        model = tier.wrap(Net())
+        tier.unwrap(model)
+        with pytest.raises(tiermem.StepError, match=r"'layers\.0\.weight'"):
+            tier.optimizer(model, torch.optim.AdamW)
+
+
+def test_parameters_of_another_manager_are_refused() -> None:
+    budgets = {"hbm": "64KiB", "dram": "1MiB", "policy": POLICY}
+    with tiermem.TierManager("cpu", **budgets) as tier:
+        theirs = tier.wrap(Net())
+        with tiermem.TierManager("cpu", **budgets) as other:
+            mine = other.wrap(Net())
+            both = [*mine.parameters(), *theirs.parameters()]
+            for given in (theirs, both):
+                with pytest.raises(tiermem.StepError, match="another TierManager"):
+                    other.optimizer(given, torch.optim.AdamW)
+            optimizer = other.optimizer(mine, torch.optim.AdamW)
+            with pytest.raises(tiermem.StepError, match="another TierManager"):
+                optimizer.add_param_group({"params": [next(theirs.parameters())]})
+            assert len(optimizer.param_groups) == 1
+            train(mine, optimizer)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, Counting, Plain])
+def test_a_few_parameters_outside_beside_a_wrapped_model(cls: Any) -> None:
+    """Those of a criterion, say: they stay where they are and train as they would."""
+    seed(5)
+    plain, scale = Net(), nn.Parameter(torch.ones(12))
+    seed(5)
+    with tiermem.TierManager("cpu", hbm="64KiB", dram="1MiB", policy=POLICY) as tier:
+        model, other = tier.wrap(Net()), nn.Parameter(torch.ones(12))
+        pairs = [
+            (plain, scale, cls([*plain.parameters(), scale], lr=0.1)),
+            (model, other, tier.optimizer([*model.parameters(), other], cls, lr=0.1)),
+        ]
+        for number in range(4):
+            for net, own, optimizer in pairs:
+                seed(number)
+                (net(torch.randn(3, 12)) * own).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same(scale.detach(), other.detach(), "outside")
+        assert_same(dict(plain.state_dict()), dict(model.state_dict()), "inside")

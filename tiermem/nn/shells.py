@@ -1,0 +1,90 @@
+"""Tensor subclasses that wrap plain tensors: taken apart, and put together around others.
+
+A quantized optimizer state, say, is codes and scales that show themselves as one tensor. torch
+names the way in and out of such a class for its compiler: ``__tensor_flatten__`` and
+``__tensor_unflatten__``. The plain tensors inside have bytes that can be moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_is_shell: Any = is_traceable_wrapper_subclass  # which says more of the type than is true of it
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def _taken_apart(value: Any) -> tuple[list[str], Any]:
+    names, context = value.__tensor_flatten__()
+    return names, context
+
+
+def insides(value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Returns the plain tensors in a tensor, by their path in it; of a plain one, itself by ``""``.
+
+    Args:
+        value: Plain, or of a subclass that can be taken apart.
+    """
+    if type(value) in _PLAIN or not _is_shell(value):
+        return [("", value)]
+    names, _ = _taken_apart(value)
+    return [
+        (f".{name}{path}", tensor)
+        for name in names
+        for path, tensor in insides(getattr(value, name))
+    ]
+
+
+def is_opaque(value: torch.Tensor) -> bool:
+    """Whether a tensor is of a subclass that does not say how it is put together."""
+    if _is_shell(value):
+        return any(is_opaque(inner) for _, inner in insides(value))
+    return type(value) not in _PLAIN
+
+
+@dataclass(frozen=True, slots=True)
+class Shell:
+    """How a tensor of a subclass is put together, without the tensors inside.
+
+    Attributes:
+        kind: Its class.
+        names: Of the attributes with the tensors inside.
+        context: What else the class says of it.
+        size: Its shape.
+        stride: Its strides.
+        inner: For each attribute the shell of its tensor, None where that is plain.
+    """
+
+    kind: Any
+    names: tuple[str, ...]
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+    inner: tuple[Shell | None, ...]
+
+    @classmethod
+    def of(cls, value: torch.Tensor) -> Shell | None:
+        """Returns the shell of a tensor, or None of a plain one."""
+        if type(value) in _PLAIN or not _is_shell(value):
+            return None
+        names, context = _taken_apart(value)
+        inner = tuple(cls.of(getattr(value, name)) for name in names)
+        return cls(type(value), tuple(names), context, value.size(), value.stride(), inner)
+
+    def around(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns such a tensor around others, in the order of :func:`insides`."""
+        return self._around(iter(tensors))
+
+    def _around(self, tensors: Iterator[torch.Tensor]) -> torch.Tensor:
+        found = {
+            name: next(tensors) if shell is None else shell._around(tensors)
+            for name, shell in zip(self.names, self.inner, strict=True)
+        }
+        value: torch.Tensor = self.kind.__tensor_unflatten__(
+            found, self.context, self.size, self.stride
+        )
+        return value

@@ -1,0 +1,201 @@
+"""One try at the step of a unit on the device: it is made whole, or taken back whole.
+
+What ends it half way may be anything: an error of the optimizer's class or of a hook, a disk, no
+memory, Ctrl-C before any line. Therefore nothing depends on a line that comes after another one:
+what the unit was is noted before it is touched, one assignment says that the step is made, and
+:meth:`Attempt.end` does the rest, and does it again where it was itself cut short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from tiermem.core.block import Block, Tier
+from tiermem.core.residency import State as Residency
+from tiermem.errors import StepError
+from tiermem.nn.group import Entry
+from tiermem.nn.lazy import LazyTensor, refresh
+from tiermem.optim.held import Held
+from tiermem.optim.undo import Undo, span_of
+from tiermem.runtime.slots import Slot
+
+if TYPE_CHECKING:
+    from tiermem.nn.runtime import ModuleRuntime
+    from tiermem.optim.unit import State, StepUnit
+
+
+class Attempt:
+    """What a unit was before its step, until that is made or taken back.
+
+    Attributes:
+        held: What the step works on.
+        made: Whether the step is made; from then on nothing is taken back.
+        shown: What stands for tensors that were written, and their values, once it is made.
+    """
+
+    def __init__(self, unit: StepUnit, runtime: ModuleRuntime) -> None:
+        """Notes what can be noted before the unit's blocks are there.
+
+        Args:
+            unit: Whose step it is.
+            runtime: The modules' runtime.
+        """
+        self._unit = unit
+        self._runtime = runtime
+        self._manager = runtime.manager
+        self._masters_made = unit.masters is not None and unit.masters.made
+        with torch._C.DisableTorchFunctionSubclass():
+            self._gradients = [(param, param.grad) for param, _ in unit.members]
+        self._undo: Undo | None = None
+        self._cannot = ""
+        self.held: Held = unit.held(runtime)
+        self.made = False
+        self.shown: Sequence[tuple[torch.Tensor | None, torch.Tensor]] = ()
+
+    def keep(
+        self,
+        optimizer: torch.optim.Optimizer,
+        slots: dict[int, Slot],
+        state: State,
+        *,
+        spoils: bool,
+    ) -> None:
+        """Keeps what the step may change; its blocks are held.
+
+        Args:
+            optimizer: The plain one of the unit.
+            slots: Of the blocks, by the id of the block.
+            state: The tiered optimizer's.
+            spoils: Whether the step may write gradients.
+        """
+        undo, unit = Undo(), self._unit
+        params = list({id(param): param for param, _ in unit.members}.values())
+        undo.keep_entries(optimizer.state, [unit.own(param) for param in params])
+        undo.keep_shown(state, params)
+        undo.keep_settings(optimizer)
+        try:
+            if not self._manager.copy.capturing():  # else nothing is written now, only recorded
+                self._keep_bytes(undo, slots, spoils=spoils)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            # better a step that cannot be taken back than none where there was room for one
+            self._cannot = f"{type(error).__name__} when its bytes were to be kept"
+        self._undo = undo
+
+    def end(self) -> None:
+        """Takes the step back unless it is made, and lets go of everything.
+
+        Raises:
+            StorageError: If it is to be taken back, and the disk that has its bytes fails. It can
+                be called again; until then everything stays held.
+            StepError: If there was no memory to keep what it was. Likewise.
+        """
+        unit = self._unit
+        if not self.made:
+            if self._undo is not None:
+                self._take_back(self._undo)
+            unit.foreign.forget()
+            if unit.masters is not None:
+                unit.masters.made = self._masters_made
+        for stand_in, value in self.shown:
+            refresh(stand_in, value)
+        self.shown = ()
+        self._undo = None  # it looks into the slots
+        with torch._C.DisableTorchFunctionSubclass():
+            stored = {id(entry.param) for entry in unit.entries if entry.has_grad}
+            for param, gradient in self._gradients:
+                if (id(param) in stored or not self.made) and param.grad is not gradient:
+                    param.grad = gradient
+        self.held.close(written=self.made)
+        unit.attempt = None
+
+    def drop(self) -> None:
+        """Leaves everything as the failure has left it, for who has taken it in hand."""
+        self._undo, self._cannot = None, ""
+        self.made = True
+        self.end()
+
+    # -- inside ----------------------------------------------------------
+
+    def _take_back(self, undo: Undo) -> None:
+        if self._cannot:
+            raise StepError(
+                f"the step of {self._unit.name!r} was cut short in the middle and cannot be taken "
+                f"back, as there was {self._cannot}: its weights and state are neither old nor "
+                "new. Load a checkpoint into the model and the optimizer, or call "
+                "abandon_step() to go on as it is"
+            )
+        if self._manager.device.type == "cuda":
+            self._manager.copy.synchronize()
+        undo.take_back()
+
+    def _keep_bytes(self, undo: Undo, slots: dict[int, Slot], *, spoils: bool) -> None:
+        unit = self._unit
+        fresh = not self._masters_made  # there is nothing that weights could be cast from
+        for block in unit.kept_blocks():
+            # masters that have just followed their weights are not as they are at home
+            self._keep_block(undo, block, slots[id(block)].views, clean=not self.held.follows)
+        pointed: list[Entry] = []
+        for entry in unit.entries:
+            if entry.materialized:
+                undo.keep_values([entry.param.data])
+            elif fresh or not unit.has_master(entry.param):
+                pointed.append(entry)
+        if pointed and unit.group is not None:
+            group = unit.group
+            clean = unit.foreign.alone and not (group.suspect or group.writes_hidden)
+            views = self._manager.slots.current[group.block.id].views
+            mine = [views[entry.index] for entry in pointed]
+            self._keep_block(undo, group.block, mine, clean=clean)
+        managed = {id(entry.param) for entry in unit.entries}
+        for param, _ in unit.members:
+            if id(param) not in managed and (fresh or not unit.has_master(param)):
+                undo.keep_values([param.data])
+        if spoils:
+            self._keep_gradients(undo, slots)
+        if unit.masters is not None:
+            undo.keep_values(unit.masters.loose())
+        undo.then(partial(self._repoint, slots))
+
+    def _keep_block(
+        self, undo: Undo, block: Block, tensors: Sequence[torch.Tensor], *, clean: bool
+    ) -> None:
+        """Keeps tensors of a block: by a copy, unless its home has them or it holds no data."""
+        record = self._manager.table[block.id]
+        if not record.defined or not tensors:
+            return
+        at_home = record.at_home is Residency.VALID and record.in_hbm is Residency.VALID
+        if not (clean and at_home) or record.home is Tier.HBM:
+            undo.keep(tensors)
+            return
+        begin, end = span_of(tensors)
+        undo.then(partial(self._manager.restore, block, begin, end))
+
+    def _keep_gradients(self, undo: Undo, slots: dict[int, Slot]) -> None:
+        unit = self._unit
+        for grads in self.held.gradients:
+            if unit.sees(grads):
+                undo.keep(slots[id(grads.block)].views)
+        undo.keep_values(list(unit.given.values()))
+        with torch._C.DisableTorchFunctionSubclass():
+            for _, gradient in self._gradients:
+                if gradient is None or isinstance(gradient, LazyTensor):
+                    continue
+                if gradient.layout is torch.strided:
+                    undo.keep_values([gradient])
+
+    def _repoint(self, slots: dict[int, Slot]) -> None:
+        """Points parameters and masters at their bytes again, and casts weights from masters."""
+        unit = self._unit
+        if unit.group is not None:
+            views = self._manager.slots.current[unit.group.block.id].views
+            for entry in unit.entries:
+                view = views[entry.index]
+                if not entry.materialized and entry.param.data_ptr() != view.data_ptr():
+                    entry.param.data = view
+        if unit.masters is not None and self._masters_made:
+            slot = None if unit.masters.block is None else slots[id(unit.masters.block)]
+            unit.masters.rederive(slot)

@@ -1,0 +1,153 @@
+"""What an optimizer class must be, and be given, to be streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.errors import StepError
+from tiermem.nn.inspect import owners
+from tiermem.nn.runtime import ModuleRuntime
+from tiermem.optim.separable import Nature
+from tiermem.optim.unit import StepUnit
+
+_EXAMPLE = "tier.optimizer(model, torch.optim.AdamW, lr=1e-4)"
+
+
+def optimizer_class(cls: Any) -> type[torch.optim.Optimizer]:
+    """Returns what was given as a class, if it is one.
+
+    Raises:
+        StepError: If it is not, with what to give instead.
+    """
+    if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
+        return cls
+    if isinstance(cls, torch.optim.Optimizer):
+        name = type(cls).__name__
+        raise StepError(
+            f"tier.optimizer makes the optimizer itself, and was given one that is made: give the "
+            f"class {name} and its settings, as in {_EXAMPLE}"
+        )
+    if isinstance(cls, str):
+        raise StepError(
+            f"tier.optimizer takes an optimizer class, not the text {cls!r}: as in {_EXAMPLE}"
+        )
+    if isinstance(cls, partial):
+        raise StepError(
+            "tier.optimizer takes an optimizer class, not a functools.partial: give the class and "
+            f"its settings by themselves, as in {_EXAMPLE}"
+        )
+    what = f"the class {cls.__name__}" if isinstance(cls, type) else f"a {type(cls).__name__}"
+    raise StepError(
+        f"tier.optimizer takes a class derived from torch.optim.Optimizer, not {what}: "
+        f"as in {_EXAMPLE}"
+    )
+
+
+def check_wrapped(runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], given: Any) -> None:
+    """Refuses parameters none of which is in the tiers; some beside those that are may be.
+
+    Args:
+        runtime: The modules' runtime.
+        groups: The parameter groups.
+        given: What the user gave, for names.
+
+    Raises:
+        StepError: If none is, or one is in another manager's tiers.
+    """
+    mine = _managed(runtime)
+    names = _names(given)
+    refuse_others(runtime, groups, names)
+    params = [param for group in groups for param in group["params"]]
+    if params and not any(id(param) in mine for param in params):
+        raise StepError(
+            f"none of these {len(params)} parameters is in the tiers (the first of them is "
+            f"{_name(params[0], 0, names)}), so its optimizer would use memory outside all "
+            "budgets: call tier.wrap(model) before tier.optimizer, or use the torch optimizer "
+            "itself for what stays outside the tiers"
+        )
+
+
+def refuse_others(
+    runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], names: dict[int, str] | None = None
+) -> None:
+    """Refuses parameters that are in the tiers of another manager: they are placeholders here.
+
+    Args:
+        runtime: The modules' runtime.
+        groups: The parameter groups.
+        names: Of parameters, by their id, where they are known.
+
+    Raises:
+        StepError: If one is.
+    """
+    mine = _managed(runtime)
+    for number, param in enumerate(p for group in groups for p in group["params"]):
+        if id(param) not in mine and owners.get(param) is not None:
+            raise StepError(
+                f"parameter {_name(param, number, names or {})} is in the tiers of another "
+                "TierManager: make its optimizer with that manager's tier.optimizer"
+            )
+
+
+def _managed(runtime: ModuleRuntime) -> set[int]:
+    return {id(entry.param) for group in runtime.groups for entry in group.entries}
+
+
+def _names(given: Any) -> dict[int, str]:
+    if not isinstance(given, nn.Module):
+        return {}
+    return {id(param): repr(name) for name, param in given.named_parameters()}
+
+
+def _name(param: torch.Tensor, number: int, names: dict[int, str]) -> str:
+    return names.get(id(param), f"number {number}, of shape {tuple(param.shape)}")
+
+
+def refuse_draws(name: str, natures: Sequence[Nature | None]) -> None:
+    """Refuses a class that draws random numbers, where blocks are stepped in an order of their own.
+
+    Args:
+        name: Of the class.
+        natures: What it was found to be, for each group.
+
+    Raises:
+        StepError: If it draws any.
+    """
+    if any(nature is not None and nature.draws for nature in natures):
+        raise StepError(
+            f"{name} draws random numbers as it steps, which come in the order of the resident "
+            "optimizer only where all blocks are stepped in step(), on the device: leave overlap= "
+            "and where= out, or switch what is random in the class off"
+        )
+
+
+def in_order(
+    name: str, units: Sequence[StepUnit], groups: Sequence[dict[str, Any]]
+) -> list[StepUnit]:
+    """Returns units in the order of the parameters, for a class that draws random numbers.
+
+    Stepped in that order, all parameters have the numbers that they would have together.
+
+    Args:
+        name: Of the class.
+        units: What is stepped.
+        groups: The parameter groups, whose members come in this order.
+
+    Raises:
+        StepError: If units have parameters that lie apart.
+    """
+    place = {id(p): i for i, p in enumerate(p for group in groups for p in group["params"])}
+    found = sorted(units, key=lambda unit: place[id(unit.members[0][0])])
+    order = [place[id(p)] for unit in found for p, _ in sorted(unit.members, key=lambda m: m[1])]
+    if order != sorted(order):
+        raise StepError(
+            f"{name} draws random numbers as it steps, and they come to the parameters in another "
+            "order block by block than all at once: give the parameters in the order of the model, "
+            "in one group (model.parameters()), or switch what is random in the class off"
+        )
+    return found

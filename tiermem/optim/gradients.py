@@ -1,0 +1,123 @@
+"""The gradients of what is stepped together: forgotten, looked at, and changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+
+import torch
+
+from tiermem.nn.grads import Change, GradUnit, Pending
+from tiermem.nn.group import Entry
+from tiermem.nn.lazy import LazyTensor, ensure_there
+from tiermem.nn.runtime import ModuleRuntime
+
+
+class UnitGradients:
+    """Gradients of some parameters of one block.
+
+    Attributes:
+        members: Parameters and the number of their parameter group, in order.
+        entries: The managed ones among them, in the same order; empty for ordinary parameters.
+    """
+
+    members: list[tuple[torch.Tensor, int]]
+    entries: list[Entry]
+
+    def grad_units(self) -> list[GradUnit]:
+        """Returns the blocks of gradients of these parameters; normally one."""
+        units = [e.unit for e in self.entries if e.unit is not None]
+        return list({id(unit): unit for unit in units}.values())
+
+    def entries_in(self, unit: GradUnit) -> list[Entry]:
+        """Returns those of its parameters that have their gradients in a block."""
+        return [entry for entry in self.entries if entry.unit is unit]
+
+    def wanted(self, runtime: ModuleRuntime) -> bool:
+        """Whether any parameter of it has a gradient.
+
+        Raises:
+            StepError: If one was used up by another optimizer's step.
+        """
+        self.sync(runtime)
+        for param, _ in self.members:
+            ensure_there(param.grad)
+        return any(param.grad is not None for param, _ in self.members)
+
+    def sync(self, runtime: ModuleRuntime) -> None:
+        """Takes up what a user did to the gradients."""
+        for entry in self.entries:
+            runtime.grads.sync(entry)
+
+    def clear_forgotten(self, runtime: ModuleRuntime) -> None:
+        """Lets go of gradients that users forgot or replaced while a step was owed."""
+        for entry in self.entries:
+            stored = entry.has_grad and not entry.materialized
+            if stored and entry.param.grad is not entry.lazy:
+                runtime.grads.clear(entry)
+
+    def zero_grad(self, runtime: ModuleRuntime, *, set_to_none: bool) -> None:
+        """Forgets the gradients, or sets them to zero."""
+        self.sync(runtime)
+        if not set_to_none:
+            self.change(runtime, _zero)
+            return
+        for entry in self.entries:
+            if entry.has_grad:
+                entry.param.grad = None
+                if not runtime.grads.owed(entry):  # else once it has been used
+                    runtime.grads.clear(entry)
+        for param, _ in self.members:
+            param.grad = None
+
+    def each_gradient(
+        self,
+        runtime: ModuleRuntime,
+        use: Callable[[torch.Tensor, torch.Tensor], None],
+        but: Container[int] = (),
+    ) -> None:
+        """Calls ``use`` with every parameter that has a gradient, and the gradient.
+
+        Args:
+            runtime: The modules' runtime.
+            use: What to call.
+            but: Ids of entries to pass over.
+        """
+        self.sync(runtime)
+        for unit in self.grad_units():
+            stored = [e for e in self.entries if e.has_grad and e.unit is unit and id(e) not in but]
+            if not stored:
+                continue
+            slot = runtime.grads.open(unit)
+            try:
+                for entry in stored:
+                    use(entry.param, slot.views[entry.unit_index])
+            finally:
+                runtime.manager.release(unit.block)
+        for param, _ in self.members:
+            if param.grad is not None and not isinstance(param.grad, LazyTensor):
+                use(param, param.grad)
+
+    def change(self, runtime: ModuleRuntime, change: Change) -> None:
+        """Has every gradient changed: ordinary ones now, stored ones when next in HBM."""
+        self.sync(runtime)
+        for unit in self.grad_units():
+            if any(e.has_grad for e in self.entries_in(unit)):
+                runtime.grads.pay(unit)
+                unit.pending.append(Pending(self.entries_in(unit), change))
+        loose = [
+            p.grad
+            for p, _ in self.members
+            if p.grad is not None and not isinstance(p.grad, LazyTensor)
+        ]
+        if loose:
+            change(loose)
+
+    def unchange(self, change: Change) -> None:
+        """Takes a change back that stored gradients still await."""
+        for unit in self.grad_units():
+            unit.pending[:] = [found for found in unit.pending if found.change is not change]
+
+
+def _zero(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.zero_()

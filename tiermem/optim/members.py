@@ -1,0 +1,95 @@
+"""Which parameters of an optimizer's groups it steps by now.
+
+torch's optimizers hold all parameters that they are given, and pass over those without a
+gradient. So frozen ones may be thawed at any time, and are trained from then on. Here state and
+masters have homes, which are reserved once a parameter is trained, and not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tiermem.errors import StepError
+from tiermem.optim.plan import Member
+from tiermem.optim.unit import StepUnit
+
+
+class Membership:
+    """Knows which parameters have a unit, and which are to have one."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        """Watches parameter groups, whose list is the optimizer's own; none has a unit yet."""
+        self._groups = groups
+        self._taken: dict[int, int] = {}
+        self._listed = -1
+        self._idle: list[Member] = []
+
+    def taken(self, members: Sequence[Member]) -> None:
+        """Says that parameters have units."""
+        self._taken.update((id(param), number) for param, number in members)
+        self._idle = [member for member in self._idle if id(member[0]) not in self._taken]
+
+    def wanted(self) -> list[Member]:
+        """Returns parameters that are trained, or have a gradient, and have no unit yet."""
+        self._list()
+        with torch._C.DisableTorchFunctionSubclass():
+            return [m for m in self._idle if m[0].requires_grad or m[0].grad is not None]
+
+    def thawed(self) -> list[Member]:
+        """Returns those that are trained, of the parameters that were there last time."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [member for member in self._idle if member[0].requires_grad]
+
+    def of_state(self, state_dict: dict[str, Any]) -> list[Member]:
+        """Returns those without a unit that a state dict of the same groups has state for."""
+        self._list()
+        idle = {id(param) for param, _ in self._idle}
+        has = {*state_dict.get("state", ()), *state_dict.get("master", ())}
+        found: list[Member] = []
+        both = zip(self._groups, _groups(state_dict), strict=False)
+        for number, (group, other) in enumerate(both):
+            for param, name in zip(group["params"], other, strict=False):
+                if id(param) in idle and name in has:
+                    found.append((param, number))
+        return found
+
+    def check(self, units: Sequence[StepUnit]) -> None:
+        """Refuses groups out of which parameters were taken, or moved, by hand.
+
+        Raises:
+            StepError: Naming the unit that has one of them.
+        """
+        number_of = {id(p): n for n, group in enumerate(self._groups) for p in group["params"]}
+        for unit in units:
+            for param, number in unit.members:
+                if number_of.get(id(param)) != number:
+                    raise StepError(
+                        f"a parameter of {unit.name!r} is no longer in parameter group {number}: "
+                        "parameters cannot be taken out of param_groups or moved between them; "
+                        "freeze it with requires_grad_(False), or make a new optimizer"
+                    )
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Forgets gradients of parameters without a unit, or sets them to zero."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = [param for param, _ in self._idle if param.grad is not None]
+        for param in found:
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad = param.grad.detach_().zero_()
+
+    def _list(self) -> None:
+        """Lists the parameters without a unit anew, where groups have grown."""
+        count = sum(len(group["params"]) for group in self._groups)
+        if count != self._listed:
+            members = [(p, n) for n, group in enumerate(self._groups) for p in group["params"]]
+            self._idle = [member for member in members if id(member[0]) not in self._taken]
+            self._listed = count
+
+
+def _groups(state_dict: dict[str, Any]) -> list[list[Any]]:
+    return [list(group["params"]) for group in state_dict.get("param_groups", ())]

@@ -1,0 +1,181 @@
+"""Methods that an optimizer class has beyond torch's, and what it counts in its groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+
+from tiermem.errors import StepError
+from tiermem.nn.runtime import ModuleRuntime
+from tiermem.optim.parted import PartedUnit
+from tiermem.optim.separable import Counter, Make, Nature, settings_of
+from tiermem.optim.trial import trial
+from tiermem.optim.unit import State, StepUnit
+
+Check = Callable[[dict[str, Any], str, Callable[[torch.optim.Optimizer], None]], Any]
+
+
+class Counts:
+    """Keeps what a class counts in its parameter groups, as one optimizer over all would.
+
+    Each unit is stepped with the settings as they were; after the step they go on once.
+    """
+
+    def __init__(self) -> None:
+        """Knows no group yet."""
+        self._counters: dict[int, tuple[Counter, bool]] = {}
+        self._private: set[int] = set()
+        self._with_gradients: set[int] = set()
+
+    def add(self, number: int, make: Make, nature: Nature) -> None:
+        """Takes a group.
+
+        Args:
+            number: Of the group.
+            make: Makes an optimizer of the class.
+            nature: What the class was found to be with the group's settings.
+        """
+        kind = nature.dims, nature.dtype, nature.device
+        counter = Counter(make, *kind, sparse=nature.sparse)
+        self._counters[number] = counter, nature.counts
+        if nature.private:
+            self._private.add(number)
+
+    def prepare(self, units: Sequence[StepUnit]) -> None:
+        """Has units whose class writes settings of its group in place be given copies."""
+        for unit in units:
+            unit.private |= any(number in self._private for _, number in unit.members)
+
+    def note(self, units: Sequence[StepUnit], made: Collection[int]) -> None:
+        """Notes which groups have gradients, as a step begins.
+
+        Args:
+            units: All of the optimizer.
+            made: Ids of those that were stepped inside backward: their gradients are gone.
+        """
+        if any(counts for _, counts in self._counters.values()):
+            self._with_gradients = {
+                number
+                for unit in units
+                for param, number in unit.members
+                if param.grad is not None or id(unit) in made
+            }
+
+    def after_step(
+        self, before: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]
+    ) -> None:
+        """Steps on what the class counts; called again, it makes the same of it.
+
+        Args:
+            before: Settings that the step was made with.
+            groups: The parameter groups, which are updated.
+        """
+        for number, (counter, counts) in self._counters.items():
+            if counts:
+                given = number in self._with_gradients
+                with trial():
+                    changed = counter.after(settings_of(before[number]), has_gradients=given)
+                groups[number].update(changed)
+
+    def after_call(
+        self, groups: Sequence[dict[str, Any]], call: Callable[[torch.optim.Optimizer], None]
+    ) -> None:
+        """Has settings be what a method makes of them."""
+        for number, (counter, _) in self._counters.items():
+            with trial():
+                settings = settings_of(groups[number])
+                changed = counter.after(settings, has_gradients=False, method=call)
+            groups[number].update(changed)
+
+
+class Methods:
+    """Calls methods of the class for each unit's plain optimizer, over its weights and state.
+
+    A call that an error cuts short has been made for some units. The same call goes on there, and
+    nothing else is done before.
+    """
+
+    def __init__(self, cls: type[torch.optim.Optimizer], check: Check, counts: Counts) -> None:
+        """Has called nothing yet.
+
+        Args:
+            cls: The class.
+            check: Makes sure, for a group and a name, that a method may be called for
+                one parameter after the other.
+            counts: What the class counts.
+        """
+        self._cls, self._check, self._counts = cls, check, counts
+        self._tried: set[str] = set()
+        self._begun = ""
+        self._left: list[StepUnit] = []
+
+    def is_begun(self, name: str) -> bool:
+        """Whether a call of that method is unfinished."""
+        return bool(self._left) and self._begun == name
+
+    def refuse_if_begun(self, what: str) -> None:
+        """Refuses something else while a call is unfinished.
+
+        Raises:
+            StepError: If one is.
+        """
+        if self._left:
+            raise StepError(
+                f"{what} while optimizer.{self._begun}() is unfinished, with {len(self._left)} "
+                f"units to go: call optimizer.{self._begun}() again, it goes on where it stopped"
+            )
+
+    def call(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        runtime: ModuleRuntime,
+        units: Sequence[StepUnit],
+        groups: Sequence[dict[str, Any]],
+        state: State,
+    ) -> None:
+        """Calls a method for each unit.
+
+        Args:
+            name: Of the method.
+            args: Given to it.
+            kwargs: Given to it.
+            runtime: The modules' runtime.
+            units: All of the optimizer.
+            groups: The parameter groups.
+            state: The tiered optimizer's, to be kept up to date.
+
+        Raises:
+            StepError: If it cannot be called one by one, or another is unfinished.
+            StorageError: If the disk fails; the same call goes on there.
+        """
+        what = f"{self._cls.__name__}.{name}()"
+        if not self.is_begun(name):
+            self.refuse_if_begun(f"optimizer.{name}()")
+
+        def call(optimizer: torch.optim.Optimizer) -> None:
+            if getattr(optimizer, name)(*args, **kwargs) is not None:
+                raise StepError(f"{what} returns a value, which no single block has")
+
+        if not self._left:
+            self._refuse_elsewhere(what, units)
+            for group in groups if name not in self._tried else ():
+                if group["params"]:
+                    self._check(group, what, call)
+            self._tried.add(name)
+            self._begun, self._left = name, list(units)
+        while self._left:
+            self._left[0].apply(runtime, groups, state, call)
+            del self._left[0]
+        self._counts.after_call(groups, call)
+
+    def _refuse_elsewhere(self, what: str, units: Sequence[StepUnit]) -> None:
+        for unit in units:
+            if unit.host is not None or isinstance(unit, PartedUnit):
+                raise StepError(
+                    f"{what} cannot be called, as {unit.name!r} is stepped on the host or in parts:"
+                    " make the optimizer with where='device'"
+                )

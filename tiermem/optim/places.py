@@ -1,0 +1,94 @@
+"""Where a unit's block has the tensors of its state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tiermem.nn.shells import Shell, insides
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """One tensor of a parameter's state, and the tensors of the block that it consists of.
+
+    A plain one is one of them. One of a subclass has all that it wraps there, side by side.
+
+    Attributes:
+        param: Whose state it is of.
+        key: Its key there.
+        name: For messages.
+        shape: As it shows itself.
+        first: Number of its first tensor in the block.
+        count: How many it has.
+        shell: How it is put together by now; None while it is plain.
+    """
+
+    param: torch.Tensor
+    key: str
+    name: str
+    shape: tuple[int, ...]
+    first: int
+    count: int
+    shell: Shell | None = None
+
+    def tensors(self, views: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Returns its tensors of those of the block."""
+        return views[self.first : self.first + self.count]
+
+    def over(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns it, around tensors of the block."""
+        if self.shell is None:
+            return views[self.first]
+        return self.shell.around(self.tensors(views))
+
+    def copy(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns it, around copies of tensors of the block."""
+        if self.shell is None:
+            return views[self.first].clone()
+        return self.shell.around([tensor.clone() for tensor in self.tensors(views)])
+
+    def is_over(self, value: object, views: Sequence[torch.Tensor]) -> bool:
+        """Whether a value consists of the tensors of the block."""
+        if value is views[self.first]:
+            return True
+        if self.shell is None or not isinstance(value, torch.Tensor):
+            return False
+        inner = insides(value)
+        return len(inner) == self.count and all(
+            _is(tensor, view) for (_, tensor), view in zip(inner, self.tensors(views), strict=True)
+        )
+
+    def take(self, value: torch.Tensor, views: Sequence[torch.Tensor]) -> bool:
+        """Writes a value to the tensors of the block, where it consists of such.
+
+        Returns:
+            Whether it did; it has become something else otherwise.
+        """
+        inner = [tensor for _, tensor in insides(value)]
+        mine = self.tensors(views)
+        if len(inner) != len(mine) or not all(map(_alike, inner, mine)):
+            return False
+        for view, tensor in zip(mine, inner, strict=True):
+            if not _is(tensor, view):
+                view.copy_(tensor)
+        self.shell = Shell.of(value)
+        return True
+
+
+def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.shape == second.shape and first.dtype is second.dtype
+
+
+def _is(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors are the same memory; a class may give out another object of it."""
+    if first is second:
+        return True
+    return (
+        _alike(first, second)
+        and first.device == second.device
+        and first.data_ptr() == second.data_ptr()
+        and first.stride() == second.stride()
+    )

@@ -1,0 +1,103 @@
+"""Steps that are put off to the next use of their weights (``overlap``)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from tiermem.nn.quiet import quiet, uncompiled
+from tiermem.nn.runtime import ModuleRuntime
+from tiermem.optim.groups import frozen_settings
+from tiermem.optim.rounds import Round
+from tiermem.optim.scaling import Scaling
+from tiermem.optim.unit import State, StepUnit
+from tiermem.runtime.debts import Debt
+from tiermem.runtime.pipeline import Pipeline
+
+
+class PutOff:
+    """Owes steps to blocks, which have them made before anybody looks."""
+
+    def __init__(
+        self,
+        runtime: ModuleRuntime,
+        owed: set[int],
+        state: State,
+        explain: Callable[[BaseException], None],
+    ) -> None:
+        """Owes nothing yet.
+
+        Args:
+            runtime: The modules' runtime.
+            owed: Ids of the units whose step is still to be made; kept up to date.
+            state: The tiered optimizer's, to be kept up to date.
+            explain: Has an error say how far a step got.
+        """
+        self._runtime = runtime
+        self._manager = runtime.manager
+        self._owed = owed
+        self._state = state
+        self._explain = explain
+        self._debts: dict[int, list[Debt]] = {}
+
+    def owe(self, units: Sequence[StepUnit], current: Round) -> list[StepUnit]:
+        """Puts off the step of every unit that can wait, settings as now; returns the others."""
+        settings = frozen_settings(current.groups)
+        scaling = None if current.scaling is None else current.scaling.frozen()
+        now = []
+        pipeline = Pipeline(self._manager)
+        with self._manager.lock:
+            for unit in units:
+                for gradients in unit.grad_units():  # another optimizer's: one may clear them
+                    self._runtime.grads.pay(gradients)
+                if unit.made is current.ticket:
+                    continue  # it was owed already, and is paid
+                if unit.group is None or not unit.can_wait(self._runtime):
+                    now.append(unit)
+                    continue
+                unit.group.unpoint()
+                blocks = [block.id for block in unit.blocks()]
+                work = partial(self._pay, unit, settings, scaling, current.ticket, pipeline)
+                debt = Debt(unit.name, blocks, work)
+                self.cancel(unit)
+                self._debts[id(unit)] = [debt]
+                self._manager.debts.add(debt)
+                self._owed.add(id(unit))
+        return now
+
+    def cancel(self, unit: StepUnit) -> bool:
+        """Owes the step of a unit no more: it is made now, owed anew, or given up.
+
+        Returns:
+            Whether it was owed.
+        """
+        found = self._debts.get(id(unit), ())
+        for debt in found:
+            self._manager.debts.cancel(debt)
+            self._owed.discard(id(unit))
+        self._debts.pop(id(unit), None)
+        return bool(found)
+
+    def _pay(
+        self,
+        unit: StepUnit,
+        settings: Sequence[dict[str, Any]],
+        scaling: Scaling | None,
+        ticket: object,
+        pipeline: Pipeline,
+    ) -> None:
+        """Makes a step that was put off, wherever we are by now."""
+        began = time.perf_counter_ns()
+        with quiet(self._manager.device), pipeline.sweeping():
+            step = uncompiled(type(unit).step)  # the call around it may be a compiled one
+            try:
+                step(unit, self._runtime, settings, self._state, scaling, ticket=ticket, owed=True)
+            except BaseException as error:
+                self._explain(error)
+                raise
+        self._owed.discard(id(unit))
+        self._debts.pop(id(unit), None)
+        pipeline.write(unit.kept_blocks())
+        self._manager.timeline.add("optimizer", unit.name, began, time.perf_counter_ns())

@@ -1,0 +1,48 @@
+"""A step that was asked for, until all of it is made or owed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiermem.optim.groups import frozen_settings
+from tiermem.optim.scaling import Scaling
+from tiermem.optim.unit import StepUnit
+
+
+@dataclass(slots=True, eq=False)
+class Round:
+    """What one call of ``step()`` has to do; one that is cut short is gone on with by the next.
+
+    Attributes:
+        ticket: Given to every unit that is stepped, so that none is stepped twice.
+        units: To be stepped.
+        groups: Settings of the parameter groups.
+        scaling: What a GradScaler left to the step, or None.
+        loss: What the closure returned.
+        error: To be raised before anything else is done: a step inside backward met with it.
+        failed: What cut it short, for messages.
+    """
+
+    ticket: object
+    units: list[StepUnit]
+    groups: Sequence[dict[str, Any]]
+    scaling: Scaling | None
+    loss: Any = None
+    error: BaseException | None = None
+    failed: str = ""
+    _frozen: bool = field(default=False)
+
+    def left(self) -> list[StepUnit]:
+        """Returns the units that are not stepped."""
+        return [unit for unit in self.units if unit.made is not self.ticket]
+
+    def cut_short(self, error: BaseException) -> None:
+        """Notes why it could not be finished; settings and scale are those of now from now on."""
+        left = self.left()
+        self.failed = f"{type(error).__name__} at {left[0].name!r}" if left else ""
+        if not self._frozen:
+            self.groups = frozen_settings(self.groups)
+            self.scaling = None if self.scaling is None else self.scaling.frozen()
+            self._frozen = True

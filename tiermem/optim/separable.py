@@ -1,0 +1,368 @@
+"""Learns of an optimizer class, by trying it, whether it can be stepped block by block.
+
+No list of known classes: the class is run on tiny parameters, all at once and one by one, with
+gradients that are missing at times, and must give the same bits. The one by one is what the tiers
+do with it: settings are those of the group as a step begins, and what the class counts there goes
+on as for a single parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.errors import StepError
+from tiermem.nn.shells import insides, is_opaque
+from tiermem.optim.plainstep import run_unseen
+from tiermem.optim.trial import Draws, trial
+
+Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+"""Makes an optimizer of the class and settings in question from parameter groups."""
+
+_STEPS = 8
+_REMEDY = (
+    "Use an optimizer that updates each parameter from its own gradient and state, or keep these "
+    "parameters out of tier.wrap"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Nature:
+    """What a class was found to be.
+
+    Attributes:
+        sparse: Whether it takes sparse gradients only.
+        draws: Whether it draws random numbers as it steps.
+        counts: Whether a step changes settings of its parameter groups, alike for all parameters.
+        private: Whether settings have to be copied for each step of a block, as they are written.
+        device: Where it was tried.
+        dims: Number of dimensions of a parameter of the group.
+        dtype: Of one, as it is stepped.
+    """
+
+    sparse: bool
+    draws: bool
+    counts: bool
+    private: bool
+    device: torch.device
+    dims: int
+    dtype: torch.dtype
+
+
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns a parameter group without its parameters."""
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def copied(value: Any) -> Any:
+    """Returns a setting that can be written without a change of the user's."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) is dict:
+        return {key: copied(inner) for key, inner in value.items()}
+    if type(value) is list:
+        return [copied(inner) for inner in value]
+    return value
+
+
+def ready(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Returns an optimizer in the mode for training, where it has modes."""
+    if callable(getattr(type(optimizer), "train", None)):
+        optimizer.train()  # type: ignore[attr-defined]
+    return optimizer
+
+
+def tiny(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, seed: int = 1
+) -> list[nn.Parameter]:
+    """Returns parameters with values between 0 and 1."""
+    return [nn.Parameter(value) for value in _values(shapes, dtype, device, seed)]
+
+
+def give_gradients(
+    params: Sequence[nn.Parameter], seed: int, *, sparse: bool, but: int | None = None
+) -> None:
+    """Sets gradients with values between 0.5 and 1.5.
+
+    Args:
+        params: Whose.
+        seed: Of their values.
+        sparse: Whether they are sparse.
+        but: Every other parameter has none, from this one on; None for all have one.
+    """
+    shapes = [tuple(param.shape) for param in params]
+    values = _values(shapes, params[0].dtype, params[0].device, seed) if params else []
+    for number, (param, value) in enumerate(zip(params, values, strict=True)):
+        dense = value + 0.5
+        missing = but is not None and number % 2 == but
+        param.grad = None if missing else dense.to_sparse(1) if sparse and dense.dim() else dense
+
+
+def _values(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, seed: int
+) -> list[torch.Tensor]:
+    source = torch.Generator("cpu").manual_seed(seed)
+    return [
+        torch.rand(shape, generator=source, dtype=torch.float32, device="cpu").to(device, dtype)
+        for shape in shapes
+    ]
+
+
+class Counter:
+    """Steps on the settings of a parameter group as a class does that counts there."""
+
+    def __init__(
+        self, make: Make, dims: int, dtype: torch.dtype, device: torch.device, *, sparse: bool
+    ) -> None:
+        """Counts by steps of a tiny parameter.
+
+        Args:
+            make: Makes an optimizer of the class.
+            dims: Number of dimensions of a parameter of the group.
+            dtype: Of one, as it is stepped.
+            device: Where the class runs.
+            sparse: Whether it takes sparse gradients only.
+        """
+        self._make, self._sparse = make, sparse
+        self._shape, self._dtype, self._device = (4,) * dims, dtype, device
+
+    def after(
+        self, settings: dict[str, Any], *, has_gradients: bool, method: Any = None
+    ) -> dict[str, Any]:
+        """Returns those of a group's settings that are others after a step.
+
+        Args:
+            settings: As they are before it; not written.
+            has_gradients: Whether any parameter of the group has a gradient.
+            method: Does something else than a step to an optimizer.
+        """
+        params = tiny([self._shape], self._dtype, self._device)
+        if has_gradients:
+            give_gradients(params, 2, sparse=self._sparse)
+        optimizer = self._make([{**copied(settings), "params": params}])
+        group = optimizer.param_groups[0]
+        group.update(copied(settings))
+        (method or run_unseen)(optimizer)
+        return {k: v for k, v in settings_of(group).items() if not _same(v, settings.get(k, _NONE))}
+
+
+_NONE = object()
+
+
+def check_separable(
+    name: str,
+    make: Make,
+    settings: dict[str, Any],
+    dims: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    method: Any = None,
+) -> Nature:
+    """Makes sure that stepping parameters one by one gives the same bits as all at once.
+
+    Args:
+        name: Of the class, for messages.
+        make: Makes an instance.
+        settings: Of the parameter group.
+        dims: Numbers of dimensions that the real parameters have.
+        dtype: Theirs.
+        device: Where to try if it does not run on the CPU.
+        method: Does something more to an optimizer between two steps, which is tried as well.
+
+    Returns:
+        What the class was found to be.
+
+    Raises:
+        StepError: Saying why it cannot be streamed, and what to do.
+    """
+    shapes = [shape for d in dims for shape in ((4,) * d, (4,) * d, _large(d))] or [(4, 4)] * 2
+    problem: Exception | None = None
+    for where in dict.fromkeys((torch.device("cpu"), device)):
+        for sparse in (False, True):
+            odd = ""
+            try:
+                for private in (False, True):
+                    with trial() as draws:
+                        found = _Trial(make, settings, shapes, dtype, where, sparse, draws, method)
+                        reason = found.run(private=private)
+                    if not reason:
+                        kind = sparse, draws.seen, found.counts, private
+                        return Nature(*kind, where, len(shapes[0]), dtype)
+                    odd = reason
+            except StepError:
+                raise
+            except Exception as error:  # whatever a foreign class raises on what it cannot do
+                problem = problem or error
+            if odd:
+                raise StepError(f"{name} cannot be streamed block by block: {odd}. {_REMEDY}")
+    raise StepError(
+        f"{name} cannot be streamed through the tiers: a trial step without a closure failed with "
+        f"{type(problem).__name__}: {problem}. {_REMEDY}"
+    ) from problem
+
+
+def _large(dims: int) -> tuple[int, ...]:
+    """Returns a shape of 4,096 elements, from which on some classes keep another state."""
+    return {0: (), 1: (64,), 2: (64, 64), 3: (16, 16, 16)}.get(dims, (8,) * dims)
+
+
+class _Trial:
+    """One run of a class over tiny parameters, together and apart.
+
+    Attributes:
+        counts: Whether steps changed settings of the group.
+    """
+
+    def __init__(
+        self,
+        make: Make,
+        settings: dict[str, Any],
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        sparse: bool,
+        draws: Draws,
+        method: Any,
+    ) -> None:
+        self._make, self._settings, self._sparse, self._draws = make, settings, sparse, draws
+        self._together = tiny(shapes, dtype, device)
+        self._apart = tiny(shapes, dtype, device)
+        self._counter = Counter(make, len(shapes[0]), dtype, device, sparse=sparse)
+        self._method = method
+        self._private = False
+        self.counts = False
+
+    def run(self, *, private: bool) -> str:
+        """Returns what is odd about the class, or nothing.
+
+        Args:
+            private: Whether each parameter is given copies of the settings.
+        """
+        self._private = private
+        whole = self._made(self._together)
+        parts = [self._made([param]) for param in self._apart]
+        shown = copied(settings_of(parts[0].param_groups[0]))
+        for step in range(_STEPS):
+            but = {0: 1, 2: 0}.get(step)  # first gradients come late, and some are missing
+            for params in (self._together, self._apart):
+                give_gradients(params, 100 + step, sparse=self._sparse, but=but)
+            self._draws.begin(step)
+            run_unseen(whole)
+            self._step_parts(parts, shown, step)
+            if self._method is not None and step == _STEPS // 2:
+                odd = self._call_method(whole, parts, shown)
+                if odd:
+                    return odd
+            kept = settings_of(whole.param_groups[0])
+            for key in {**kept, **shown}:
+                if not _same(kept.get(key, _NONE), shown.get(key, _NONE)):
+                    return (
+                        f"it keeps numbers of all parameters together in its parameter groups "
+                        f"({key!r})"
+                    )
+        return self._compare(whole, parts)
+
+    def _made(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return ready(self._make([{**copied(self._settings), "params": params}]))
+
+    def _step_parts(
+        self, parts: Sequence[torch.optim.Optimizer], shown: dict[str, Any], step: int
+    ) -> None:
+        """Steps the parameters that have gradients each by itself, as the tiers do."""
+        self._draws.begin(step)
+        # an order of our own, unless numbers are drawn, which come in the order of parameters
+        for optimizer in parts if self._draws.seen else reversed(parts):
+            if optimizer.param_groups[0]["params"][0].grad is not None:
+                optimizer.param_groups[0].update(copied(shown) if self._private else shown)
+                run_unseen(optimizer)
+        self._count(shown)
+
+    def _call_method(
+        self,
+        whole: torch.optim.Optimizer,
+        parts: Sequence[torch.optim.Optimizer],
+        shown: dict[str, Any],
+    ) -> str:
+        """Tries the method, and then makes ready to go on."""
+        for method in (self._method, ready):
+            method(whole)
+            for optimizer in reversed(parts):
+                optimizer.param_groups[0].update(copied(shown) if self._private else shown)
+                method(optimizer)
+            self._count(shown, method)
+            odd = self._compare(whole, parts)
+            if odd:
+                return odd
+        return ""
+
+    def _count(self, shown: dict[str, Any], method: Any = None) -> None:
+        seen = self._draws.seen
+        changed = self._counter.after(shown, has_gradients=True, method=method)
+        self._draws.seen = seen
+        self.counts |= bool(changed) and method is None
+        shown.update(changed)
+
+    def _compare(self, whole: torch.optim.Optimizer, parts: Sequence[torch.optim.Optimizer]) -> str:
+        for optimizer in (whole, *parts):
+            odd = _odd_state(optimizer)
+            if odd:
+                return odd
+        for first, second, optimizer in zip(self._together, self._apart, parts, strict=True):
+            if not _same(first.detach(), second.detach()):
+                return "its update of one parameter depends on the others, or on random numbers"
+            if not _same(dict(whole.state.get(first, {})), dict(optimizer.state.get(second, {}))):
+                return "its state of one parameter depends on the others"
+        return ""
+
+
+def _odd_state(optimizer: torch.optim.Optimizer) -> str:
+    """Returns what is odd about an optimizer's state, or nothing."""
+    for state in optimizer.state.values():
+        if not isinstance(state, dict):
+            return "its state is not one dictionary per parameter"
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor | int | float | bool | str | None):
+                return f"its state {key!r} is a {type(value).__name__}, not a tensor or a number"
+            if isinstance(value, torch.Tensor) and is_opaque(value):
+                return opaque(str(key), value)
+    others = [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
+    if others:
+        return f"its state_dict() has {others[0]!r} beside the state of its parameters"
+    extra = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
+    return f"it keeps state {extra[0]!r} that belongs to no parameter" if extra else ""
+
+
+def opaque(key: str, value: torch.Tensor) -> str:
+    """Says why a tensor of a subclass cannot be kept in the tiers."""
+    return (
+        f"its state {key!r} is a tensor of the class {type(value).__name__}, which says not how "
+        "it is put together (it has no __tensor_flatten__ and __tensor_unflatten__)"
+    )
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Whether two values are the same, tensors to the bit."""
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, torch.Tensor):
+        mine, theirs = insides(first), insides(second)
+        return len(mine) == len(theirs) and all(
+            a.dtype is b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
+            for (_, a), (_, b) in zip(mine, theirs, strict=True)
+        )
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(_same(first[k], second[k]) for k in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(_same, first, second))
+    if isinstance(first, float):
+        return first == second or (first != first and second != second)
+    return first is second or bool(first == second)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a tensor, in a row."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

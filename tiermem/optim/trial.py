@@ -1,0 +1,127 @@
+"""Where an optimizer class is tried: nothing of the process is used or changed there.
+
+Random numbers come from generators of the trial's own, other threads' numbers stay theirs. What
+the class has had compiled runs as it is written: a step on tiny tensors is not worth minutes of
+compiling. All of it holds for the calling thread alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._guards import TracingContext, tracing
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+_AS_DEFAULTS = torch.Tag.nondeterministic_seeded
+
+
+class Draws(TorchDispatchMode):
+    """Gives what draws random numbers in its context generators of its own.
+
+    Attributes:
+        seen: Whether anything drew any.
+    """
+
+    def __init__(self) -> None:
+        """Makes no generator yet."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+        self._seed = 0
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def begin(self, seed: int) -> None:
+        """Has numbers be those of a seed from here on."""
+        self._seed = seed
+        self._generators.clear()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Runs an operation; one that draws from torch's generators draws from its own."""
+        if any(kind not in _PLAIN for kind in types):
+            return NotImplemented  # a subclass takes itself apart, and comes here with its insides
+        kwargs = dict(kwargs or {})
+        if _AS_DEFAULTS not in func.tags:
+            return func(*args, **kwargs)
+        device = _device_of(args, kwargs)
+        given = next((a for a in args if isinstance(a, torch.Generator)), kwargs.get("generator"))
+        if given is not None and given is not _default_generator(device):
+            return func(*args, **kwargs)  # of the class's own
+        self.seen = True
+        if device.type == "meta":
+            return func(*args, **kwargs)  # draws nothing
+        return _drawn(func, args, kwargs, self._generator(device))
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        found = self._generators.get(device)
+        if found is None:
+            found = self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return found
+
+
+def _device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
+    for value in (kwargs.get("device"), *args):
+        if isinstance(value, torch.device):
+            return value
+        if isinstance(value, torch.Tensor):
+            return value.device
+    return torch.device("cpu")
+
+
+def _default_generator(device: torch.device) -> torch.Generator | None:
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return None
+
+
+def _drawn(func: Any, args: Any, kwargs: dict[str, Any], generator: torch.Generator) -> Any:
+    """Runs an operation that draws, with a generator."""
+    if any(argument.name == "generator" for argument in func._schema.arguments):
+        return func(*args, **{**kwargs, "generator": generator})
+    packet, overload = func.overloadpacket, func._schema.overload_name
+    other = f"{overload}_generator" if overload else "generator"
+    if other in packet.overloads():
+        return getattr(packet, other)(*args, **{**kwargs, "generator": generator})
+    name = packet.__name__
+    if name in ("rand_like", "randn_like", "randint_like"):
+        empty = torch.ops.aten.empty_like.default(args[0], **kwargs)
+        if name == "rand_like":
+            return empty.uniform_(generator=generator)
+        if name == "randn_like":
+            return empty.normal_(generator=generator)
+        low, high = args[1:] if len(args) > 2 else (0, args[1])
+        return empty.random_(low, high, generator=generator)
+    raise NotImplementedError(f"it draws random numbers by {func}, which takes no generator")
+
+
+@contextmanager
+def trial() -> Iterator[Draws]:
+    """Returns a context for trying a class; gradients are recorded there as by default."""
+    draws = Draws()
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(tracing(_uncompiled()))
+        stack.enter_context(draws)
+        yield draws
+
+
+def _uncompiled() -> TracingContext:
+    """Returns a context of torch's compiler in which compiled functions run as they are written.
+
+    The compiler never compiles inside of what it runs as a kernel itself. Where a version of torch
+    does not look for that, it finds the dispatch mode of :class:`Draws`, and compiles nothing
+    either.
+    """
+    context = TracingContext(None)
+    context.fake_mode = SimpleNamespace(in_kernel_invocation=True, shape_env=None)  # type: ignore[assignment]
+    return context
