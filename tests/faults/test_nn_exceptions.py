@@ -219,3 +219,33 @@ def test_a_weight_changed_since_it_was_saved_is_no_fault_of_tiermems() -> None:
                 loss.backward()
         assert not tier._runtime.manager.unsure
         check_same(plain, model, tier)
+
+
+@pytest.mark.parametrize("activations", ["hbm", "dram"])
+def test_an_activation_changed_since_it_was_saved_is_no_fault_of_tiermems(
+    activations: str,
+) -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor, write: bool) -> torch.Tensor:
+            y = self.first(x).tanh()
+            z = self.second(y).sum()
+            if write:
+                y.mul_(2)
+            return z
+
+    policy = {"params": "dram", "activations": activations}
+    with tiermem.TierManager(
+        "cpu", hbm="1MiB", dram="4MiB", policy=policy, activation_min=1
+    ) as tier:
+        model = tier.wrap(Writes())
+        model(batch(0), False).backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(batch(0), True).backward()
+        assert not tier._runtime.manager.unsure
+        assert (tier.stats().activations.offloaded > 0) is (activations == "dram")
+        model(batch(0), False).backward()
+        check_table(tier)

@@ -48,6 +48,9 @@ def test_a_file_system_that_is_shut_down_amid_training(tmp_path: Path, kind: str
                 pair.train(1)
             assert (error.value.path, error.value.tier) == (str(disk), "nvme")
             assert error.value.block
+            with pytest.raises(tiermem.StorageError, match="cannot be given back"):
+                tier.close()
+            tier.close(discard=True)
 
 
 def fill(folder: Path) -> Path:

@@ -27,7 +27,7 @@ import torch
 
 from tiermem.core.block import Block, Role
 from tiermem.errors import ParameterError
-from tiermem.nn.activations import Kept, SavedActivation
+from tiermem.nn.activations import Kept, SavedActivation, check_version
 from tiermem.nn.away import group_of
 from tiermem.nn.hookpair import Pair, change_pushed, top_pair
 from tiermem.nn.repair import inside
@@ -228,6 +228,7 @@ class SavedHooks:
         if type(packed) is Kept:
             return _bytes_of(packed.open())
         if type(packed) is SavedActivation:
+            check_version(packed.counter, packed.version, packed.shape)
             return self._activation(packed)
         return packed  # type: ignore[no-any-return]
 
@@ -247,7 +248,7 @@ class SavedHooks:
         """
         if saved.block.id in self.manager.debts:
             self.pay(saved.block.id)
-        owner = saved.owner
+        owner = saved.owner  # an error that torch raises as well is no fault of ours
         if owner is not None and saved.version not in (-1, owner._version):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
