@@ -379,10 +379,9 @@ class Stepping(RuleBasedStateMachine):
                 os.rmdir(self.folder)
 
 
+_LONG = settings.default.max_examples > 100
 Stepping.TestCase.settings = settings(
-    max_examples=max(
-        25, settings.default.max_examples if settings.default.max_examples > 100 else 0
-    ),
-    stateful_step_count=25,
+    max_examples=settings.default.max_examples if _LONG else 25,
+    stateful_step_count=25 if _LONG else 15,
 )
 TestStepping = Stepping.TestCase

@@ -85,6 +85,12 @@ class Pending:
         finally:  # Ctrl-C, no memory: torch has counted which are changed
             self.note_written()
 
+    def copy(self) -> Pending:
+        """Returns the same change, for bytes read anew, which lack what is made of them now."""
+        found = Pending(self.entries, self.change)
+        found._done = list(self._done)
+        return found
+
     def note_written(self) -> None:
         """Notes which gradients have been changed by a call that may have been cut short."""
         written = [e for e, tensor, version in self._under_way if tensor._version != version]

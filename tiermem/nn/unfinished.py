@@ -39,7 +39,8 @@ def repair_gradients(runtime: ModuleRuntime) -> None:
 
 def _repair(entry: Entry, manager: BlockManager) -> None:
     unit = entry.unit
-    there = unit is not None and manager.table[unit.block.id].defined
+    lent = unit is not None and manager.lender.borrowers(unit.block) > 0  # to a step on the host
+    there = unit is not None and (lent or manager.table[unit.block.id].defined)
     with torch._C.DisableTorchFunctionSubclass():
         if entry.has_grad and (not there or entry.lazy is None):
             entry.has_grad = False
@@ -49,4 +50,5 @@ def _repair(entry: Entry, manager: BlockManager) -> None:
             entry.lazy = None
     if unit is not None and there and not any(e.has_grad for e in unit.entries):
         unit.pending.clear()
-        manager.discard(unit.block)
+        if not lent:
+            manager.discard(unit.block)

@@ -19,6 +19,7 @@ from tiermem.core.residency import State as Residency
 from tiermem.errors import StepError
 from tiermem.nn.group import Entry
 from tiermem.nn.lazy import LazyTensor, refresh
+from tiermem.nn.placeholder import is_placeholder
 from tiermem.optim.held import Held
 from tiermem.optim.undo import Undo, span_of
 from tiermem.runtime.slots import Slot
@@ -194,7 +195,9 @@ class Attempt:
             views = self._manager.slots.current[unit.group.block.id].views
             for entry in unit.entries:
                 view = views[entry.index]
-                if not entry.materialized and entry.param.data_ptr() != view.data_ptr():
+                if entry.materialized:
+                    continue
+                if is_placeholder(entry.param) or entry.param.data_ptr() != view.data_ptr():
                     entry.param.data = view
         if unit.masters is not None and self._masters_made:
             slot = None if unit.masters.block is None else slots[id(unit.masters.block)]

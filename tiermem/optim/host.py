@@ -462,8 +462,8 @@ class HostSide:
             if u.block.id in job.settled:
                 continue
             mine = {id(e): found[id(e.param)] for e in job.stored if e.unit is u}
-            for change in changes:
-                change.make(mine)
+            for change in changes:  # each try reads a file anew, where nothing is changed yet
+                (change.copy() if u.block.id in files else change).make(mine)
             if u.block.id not in files:
                 job.settled.add(u.block.id)
         return found

@@ -24,7 +24,7 @@ from tiermem.core.block import Block
 from tiermem.core.parts import parts_of
 from tiermem.errors import StepError
 from tiermem.nn.lazy import LazyTensor, flush, forget, is_viewed, lazy, refresh
-from tiermem.nn.placeholder import shared_placeholder
+from tiermem.nn.placeholder import is_placeholder, shared_placeholder
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.foreign import ForeignWrites
 from tiermem.optim.groups import frozen
@@ -116,7 +116,7 @@ class Part:
 
     def point_away(self) -> None:
         """Points its parameter at no bytes; does nothing a second time."""
-        if self.param.data_ptr() != self._away.data_ptr() or self.unit.given:
+        if self.unit.given or not is_placeholder(self.param):
             self.unit.given = {}
             self.param.grad = None
             self.param.data = self._away
