@@ -67,16 +67,14 @@ def tiered(settings: Settings, corpus: Any, how: dict[str, Any], folder: str) ->
             overlap=how["overlap"],
             where=how["where"],
         )
-        losses, seconds = run_steps(
-            model, optimizer, optimizer.clip_grad_norm_, corpus, settings, said
-        )
+        progress = run_steps(model, optimizer, optimizer.clip_grad_norm_, corpus, settings, said)
         with tier.materialize(model):
             weights = copy_weights(model)
         stats = tier.stats()
     moved = sum(link.nbytes for link in stats.links.values())
     if not moved or not stats.activations.offloaded:
         raise RuntimeError("nothing left HBM: the run shows nothing")
-    return Outcome(losses, weights, seconds)
+    return Outcome(progress.losses, weights, progress.seconds)
 
 
 def said(step: int, loss: float) -> None:

@@ -82,8 +82,8 @@ _ELSEWHERE = (
     Mutation(
         "aliases hidden by a parameter are not looked for again",
         _RUNTIME + "space.py",
-        "return slot is not None and not slot.aliased",
-        "return slot is not None",
+        "        return not slot.aliased\n",
+        "        return True\n",
         MANAGER,
     ),
     Mutation(
@@ -166,7 +166,7 @@ _ELSEWHERE = (
     Mutation(
         "calls stay away though a weight is asked for that is not held",
         "tiermem/nn/runtime.py",
-        "        if inside.away:\n",
+        "        if who.away:\n",
         "        if False:\n",
         INSIDE,
     ),
@@ -180,8 +180,8 @@ _ELSEWHERE = (
     Mutation(
         "a use goes on as foreseen though a block has left",
         _RUNTIME + "traffic.py",
-        "        self.changes += 1\n        self.quiet = False\n",
-        "        self.changes += 1\n",
+        "        self.changes += 1\n        self.quiet = False\n        self.gone.add(",
+        "        self.changes += 1\n        self.gone.add(",
         STEADY,
     ),
     Mutation(
@@ -315,8 +315,8 @@ _ELSEWHERE = (
     Mutation(
         "a block that was moved is not pointed anew",
         _RUNTIME + "compact.py",
-        "            holder.repoint(target)\n",
-        "            pass\n",
+        "            holder.repoint(target)\n        source.pointed = 0\n",
+        "            pass\n        source.pointed = 0\n",
         MANAGER,
     ),
     Mutation(
@@ -436,31 +436,29 @@ _ELSEWHERE = (
     Mutation(
         "a weight that changed after it was saved is not noticed",
         _SAVED,
-        "if owner is not None and owner._version != saved.version:",
+        "if owner is not None and saved.version not in (-1, owner._version):",
         "if owner is not None and owner._version < 0:",
         ("tests/unit/test_runtime_saved.py",),
     ),
     Mutation(
         "weights are saved as they are",
         _SAVED,
-        "            return found\n        if type(tensor) not in _PLAIN_TYPES",
-        "            return tensor\n        if type(tensor) not in _PLAIN_TYPES",
+        "return found.hooks.beside(found, tensor) or found\n",
+        "return tensor\n",
         NN,
     ),
     Mutation(
         "the saved-tensor hooks around are left out",
         _SAVED,
-        "return _Handed(pack(tensor), unpack)",
+        "return _Handed(packed, unpack)",
         "return tensor",
         ("tests/unit/test_runtime_saved.py",),
     ),
     Mutation(
         "a clipping is applied at every use",
         "tiermem/nn/grads.py",
-        "                for change in unit.pending:\n"
-        "                    change(views)\n"
-        "            unit.pending.clear()\n",
-        "                for change in unit.pending:\n                    change(views)\n",
+        "        written = [e for e, tensor, version in self._under_way if tensor._version != version]\n",
+        "        written: list[Entry] = []\n",
         NN,
     ),
 )
@@ -614,13 +612,13 @@ _ACTIVATIONS = (
 _PARTED = (
     (
         "a part begins with numbers of its own",
-        "                part.take_numbers(self._numbers_then)\n",
+        "            part.take_numbers(numbers)\n",
         "",
     ),
     (
         "a step begins anew with its first part",
-        "for part in self.parts[self._made :]:",
-        "for part in self.parts:",
+        "        numbers, ticket = self._numbers_then or {}, self._ticket\n",
+        "        numbers, ticket = self._numbers_then or {}, object()\n",
     ),
     (
         "masters of parts do not follow their weights",
@@ -732,8 +730,8 @@ MUTATIONS = (
     Mutation(
         "a gradient that a step has unscaled is not written back",
         "tiermem/optim/held.py",
-        "                        written = unit.sees(self._gradients[index]) and (",
-        "                        written = False and (",
+        "        return unit.sees(self.gradients[index]) and (",
+        "        return False and (",
         ("tests/unit/test_optim_parted.py",),
     ),
     *(
