@@ -457,8 +457,8 @@ _ELSEWHERE = (
     Mutation(
         "a clipping is applied at every use",
         "tiermem/nn/grads.py",
-        "        written = [e for e, tensor, version in self._under_way if tensor._version != version]\n",
-        "        written: list[Entry] = []\n",
+        "if tensor._version != version]\n        self._done",
+        "if tensor._version < 0]\n        self._done",
         NN,
     ),
 )
