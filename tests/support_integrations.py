@@ -77,7 +77,9 @@ def resident_losses(
         value = loss(model, tokens)
         value.backward()
         if max_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            # in the order of the groups: a norm of norms is rounded by it
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(params, max_norm)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(value.item())

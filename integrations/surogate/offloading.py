@@ -141,7 +141,7 @@ class Offloading(Run):
         kinds: dict[tuple[bool, bool], list[Any]] = {}
         for param in filter(lambda p: p.requires_grad, self.model.parameters()):
             matrix = param.ndim >= 2
-            orthogonal = param.ndim == 2 and id(param) not in tables
+            orthogonal = cls is NorMuon and param.ndim == 2 and id(param) not in tables
             kinds.setdefault((matrix, orthogonal), []).append(param)
         for (matrix, orthogonal), params in kinds.items():
             group = {"params": params, "weight_decay": decay if matrix else 0.0}

@@ -66,7 +66,11 @@ class Run:
 def plain() -> list[float]:
     model = decoder(LAYERS)
     settings = {"lr": 2e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-    return resident_losses(model, torch.optim.AdamW(model.parameters(), **settings), STEPS)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1]},
+        {"params": [p for p in model.parameters() if p.ndim == 1]},
+    ]
+    return resident_losses(model, torch.optim.AdamW(groups, **settings), STEPS)
 
 
 @pytest.fixture(scope="module")
