@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,8 @@ def test_a_class_that_raises_where_steps_overlap(overlap: str, where: str, tmp_p
             if number == 4:
                 assert overlap == "forward" or pair.optimizer.stepped_in_backward > 0
         Fuse.left = -1
+        with suppress(Bang, tiermem.StepError):  # of a step on the host that nobody has seen yet
+            pair.optimizer.finish()
         pair.check()
 
 
