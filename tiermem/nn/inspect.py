@@ -14,7 +14,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tiermem.core.layout import is_dense
 from tiermem.errors import WrapError
 
-_LARGE_BUFFER = 1 << 18
 owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameter to the id of the manager that has it."""
 
