@@ -6,6 +6,7 @@ No network: dependencies come from the environment that runs the tests.
 from __future__ import annotations
 
 import os
+import re
 import site
 import subprocess
 import sys
@@ -130,9 +131,9 @@ def test_constraints_agree_with_the_dependencies() -> None:
     with open(ROOT / "pyproject.toml", "rb") as file:
         project = tomllib.load(file)["project"]
     direct = project["dependencies"] + project["optional-dependencies"]["test"]
-    names = {requirement.split(";")[0].split(">")[0].split("=")[0] for requirement in direct}
+    names = {re.split("[;<>=]", requirement)[0].lower() for requirement in direct}
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = {line.split("==")[0] for line in lines if "==" in line}
+    pins = {line.split("==")[0].lower() for line in lines if "==" in line}
     assert names <= pins
     (torch,) = [line for line in lines if line.startswith("torch==")]
     assert torch in (ROOT / "Makefile").read_text()

@@ -29,6 +29,7 @@ class Both:
         hbm: str = "32KiB",
         dram: str = "1MiB",
         policy: Any = None,
+        cls: type[torch.optim.Optimizer] = torch.optim.AdamW,
         **options: Any,
     ) -> None:
         model = build()
@@ -37,10 +38,8 @@ class Both:
         self.tier = tiermem.TierManager(device="cpu", hbm=hbm, dram=dram, policy=policy)
         self.tier.wrap(model)
         settings = {"lr": 0.05, "foreach": False}
-        self.plain_optimizer = torch.optim.AdamW(params(self.plain), **settings)
-        self.optimizer = self.tier.optimizer(
-            params(model), torch.optim.AdamW, **settings, **options
-        )
+        self.plain_optimizer = cls(params(self.plain), **settings)
+        self.optimizer = self.tier.optimizer(params(model), cls, **settings, **options)
 
     def __enter__(self) -> Both:
         return self
@@ -219,6 +218,24 @@ def test_what_is_thawed_is_trained_and_clipped(options: dict[str, Any]) -> None:
         both.train(6, clip=clip)
         both.do(thaw)
         both.train(7, clip=clip)
+        both.check()
+
+
+@pytest.mark.parametrize("policy", [None, {"params": "hbm", "optimizer": "hbm"}])
+def test_state_made_with_the_optimizer_is_there_for_what_is_frozen(policy: Any) -> None:
+    def some(model: nn.Module) -> None:
+        freeze(model)
+        model[2][0].bias.requires_grad_(False)
+
+    with Both(some, cls=torch.optim.Adagrad, hbm="64KiB", policy=policy) as both:
+        both.check()
+        assert len(both.optimizer.state) == len(both.plain_optimizer.state) == 12
+        both.train(0)
+        both.check()
+        both.do(thaw)
+        both.train(1)
+        both.do(lambda model, optimizer: optimizer.load_state_dict(optimizer.state_dict()))
+        both.train(2)
         both.check()
 
 

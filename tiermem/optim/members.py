@@ -2,7 +2,8 @@
 
 torch's optimizers hold all parameters that they are given, and pass over those without a
 gradient. So frozen ones may be thawed at any time, and are trained from then on. Here state and
-masters have homes, which are reserved once a parameter is trained, and not before.
+masters have homes, which are reserved once a parameter is trained, and not before; but where a
+class makes all state when it is made (Adagrad), frozen parameters have theirs from then on, too.
 """
 
 from __future__ import annotations
@@ -32,9 +33,15 @@ class Membership:
         self._taken.update((id(param), number) for param, number in members)
         self._idle = [member for member in self._idle if id(member[0]) not in self._taken]
 
-    def wanted(self) -> list[Member]:
-        """Returns parameters that are trained, or have a gradient, and have no unit yet."""
+    def wanted(self, *, frozen: bool = False) -> list[Member]:
+        """Returns parameters that are trained, or have a gradient, and have no unit yet.
+
+        Args:
+            frozen: Frozen ones, too: of a class that makes the state of all when it is made.
+        """
         self._list()
+        if frozen:
+            return list(self._idle)
         with torch._C.DisableTorchFunctionSubclass():
             return [m for m in self._idle if m[0].requires_grad or m[0].grad is not None]
 

@@ -52,7 +52,6 @@ class StateProbe:
 
     Attributes:
         sparse: Whether gradients have to be sparse.
-        eager: Whether the class makes the state when it is made, not at the first step.
     """
 
     def __init__(self, make: Make, device: torch.device, *, sparse: bool) -> None:
@@ -62,7 +61,6 @@ class StateProbe:
         self.sparse = sparse
         self._known: dict[Any, dict[str, StateTensor]] = {}
         self._spoils: dict[Any, bool] = {}
-        self.eager = False
 
     def state_of(
         self, param: torch.Tensor, stride: tuple[int, ...], group: int, settings: dict[str, Any]
@@ -159,7 +157,6 @@ class StateProbe:
         if self.sparse:
             stand_in.grad = stand_in.grad.to_sparse(1)
         optimizer = ready(self._make([{**copied(settings), "params": [stand_in]}]))
-        self.eager = bool(optimizer.state)
         run_unseen(optimizer)
         return dict(optimizer.state[stand_in])
 

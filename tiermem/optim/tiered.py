@@ -145,7 +145,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._learn(range(len(self.param_groups)))
         self._ready = True
         self._keep_gradients(self.param_groups)
-        self._take_on(self._members.wanted())
+        self._take_on_wanted()
         runtime.on_begin.append(self._before_forward)
 
     # -- the optimizer's own methods -------------------------------------
@@ -189,7 +189,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.finish()
         self._norms.forget(self._units)  # a class may write gradients
         self._members.check(self._units)
-        self._take_on(self._members.wanted())
+        self._take_on_wanted()
         self._take_in_edits()
         units = [unit for unit in self._units if self._is_left(unit)]
         self._tell_others(units)
@@ -394,7 +394,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         self._settle_to_clip("clip_grad_norm_()")
         self._runtime.end_backward()
-        self._take_on(self._members.wanted())
+        self._take_on_wanted()
         params = [p for group in self.param_groups for p in group["params"]]
         with torch.no_grad():
             return self._norms.clip(
@@ -422,7 +422,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         self._settle_to_clip("grad_norm()")
         self._runtime.end_backward()
-        self._take_on(self._members.wanted())
+        self._take_on_wanted()
         kind = float(norm_type), foreach, floating("dtype", dtype)
         params = [p for group in self.param_groups for p in group["params"]]
         with torch.no_grad():
@@ -432,7 +432,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamps every gradient to ``[-clip_value, clip_value]``."""
         self._settle_to_clip("clip_grad_value_()")
-        self._take_on(self._members.wanted())
+        self._take_on_wanted()
         change = partial(clip.clamp, limit=float(clip_value))
         clip.change_all(self._runtime, self._units, change)
 
@@ -454,7 +454,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             with told_of_duplicates():
                 super().add_param_group(group)
             self._keep_gradients([group])
-            self._take_on(self._members.wanted())
+            self._take_on_wanted()
         except BaseException:
             del self.param_groups[count:]
             self._natures.pop(count, None)
@@ -574,6 +574,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Fills every default into groups, as the class itself does it; returns them."""
         filled, optimizer = with_defaults(self.make, groups, self._stepped_dtype)
         self._defaults = optimizer.defaults
+        self._eager = bool(optimizer.state)  # made with the optimizer, not at the first step
         self._fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         for group, full in zip(groups, filled, strict=True):
             group.update(full)
@@ -617,6 +618,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Has gradients kept in the dtype asked for, also of what is frozen and may be thawed."""
         params = [param for group in groups for param in group["params"]]
         self._runtime.grads.keep_in(self._grad_dtype, params)
+
+    def _take_on_wanted(self) -> None:
+        self._take_on(self._members.wanted(frozen=self._eager))
 
     def _take_on(self, members: Sequence[Member]) -> None:
         """Plans the units of parameters that are trained from now on, and reserves their homes.
@@ -664,7 +668,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise program.refuse_optimizer(error, kept) from None
         program.optimizers.append(kept)
         self._kept.append(kept)
-        if self._probe.eager:
+        if self._eager:
             for unit in planned:
                 unit.begin(self._runtime, self.param_groups, self._state)
         self._units[:] = units
