@@ -20,6 +20,7 @@ from . import (
     optimizers,
     reading,
     schedules,
+    sizing,
     zero,
 )
 from .engine import DeepSpeedEngine, logger
@@ -95,11 +96,14 @@ def initialize(
     read = reading.read(_source(args, config, config_params))
     client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     autofill.fill(read, autofill.Caller(args, model, client))
-    plan = mapping.plan(read, mapping.Sizes.of(model), tiermem)
+    plan = mapping.plan(read, tiermem)
     if plan.refused:
         raise ConfigError(plan.refused)
     made, groups = _optimizer_of(plan, model, optimizer, model_parameters)
     schedule = _schedule_of(plan, lr_scheduler) if made is not None else None
+    sizing.size(plan, model, made, groups)
+    if plan.refused:
+        raise CapacityError(plan.refused)
     if dist_init_required is not False:
         comm.init_distributed()
     if hasattr(args, "local_rank"):

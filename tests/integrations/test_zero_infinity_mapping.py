@@ -118,22 +118,24 @@ def test_sizes_in_elements_become_bytes_of_host_memory(tmp_path: Path) -> None:
     }  # fmt: skip
 
     def dram(bf16: bool) -> int:
-        found = deepspeed.explain({ZERO: section, "bf16": {"enabled": bf16}}, model=model)
-        return int(found.manager["dram"])
+        own = {"device": "cpu", "hbm": "32MiB"}
+        raw = {ZERO: section, "bf16": {"enabled": bf16}, "tiermem": own}
+        return int(deepspeed.explain(raw, model=model).manager["dram"])
+
+    def sized(grads: int, ahead: int) -> int:
+        pages, chunks = -(-grads // 4096) * 4096, 16 * (32 << 10)  # of gradients; for files
+        total = pages + chunks + ahead
+        return total + total // 32 + (256 << 20)
 
     def expected(weight: int) -> int:
-        grads = 1_000_000 * weight
         ahead = (3 * 50_000 + 200_000) * weight
-        buffers = 5 * 100_000 * 4
-        total = grads + ahead + buffers
-        return total + total // 16 + (256 << 20)
+        return sized(1_000_000 * weight, ahead + 5 * 100_000 * 4)
 
     assert dram(False) == expected(4)
     assert dram(True) == expected(2)
     section["offload_param"]["max_in_cpu"] = 1e12  # no more than there is
     section["offload_optimizer"]["buffer_count"] = 10**9
-    total = 4_000_000 + 4_000_000 + 12_000_000
-    assert dram(False) == total + total // 16 + (256 << 20)
+    assert dram(False) == sized(4_000_000, 4_000_000 + 12_000_000)
     rows = deepspeed.explain({ZERO: section, "bf16": {"enabled": True}}, model=model)
     assert rows[f"{PARAM}.buffer_size"].setting == "TierManager(dram): 100,000 bytes"
     assert rows[f"{ZERO}.sub_group_size"].setting == "TierManager(dram): 400,000 bytes"
