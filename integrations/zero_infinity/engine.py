@@ -35,6 +35,7 @@ class DeepSpeedEngine(Queries):
         training_dataloader: Or None.
         device: Where inputs belong.
         local_rank: Of this process.
+        optimizer_class: What steps the blocks.
         global_steps: Steps so far, those left out with them.
         skipped_steps: Steps that were left out.
         global_samples: Samples so far.
@@ -58,6 +59,7 @@ class DeepSpeedEngine(Queries):
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.client_optimizer: torch.optim.Optimizer | None = None
+        self.optimizer_class: type[torch.optim.Optimizer] = torch.optim.Optimizer
         self.config = plan.config.raw
         self.device = comm.device_of(plan.device)
         self.local_rank = comm.local_rank()

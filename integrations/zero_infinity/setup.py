@@ -117,6 +117,8 @@ def initialize(
         engine.destroy()
         raise
     engine.client_optimizer = client
+    if made is not None:
+        engine.optimizer_class = made[0]
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     if read["dump_state"]:
