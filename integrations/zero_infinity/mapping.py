@@ -11,8 +11,9 @@ import torch
 
 from tiermem import ConfigError
 
-from . import reading
+from . import autofill, notation, reading
 from .reading import SHORT, Config, Setting
+from .schema import OPTIONS
 from .zerooptions import PARAM, STATE, ZERO
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -81,6 +82,34 @@ def plan(config: Config, more: Mapping[str, Any] | None = None) -> Plan:
     _manager(found, own)
     _optimizer(found, own)
     return found
+
+
+class DeepSpeedConfig:
+    """A configuration's values by the names of its options: ``train_batch_size`` and others.
+
+    Args:
+        config: A path, a dict, or text in base64.
+        mpu: Must be None.
+        mesh_device: Must be None.
+
+    Raises:
+        ConfigError: If it is wrong.
+    """
+
+    def __init__(self, config: notation.Source, mpu: Any = None, mesh_device: Any = None) -> None:
+        if mpu is not None or mesh_device is not None:
+            raise ConfigError("DeepSpeedConfig(mpu=, mesh_device=): there is one process")
+        read = reading.read(config)
+        autofill.fill(read, autofill.Caller())
+        self._plan = plan(read)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns the value of the option of this name, of the whole file or of a section."""
+        config = self.__dict__["_plan"].config
+        for path in (name, name.replace("zero_", f"{ZERO}.", 1), name.replace("_", ".", 1)):
+            if path in OPTIONS:
+                return config[path]
+        raise AttributeError(f"the configuration has no option {name!r}")
 
 
 def _batches(found: Plan) -> None:

@@ -246,6 +246,8 @@ def _open(
         raise
     for param in model.parameters():
         zero.managed[param] = tier
+        if engine.optimizer is not None:
+            zero.optimizers[param] = engine.optimizer
     return engine
 
 

@@ -17,6 +17,8 @@ from . import notation, reading
 
 managed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameters of every engine's model, and the manager that has them."""
+optimizers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Likewise, and the engine's optimizer."""
 
 
 class Init:
