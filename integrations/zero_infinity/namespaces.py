@@ -79,6 +79,49 @@ def _mem_needs(model: Any, *_: Any, **__: Any) -> None:
     utils.logger.info("%s", found)
 
 
+class _Groups(ModuleType):
+    """``deepspeed.utils.groups``: every group is of this one process."""
+
+    def __getattr__(self, name: str) -> Any:
+        answers = {"_world_size": 1, "_rank": 0, "_group": None}
+        for end, answer in answers.items():
+            if name.endswith(end) and "get_" in name:
+                return lambda *_: answer
+        raise AttributeError(f"deepspeed.utils.groups has no {name!r} in zero_infinity")
+
+
+def _cloned(item: Any, device: Any = "cpu") -> Any:
+    """Returns tensors in lists and mappings as copies of their own memory."""
+    if isinstance(item, torch.Tensor):
+        return item.detach().clone().to(device)
+    if isinstance(item, Mapping):
+        return type(item)((key, _cloned(value, device)) for key, value in item.items())  # type: ignore[call-arg]
+    return type(item)(_cloned(v, device) for v in item) if isinstance(item, list | tuple) else item
+
+
+_KEYS = (
+    "base_optimizer_state", "buffer_names", "ds_version", "fp32_flat_groups",
+    "frozen_param_fragments", "frozen_param_shapes", "group_paddings", "loss_scaler",
+    "optimizer_state_dict", "param_groups", "param_shapes", "param_slice_mappings",
+    "partition_count", "single_partition_of_fp32_groups", "universal_checkpoint_info", "zero_stage",
+)  # fmt: skip
+    "base_optimizer_state",
+    "buffer_names",
+    "ds_version",
+    "fp32_flat_groups",
+    "frozen_param_fragments",
+    "frozen_param_shapes",
+    "group_paddings",
+    "loss_scaler",
+    "optimizer_state_dict",
+    "param_groups",
+    "param_shapes",
+    "param_slice_mappings",
+    "partition_count",
+    "single_partition_of_fp32_groups",
+    "universal_checkpoint_info",
+    "zero_stage",
+]
 _SCALERS = {
     cls.__name__: cls for cls in unpickling.ALLOWED if getattr(cls, "__module__", "").endswith(
         "loss_scaler")
@@ -115,6 +158,8 @@ _ZERO = {name: value for name, value in vars(zero).items() if name[0] != "_"}
 PROVIDED: dict[str, Mapping[str, Any] | ModuleType] = {
     "accelerator": accelerator,
     "accelerator.real_accelerator": accelerator,
+    "checkpoint.constants": {key.upper(): key for key in _KEYS},
+    "checkpoint.utils": {"clone_tensors_for_torch_save": _cloned},
     "checkpointing": checkpointing,
     "comm": comm,
     "comm.comm": comm,
@@ -150,6 +195,7 @@ PROVIDED: dict[str, Mapping[str, Any] | ModuleType] = {
         "estimate_zero2_model_states_mem_needs_all_live": _mem_needs,
     },
     "utils": _UTILS,
+    "utils.groups": _Groups("deepspeed.utils.groups"),
     "utils.logging": _UTILS,
     "utils.tensor_fragment": _UTILS,
     "utils.zero_to_fp32": zero_to_fp32,

@@ -55,7 +55,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     "runtime.fp16.fused_optimizer": ("FP16_Optimizer", _STATE),
     "runtime.fp16.unfused_optimizer": ("FP16_UnfusedOptimizer", _STATE),
     "runtime.hybrid_engine": ("DeepSpeedHybridEngine", _INFER),
-    "runtime.pipe": ("PipelineModule LayerSpec TiedLayerSpec", _PIPE),
+    "runtime.checkpoint_engine": ("torch_checkpoint_engine", _STATE),
+    "runtime.pipe": ("schedule PipelineModule LayerSpec TiedLayerSpec", _PIPE),
     "runtime.pipe.engine": ("PipelineEngine", _PIPE),
     "runtime.pipe.module": ("PipelineModule LayerSpec TiedLayerSpec", _PIPE),
     "runtime.pipe.topology": ("PipeModelDataParallelTopology PipeDataParallelTopology "

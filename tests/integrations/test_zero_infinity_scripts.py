@@ -22,6 +22,8 @@ WORK = """
 import deepspeed.comm as dist
 from deepspeed import DeepSpeedEngine, OnDevice, comm, get_accelerator, init_distributed, zero
 from deepspeed.accelerator.real_accelerator import get_accelerator
+from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, PARAM_SHAPES
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.git_version_info import version
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
@@ -42,6 +44,8 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live
 from deepspeed.utils import OnDevice, RepeatingLoader, log_dist, logger, safe_get_full_fp32_param
 from deepspeed.utils import safe_get_full_grad, set_z3_leaf_modules
+from deepspeed.utils import groups
+from deepspeed.utils.groups import _get_data_parallel_world_size
 from deepspeed.utils.logging import log_dist, logger
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.zero import Init
@@ -287,6 +291,10 @@ def test_helpers_around_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     assert deepspeed.comm.get_rank() == deepspeed.comm.get_local_rank() == 0
     assert deepspeed.comm.get_world_size() == 1
     deepspeed.comm.barrier()
+    assert deepspeed.utils.groups._get_data_parallel_world_size() == 1
+    value = torch.arange(4)[:2]
+    (copied,) = deepspeed.checkpoint.utils.clone_tensors_for_torch_save({"a": value}).values()
+    assert copied.untyped_storage().nbytes() == 16
 
 
 def test_a_configurations_values_by_name() -> None:
