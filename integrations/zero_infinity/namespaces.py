@@ -105,23 +105,6 @@ _KEYS = (
     "optimizer_state_dict", "param_groups", "param_shapes", "param_slice_mappings",
     "partition_count", "single_partition_of_fp32_groups", "universal_checkpoint_info", "zero_stage",
 )  # fmt: skip
-    "base_optimizer_state",
-    "buffer_names",
-    "ds_version",
-    "fp32_flat_groups",
-    "frozen_param_fragments",
-    "frozen_param_shapes",
-    "group_paddings",
-    "loss_scaler",
-    "optimizer_state_dict",
-    "param_groups",
-    "param_shapes",
-    "param_slice_mappings",
-    "partition_count",
-    "single_partition_of_fp32_groups",
-    "universal_checkpoint_info",
-    "zero_stage",
-]
 _SCALERS = {
     cls.__name__: cls for cls in unpickling.ALLOWED if getattr(cls, "__module__", "").endswith(
         "loss_scaler")
