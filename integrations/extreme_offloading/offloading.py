@@ -7,10 +7,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem import CapacityError, ConfigError, Policy, TieredOptimizer, TierManager
+from tiermem import (
+    CapacityError,
+    ConfigError,
+    Policy,
+    TieredOptimizer,
+    TierManager,
+    budgets_for,
+)
 from tiermem.config import parse_size
 
-from ..layers import layers_of, recompute_layers
+from ..layers import layers_of
 from ..options import Option, checked, need
 from ..run import Run
 
@@ -40,8 +47,17 @@ OPTIONS: tuple[Option, ...] = (
         "`peft.LoraConfig(r=...)`",
         "adapters of that rank on every linear module of the layers, fp32, A drawn, B zero",
         f"{_TESTS}::test_adapters",
+        least=1,
     ),
-    Option("alpha", "int", 16, "`peft.LoraConfig(lora_alpha=...)`", "", f"{_TESTS}::test_adapters"),
+    Option(
+        "alpha",
+        "int",
+        16,
+        "`peft.LoraConfig(lora_alpha=...)`",
+        "",
+        f"{_TESTS}::test_adapters",
+        least=1,
+    ),
     Option(
         "learning_rate",
         "float",
@@ -49,6 +65,7 @@ OPTIONS: tuple[Option, ...] = (
         "`tier.optimizer(model, Adam, lr=...)`",
         "of Adam, over the adapters",
         f"{_TESTS}::test_losses_are_the_resident_ones",
+        least=0,
     ),
     Option(
         "seed",
@@ -130,16 +147,8 @@ class Offloading(Run):
                 f"{type(model).__name__} has no list of layers of one class to stream"
             )
         hbm = _hbm(cap, activations)
-        dtype = self._options["dtype"]
-        if dtype is not None:
-            model.to(dtype)
-        self._add_adapters(peft, model, layers)
-        recompute_layers(model)
-        if torch.device(device).type == "cuda":
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(
-                min(1.0, parse_size(cap, "cap") / total), device
-            )
+        budgets_for(model, device=device, hbm=hbm, policy="dram")  # refuses what cannot be wrapped
+        targets = _targets(model, layers)
         self.tier = TierManager(
             device=device,
             hbm=hbm,
@@ -147,22 +156,19 @@ class Offloading(Run):
             policy=Policy(params="hbm", grads="hbm", master="hbm", optimizer="hbm"),
             prefetch_depth="auto" if self._options["prefetch"] else 0,
         )
-        try:
-            self.model = self.tier.wrap(model, homes=_homes(model, layers))  # type: ignore[arg-type]
-        except BaseException:
-            self.tier.close()
-            raise
+        dtype = self._options["dtype"]
+        if dtype is not None:
+            model.to(dtype)
+        self._add_adapters(peft, model, targets)
+        if torch.device(device).type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(
+                min(1.0, parse_size(cap, "cap") / total), device
+            )
+        self.wrap(model, recompute=True, homes=_homes(model, layers))
 
-    def _add_adapters(self, peft: Any, model: nn.Module, layers: list[nn.Module]) -> None:
-        """Puts adapters on every linear module of the layers, as peft starts them."""
-        inside = {id(module) for layer in layers for module in layer.modules()}
-        targets = [
-            name
-            for name, module in model.named_modules()
-            if id(module) in inside and isinstance(module, nn.Linear)
-        ]
-        if not targets:
-            raise ConfigError("the model's layers have no torch.nn.Linear to put adapters on")
+    def _add_adapters(self, peft: Any, model: nn.Module, targets: list[str]) -> None:
+        """Puts adapters on modules, as peft starts them."""
         config = peft.LoraConfig(
             r=self._options["rank"], lora_alpha=self._options["alpha"], target_modules=targets
         )
@@ -186,6 +192,23 @@ class Offloading(Run):
         trained = [p for p in self.model.parameters() if p.requires_grad]
         settings = {"lr": self._options["learning_rate"], **settings}
         return self.tier.optimizer(trained, torch.optim.Adam, **settings)  # type: ignore[arg-type, unused-ignore]
+
+
+def _targets(model: nn.Module, layers: list[nn.Module]) -> list[str]:
+    """Returns the names of every linear module of the layers.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    targets = [
+        name
+        for name, module in model.named_modules()
+        if id(module) in inside and isinstance(module, nn.Linear)
+    ]
+    if not targets:
+        raise ConfigError("the model's layers have no torch.nn.Linear to put adapters on")
+    return targets
 
 
 def _homes(model: nn.Module, layers: list[nn.Module]) -> dict[str, str]:
