@@ -275,6 +275,11 @@ def _fields_of(config: object | None) -> dict[str, Any]:
     """Returns the known fields that a configuration has."""
     if config is None:
         return {}
+    if isinstance(config, str | bytes | int | float | list | tuple | set):
+        raise ConfigError(
+            "a configuration is a mapping, or an object with the fields (a provider, a "
+            f"TransformerConfig), not {config!r} ({type(config).__name__})"
+        )
     if isinstance(config, Mapping):
         return {name: config[name] for name in NAMES if name in config}
     return {name: getattr(config, name) for name in NAMES if hasattr(config, name)}
@@ -286,7 +291,7 @@ def _warn_of_near_misses(config: object | None, where: str) -> None:
         return
     names = list(config if isinstance(config, Mapping) else getattr(config, "__dict__", {}))
     for name in names:
-        near = difflib.get_close_matches(str(name), list(NAMES), n=1, cutoff=0.85)
+        near = difflib.get_close_matches(str(name).lower(), list(NAMES), n=1, cutoff=0.85)
         if near and name not in NAMES and str(name) not in _MEGATRONS:
             warnings.warn(
                 f"{where}: {name!r} is no field of Megatron's (did you mean {near[0]}?); ignored",

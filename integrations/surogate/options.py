@@ -349,6 +349,9 @@ class Options:
 
     def _check_quants(self, where: str) -> None:
         values = self.values
+        several = [name for name in _QLORA if values[name]]
+        if len(several) > 1:
+            raise ConfigError(f"{where}: {' and '.join(several)} exclude each other; keep one")
         if self.qlora is not None:
             for name in ("offload_master", *_QUANTS):
                 if values[name]:

@@ -144,6 +144,9 @@ def test_pin_is_without_effect() -> None:
         ({"dtype": torch.int8}, "dtype must be one of"),
         ({"device": "tpu"}, "tpu"),
         ({"dram": "much"}, "dram is not a size"),
+        ({"dram": 10}, "does not fit in tier dram"),
+        ({"cap": "8KiB", "dtype": "bf16"}, "cap= leaves 4096 for them"),
+        ({"seed": 2**70}, "seed must be between"),
     ],
 )
 def test_bad_input_changes_nothing(options: dict[str, Any], says: str) -> None:
@@ -152,6 +155,11 @@ def test_bad_input_changes_nothing(options: dict[str, Any], says: str) -> None:
         offloading(model, **options)
     assert not any("lora" in name for name, _ in model.named_parameters())
     assert all(p.requires_grad for p in model.parameters())
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert not any(type(m).__name__ != k for m, k in zip(model.modules(), KINDS, strict=True))
+
+
+KINDS = [type(module).__name__ for module in decoder(LAYERS, width=WIDTH).modules()]
 
 
 def test_a_model_that_is_wrapped_already_gets_no_adapters() -> None:

@@ -260,6 +260,12 @@ def test_a_mapping() -> None:
     assert Fields({"cpu_offloading": True, "hidden_size": 8}).given == {"cpu_offloading"}
 
 
+@pytest.mark.parametrize("config", ["bridge.yaml", 3, [1], ("cpu_offloading",)])
+def test_what_is_no_configuration_is_refused(config: Any) -> None:
+    with pytest.raises(ConfigError, match=type(config).__name__):
+        Fields(config)
+
+
 def test_names_that_are_nearly_a_fields_are_warned_about() -> None:
     """A provider has many other fields; a misspelt one of these would do nothing in silence."""
     with pytest.warns(UserWarning, match=r"'cpu_offloding' is no field .* cpu_offloading"):

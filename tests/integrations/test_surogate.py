@@ -152,6 +152,7 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
         ({"cpu_training": True, "zero_level": 2}, "exclude each other"),
         ({"cpu_training": True, "qlora_bnb": True}, "exclude each other"),
         ({"zero_level": 4}, "zero_level is 1, 2 or 3"),
+        ({"qlora_fp8": True, "qlora_fp4": True}, "qlora_fp8 and qlora_fp4 exclude each other"),
     ],
 )
 def test_rules_name_what_is_missing(options: dict[str, Any], missing: str) -> None:
