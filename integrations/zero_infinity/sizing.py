@@ -18,8 +18,6 @@ _MARGIN = 32
 """One part in so many is added to the host memory that is needed."""
 _STAGING = 256 << 20
 """And so many bytes with files: staging chunks, which grow with the budget."""
-_SAVED = 4
-"""With ``cpu_checkpointing`` one part in so many of what is left, since the batch is not known."""
 _STATE = 12
 """Bytes of masters and state of a parameter: float32 and two moments."""
 
@@ -85,7 +83,7 @@ def _wanted(plan: Plan, model: nn.Module, found: tiermem.Budgets) -> int:
     wanted = found.dram + _ahead(plan, model)
     wanted += wanted // _MARGIN + (_STAGING if "nvme" in plan.manager else 0)
     if plan.manager["policy"]["activations"] == "dram":
-        wanted += max(0, found.available - wanted) // _SAVED
+        return found.available  # the batch is not known, and no more is taken than is used
     return wanted
 
 

@@ -133,11 +133,12 @@ def test_host_memory_that_is_not_there_is_refused_before_anything_moves(
     assert "10,000 are available" in explained.refused
 
 
-def test_room_for_saved_tensors_is_a_part_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_tensors_may_have_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiermem.budgets.available_memory", lambda: 1 << 30)
     saved = {"activation_checkpointing": {"cpu_checkpointing": True}}
     plain, more = (
         deepspeed.explain(raw({"hbm": "8MiB"}, **extra), model=nn.Linear(300, 300)).manager["dram"]
         for extra in ({}, saved)
     )
-    assert more == plain + ((1 << 30) - plain) // 4
+    assert plain < 2 << 20
+    assert more == (1 << 30) * 9 // 10
