@@ -199,26 +199,25 @@ class DeepSpeedEngine(Queries):
             StepError: If there is no optimizer, inside ``no_sync``, or where the loss scale can
                 go no lower.
         """
-        self._refuse_without_optimizer("step()")
+        optimizer = self._refuse_without_optimizer("step()")
         if self._inside_no_sync:
             raise StepError("step() inside no_sync(): leave no_sync first")
         self._step_applied = self._scaled = False
         boundary = not self._managed or self.is_gradient_accumulation_boundary()
         if boundary:
             with self._timed("step"):
-                self._take_step(lr_kwargs or {})
+                self._take_step(optimizer, lr_kwargs or {})
             self._report()
         self.micro_steps += 1
 
-    def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
-        assert self.optimizer is not None  # for the type checker; refused before
-        overflow = self._settle_gradients(self.optimizer)
+    def _take_step(self, optimizer: TieredOptimizer, lr_kwargs: dict[str, Any]) -> None:
+        overflow = self._settle_gradients(optimizer)
         if not overflow:
-            self.optimizer.step()
+            optimizer.step()
             if self.client_optimizer is not None:  # which torch's schedulers look at
                 self.client_optimizer._opt_called = True  # type: ignore[attr-defined]
-        self.optimizer.zero_grad()
-        self.optimizer.__dict__["overflow"] = overflow
+        optimizer.zero_grad()
+        optimizer.__dict__["overflow"] = overflow
         if self.scaler is not None:
             self.scaler.update(overflow)
             self.show_scale()
@@ -389,11 +388,12 @@ class DeepSpeedEngine(Queries):
             shown = {"loss_scale": self.scaler.scale, "cur_scale": self.scaler.scale}
             self.optimizer.__dict__.update(shown)
 
-    def _refuse_without_optimizer(self, what: str) -> None:
+    def _refuse_without_optimizer(self, what: str) -> TieredOptimizer:
         if self.optimizer is None:
             raise StepError(
                 f"{what}: there is no optimizer; give initialize() one, or name one in the file"
             )
+        return self.optimizer
 
     def _autocast(self) -> AbstractContextManager[Any]:
         config = self.plan.config

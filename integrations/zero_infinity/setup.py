@@ -93,12 +93,8 @@ def initialize(
         raise ConfigError("initialize(mpu=, mesh_param=): there is one process; leave them out")
     comm.refuse_several()
     _check_model(model)
-    read = reading.read(_source(args, config, config_params))
     client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-    autofill.fill(read, autofill.Caller(args, model, client))
-    plan = mapping.plan(read, tiermem)
-    if plan.refused:
-        raise ConfigError(plan.refused)
+    plan = _planned(_source(args, config, config_params), args, model, client, tiermem)
     made, groups = _optimizer_of(plan, model, optimizer, model_parameters)
     schedule = _schedule_of(plan, lr_scheduler) if made is not None else None
     sizing.size(plan, model, made, groups)
@@ -121,9 +117,29 @@ def initialize(
         engine.optimizer_class = made[0]
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
-    if read["dump_state"]:
+    if plan.config["dump_state"]:
         logger.info("%s", explained(plan))
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _planned(
+    source: notation.Source,
+    args: Any,
+    model: nn.Module,
+    client: torch.optim.Optimizer | None,
+    more: Mapping[str, Any] | None,
+) -> Plan:
+    """Reads a configuration, and returns what it becomes.
+
+    Raises:
+        ConfigError: If it is wrong, or lacks something on this machine.
+    """
+    read = reading.read(source)
+    autofill.fill(read, autofill.Caller(args, model, client))
+    plan = mapping.plan(read, more)
+    if plan.refused:
+        raise ConfigError(plan.refused)
+    return plan
 
 
 def _source(args: Any, *given: notation.Source | None) -> notation.Source:
