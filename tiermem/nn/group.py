@@ -307,6 +307,12 @@ class Group(Holder):
             return True
         return self._count() != self._versions
 
+    def count_writes(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Has torch count a write of tensors that is made elsewhere; it is nobody else's."""
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
+        self._versions += len(tensors)
+
     def point_softly(self, *, dirty: bool) -> None:
         """Points the tensors at the block without holding it there.
 
