@@ -1,6 +1,6 @@
-"""Steps count as writes of the weights when they are asked for, wherever and whenever they are made.
+"""A step counts as a write of the weights when it is asked for, wherever and whenever it is made.
 
-torch refuses to go back through a graph that holds a tensor which was written since; it compares a
+torch refuses to go back through a graph that holds a tensor which was written since: it compares a
 counter of each tensor. A step that waits for the next forward, or that the host makes at home, or
 that passes through parts, writes nothing through the parameters when it is asked for, and a graph
 from before it would find the new weights, or the old ones. So it is counted then, and what is
