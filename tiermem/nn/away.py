@@ -20,9 +20,10 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import distributed
 
-from tiermem.errors import CapacityError, ClosedError, ParameterError, WrapError
+from tiermem.errors import CapacityError, ClosedError, WrapError
 from tiermem.nn.placeholder import is_placeholder
 from tiermem.nn.quiet import unrecorded
+from tiermem.nn.replaced import why_not
 from tiermem.nn.standin import Opened, StandIn, writes
 
 if TYPE_CHECKING:
@@ -220,12 +221,9 @@ def _ordinary(away: Any, kind: Any, *, copy: bool) -> Any:
 
 def _take_data(away: Any, value: torch.Tensor) -> None:
     """``param.data = value``: takes the values over, since the memory has to be the block's."""
-    if value.shape != away.shape or value.dtype is not away.dtype:
-        raise ParameterError(
-            f"a parameter of block {_group(away).block.name!r} cannot become "
-            f"{tuple(value.shape)} {value.dtype} behind the manager's back, it is "
-            f"{tuple(away.shape)} {away.dtype}; call tier.unwrap(module) first"
-        )
+    refused = why_not(_group(away), away, away, value)
+    if refused is not None:
+        raise refused
     with torch.no_grad():
         use = _Held(away)
         try:

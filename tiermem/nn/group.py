@@ -12,7 +12,8 @@ from torch.utils.hooks import RemovableHandle
 from tiermem.core.block import ALIGNMENT, Block, Extent
 from tiermem.nn.away import away_class, group_of
 from tiermem.nn.names import HeldDict, TieredDict
-from tiermem.nn.placeholder import is_placeholder, shared_placeholder
+from tiermem.nn.placeholder import shared_placeholder
+from tiermem.nn.replaced import bring_home, take_home
 from tiermem.runtime.audit import differs_from_home
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.slots import Holder, Slot
@@ -288,9 +289,10 @@ class Group(Holder):
         # what was written while nobody held the block counts as well, which does no harm
         before, self._versions = self._versions, self._count()
         written = dirty or self.writes_hidden or self._versions != before
+        refused = None
         if slot is not None and slot.others():
             written = True  # whoever looks at the bytes may write them, or has replaced them
-            self._bring_home(slot)
+            refused = bring_home(self, slot)
             self._point(slot)
         if self.suspect and not written:
             written = differs_from_home(self.manager, self.block)
@@ -300,6 +302,8 @@ class Group(Holder):
             self.soft = soft
             slot.idle = not soft
         self._release(self.block.id, dirty=written)
+        if refused is not None:
+            raise refused
 
     def may_be_written(self) -> bool:
         """Whether somebody can write the bytes, or has written them since their last use."""
@@ -367,7 +371,7 @@ class Group(Holder):
         self.holds, self.soft = 0, False
         with _Plain(), torch.inference_mode(False), torch.no_grad():
             if slot is not None and record is not None and record.usable:
-                written = self._take_home(slot) or self._count() != self._versions
+                written = take_home(self, slot) or self._count() != self._versions
                 record.leases += written
                 if written:
                     self.manager.table.mark_dirty(self.block.id)
@@ -379,22 +383,6 @@ class Group(Holder):
             self._away()
         self._versions = self._count()
         _change(self._hidden)
-
-    def _take_home(self, slot: Slot) -> bool:
-        """Takes over what a user pointed tensors at; what is in the arena is a block's."""
-        base = self.manager.arena.bytes_of(Extent(0, ALIGNMENT)).data_ptr()
-        found = False
-        for member in self._members:
-            data, view = member.tensor.data, slot.views[member.index]
-            if member.materialized or is_placeholder(data):
-                continue
-            address = data.untyped_storage().data_ptr()
-            if base <= address < base + self.manager.arena.capacity:
-                continue
-            if data.shape == view.shape and data.dtype is view.dtype:
-                view.copy_(data)
-                found = True
-        return found
 
     def leases(self) -> int:
         """Returns how many leases of the block are this group's own."""
@@ -471,18 +459,6 @@ class Group(Holder):
             self._slot.pointed = 0
             self._slot.idle = False
             self._slot = None
-
-    def _bring_home(self, slot: Slot) -> None:
-        """Takes over values of tensors that were pointed elsewhere (``w.data = w.data * 2``)."""
-        with torch.inference_mode(False), torch.no_grad():
-            for member in self._members:
-                if member.materialized:
-                    continue
-                data, view = member.tensor.data, slot.views[member.index]
-                if is_placeholder(data) or data.untyped_storage().data_ptr() == slot.address:
-                    continue
-                if data.shape == view.shape and data.dtype is view.dtype:
-                    view.copy_(data)
 
     def _count(self) -> int:
         total = 0
