@@ -96,7 +96,20 @@ class Away(StandIn):
         if func is torch.Tensor.detach:
             # who calls: nn.Parameter(), StandIn.__torch_function__(), dispatch(), this
             return self._detach(sys._getframe(3).f_code)
+        if func is torch.Tensor.data_ptr and id(self) in group_of:
+            return True, self._located()
         return False, None
+
+    def _located(self) -> int:
+        """Returns where the tensor is."""
+        use = _Held(self)
+        try:
+            address = use.tensor.data_ptr()
+            if use.tensor.numel():
+                use.group.lender.addresses.tell(use.group, use.tensor, address)
+            return address
+        finally:
+            use.close(torch.Tensor.data_ptr)
 
     def _detach(self, caller: types.CodeType) -> tuple[bool, Any]:
         if caller is _NEW_PARAMETER:

@@ -9,7 +9,7 @@ import torch
 from torch import is_inference_mode_enabled, nn
 from torch.utils.hooks import RemovableHandle
 
-from tiermem.core.block import ALIGNMENT, Block, Extent
+from tiermem.core.block import Block
 from tiermem.nn.away import away_class, group_of
 from tiermem.nn.names import HeldDict, TieredDict
 from tiermem.nn.placeholder import shared_placeholder
@@ -19,6 +19,7 @@ from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.slots import Holder, Slot
 
 if TYPE_CHECKING:
+    from tiermem.nn.addresses import Addresses
     from tiermem.nn.grads import GradUnit
     from tiermem.nn.saved import SavedHooks
     from tiermem.nn.scope import Inside
@@ -130,6 +131,11 @@ class Lender(Protocol):
 
     def thawed(self, tensor: torch.Tensor) -> None:
         """A parameter's ``requires_grad`` was set."""
+        ...
+
+    @property
+    def addresses(self) -> Addresses:
+        """Where users were told that its tensors are."""
         ...
 
     @property

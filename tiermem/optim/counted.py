@@ -62,7 +62,7 @@ class CountedSteps:
         """Leaves the counters as they are, if this step was counted before it is made."""
         with ExitStack() as stack:
             for param, _ in unit.members if self._ahead is ticket else ():
-                stack.enter_context(unchanged_version(param))  # type: ignore[no-untyped-call]
+                stack.enter_context(unchanged_version(param))
             yield
 
 
