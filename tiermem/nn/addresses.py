@@ -14,6 +14,7 @@ import torch
 
 from tiermem.errors import ParameterError
 from tiermem.nn.away import group_of
+from tiermem.nn.replaced import named
 
 if TYPE_CHECKING:
     from tiermem.nn.group import Group
@@ -45,7 +46,7 @@ class Addresses:
             tied = theirs is not None and member is not None and theirs.index == member.index
             if not (tied and group_of[id(other)] is group):
                 raise ParameterError(
-                    f"{_name(group, tensor)} is in HBM where {_name(group_of[id(other)], other)} "
+                    f"{named(group, tensor)} is in HBM where {named(group_of[id(other)], other)} "
                     "was said to be, which has left since: addresses of tensors in the tiers "
                     "cannot be compared or kept; compare the tensors with `is`, or ask for "
                     "addresses inside `with tier.materialize(module)`"
@@ -58,9 +59,3 @@ class Addresses:
     def _is_at(self, address: int, tensor: torch.Tensor) -> bool:
         found = self._at.get(address)
         return found is not None and found() is tensor
-
-
-def _name(group: Group, tensor: torch.Tensor) -> str:
-    member = group.member_of(tensor)
-    name = getattr(member, "name", "") or "a tensor"
-    return f"{name} of block {group.block.name!r}"

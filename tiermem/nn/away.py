@@ -20,10 +20,10 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import distributed
 
-from tiermem.errors import CapacityError, ClosedError, WrapError
+from tiermem.errors import CapacityError, ClosedError, ParameterError, WrapError
 from tiermem.nn.placeholder import is_placeholder
 from tiermem.nn.quiet import unrecorded
-from tiermem.nn.replaced import why_not
+from tiermem.nn.replaced import named, why_not
 from tiermem.nn.standin import Opened, StandIn, writes
 
 if TYPE_CHECKING:
@@ -96,6 +96,11 @@ class Away(StandIn):
         if func is torch.Tensor.detach:
             # who calls: nn.Parameter(), StandIn.__torch_function__(), dispatch(), this
             return self._detach(sys._getframe(3).f_code)
+        if func is torch.Tensor.share_memory_ and id(self) in group_of:
+            raise ParameterError(
+                f"{named(_group(self), args[0])} comes and goes, and cannot be in memory that "
+                "processes share; call tier.unwrap(module) first"
+            )
         if func is torch.Tensor.data_ptr and id(self) in group_of:
             return True, self._located()
         return False, None
@@ -232,6 +237,11 @@ def _ordinary(away: Any, kind: Any, *, copy: bool) -> Any:
     return made
 
 
+def _share(first: torch.Tensor, second: torch.Tensor) -> bool:
+    storages = [tensor.untyped_storage()._cdata for tensor in (first, second)]
+    return storages[0] == storages[1]
+
+
 def _take_data(away: Any, value: torch.Tensor) -> None:
     """``param.data = value``: takes the values over, since the memory has to be the block's."""
     refused = why_not(_group(away), away, away, value)
@@ -240,6 +250,9 @@ def _take_data(away: Any, value: torch.Tensor) -> None:
     with torch.no_grad():
         use = _Held(away)
         try:
-            away.detach().copy_(value)
+            own = away.detach()
+            if not isinstance(value, StandIn) and _share(own, value):
+                value = value.clone()  # ``param.data = param.data.t()``
+            own.copy_(value)
         finally:
             use.group.lender.lent(use.group, use.pushed, dirty=True)

@@ -13,7 +13,7 @@ from tiermem.core.block import Block
 from tiermem.nn.away import away_class, group_of
 from tiermem.nn.names import HeldDict, TieredDict
 from tiermem.nn.placeholder import shared_placeholder
-from tiermem.nn.replaced import bring_home, take_home
+from tiermem.nn.replaced import bring_home, reshaped, take_home
 from tiermem.runtime.audit import differs_from_home
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.slots import Holder, Slot
@@ -296,9 +296,11 @@ class Group(Holder):
         before, self._versions = self._versions, self._count()
         written = dirty or self.writes_hidden or self._versions != before
         refused = None
-        if slot is not None and slot.others():
+        if slot is not None and self._versions != before:
+            refused = reshaped(self, slot)
+        if slot is not None and (refused is not None or slot.others()):
             written = True  # whoever looks at the bytes may write them, or has replaced them
-            refused = bring_home(self, slot)
+            refused = refused or bring_home(self, slot)
             self._point(slot)
         if self.suspect and not written:
             written = differs_from_home(self.manager, self.block)

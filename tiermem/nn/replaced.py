@@ -31,10 +31,7 @@ def why_not(
         own: Of its shape and dtype.
         value: What ``tensor.data`` was set to, or is about to be.
     """
-    member = group.member_of(tensor)
-    name = getattr(member, "name", "") or "a tensor"
-    what = f"{name} of block {group.block.name!r}"
-    here = group.manager.device
+    what, here = named(group, tensor), group.manager.device
     if value.shape != own.shape or value.dtype is not own.dtype:
         return ParameterError(
             f"{what} cannot become {tuple(value.shape)} {value.dtype} behind the manager's back, "
@@ -48,6 +45,36 @@ def why_not(
             f"the values are meant, use `.data.copy_(value)` or `.data = value.to({str(here)!r})`"
         )
     return None
+
+
+def reshaped(group: Group, slot: Slot) -> ParameterError | None:
+    """Returns why a tensor cannot have the form that an operation gave it, None where none did.
+
+    ``resize_``, ``t_``, ``squeeze_`` and the like change what a tensor says of itself.
+
+    Args:
+        group: Of the tensors.
+        slot: Where its block is.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        for member in group.members():
+            if member.materialized:
+                continue
+            tensor, view = member.tensor, slot.views[member.index]
+            if tensor.shape == view.shape and tensor.stride() == view.stride():
+                continue
+            if not is_placeholder(tensor):
+                return why_not(group, tensor, view, tensor) or ParameterError(
+                    f"{named(group, tensor)} cannot have strides {tensor.stride()}, its memory has "
+                    f"{view.stride()}; call tier.unwrap(module) first"
+                )
+    return None
+
+
+def named(group: Group, tensor: torch.Tensor) -> str:
+    """Says which tensor it is, for messages."""
+    name = getattr(group.member_of(tensor), "name", "") or "a tensor"
+    return f"{name} of block {group.block.name!r}"
 
 
 def bring_home(group: Group, slot: Slot) -> ParameterError | None:
