@@ -238,8 +238,8 @@ def _ordinary(away: Any, kind: Any, *, copy: bool) -> Any:
 
 
 def _share(first: torch.Tensor, second: torch.Tensor) -> bool:
-    storages = [tensor.untyped_storage()._cdata for tensor in (first, second)]
-    return storages[0] == storages[1]
+    same: bool = first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    return same
 
 
 def _take_data(away: Any, value: torch.Tensor) -> None:
