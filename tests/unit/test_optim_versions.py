@@ -13,6 +13,7 @@ from torch import nn
 
 import tiermem
 from tiermem.core import parts
+from tiermem.optim import host, master
 from tiermem.optim.parted import PartedUnit
 
 WIDTH = 24
@@ -50,7 +51,7 @@ def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 def batch(model: nn.Module) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
-    dtype = next(iter(model.state_dict().values())).dtype
+    dtype = next(model.parameters()).dtype
     return torch.randn(4, WIDTH, generator=generator).to(dtype).requires_grad_()
 
 
@@ -146,3 +147,19 @@ def test_a_class_that_torch_does_not_count_is_not_counted_here_either() -> None:
             train(model, tiers)
             loss.backward()
             assert_same(x.grad, y.grad, step)
+
+
+@pytest.mark.parametrize("overlap", [False, "forward", "backward"])
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_a_step_that_is_counted_is_nobody_elses_write(
+    monkeypatch: pytest.MonkeyPatch, where: str, overlap: Any
+) -> None:
+    """Else masters would be compared with their weights at every step."""
+    with tiered(where=where, overlap=overlap, master_dtype=torch.float32) as (model, optimizer):
+        train(model, optimizer, steps=3)
+        looked: list[object] = []
+        monkeypatch.setattr(master, "follow", lambda *_: looked.append(master))
+        monkeypatch.setattr(host, "follow", lambda *_: looked.append(host))
+        train(model, optimizer, steps=2)
+        optimizer.finish()
+        assert not looked
