@@ -37,7 +37,8 @@ def why_not(
             f"{what} cannot become {tuple(value.shape)} {value.dtype} behind the manager's back, "
             f"it is {tuple(own.shape)} {own.dtype}; call tier.unwrap(module) first"
         )
-    if value.device.type != here.type or value.device.index not in (here.index, None):
+    indices = {value.device.index, here.index} - {None}
+    if value.device.type != here.type or len(indices) > 1:
         return ParameterError(
             f"{what} lives in the tiers of device {str(here)!r} and cannot be moved to "
             f"{str(value.device)!r} by `.data = ...`; where that is another library's offloading, "
