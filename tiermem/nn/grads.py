@@ -10,6 +10,7 @@ import torch
 from tiermem.core.block import Block, Role
 from tiermem.core.layout import TensorShape, split
 from tiermem.errors import CapacityError, StepError
+from tiermem.nn.clipping import Clippable
 from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import (
     LazyTensor,
@@ -263,6 +264,13 @@ class GradStore:
             return None
         return found[1] if entry.has_grad else None
 
+    def await_change(self, unit: GradUnit, entries: Sequence[Entry], change: Change) -> None:
+        """Has stored gradients of a unit changed when they are next in HBM."""
+        unit.pending.append(Pending(entries, change))
+        for entry in entries:
+            for watcher in self.watchers:
+                watcher.edited(entry)
+
     def clear(self, entry: Entry) -> None:
         """Forgets the gradient of one parameter; whoever still has it keeps its value."""
         self.pay(entry.unit)
@@ -464,6 +472,7 @@ class GradStore:
                 Weak(self._written, entry),
                 formal=entry.param.dtype,
             )
+            entry.lazy._clippable = Clippable(self, entry)
         if entry.param.grad is not entry.lazy:
             entry.param.grad = entry.lazy
 
