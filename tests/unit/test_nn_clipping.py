@@ -157,6 +157,44 @@ def test_several_optimizers() -> None:
         assert_same(dict(pair.plain.state_dict()), dict(pair.model.state_dict()), "weights")
 
 
+def moved(clip: Callable[[nn.Module, Any], Any], forget: Callable[[nn.Module, Any], Any]) -> Any:
+    """Returns the bytes that each of some steps moves, by link."""
+    torch.manual_seed(0)
+    found = []
+    with tiermem.TierManager(device="cpu", hbm="60KiB", dram="4MiB") as tier:
+        model = tier.wrap(build())
+        optimizer = tier.optimizer(model, torch.optim.SGD, lr=0.01)
+        for number in range(4):
+            tier.reset_stats()
+            backward(model, number=number)
+            clip(model, optimizer)
+            optimizer.step()
+            forget(model, optimizer)
+            found.append({k: v.nbytes for k, v in tier.stats().links.items()})
+    return found
+
+
+def test_clipping_and_forgetting_by_torch_move_no_more_than_the_optimizers_own() -> None:
+    own = moved(lambda _, o: o.clip_grad_norm_(0.05), lambda _, o: o.zero_grad())
+    assert all(step.get("dram->hbm", 0) > 0 for step in own)
+    assert moved(lambda _, o: o.clip_grad_norm_(0.05), lambda m, _: m.zero_grad()) == own
+    by_torch = moved(lambda m, _: CLIPS["by norm"](m), lambda m, _: m.zero_grad())
+    total = [sum(sum(step.values()) for step in steps[1:]) for steps in (by_torch, own)]
+    assert total[0] <= total[1]
+
+
+def test_gradients_that_are_forgotten_while_a_step_is_owed() -> None:
+    settings = torch.optim.AdamW, {"lr": 0.01, "overlap": "forward"}
+    with Pair(build, DRAM, settings) as pair:
+        for number in range(4):
+            pair.both(partial(backward, number=number))
+            pair.both(lambda model, optimizer: (optimizer.step(), model.zero_grad()) and None)
+            if number == 2:  # a forward in between, and one gradient that is kept
+                pair.both(lambda model, _: loss_of(model, 9).item())
+            assert (len(pair.optimizer._owed) > 0) == (number != 2)
+        pair.check_state()
+
+
 def test_steps_inside_backward_refuse_it() -> None:
     settings = torch.optim.SGD, {"lr": 0.1, "overlap": "backward"}
     with Pair(build, DRAM, settings) as pair:
