@@ -149,6 +149,50 @@ def test_what_is_saved_is_an_ordinary_model(tmp_path: Path) -> None:
     assert same(weights, found.state_dict())
 
 
+def test_masters_are_not_brought_up_all_at_once(tmp_path: Path) -> None:
+    args, model = arguments(tmp_path), llama().bfloat16()
+    with TrainerTiers(**BUDGETS) as tier:
+        optimizers = tier.optimizers(model, args, master_dtype=torch.float32)
+        taken: list[Any] = []
+        optimizers[0].register_state_dict_pre_hook(taken.append)
+        trainer_of(model, args, optimizers=optimizers).train()
+        assert not taken
+
+
+def test_a_step_moves_what_the_bare_loops_does(tmp_path: Path) -> None:
+    """With the same clipping: no pass over the gradients is added, and none of them comes back."""
+    steps = 8
+    args, model = arguments(tmp_path, max_steps=steps), llama()
+    moved: dict[str, list[int]] = {"trainer": [], "bare": []}
+
+    class Count(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            moved["trainer"].append(nbytes_moved(tier))
+
+    with TrainerTiers(**BUDGETS) as tier:
+        optimizers = tier.optimizers(model, args)
+        trainer_of(model, args, optimizers=optimizers, callbacks=[Count()]).train()
+    model, data = llama(), Sentences()
+    with TrainerTiers(**BUDGETS) as tier:
+        optimizer, _ = tier.optimizers(model, args)
+        for step in range(steps):
+            rows = data[2 * step], data[2 * step + 1]
+            model(
+                **{key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+            ).loss.backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            moved["bare"].append(nbytes_moved(tier))
+    # what is learned in the first steps differs, so the schedules do by some blocks
+    trainer, bare = (counts[-1] - counts[2] for counts in moved.values())
+    assert trainer == pytest.approx(bare, rel=0.03)
+
+
+def nbytes_moved(tier: tiermem.TierManager) -> int:
+    return sum(link.nbytes for link in tier.stats().links.values())
+
+
 def test_another_class_and_other_settings(tmp_path: Path) -> None:
     args, model = arguments(tmp_path), llama()
     with TrainerTiers(**BUDGETS) as tier:
@@ -231,6 +275,21 @@ def fine_tuned(model: Any, optimizer: Any) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def test_adapters_after_wrap(tmp_path: Path) -> None:
+    settings = {"learning_rate": 1e-2}
+    args, model = arguments(tmp_path, **settings), with_adapters(llama())
+    plain = trainer_of(model, args)
+    plain.train()
+    base = llama()
+    with TrainerTiers(**BUDGETS) as tier:
+        tier.wrap(base)
+        model = with_adapters(base)
+        trainer = trainer_of(model, args, optimizers=tier.optimizers(model, args))
+        trainer.train()
+        assert seen(trainer) == seen(plain)
+        assert same(plain.model.state_dict(), model.state_dict())
 
 
 def test_adapters_before_wrap_merge_and_save(tmp_path: Path) -> None:

@@ -188,7 +188,8 @@ def test_gradients_that_are_forgotten_while_a_step_is_owed() -> None:
     with Pair(build, DRAM, settings) as pair:
         for number in range(4):
             pair.both(partial(backward, number=number))
-            pair.both(lambda model, optimizer: (optimizer.step(), model.zero_grad()) and None)
+            pair.both(lambda _, optimizer: optimizer.step())
+            pair.both(lambda model, _: model.zero_grad())
             if number == 2:  # a forward in between, and one gradient that is kept
                 pair.both(lambda model, _: loss_of(model, 9).item())
             assert (len(pair.optimizer._owed) > 0) == (number != 2)
