@@ -11,7 +11,7 @@ as it is: plain optimizers of torch become tiered ones, schedulers go on with th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,7 +89,10 @@ class _OverTiers:
         """Returns the tiered optimizer of a plain one."""
         if self.tier is None:
             raise ConfigError("the model is set up before its optimizers")
-        return tiered(self.tier, optimizer, **self._of_optimizers)
+        new = tiered(self.tier, optimizer, **self._of_optimizers)
+        if new is not optimizer:
+            hand_over(optimizer, new)
+        return new
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -114,9 +117,6 @@ class TierStrategy(_OverTiers, _Strategy):  # type: ignore[misc, unused-ignore]
         plain: list[torch.optim.Optimizer] = self.optimizers
         self.optimizers = [self._convert(optimizer) for optimizer in plain]
         self._plain = {id(new): old for old, new in zip(plain, self.optimizers, strict=True)}
-        for config in self.lr_scheduler_configs:
-            for old, new in zip(plain, self.optimizers, strict=True):
-                hand_over(config.scheduler, old, new)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads state into the tiers; nothing of it is moved to the device as a whole."""
@@ -131,7 +131,7 @@ class TierStrategy(_OverTiers, _Strategy):  # type: ignore[misc, unused-ignore]
             if self.model is not None:
                 tier.unwrap(self.model)  # first: state goes where its parameter is
             self.optimizers = [
-                optimizer if state is None else _given_back(self._plain[id(optimizer)], *state)
+                optimizer if state is None else _given_back(self._plain[id(optimizer)], state)
                 for optimizer, state in zip(self.optimizers, states, strict=True)
             ]
             self._plain = {}
@@ -151,19 +151,15 @@ class FabricTierStrategy(_OverTiers, _FabricStrategy):  # type: ignore[misc, unu
         return self._convert(optimizer)
 
 
-def _state_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[Any]] | None:
-    """Returns a tiered optimizer's state in host memory, and its groups; None for another."""
+def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """Returns a tiered optimizer's state in host memory; None for another."""
     if not isinstance(optimizer, TieredOptimizer):
         return None
     optimizer.abandon_step()  # an exception may have ended the loop in the middle of one
-    return optimizer.state_dict(), optimizer.param_groups
+    return optimizer.state_dict()
 
 
-def _given_back(
-    old: torch.optim.Optimizer, state: dict[str, Any], groups: Sequence[dict[str, Any]]
-) -> torch.optim.Optimizer:
-    """Returns the plain optimizer that a tiered one was made of, with its groups and state."""
-    for group in groups[len(old.param_groups) :]:  # a callback has added it
-        old.add_param_group(dict(group))
+def _given_back(old: torch.optim.Optimizer, state: dict[str, Any]) -> torch.optim.Optimizer:
+    """Returns the plain optimizer that a tiered one was made of, with its state."""
     old.load_state_dict(state)
     return old
