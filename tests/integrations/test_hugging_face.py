@@ -101,6 +101,15 @@ def same(weights: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
         {"bf16": True, "gradient_checkpointing": True},
         {"eval_strategy": "steps", "eval_steps": 2, "lr_scheduler_type": "cosine"},
         {"optim": "sgd", "warmup_steps": 2},
+        {"optim": "adafactor", "label_smoothing_factor": 0.1, "max_grad_norm": 0.0},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "load_best_model_at_end": True,
+        },
     ],
     ids=lambda settings: "-".join(settings) or "plain",
 )
@@ -128,6 +137,62 @@ def test_saving_and_resuming(tmp_path: Path) -> None:
             losses, weights = seen(trainer), model.state_dict()
     assert losses == expected[0]
     assert same(expected[1], weights)
+
+
+def test_resuming_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """Four steps an epoch; the first run ends after the sixth, the second goes on from there."""
+    settings = {"max_steps": 10, "per_device_train_batch_size": 8, "optim": "adamw_torch_fused"}
+    expected = resident(tmp_path / "resident", **settings)
+    args = arguments(tmp_path, **settings, save_strategy="steps", save_steps=3)
+    model = llama()
+    with TrainerTiers(**BUDGETS) as tier:
+        trainer = trainer_of(model, args, optimizers=tier.optimizers(model, args))
+        trainer.add_callback(_StopAt(6))
+        trainer.train()
+        trainer.remove_callback(_StopAt)
+        trainer.train(resume_from_checkpoint=True)
+        assert [row["loss"] for row in trainer.state.log_history if "loss" in row] == [
+            row[0] for row in expected[0]
+        ]
+        assert same(expected[1], model.state_dict())
+
+
+def generated(folder: Path, tier: TrainerTiers | None) -> tuple[list[Any], Any]:
+    """Trains an encoder and decoder, and predicts by generating."""
+    transformers.set_seed(0)
+    config = transformers.T5Config(
+        vocab_size=64,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=3,
+        num_heads=4,
+        decoder_start_token_id=0,
+    )
+    model = transformers.T5ForConditionalGeneration(config)
+    args = transformers.Seq2SeqTrainingArguments(
+        str(folder),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        predict_with_generate=True,
+        generation_max_length=6,
+        save_strategy="no",
+    )
+    data = Sentences()
+    more = {} if tier is None else {"optimizers": tier.optimizers(model, args)}
+    trainer = transformers.Seq2SeqTrainer(model, args, train_dataset=data, **more)
+    trainer.train()
+    return seen(trainer), trainer.predict(data).predictions.tolist()
+
+
+def test_predicting_by_generating(tmp_path: Path) -> None:
+    expected = generated(tmp_path, None)
+    with TrainerTiers(**{**BUDGETS, "hbm": "300KiB"}) as tier:
+        assert generated(tmp_path, tier) == expected
 
 
 class _StopAt(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
