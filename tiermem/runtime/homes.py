@@ -13,6 +13,7 @@ from tiermem.core.allocator import Allocator
 from tiermem.core.block import Extent, Tier, align_up
 from tiermem.errors import REFUSALS, CapacityError
 from tiermem.storage.arena import HostArena
+from tiermem.storage.pagelock import PageLocks
 from tiermem.storage.swapfile import SwapFile
 
 Owned = tuple[Tier, Extent]
@@ -54,7 +55,12 @@ class Homes:
     """Hands out home extents, all or none."""
 
     def __init__(
-        self, dram: int, nvme: Sequence[str], nvme_bytes: int | None, device: torch.device
+        self,
+        dram: int,
+        nvme: Sequence[str],
+        nvme_bytes: int | None,
+        device: torch.device,
+        locks: PageLocks | None = None,
     ) -> None:
         """Opens the stores.
 
@@ -62,7 +68,9 @@ class Homes:
             dram: Bytes of host memory, staging chunks included.
             nvme: Folders for swap files; none for no NVMe tier.
             nvme_bytes: Most bytes on disk, or None.
-            device: What copies from and to DRAM, which is page-locked for a CUDA device.
+            device: What copies from and to DRAM, which is page-locked for a CUDA device: as homes
+                are reserved.
+            locks: Locks pages; by default as ``device`` wants it.
 
         Raises:
             ConfigError: If a folder cannot be used.
@@ -77,19 +85,21 @@ class Homes:
             )
         self._bytes: dict[int, torch.Tensor] = {}
         self.swap = SwapFile([Path(p) for p in nvme], nvme_bytes, self.chunk) if nvme else None
+        self.staging: torch.Tensor | None = None
+        self._staging: list[Owned] = []
         try:
-            self.arena = HostArena(Tier.DRAM, dram // 4096 * 4096, device=device)
+            self.arena = HostArena(
+                Tier.DRAM, dram // 4096 * 4096, device=device, locks=locks, as_needed=True
+            )
+            self.dram = Allocator(self.arena.capacity)
+            extent = self.dram.allocate(staging) if staging else None
+            if extent is not None:
+                self.arena.need([extent])
+                self.staging = self.arena.bytes_of(extent)
+                self._staging = [(Tier.DRAM, extent)]
         except BaseException:
             self.close()
             raise
-        self.dram = Allocator(self.arena.capacity)
-        self.staging: torch.Tensor | None = None
-        self._staging: list[Owned] = []
-        if staging:
-            extent = self.dram.allocate(staging)
-            if extent is not None:
-                self.staging = self.arena.bytes_of(extent)
-                self._staging = [(Tier.DRAM, extent)]
         self.nvme_used = 0
         self.nvme_peak = 0
         self.reclaimers: list[Callable[[], bool]] = []
@@ -134,6 +144,7 @@ class Homes:
             for index, request in enumerate(requests):
                 if tiers[index] is Tier.NVME:
                     given[index] = (Tier.NVME, self._on_disk(request.nbytes))
+            self.arena.need(extent for tier, extent in given if extent and tier is Tier.DRAM)
         except REFUSALS:  # any other may have come anywhere: repair() finds what it has left
             for tier, extent in given:
                 if extent is not None:
@@ -153,6 +164,21 @@ class Homes:
         if tier is Tier.DRAM:
             return self.dram.holds(extent)
         return self.swap is not None and self.swap.holds(extent)
+
+    def lend(self, nbytes: int) -> Extent | None:
+        """Returns DRAM that is free, for what is no home; None where there is none.
+
+        Who has it gives it back with :meth:`release`.
+        """
+        extent = self._in_dram(nbytes)
+        if extent is None:
+            return None
+        try:
+            self.arena.need([extent])
+        except CapacityError:
+            self.dram.free(extent)
+            return None
+        return extent
 
     def release(self, tier: Tier, extent: Extent) -> None:
         """Gives a home extent back."""
@@ -179,6 +205,7 @@ class Homes:
             on_disk = [extent for tier, extent in found if tier is Tier.NVME]
             self.swap.keep_only(on_disk)
             self.nvme_used = sum(extent.nbytes for extent in on_disk)
+        self.arena.need(())  # what an exception has left unlocked
 
     def close(self) -> None:
         """Closes the stores; the swap files vanish."""
@@ -202,9 +229,9 @@ class Homes:
         for request in requests:
             tier, extent = Tier.HBM, None
             if request.home in ("dram", "auto"):
-                tier, extent = Tier.DRAM, self.dram.allocate(request.nbytes)
+                tier, extent = Tier.DRAM, self._in_dram(request.nbytes)
                 while extent is None and self._reclaim():
-                    extent = self.dram.allocate(request.nbytes)
+                    extent = self._in_dram(request.nbytes)
                 if extent is None and request.home == "auto" and self.swap is not None:
                     tier = Tier.NVME
                 elif extent is None:
@@ -219,6 +246,9 @@ class Homes:
             tiers.append(tier)
             given.append((tier, extent))
         return tiers
+
+    def _in_dram(self, nbytes: int) -> Extent | None:
+        return self.dram.allocate_in(nbytes, self.arena.parts) or self.dram.allocate(nbytes)
 
     def _no_dram(
         self,
