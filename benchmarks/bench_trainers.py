@@ -1,8 +1,9 @@
 """Steps of Trainer and of Lightning over tiers, beside a bare loop over the same tiers.
 
 Each loop trains the same model on the same tokens: AdamW, clipping by norm, a constant rate. What
-``of bare`` says is the trainer's own share and the integration's together; ``integration's share``
-is the time spent in the lines of ``tiermem.integrations`` alone, by a profile of some more steps.
+``of bare`` says is the trainer's own share and the integration's together (``CPU of bare`` the same
+by the process's own time, for a machine that others use, too); ``integration's share`` is the time
+spent in the lines of ``tiermem.integrations`` alone, by a profile of some more steps.
 
     python benchmarks/bench_trainers.py --out benchmarks/results/trainers_H200.json
     python benchmarks/bench_trainers.py --device cpu --shape narrow --tokens 256 --hbm 8MiB
@@ -87,6 +88,7 @@ class Marks:
         self._cuda = device.type == "cuda"
         self._options = options
         self._ends: list[Any] = []
+        self._host: list[float] = []
         self._profile = cProfile.Profile()
 
     @property
@@ -96,6 +98,7 @@ class Marks:
 
     def end(self) -> None:
         """A step is over."""
+        self._host.append(time.process_time())
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -128,9 +131,11 @@ class Marks:
             own for (file, *_), (_, _, own, *_) in stats.items() if file.startswith(folder)
         )
         whole = sum(own for _, _, own, *_ in stats.values())
+        host = [b - a for a, b in itertools.pairwise(self._host[first - 1 : last])]
         return {
             "s": statistics.median(seconds),
             "max s": max(seconds),
+            "CPU s": statistics.median(host),
             "integration's share": inside / whole,
             "GB moved a step": self.nbytes / self._options.steps / 1e9,
         }
@@ -279,6 +284,7 @@ def main() -> None:
             rows.append(row)
             if "bare" in losses:
                 row["of bare"] = row["s"] / rows[0]["s"]
+                row["CPU of bare"] = row["CPU s"] / rows[0]["CPU s"]
                 row["losses equal"] = losses[kind] == losses["bare"]
         except (ImportError, RuntimeError, tiermem.TierError) as error:
             rows.append({"loop": kind, "note": failure(error)})
