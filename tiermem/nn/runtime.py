@@ -17,6 +17,7 @@ from tiermem.core.block import Block, Role
 from tiermem.core.need import unit_limit
 from tiermem.errors import CapacityError, WrapError
 from tiermem.nn.activations import Activations
+from tiermem.nn.addresses import Addresses
 from tiermem.nn.grads import GradStore
 from tiermem.nn.group import Entry, Group
 from tiermem.nn.need import Program, beside_optimizer
@@ -89,6 +90,7 @@ class ModuleRuntime:
         program: What models and optimizers there are, to say what budgets would do.
         reduced: Those that a ``DistributedDataParallel`` around a model takes part in.
         saved: The saved-tensor hooks.
+        addresses: Where users were told that parameters are.
         activations: Saved tensors that leave HBM.
         on_begin: Called before each top-level pass (the optimizers check in here).
         backwards: Told of every backward (optimizers that step in it).
@@ -112,6 +114,7 @@ class ModuleRuntime:
         self.program = Program(self)
         self.reduced = ReducedGradients(self)
         self.saved = SavedHooks(self)
+        self.addresses = Addresses()
         settings = manager.settings
         self.activations = Activations(
             manager,
