@@ -6,7 +6,6 @@ import inspect
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 
 from tiermem import StepError, TieredOptimizer, TierManager
 
@@ -47,21 +46,14 @@ def tiered(tier: TierManager, optimizer: torch.optim.Optimizer, **settings: Any)
 _OWN = ("initial_lr", "name", "lr")
 
 
-def hand_over(scheduler: Any, old: torch.optim.Optimizer, new: TieredOptimizer) -> None:
-    """Has a learning-rate scheduler that was made for one optimizer set another's rates.
-
-    Schedulers inside it (of a chain or a sequence) are handed over as well.
+def hand_over(old: torch.optim.Optimizer, new: TieredOptimizer) -> None:
+    """Has those that set learning rates of one optimizer (schedulers) set another's.
 
     Args:
-        scheduler: Of :mod:`torch.optim.lr_scheduler`, or one that has ``optimizer``.
-        old: What it was made for.
-        new: What it goes on with; its groups are in the same order.
+        old: What they were made for; from now on its groups are those of ``new``.
+        new: What is stepped; its groups are in the same order.
     """
-    for inner in getattr(scheduler, "_schedulers", ()):
-        hand_over(inner, old, new)
-    if getattr(scheduler, "optimizer", None) is not old:
-        return
-    scheduler.optimizer = new
-    LambdaLR(new, lambda _: 1.0)  # marks the optimizer as one whose steps schedulers look for
     for mine, theirs in zip(new.param_groups, old.param_groups, strict=True):
         mine.update({k: v for k, v in theirs.items() if k != "params"})
+    old.param_groups = new.param_groups
+    old._opt_called = True  # type: ignore[attr-defined]  # schedulers look whether it steps

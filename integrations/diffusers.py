@@ -33,6 +33,9 @@ _CHANGING = (
     "load_textual_inversion",
 )
 
+# They would move the models by themselves.
+_MOVING = ("enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload")
+
 
 class PipelineTiers(TierManager):
     """The manager of a pipeline's models.
@@ -66,10 +69,14 @@ class PipelineTiers(TierManager):
         for name, model in models.items():
             self.wrap(model)
             self._here[name] = model
+            if hasattr(model, _MOVING[-1]):
+                refusal = functools.partial(self._refuse, f"pipe.{name}.{_MOVING[-1]}")
+                model.__dict__[_MOVING[-1]] = refusal
 
     def _unwrap(self) -> None:
         while self._here:
             _, model = self._here.popitem()
+            model.__dict__.pop(_MOVING[-1], None)
             self.unwrap(model)
 
     def _patch(self) -> None:
@@ -79,6 +86,21 @@ class PipelineTiers(TierManager):
             if method is not None:
                 setattr(self.pipe, name, self._around(method))
                 self._patched.append(name)
+        for name in _MOVING:
+            if hasattr(self.pipe, name):
+                setattr(self.pipe, name, functools.partial(self._refuse, f"pipe.{name}"))
+                self._patched.append(name)
+
+    def _refuse(self, what: str, *_: Any, **__: Any) -> None:
+        """Stands for methods that would have diffusers move the models, too.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            f"{what}(): the models of this pipeline are in tiermem's tiers; choose one: close() "
+            "what offload returned (or leave its `with` block) before"
+        )
 
     def _around(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -100,6 +122,8 @@ class PipelineTiers(TierManager):
             discard: Whether to drop the models' weights; see :meth:`tiermem.TierManager.close`.
         """
         super().close(discard=discard)  # or it says why not, and the pipeline stays as it is
+        for model in self._here.values():
+            model.__dict__.pop(_MOVING[-1], None)
         self._here.clear()
         for name in self._patched:
             self.pipe.__dict__.pop(name, None)
@@ -163,6 +187,12 @@ def _refuse_hooks(name: str, model: nn.Module) -> None:
                 f"component {name!r} is offloaded already by diffusers or accelerate; choose one: "
                 "remove theirs (pipe.remove_all_hooks()) or load the pipeline again before "
                 "tiermem's offload"
+            )
+        if any("layerwise_casting" in key for key in hooks):
+            raise ConfigError(
+                f"component {name!r} has layerwise casting, which gives its weights another dtype "
+                "at each use; load the pipeline again without it: weights in tiers need no smaller "
+                "dtype to fit"
             )
 
 

@@ -12,6 +12,7 @@ trainer's own, and give the bits of the resident run.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class TrainerTiers(TierManager):
         """
         _refuse_others(args)
         trainer = need("transformers", "transformers", "hugging_face.TrainerTiers").Trainer
+        _leave_placing_to_tiers()
         own: dict[str, Any] = {}
         if cls is None:
             cls, own = trainer.get_optimizer_cls_and_kwargs(args, model)
@@ -60,6 +62,8 @@ class TrainerTiers(TierManager):
                 "torch.optim.Optimizer class instead"
             )
         if not self.wraps(model):
+            for part in [module for module in model.modules() if self.wraps(module)]:
+                self.unwrap(part)  # adapters were put around it: they belong to the model
             self.wrap(model)
         decaying = set(trainer.get_decay_parameter_names(None, model))
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -77,6 +81,25 @@ class TrainerTiers(TierManager):
     def wraps(self, model: nn.Module) -> bool:
         """Whether a model is wrapped by this manager already."""
         return id(model) in self._wrapped
+
+
+def _leave_placing_to_tiers() -> None:
+    """Has accelerate leave the state of tiered optimizers where it is.
+
+    ``Accelerator.prepare`` would bring all of it to the device at once, masters too.
+    """
+    kind: Any = need("accelerate", "accelerate", "hugging_face.TrainerTiers").Accelerator
+    prepare = kind.prepare_optimizer
+    if hasattr(prepare, "__wrapped__"):
+        return
+
+    @functools.wraps(prepare)
+    def placed(self: Any, optimizer: Any, device_placement: bool | None = None) -> Any:
+        if isinstance(optimizer, TieredOptimizer):
+            device_placement = False
+        return prepare(self, optimizer, device_placement)
+
+    kind.prepare_optimizer = placed
 
 
 def _refuse_others(args: Any) -> None:

@@ -10,13 +10,14 @@ as it is: plain optimizers of torch become tiered ones, schedulers go on with th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from tiermem import TieredOptimizer, TierManager
+from tiermem import ConfigError, TieredOptimizer, TierManager
 
 from .conversion import hand_over, tiered
 from .options import need
@@ -33,30 +34,65 @@ else:
     ).SingleDeviceStrategy
 
 
-class _Tiers:
-    """What both strategies do: one manager, its settings, its models."""
+class _OverTiers:
+    """What both strategies do: one manager, opened when the first model is set up.
 
-    def __init__(self, optimizer: Mapping[str, Any] | None, settings: dict[str, Any]) -> None:
-        self.of_optimizers = dict(optimizer or {})
-        self.settings = settings
-        self.manager: TierManager | None = None
+    Attributes:
+        tier: The manager, once there is one.
+    """
 
-    def open(self, device: torch.device) -> TierManager:
+    def __init__(
+        self,
+        device: str | torch.device | None = None,
+        hbm: int | str | None = None,
+        dram: int | str | None = None,
+        nvme: Any = None,
+        *,
+        optimizer: Mapping[str, Any] | None = None,
+        accelerator: Any = None,
+        checkpoint_io: Any = None,
+        **settings: Any,
+    ) -> None:
+        """Keeps the settings; the manager is opened when a model is set up.
+
+        Args:
+            device: Where the model computes; CUDA where there is one.
+            hbm: Budget of device memory; bytes or text such as ``"7GiB"``.
+            dram: Budget of host memory.
+            nvme: A folder on a fast disk, or several, or None.
+            optimizer: Settings of ``tier.optimizer``, such as ``{"overlap": "forward"}``.
+            accelerator: As in Lightning's strategies.
+            checkpoint_io: As in Lightning's strategies.
+            **settings: Others of :class:`tiermem.TierManager`; what that does not know goes to
+                Lightning's strategy.
+        """
+        known = inspect.signature(TierManager).parameters
+        own = {name: settings.pop(name) for name in list(settings) if name in known}
+        super().__init__(
+            _device(device),  # type: ignore[call-arg]
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            **settings,
+        )
+        self.tier: TierManager | None = None
+        self._settings = {"hbm": hbm, "dram": dram, "nvme": nvme, **own}
+        self._of_optimizers = dict(optimizer or {})
+        self._plain: dict[int, torch.optim.Optimizer] = {}  # by id of the tiered one
+
+    def _open(self, device: torch.device) -> TierManager:
         """Returns the manager; opens it where there is none."""
-        if self.manager is None or self.manager.closed:
-            self.manager = TierManager(device=device, **self.settings)
-        return self.manager
+        if self.tier is None or self.tier.closed:
+            self.tier = TierManager(device, **self._settings)
+        return self.tier
 
-    def convert(self, optimizer: torch.optim.Optimizer) -> TieredOptimizer:
+    def _convert(self, optimizer: torch.optim.Optimizer) -> TieredOptimizer:
         """Returns the tiered optimizer of a plain one."""
-        if self.manager is None:
-            raise RuntimeError("the model is set up before its optimizers")
-        return tiered(self.manager, optimizer, **self.of_optimizers)
-
-    def close(self) -> None:
-        """Closes the manager, if there is one."""
-        if self.manager is not None:
-            self.manager.close()
+        if self.tier is None:
+            raise ConfigError("the model is set up before its optimizers")
+        new = tiered(self.tier, optimizer, **self._of_optimizers)
+        if new is not optimizer:
+            hand_over(optimizer, new)
+        return new
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -65,59 +101,22 @@ def _device(device: str | torch.device | None) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-class TierStrategy(_Strategy):  # type: ignore[misc, unused-ignore]
-    """Trains a ``LightningModule`` on one device, with its tensors in tiers.
-
-    Attributes:
-        tier: The manager, once the trainer has set the model up.
-    """
+class TierStrategy(_OverTiers, _Strategy):  # type: ignore[misc, unused-ignore]
+    """Trains a ``LightningModule`` on one device, with its tensors in tiers."""
 
     strategy_name = "tiers"
     optimizers: list[Any]
 
-    def __init__(
-        self,
-        device: str | torch.device | None = None,
-        *,
-        optimizer: Mapping[str, Any] | None = None,
-        accelerator: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-        **settings: Any,
-    ) -> None:
-        """Keeps the settings; the manager is opened when the model is set up.
-
-        Args:
-            device: Where the model computes; CUDA where there is one.
-            optimizer: Settings of ``tier.optimizer``, such as ``{"overlap": "forward"}``.
-            accelerator: As in Lightning's strategies.
-            checkpoint_io: As in Lightning's strategies.
-            precision_plugin: As in Lightning's strategies.
-            **settings: Of :class:`tiermem.TierManager`: ``hbm``, ``dram``, ``nvme``, ``policy``.
-        """
-        super().__init__(_device(device), accelerator, checkpoint_io, precision_plugin)
-        self._tiers = _Tiers(optimizer, settings)
-        self._plain: dict[int, torch.optim.Optimizer] = {}
-
-    @property
-    def tier(self) -> TierManager | None:
-        """The manager."""
-        return self._tiers.manager
-
     def model_to_device(self) -> None:
         """Wraps the model, in place of moving it."""
-        manager = self._tiers.open(self.root_device)
-        manager.wrap(self.model)
+        self._open(self.root_device).wrap(self.model)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Makes the module's optimizers and schedulers, and tiered ones of them."""
         super().setup_optimizers(trainer)
         plain: list[torch.optim.Optimizer] = self.optimizers
-        self.optimizers = [self._tiers.convert(optimizer) for optimizer in plain]
+        self.optimizers = [self._convert(optimizer) for optimizer in plain]
         self._plain = {id(new): old for old, new in zip(plain, self.optimizers, strict=True)}
-        for config in self.lr_scheduler_configs:
-            for old, new in zip(plain, self.optimizers, strict=True):
-                hand_over(config.scheduler, old, new)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads state into the tiers; nothing of it is moved to the device as a whole."""
@@ -126,53 +125,41 @@ class TierStrategy(_Strategy):  # type: ignore[misc, unused-ignore]
 
     def teardown(self) -> None:
         """Gives the model and the optimizers' state back to host memory; closes the manager."""
-        manager = self._tiers.manager
-        if manager is not None and not manager.closed and self.model is not None:
-            self.optimizers = [_given_back(optimizer, self._plain) for optimizer in self.optimizers]
-            manager.unwrap(self.model)
-        self._tiers.close()
+        tier = self.tier
+        if tier is not None and not tier.closed:
+            states = [_state_of(optimizer) for optimizer in self.optimizers]
+            if self.model is not None:
+                tier.unwrap(self.model)  # first: state goes where its parameter is
+            self.optimizers = [
+                optimizer if state is None else _given_back(self._plain[id(optimizer)], state)
+                for optimizer, state in zip(self.optimizers, states, strict=True)
+            ]
+            self._plain = {}
+            tier.close()
         super().teardown()
 
 
-class FabricTierStrategy(_FabricStrategy):  # type: ignore[misc, unused-ignore]
-    """Fabric's strategy: ``fabric.setup(model, optimizer)`` gives tiered ones of both.
-
-    Attributes:
-        tier: The manager, once a model is set up.
-    """
-
-    def __init__(
-        self,
-        device: str | torch.device | None = None,
-        *,
-        optimizer: Mapping[str, Any] | None = None,
-        accelerator: Any = None,
-        checkpoint_io: Any = None,
-        precision: Any = None,
-        **settings: Any,
-    ) -> None:
-        """Keeps the settings; as :class:`TierStrategy`."""
-        super().__init__(_device(device), accelerator, checkpoint_io, precision)
-        self._tiers = _Tiers(optimizer, settings)
-
-    @property
-    def tier(self) -> TierManager | None:
-        """The manager."""
-        return self._tiers.manager
+class FabricTierStrategy(_OverTiers, _FabricStrategy):  # type: ignore[misc, unused-ignore]
+    """Fabric's strategy: ``fabric.setup(model, optimizer)`` gives tiered ones of both."""
 
     def module_to_device(self, module: nn.Module) -> None:
         """Wraps the module, in place of moving it."""
-        self._tiers.open(self.root_device).wrap(module)
+        self._open(self.root_device).wrap(module)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> TieredOptimizer:
         """Makes the tiered optimizer of a plain one."""
-        return self._tiers.convert(optimizer)
+        return self._convert(optimizer)
 
 
-def _given_back(
-    optimizer: torch.optim.Optimizer, plain: Mapping[int, torch.optim.Optimizer]
-) -> torch.optim.Optimizer:
-    """Returns the plain optimizer of a tiered one, with its state in host memory."""
-    old = plain[id(optimizer)]
-    old.load_state_dict(optimizer.state_dict())
+def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """Returns a tiered optimizer's state in host memory; None for another."""
+    if not isinstance(optimizer, TieredOptimizer):
+        return None
+    optimizer.abandon_step()  # an exception may have ended the loop in the middle of one
+    return optimizer.state_dict()
+
+
+def _given_back(old: torch.optim.Optimizer, state: dict[str, Any]) -> torch.optim.Optimizer:
+    """Returns the plain optimizer that a tiered one was made of, with its state."""
+    old.load_state_dict(state)
     return old

@@ -178,6 +178,90 @@ def test_it_was_offloaded_by_others_already() -> None:
         offload(pipe, **BUDGETS)
 
 
+@pytest.mark.parametrize(
+    "name", ["enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload"]
+)
+def test_offloading_by_others_meanwhile_is_refused(name: str, expected: torch.Tensor) -> None:
+    pipe = flux()
+    with offload(pipe, **BUDGETS):
+        with pytest.raises(tiermem.ConfigError, match=rf"pipe\.{name}\(\): .* tiermem's tiers"):
+            getattr(pipe, name)(torch.device("cpu"))
+        with pytest.raises(tiermem.ConfigError, match=r"pipe\.transformer\.enable_group_offload"):
+            pipe.transformer.enable_group_offload(torch.device("cpu"))
+        assert torch.equal(picture(pipe), expected)
+    assert name not in pipe.__dict__
+    assert "enable_group_offload" not in pipe.transformer.__dict__
+
+
+def test_layerwise_casting_is_refused_before_anything_moves() -> None:
+    pipe = flux()
+    pipe.transformer.enable_layerwise_casting(storage_dtype=torch.float16)
+    with pytest.raises(tiermem.ConfigError, match="'transformer' has layerwise casting"):
+        offload(pipe, **BUDGETS)
+    assert type(pipe.transformer.proj_out.weight) is torch.nn.Parameter
+
+
+def stable_diffusion() -> Any:
+    """A pipeline of convolutions, with a control network."""
+    torch.manual_seed(0)
+    sizes = {
+        "block_out_channels": (32, 64),
+        "layers_per_block": 1,
+        "in_channels": 4,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "cross_attention_dim": 32,
+        "attention_head_dim": 8,
+    }
+    pipe = diffusers.StableDiffusionControlNetPipeline(
+        unet=diffusers.UNet2DConditionModel(
+            sample_size=32,
+            out_channels=4,
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            **sizes,
+        ),
+        controlnet=diffusers.ControlNetModel(conditioning_embedding_out_channels=(16, 32), **sizes),
+        scheduler=diffusers.DDIMScheduler(),
+        vae=diffusers.AutoencoderKL(
+            block_out_channels=(32, 64),
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            latent_channels=4,
+        ),
+        text_encoder=None,
+        tokenizer=None,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def controlled_picture(pipe: Any) -> torch.Tensor:
+    drawn = torch.Generator().manual_seed(1)
+    pipe.vae.enable_tiling()
+    result: torch.Tensor = pipe(
+        image=torch.randn(1, 3, 64, 64, generator=drawn),
+        prompt_embeds=torch.randn(1, 8, 32, generator=drawn),
+        negative_prompt_embeds=torch.randn(1, 8, 32, generator=drawn),
+        height=64,
+        width=64,
+        num_inference_steps=2,
+        generator=drawn,
+        output_type="pt",
+        callback_on_step_end=lambda pipe, step, time, values: {"latents": values["latents"] * 0.9},
+    ).images
+    return result
+
+
+def test_convolutions_control_tiles_and_callbacks() -> None:
+    expected = controlled_picture(stable_diffusion())
+    pipe = stable_diffusion()
+    with offload(pipe, **{**BUDGETS, "hbm": "1MiB"}) as tier:
+        assert torch.equal(controlled_picture(pipe), expected)
+        assert tier.stats().links["dram->hbm"].nbytes > 0
+
+
 def test_what_is_no_pipeline_is_refused() -> None:
     with pytest.raises(tiermem.ConfigError, match="no diffusers pipeline"):
         offload(torch.nn.Linear(2, 2), **BUDGETS)

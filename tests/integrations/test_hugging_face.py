@@ -101,6 +101,15 @@ def same(weights: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
         {"bf16": True, "gradient_checkpointing": True},
         {"eval_strategy": "steps", "eval_steps": 2, "lr_scheduler_type": "cosine"},
         {"optim": "sgd", "warmup_steps": 2},
+        {"optim": "adafactor", "label_smoothing_factor": 0.1, "max_grad_norm": 0.0},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "load_best_model_at_end": True,
+        },
     ],
     ids=lambda settings: "-".join(settings) or "plain",
 )
@@ -130,6 +139,62 @@ def test_saving_and_resuming(tmp_path: Path) -> None:
     assert same(expected[1], weights)
 
 
+def test_resuming_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """Four steps an epoch; the first run ends after the sixth, the second goes on from there."""
+    settings = {"max_steps": 10, "per_device_train_batch_size": 8, "optim": "adamw_torch_fused"}
+    expected = resident(tmp_path / "resident", **settings)
+    args = arguments(tmp_path, **settings, save_strategy="steps", save_steps=3)
+    model = llama()
+    with TrainerTiers(**BUDGETS) as tier:
+        trainer = trainer_of(model, args, optimizers=tier.optimizers(model, args))
+        trainer.add_callback(_StopAt(6))
+        trainer.train()
+        trainer.remove_callback(_StopAt)
+        trainer.train(resume_from_checkpoint=True)
+        assert [row["loss"] for row in trainer.state.log_history if "loss" in row] == [
+            row[0] for row in expected[0]
+        ]
+        assert same(expected[1], model.state_dict())
+
+
+def generated(folder: Path, tier: TrainerTiers | None) -> tuple[list[Any], Any]:
+    """Trains an encoder and decoder, and predicts by generating."""
+    transformers.set_seed(0)
+    config = transformers.T5Config(
+        vocab_size=64,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=3,
+        num_heads=4,
+        decoder_start_token_id=0,
+    )
+    model = transformers.T5ForConditionalGeneration(config)
+    args = transformers.Seq2SeqTrainingArguments(
+        str(folder),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        predict_with_generate=True,
+        generation_max_length=6,
+        save_strategy="no",
+    )
+    data = Sentences()
+    more = {} if tier is None else {"optimizers": tier.optimizers(model, args)}
+    trainer = transformers.Seq2SeqTrainer(model, args, train_dataset=data, **more)
+    trainer.train()
+    return seen(trainer), trainer.predict(data).predictions.tolist()
+
+
+def test_predicting_by_generating(tmp_path: Path) -> None:
+    expected = generated(tmp_path, None)
+    with TrainerTiers(**{**BUDGETS, "hbm": "300KiB"}) as tier:
+        assert generated(tmp_path, tier) == expected
+
+
 class _StopAt(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
     def __init__(self, step: int) -> None:
         self.step = step
@@ -147,6 +212,50 @@ def test_what_is_saved_is_an_ordinary_model(tmp_path: Path) -> None:
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
     assert same(weights, found.state_dict())
+
+
+def test_masters_are_not_brought_up_all_at_once(tmp_path: Path) -> None:
+    args, model = arguments(tmp_path), llama().bfloat16()
+    with TrainerTiers(**BUDGETS) as tier:
+        optimizers = tier.optimizers(model, args, master_dtype=torch.float32)
+        taken: list[Any] = []
+        optimizers[0].register_state_dict_pre_hook(taken.append)
+        trainer_of(model, args, optimizers=optimizers).train()
+        assert not taken
+
+
+def test_a_step_moves_what_the_bare_loops_does(tmp_path: Path) -> None:
+    """With the same clipping: no pass over the gradients is added, and none of them comes back."""
+    steps = 8
+    args, model = arguments(tmp_path, max_steps=steps), llama()
+    moved: dict[str, list[int]] = {"trainer": [], "bare": []}
+
+    class Count(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            moved["trainer"].append(nbytes_moved(tier))
+
+    with TrainerTiers(**BUDGETS) as tier:
+        optimizers = tier.optimizers(model, args)
+        trainer_of(model, args, optimizers=optimizers, callbacks=[Count()]).train()
+    model, data = llama(), Sentences()
+    with TrainerTiers(**BUDGETS) as tier:
+        optimizer, _ = tier.optimizers(model, args)
+        for step in range(steps):
+            rows = data[2 * step], data[2 * step + 1]
+            model(
+                **{key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+            ).loss.backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            moved["bare"].append(nbytes_moved(tier))
+    # what is learned in the first steps differs, so the schedules do by some blocks
+    trainer, bare = (counts[-1] - counts[2] for counts in moved.values())
+    assert trainer == pytest.approx(bare, rel=0.03)
+
+
+def nbytes_moved(tier: tiermem.TierManager) -> int:
+    return sum(link.nbytes for link in tier.stats().links.values())
 
 
 def test_another_class_and_other_settings(tmp_path: Path) -> None:
@@ -231,6 +340,21 @@ def fine_tuned(model: Any, optimizer: Any) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def test_adapters_after_wrap(tmp_path: Path) -> None:
+    settings = {"learning_rate": 1e-2}
+    args, model = arguments(tmp_path, **settings), with_adapters(llama())
+    plain = trainer_of(model, args)
+    plain.train()
+    base = llama()
+    with TrainerTiers(**BUDGETS) as tier:
+        tier.wrap(base)
+        model = with_adapters(base)
+        trainer = trainer_of(model, args, optimizers=tier.optimizers(model, args))
+        trainer.train()
+        assert seen(trainer) == seen(plain)
+        assert same(plain.model.state_dict(), model.state_dict())
 
 
 def test_adapters_before_wrap_merge_and_save(tmp_path: Path) -> None:

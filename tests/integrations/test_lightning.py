@@ -10,6 +10,8 @@ import torch
 from support_integrations import batches, decoder
 from torch import Tensor, nn
 
+import tiermem
+
 lightning = pytest.importorskip("lightning")
 
 from tiermem.integrations.lightning import FabricTierStrategy, TierStrategy  # noqa: E402
@@ -127,6 +129,144 @@ def test_validating_alone(tmp_path: Path) -> None:
     assert found == expected
 
 
+class Manual(Module):
+    """Manual optimization: two optimizers, clipped each, and schedulers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.rates: list[Any] = []
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        loss: Tensor = self.model(batch)
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            self.clip_gradients(optimizer, 0.5, "norm")
+            optimizer.step()
+            optimizer.zero_grad()
+        for rate in self.rates:
+            rate.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        inner = list(self.model.layers.parameters())
+        mine = {id(p) for p in inner}
+        outer = [p for p in self.parameters() if id(p) not in mine]
+        found = [torch.optim.AdamW(inner, lr=1e-2), torch.optim.SGD(outer, lr=0.1, momentum=0.9)]
+        self.rates = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for optimizer in found]
+        return found
+
+
+def test_several_optimizers_by_hand(tmp_path: Path) -> None:
+    """With schedulers that the trainer does not know."""
+    losses = []
+    for where in ({"accelerator": "cpu"}, {"strategy": TierStrategy(**BUDGETS)}):
+        module = Manual()
+        trainer(tmp_path, **where, gradient_clip_val=None, max_steps=2 * STEPS).fit(
+            module, loader(8)
+        )
+        losses.append(module.losses)
+    assert len(losses[0]) == STEPS and losses[0] == losses[1]
+
+
+class Thaw(lightning.pytorch.callbacks.BaseFinetuning):  # type: ignore[misc, name-defined]
+    """Trains the layers from the second epoch on, in a parameter group of their own."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.model.layers)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.model.layers, optimizer, lr=1e-2)
+
+
+class Trained(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def test_a_callback_adds_a_group(tmp_path: Path) -> None:
+    found = []
+    for where in ({"accelerator": "cpu"}, {"strategy": TierStrategy(**BUDGETS)}):
+        module = Trained()
+        settings = {"max_epochs": 3, "max_steps": -1, "callbacks": [Thaw()]}
+        trainer(tmp_path, **where, **settings).fit(module, loader(2))
+        found.append(module)
+    assert found[0].losses == found[1].losses
+    assert same(*found)
+
+
+def test_validating_between_fits(tmp_path: Path) -> None:
+    found = []
+    for where in ({"accelerator": "cpu"}, {"strategy": TierStrategy(**BUDGETS)}):
+        module, data = Module(), loader(2)
+        one = trainer(tmp_path, **where)
+        one.fit(module, loader(8))
+        found.append([one.validate(module, data, verbose=False) for _ in range(2)])
+        one.fit_loop.epoch_loop.max_steps = STEPS + 2
+        one.fit(module, loader(8))
+        found[-1].append(module.losses)
+    assert found[0] == found[1]
+
+
+def test_a_class_that_cannot_be_streamed_is_refused_by_its_reason(tmp_path: Path) -> None:
+    class Refused(Module):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    module, expected = Refused(), Refused()
+    with pytest.raises(tiermem.StepError, match="LBFGS cannot be streamed"):
+        trainer(tmp_path, strategy=TierStrategy(**BUDGETS)).fit(module, loader(8))
+    assert same(expected, module)
+
+
+def test_an_exception_leaves_an_ordinary_module(tmp_path: Path) -> None:
+    class Fails(Module):
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            if index == 2:
+                raise ZeroDivisionError
+            return super().training_step(batch, index)
+
+    found = []
+    for where in ({"accelerator": "cpu"}, {"strategy": TierStrategy(**BUDGETS)}):
+        found.append(Fails())
+        with pytest.raises(ZeroDivisionError):
+            trainer(tmp_path, **where).fit(found[-1], loader(8))
+    assert same(*found)
+
+
+def test_a_step_moves_what_the_bare_loops_does(tmp_path: Path) -> None:
+    steps = 8
+    moved: dict[str, list[int]] = {"lightning": [], "bare": []}
+    strategy = TierStrategy(**BUDGETS)
+
+    class Count(lightning.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_end(self, *_: Any) -> None:
+            assert strategy.tier is not None
+            moved["lightning"].append(nbytes_moved(strategy.tier))
+
+    module = Module()
+    one = trainer(tmp_path, strategy=strategy, max_steps=steps, callbacks=[Count()])
+    one.fit(module, loader(8))
+    module = Module()
+    with tiermem.TierManager(**BUDGETS) as tier:
+        model = tier.wrap(module.model)
+        optimizer = tier.optimizer(model, torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
+        for tokens in batches(steps):
+            model(tokens).backward()
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            moved["bare"].append(nbytes_moved(tier))
+    found, bare = (counts[-1] - counts[2] for counts in moved.values())
+    assert found == pytest.approx(bare, rel=0.03)
+
+
+def nbytes_moved(tier: tiermem.TierManager) -> int:
+    return sum(link.nbytes for link in tier.stats().links.values())
+
+
 def fabric_losses(fabric: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     model, optimizer = fabric.setup(model, optimizer)
     losses = []
@@ -138,6 +278,27 @@ def fabric_losses(fabric: Any, model: nn.Module, optimizer: torch.optim.Optimize
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def test_fabric_with_a_scheduler_made_before() -> None:
+    found = []
+    for settings in ({"accelerator": "cpu"}, {"strategy": FabricTierStrategy(**BUDGETS)}):
+        fabric, model = lightning.Fabric(**settings), decoder(6)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        model, optimizer = fabric.setup(model, optimizer)
+        losses = []
+        for tokens in batches(STEPS):
+            loss = model(tokens)
+            fabric.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append(losses)
+        if "strategy" in settings:
+            fabric.strategy.tier.close()
+    assert found[0] == found[1]
 
 
 def test_fabric() -> None:

@@ -331,6 +331,28 @@ def test_zero_infinity_with_a_file(tmp_path) -> None:
 
 
 @needs_transformers
+@pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
+def test_trainers(tmp_path) -> None:
+    line = "--device cpu --shape tiny --tokens 32 --chunks 2 --warm 2 --steps 2 --profiled 1"
+    line += " --hbm 300KiB --dram 16MiB --out out.json"
+    found = run("bench_trainers.py", tmp_path, *line.split())
+    rows = check_rows(found, "s", "of bare", "GB moved a step")
+    assert [row["loop"] for row in rows] == ["bare", "Trainer", "Lightning"]
+    assert all(row["losses equal"] is True for row in rows)
+    assert all(0 <= row["integration's share"] < 1 for row in rows)
+
+
+def test_diffusers(tmp_path) -> None:
+    line = "--device cpu --tiny --dram 16MiB --steps 1 --repeats 1 --group --out out.json"
+    rows = check_rows(run("bench_diffusers.py", tmp_path, *line.split()), "s", "of bound")
+    names = ["in HBM", "raw copy of what does not fit", "tiermem", "diffusers group offloading"]
+    assert [row["what"] for row in rows] == names
+    assert rows[2]["equal"] is True and rows[2]["GB moved"] > 0
+    if find_spec("diffusers") is None:
+        assert rows[3]["note"] == "not installed: diffusers"
+
+
+@needs_transformers
 def test_run_gpu(tmp_path) -> None:
     line = "--small --only host links --folder . --results found --name x"
     output("run_gpu.py", tmp_path, *line.split())

@@ -10,6 +10,7 @@ import torch
 from tiermem.core.block import Block, Role
 from tiermem.core.layout import TensorShape, split
 from tiermem.errors import CapacityError, StepError
+from tiermem.nn.clipping import Clippable
 from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import (
     LazyTensor,
@@ -144,6 +145,7 @@ class GradStore:
         self._measured: dict[int, tuple[Measure, torch.Tensor]] = {}
         self._arriving: GradUnit | None = None
         self._pipeline: Pipeline | None = None
+        self._stored: dict[int, GradUnit] = {}  # what may have gradients, by id
         self._unheard: dict[int, Entry] = {}  # whose gradients once came without being announced
 
     def track(self, entry: Entry) -> None:
@@ -263,6 +265,13 @@ class GradStore:
             return None
         return found[1] if entry.has_grad else None
 
+    def await_change(self, unit: GradUnit, entries: Sequence[Entry], change: Change) -> None:
+        """Has stored gradients of a unit changed when they are next in HBM."""
+        unit.pending.append(Pending(entries, change))
+        for entry in entries:
+            for watcher in self.watchers:
+                watcher.edited(entry)
+
     def clear(self, entry: Entry) -> None:
         """Forgets the gradient of one parameter; whoever still has it keeps its value."""
         self.pay(entry.unit)
@@ -278,6 +287,22 @@ class GradStore:
         if unit is not None and not any(e.has_grad for e in unit.entries):
             unit.pending.clear()
             self.manager.discard(unit.block)
+
+    def drop_forgotten(self) -> None:
+        """Forgets gradients that users have set to None (``model.zero_grad()``).
+
+        Otherwise they would be written home to make room, and come back with the first new one.
+        Those that a step is still to use go when it is made.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            for key, unit in list(self._stored.items()):
+                found = [e for e in unit.entries if e.has_grad]
+                if not found:
+                    del self._stored[key]
+                elif found[0].param.grad is None and not self.owed(found[0]):
+                    for entry in found:
+                        if entry.param.grad is None and not entry.materialized:
+                            self.clear(entry)
 
     def hand_over(self, entry: Entry, gradient: torch.Tensor) -> None:
         """Forgets the gradient of a parameter that leaves the tiers.
@@ -445,6 +470,7 @@ class GradStore:
                         measure = self._measures[id(entry)]
                         self._measured[id(entry)] = measure, measure(view)
             entry.has_grad = True
+            self._stored[id(unit)] = unit
         finally:
             self.manager.release(unit.block, dirty=written)
         self.expose(entry)
@@ -464,6 +490,7 @@ class GradStore:
                 Weak(self._written, entry),
                 formal=entry.param.dtype,
             )
+            entry.lazy._clippable = Clippable(self, entry)
         if entry.param.grad is not entry.lazy:
             entry.param.grad = entry.lazy
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,10 +23,16 @@ from tiermem.nn.shells import insides
 from tiermem.nn.standin import Opened, StandIn, writes
 from tiermem.runtime.slots import use_count
 
+if TYPE_CHECKING:
+    from tiermem.nn.clipping import Clippable
+
 _NOTHING = {torch.Tensor.detach_, torch.Tensor.requires_grad_}
 _OWN_REFERENCES = 2
 _TENSOR: Any = torch.Tensor
 _UNSCALE: Any = torch._amp_foreach_non_finite_check_and_unscale_
+
+ANSWERS: dict[Any, Callable[..., Any]] = {}
+"""Functions over lists that are done in another way; NotImplemented for as ever."""
 
 
 class LazyTensor(StandIn, torch.Tensor):
@@ -38,6 +44,7 @@ class LazyTensor(StandIn, torch.Tensor):
     _dtype: torch.dtype
     _gone = False
     _shelled = False  # the real one is of a subclass that wraps others
+    _clippable: Clippable | None = None  # of the gradient of a parameter
 
     @classmethod
     def __torch_function__(
@@ -52,6 +59,11 @@ class LazyTensor(StandIn, torch.Tensor):
             return _OF_DTYPE[func](args[0])
         if func == _UNSCALE and _only_looks(*args, **kwargs or {}):
             return _look(*args, **kwargs or {})
+        if func in ANSWERS:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = ANSWERS[func](*args, **kwargs or {})
+            if result is not NotImplemented:
+                return result
         return super().__torch_function__(func, types, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -197,6 +197,7 @@ class ModuleRuntime:
             training = torch.is_grad_enabled()
             for check in self.on_begin:
                 check(training)
+            self.grads.drop_forgotten()
             self._drop(self._ambient)
             self._ambient = []
             # with optimizer steps in it the pass uses other blocks: it is learned as another

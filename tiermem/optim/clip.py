@@ -13,28 +13,10 @@ from torch.utils._foreach_utils import (
 )
 
 from tiermem.nn.grads import Change, Measure
+from tiermem.nn.norms import Kind, measure_of
 from tiermem.nn.placeholder import placeholder
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.unit import StepUnit
-
-Kind = tuple[float, bool | None, torch.dtype | None]
-"""Which norm, whether torch's ``foreach`` kernels are asked for, and what is cast to first."""
-
-
-def norms_of(
-    tensors: Sequence[torch.Tensor], norm_type: float, foreach: bool | None
-) -> list[torch.Tensor]:
-    """Returns the norm of each tensor, by the kernel that ``clip_grad_norm_`` would use."""
-    found: list[torch.Tensor] = []
-    for tensor in tensors:
-        device = tensor.device
-        if (foreach is None and _has_foreach_support([tensor], device)) or (
-            foreach and _device_has_foreach_support(device)
-        ):
-            found.extend(torch._foreach_norm([tensor], norm_type))
-        else:
-            found.append(torch.linalg.vector_norm(tensor, norm_type))
-    return found
 
 
 def total_norm(
@@ -101,7 +83,6 @@ class Norms:
         """Serves the optimizer of this number."""
         self._runtime = runtime
         self._number = number
-        self._kind: Kind | None = None
         self._measure: Measure | None = None
         self.taken = self.swept = 0
 
@@ -188,11 +169,6 @@ class Norms:
 
     def _measure_for(self, units: Sequence[StepUnit], kind: Kind) -> Measure:
         """Returns what takes a norm, and has it taken of all gradients to come."""
-        if self._measure is None or kind != self._kind:
-            self._kind, self._measure = kind, partial(_norm_of, kind=kind)
+        self._measure = measure_of(kind)
         self._runtime.grads.measure((e for u in units for e in u.entries), self._measure)
         return self._measure
-
-
-def _norm_of(gradient: torch.Tensor, kind: Kind) -> torch.Tensor:
-    return norms_of([gradient if kind[2] is None else gradient.to(kind[2])], *kind[:2])[0]

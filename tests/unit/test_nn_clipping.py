@@ -1,0 +1,226 @@
+"""torch's own clipping over tiers: the resident bits, and from the second step on nothing moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support_nn import Pair, Tiers, assert_same
+from support_optim import Net, loss_of
+from torch import nn
+from torch.utils._foreach_utils import _has_foreach_support
+
+import tiermem
+
+DRAM = Tiers("dram")
+Clip = Callable[[nn.Module], Any]
+
+CLIPS: dict[str, Clip] = {
+    "by norm": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.05),
+    "by another norm": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.01, norm_type=1.0),
+    "by norm, not at all": lambda m: nn.utils.clip_grad_norm_(m.parameters(), float("inf")),
+    "of a part": lambda m: nn.utils.clip_grad_norm_(m.layers.parameters(), 0.05),
+    "twice": lambda m: [CLIPS["by norm"](m), CLIPS["of a part"](m)],
+    "by value": lambda m: nn.utils.clip_grad_value_(m.parameters(), 0.002),
+    "in two calls": lambda m: nn.utils.clip_grads_with_norm_(
+        m.parameters(), 0.05, nn.utils.get_total_norm(p.grad for p in m.parameters())
+    ),
+}
+
+
+def build() -> nn.Module:
+    return Net(torch.float32, layers=4)
+
+
+def backward(model: nn.Module, optimizer: Any = None, number: int = 0) -> None:
+    loss_of(model, number).backward()
+
+
+def brought_up(tier: tiermem.TierManager, use: Callable[[], Any]) -> list[str]:
+    """Returns the names of the blocks that are used meanwhile."""
+    manager = tier._manager
+    found: list[str] = []
+    acquire = manager.acquire
+
+    def spy(block: Any) -> Any:
+        found.append(block.name)
+        return acquire(block)
+
+    manager.acquire = spy  # type: ignore[method-assign]
+    try:
+        use()
+    finally:
+        manager.acquire = acquire  # type: ignore[method-assign]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("how", "overlap"), [*((how, False) for how in sorted(CLIPS)), ("by norm", "forward")]
+)
+def test_from_the_second_step_on_nothing_is_brought_up(how: str, overlap: Any) -> None:
+    settings = torch.optim.AdamW, {"lr": 0.01, "overlap": overlap}
+    with Pair(build, DRAM, settings) as pair:
+        for number in range(3):
+            pair.both(partial(backward, number=number), number)
+            pair.optimizer.finish()
+            clip = partial(pair.both, lambda model, _: CLIPS[how](model), what="norm")
+            used = brought_up(pair.tier, clip)
+            if number and how != "twice":  # what is scaled has another norm
+                assert used == []
+            pair.both(lambda _, optimizer: optimizer.step())
+            pair.both(lambda model, _: model.zero_grad())
+        pair.check_state()
+
+
+def test_the_kernels_are_those_of_the_resident_run() -> None:
+    """On CUDA those for single tensors round differently."""
+    with Pair(build, DRAM) as pair:
+        pair.both(backward)
+        gradients = [p.grad for p in pair.model.parameters()]
+        assert _has_foreach_support(gradients, gradients[0].device)
+
+
+def test_what_is_clipped_is_seen_at_once() -> None:
+    with Pair(build, DRAM) as pair:
+        for number in range(2):
+            pair.both(partial(backward, number=number))
+            views = [m.layers[0].up.weight.grad[0] for m in (pair.plain, pair.model)]
+            pair.both(lambda model, _: CLIPS["by norm"](model))
+            assert_same(views[0], views[1], "a view that was taken before")
+            pair.check_gradients("lazily")
+            pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+        pair.check_state()
+
+
+def test_arguments_and_norms_are_the_callers_own() -> None:
+    with Pair(build, DRAM) as pair:
+        for number in range(2):
+            pair.both(partial(backward, number=number))
+
+            def scale(model: nn.Module, _: Any) -> list[torch.Tensor]:
+                gradients = [p.grad for p in model.parameters()]
+                factor = torch.tensor(0.25)
+                norms = list(torch._foreach_norm(gradients))
+                norms[0].zero_()
+                again = list(torch._foreach_norm(gradients))
+                torch._foreach_mul_(gradients, factor)
+                factor.fill_(7.0)
+                return again
+
+            pair.both(scale, what="norms")
+            pair.check_gradients("lazily")
+            pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+
+
+def test_gradients_that_are_elsewhere_or_written_by_hand() -> None:
+    def edit(model: nn.Module, _: Any) -> None:
+        params = dict(model.named_parameters())
+        params["layers.1.up.weight"].grad = torch.ones_like(params["layers.1.up.weight"])
+        params["layers.2.up.weight"].grad.mul_(0.5)
+        params["layers.3.up.weight"].grad = None
+
+    with Pair(build, DRAM) as pair:
+        loose = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+        for number in range(3):
+            pair.both(partial(backward, number=number))
+            if number:
+                pair.both(edit)
+            norms = []
+            for param, model in zip(loose, (pair.plain, pair.model), strict=True):
+                param.grad = torch.full((3,), 0.5)
+                norms.append(nn.utils.clip_grad_norm_([param, *model.parameters()], 0.05))
+            assert_same(*norms, "norms")
+            assert_same(loose[0].grad, loose[1].grad, "outside the tiers")
+            pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+        pair.check_state()
+
+
+def test_several_optimizers() -> None:
+    settings = {"lr": 0.1, "momentum": 0.9}
+    with Pair(build, Tiers("dram", extra_hbm=64 << 10), None, trained=True) as pair:
+        names = "layers", "extra", "embed"
+        plain = [torch.optim.SGD(getattr(pair.plain, n).parameters(), **settings) for n in names]
+        tiered = [
+            pair.tier.optimizer(getattr(pair.model, n).parameters(), torch.optim.SGD, **settings)
+            for n in names
+        ]
+        for number in range(3):
+            pair.both(partial(backward, number=number))
+            used = brought_up(pair.tier, lambda: pair.both(lambda m, _: CLIPS["by norm"](m)))
+            assert (used == []) == (number > 0)
+            for optimizer in [*plain, *tiered]:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same(dict(pair.plain.state_dict()), dict(pair.model.state_dict()), "weights")
+
+
+def moved(clip: Callable[[nn.Module, Any], Any], forget: Callable[[nn.Module, Any], Any]) -> Any:
+    """Returns the bytes that each of some steps moves, by link."""
+    torch.manual_seed(0)
+    found = []
+    with tiermem.TierManager(device="cpu", hbm="60KiB", dram="4MiB") as tier:
+        model = tier.wrap(build())
+        optimizer = tier.optimizer(model, torch.optim.SGD, lr=0.01)
+        for number in range(4):
+            tier.reset_stats()
+            backward(model, number=number)
+            clip(model, optimizer)
+            optimizer.step()
+            forget(model, optimizer)
+            found.append({k: v.nbytes for k, v in tier.stats().links.items()})
+    return found
+
+
+def test_clipping_and_forgetting_by_torch_move_no_more_than_the_optimizers_own() -> None:
+    own = moved(lambda _, o: o.clip_grad_norm_(0.05), lambda _, o: o.zero_grad())
+    assert all(step.get("dram->hbm", 0) > 0 for step in own)
+    assert moved(lambda _, o: o.clip_grad_norm_(0.05), lambda m, _: m.zero_grad()) == own
+    by_torch = moved(lambda m, _: CLIPS["by norm"](m), lambda m, _: m.zero_grad())
+    total = [sum(sum(step.values()) for step in steps[1:]) for steps in (by_torch, own)]
+    assert total[0] <= total[1]
+
+
+def test_gradients_that_are_forgotten_while_a_step_is_owed() -> None:
+    settings = torch.optim.AdamW, {"lr": 0.01, "overlap": "forward"}
+    with Pair(build, DRAM, settings) as pair:
+        for number in range(4):
+            pair.both(partial(backward, number=number))
+            pair.both(lambda _, optimizer: optimizer.step())
+            pair.both(lambda model, _: model.zero_grad())
+            if number == 2:  # a forward in between, and one gradient that is kept
+                pair.both(lambda model, _: loss_of(model, 9).item())
+            assert (len(pair.optimizer._owed) > 0) == (number != 2)
+        pair.check_state()
+
+
+def test_steps_inside_backward_refuse_it() -> None:
+    settings = torch.optim.SGD, {"lr": 0.1, "overlap": "backward"}
+    with Pair(build, DRAM, settings) as pair:
+        with pytest.raises(tiermem.StepError, match="overlap='forward'"):
+            for number in range(4):
+                pair.both(partial(backward, number=number))
+                pair.both(lambda model, _: CLIPS["by norm"](model))
+                pair.both(lambda _, optimizer: (optimizer.step(), optimizer.zero_grad()))
+
+
+def test_ctrl_c_leaves_all_or_none_to_be_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pair(build, DRAM) as pair:
+        pair.both(backward)
+        grads = pair.tier._runtime.grads
+        calls: list[Any] = []
+        real = grads.await_change
+
+        def interrupted(*args: Any) -> None:
+            calls.append(args)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            real(*args)
+
+        monkeypatch.setattr(grads, "await_change", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            CLIPS["by norm"](pair.model)
+        monkeypatch.undo()
+        pair.check_gradients("lazily")
