@@ -23,6 +23,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import pytest
 import torch
 from support_nn import leaves, same_bits, seed
 from support_process import open_files
@@ -31,9 +32,12 @@ from torch.utils.checkpoint import checkpoint
 
 import tiermem
 from tiermem.errors import InvariantError, TierError
+from tiermem.optim import tiered
+from tiermem.optim.probe import StateProbe
+from tiermem.optim.separable import check_separable
 
 PACKAGE = str(Path(tiermem.__file__).parent) + os.sep
-_STEPS = 3
+_STEPS = 4
 _PATIENCE = 20
 
 Site = tuple[str, int, str, int]
@@ -54,11 +58,12 @@ class Hung(BaseException):
 
 @functools.cache
 def _exits(code: CodeType) -> frozenset[int]:
-    """Returns the offsets at which the ordinary way out of a ``with`` begins.
+    """Returns the offsets at which a line begins and no exception can come.
 
-    A line begins there, but no signal handler and no error comes between the last call inside
-    and the call of ``__exit__``: the interpreter looks for signals after calls, where the context
-    is still in force.
+    There the ordinary way out of a ``with`` begins: no signal handler and no error comes between
+    the last call inside and the call of ``__exit__``, as the interpreter looks for signals after
+    calls, where the context is still in force. Or a ``try:`` begins, which does nothing, and is in
+    no block of the compiled code, not even in a ``with`` around it.
     """
     found = set()
     ops = [op for op in dis.get_instructions(code) if op.opname not in ("CACHE", "EXTENDED_ARG")]
@@ -69,6 +74,8 @@ def _exits(code: CodeType) -> frozenset[int]:
             found.add(op.offset)
             if index and ops[index - 1].opname == "SWAP":  # of what is returned from inside
                 found.add(ops[index - 1].offset)
+        if op.opname in ("NOP", "SETUP_FINALLY"):
+            found.add(op.offset)
         if op.opname == "POP_BLOCK" and [o.argval for o in ops[index + 1 : index + 2]] == [None]:
             found.add(op.offset)
     return frozenset(found)
@@ -242,6 +249,15 @@ PROGRAMS = {
             optimizer=torch.optim.SGD,
         ),
         Program("hbm", policy={"params": "hbm", "grads": "dram", "optimizer": "dram"}),
+        Program("both", settings={"where": "both", "host_share": 0.5}),
+        Program(
+            "host files",
+            nvme=True,
+            policy={"params": "dram", "grads": "dram", "optimizer": "nvme", "master": "nvme"},
+            dtype=torch.bfloat16,
+            settings={"where": "host", "overlap": "forward", "master_dtype": torch.float32},
+        ),
+        Program("host backward", settings={"where": "host", "overlap": "backward"}),
     )
 }
 
@@ -256,10 +272,14 @@ PHASES = (
     "zero",
     "eval",
     "state",
+    "load",
+    "export",
+    "restore",
     "materialize",
     "unwrap",
     "close",
 )
+_IN_TRAINING = frozenset(PHASES[3:-2])
 
 
 @dataclass
@@ -295,7 +315,7 @@ class Run:
             folder: For swap files.
             phase: Which call ``around`` is put around.
             around: Makes the call, and cuts it short.
-            which: In which training step.
+            which: In which training step; the third is the first with steps inside backward.
         """
         self.program = program
         self.folder = folder
@@ -400,7 +420,7 @@ class Run:
 
     def do(self, name: str, call: Callable[[], Any]) -> Any:
         """Makes one call, cut short where that is due."""
-        if name in PHASES[3:11] and self.step != self.which:
+        if name in _IN_TRAINING and self.step != self.which:
             return call()
         if self.watch is not None:
             return self.watch(name, call)
@@ -426,8 +446,8 @@ class Run:
                 self.until_done("step", self.optimizer.step)
                 self.until_done("zero", self.optimizer.zero_grad)
                 self.eval.append(self.until_done("eval", self.evaluate))
-                self.until_done("state", lambda: self.net.state_dict())
-                self.until_done("materialize", self.materialized)
+                if self.step == self.which:
+                    self.look()
             if hasattr(self.optimizer, "finish"):
                 self.optimizer.finish()
             state = self.optimizer.state_dict()["state"]
@@ -445,6 +465,21 @@ class Run:
             else:
                 self.tier.close()
         return self.losses, weights, state, self.eval
+
+    def look(self) -> None:
+        """Takes states out and puts them in again, and writes weights by hand."""
+        weights = self.until_done("state", lambda: self.net.state_dict())
+        weights = {key: value * 0.5 if value.dim() == 2 else value for key, value in weights.items()}
+        self.until_done("load", lambda: self.net.load_state_dict(weights))
+        state = self.until_done("export", self.optimizer.state_dict)
+        for group in state["param_groups"]:
+            group["lr"] *= 0.5
+        for kept in state["state"].values():
+            for key, value in kept.items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    kept[key] = value * 0.5
+        self.until_done("restore", lambda: self.optimizer.load_state_dict(state))
+        self.until_done("materialize", self.materialized)
 
     def leave(self) -> None:
         self.optimizer.close()
@@ -488,6 +523,8 @@ class Run:
             raise Left(f"orphans {manager.table.orphans()}")
         homes = [r for r in manager.table if r.home_extent is not None]
         dram = sum(r.home_extent.nbytes for r in homes if r.home.value == "dram")
+        rooms = [place for owned in manager.homes.owners for place in owned()]  # of host's steps
+        dram += sum(extent.nbytes for tier, extent in rooms if tier.value == "dram")
         staging = 0 if manager.homes.staging is None else manager.homes.staging.numel()
         store = self.tier._runtime.activations.store
         for reclaim in manager.homes.reclaimers:
@@ -499,6 +536,8 @@ class Run:
             raise Left(f"nvme: {manager.homes.nvme_used} used, {nvme} known")
         if empty and len(manager.table):
             raise Left(f"blocks left: {[r.block.name for r in manager.table]}")
+        if empty and rooms:
+            raise Left(f"rooms left: {rooms}")
         if torch._C._autograd and _pair() is not None:
             raise Left("saved-tensor hooks are left in force")
         if not torch.is_grad_enabled():
@@ -531,11 +570,39 @@ def patience(seconds: int = _PATIENCE) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+_natures: dict[str, Any] = {}
+_probes: dict[str, StateProbe] = {}
+
+
+@contextmanager
+def tried_once() -> Iterator[None]:
+    """Has each optimizer class be tried once for all runs, which is half of a run's time."""
+
+    def nature(name: str, make: Any, settings: Any, dims: Any, dtype: Any, *rest: Any) -> Any:
+        key = repr((name, settings, dims, dtype))
+        if key not in _natures:
+            _natures[key] = check_separable(name, make, settings, dims, dtype, *rest)
+        return _natures[key]
+
+    def probe(make: Any, device: torch.device, *, sparse: bool) -> StateProbe:
+        kind = make([{"params": [nn.Parameter(torch.zeros(1))]}])
+        key = repr((type(kind), kind.defaults, sparse))
+        if key not in _probes:
+            _probes[key] = StateProbe(make, device, sparse=sparse)
+        return _probes[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiered, "check_separable", nature)
+        patch.setattr(tiered, "StateProbe", probe)
+        yield
+
+
 def reference(program: Program, folder: Path) -> Any:
     """Returns what the program ends with where nobody cuts it short."""
+    result = Run(program, folder).run()
     gc.collect()
-    gc.freeze()  # what there is already need not be looked at in every run
-    return Run(program, folder).run()
+    gc.freeze()  # what there is already, also what was imported, is not looked at in every run
+    return result
 
 
 def record(program: Program, folder: Path, depth: int = 0) -> dict[str, Counter[Any]]:
