@@ -19,7 +19,6 @@ from tiermem.core.block import Tier
 from tiermem.errors import CapacityError, StorageError, TierError, WrapError
 from tiermem.nn.grads import GradUnit
 from tiermem.nn.group import Entry, Group, Member
-from tiermem.nn.inspect import owners
 from tiermem.nn.lazy import is_gone, ordinary
 from tiermem.runtime.hostmemory import available_memory
 
@@ -80,7 +79,8 @@ class Leaving:
 
     def _units(self) -> list[GradUnit]:
         """Returns the blocks of gradients that hold any."""
-        entries = [e for e in self.wrapped.entries if e.has_grad and not e.materialized]
+        entries = [e for e in self.wrapped.entries if e.has_grad]
+        entries = [e for e in entries if not e.materialized or self._is_begun(e)]
         units = [e.unit for e in entries if e.unit is not None]
         return list({id(unit): unit for unit in units}.values())
 
@@ -99,7 +99,8 @@ class Leaving:
         """
         self._values.clear()
         self._gradients.clear()
-        self._not_ours = {id(m) for g in self._groups() for m in g.members() if m.materialized}
+        members = [member for group in self._groups() for member in group.members()]
+        self._not_ours = {id(m) for m in members if m.materialized and not self._is_begun(m)}
         with self._manager.lock:
             for scope in self.wrapped.scopes.values():
                 scope.inside.empty()
@@ -166,23 +167,31 @@ class Leaving:
         self._gradients.clear()
         self.wrapped.uninstall()
 
+    def _is_begun(self, member: Member) -> bool:
+        """Whether a tensor was being made ordinary when that was cut short."""
+        return id(member) in self.wrapped.leaving
+
     def _free(self, member: Member, value: torch.Tensor) -> None:
-        """Makes a tensor an ordinary one, and its gradient."""
+        """Makes a tensor an ordinary one, and its gradient; cut short, it is done once more.
+
+        The tiers have the gradient until the parameter has it.
+        """
+        self.wrapped.leaving.add(id(member))
         if not isinstance(member, Entry):
-            member.group.free(member, value)
+            if not member.materialized:
+                member.group.free(member, value)
             return
         own = member.param.grad
-        if member.has_grad or is_gone(own):
-            own = None
-        if member.has_grad:
+        if member.has_grad and (not member.materialized or own is member.lazy):
             own = self._gradients[id(member)].to(member.param.dtype)
-        member.group.free(member, value)
-        member.param.grad = None
-        if own is not None:
-            member.param.grad = ordinary(own, member.param, value.device)
+        elif is_gone(own):
+            own = None
+        if not member.materialized:
+            member.group.free(member, value)
+        # in one assignment: whoever comes again finds the stand-in, or the gradient
+        member.param.grad = None if own is None else ordinary(own, member.param, value.device)
         if member.has_grad:
             self._runtime.grads.hand_over(member, self._gradients[id(member)])
-        owners.pop(member.param, None)
 
 
 def give_back(wrapped: WrappedModel, device: torch.device | None) -> None:

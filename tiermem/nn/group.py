@@ -231,12 +231,12 @@ class Group(Holder):
         return bool(values) and not any(id(value) in own for value in values)
 
     def free(self, member: Member, data: torch.Tensor) -> None:
-        """Makes a tensor an ordinary one over ``data``."""
+        """Makes a tensor an ordinary one over ``data``; it is one once it is ``materialized``."""
+        member.point(data, member.kind)
         if self._slot is not None and not member.materialized:
             self._slot.pointed -= 1
-        member.materialized = True
+        member.materialized = True  # after the tensor has its data: nobody gives it any later
         self._sort_members()
-        member.point(data, member.kind)
 
     def recapture(self, member: Member) -> None:
         """Takes a tensor back that was freed."""

@@ -58,6 +58,7 @@ class WrappedModel:
         name: For messages.
         given_back: Whether the model has left the tiers.
         given: While a state dict is loaded: its values by the id of each tensor.
+        leaving: Ids of the tensors that :mod:`tiermem.nn.giveback` has begun to make ordinary.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class WrappedModel:
         self._sources: dict[int, list[torch.Tensor]] = {}
         self.given_back = False
         self.given: dict[int, torch.Tensor] = {}
+        self.leaving: set[int] = set()
         self._modules = dict(model.named_modules())
         self._states: dict[int, tuple[dict[int, torch.Tensor], set[tuple[int, str]]]] = {}
         self.name = type(model).__name__ if number == 0 else f"{type(model).__name__}#{number}"
@@ -351,6 +353,8 @@ class WrappedModel:
         for group in self.groups:
             group.freed = True
         self.runtime.grads.forget(self.entries)
+        for entry in self.entries:
+            owners.pop(entry.param, None)
         self._restore_calls()
         for name in self.scopes:
             module = self._modules[name]
