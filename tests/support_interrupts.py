@@ -523,7 +523,7 @@ class Run:
             raise Left(f"orphans {manager.table.orphans()}")
         homes = [r for r in manager.table if r.home_extent is not None]
         dram = sum(r.home_extent.nbytes for r in homes if r.home.value == "dram")
-        rooms = [place for owned in manager.homes.owners for place in owned()]  # of host's steps
+        rooms = manager.homes.owned()  # of the host's steps
         dram += sum(extent.nbytes for tier, extent in rooms if tier.value == "dram")
         staging = 0 if manager.homes.staging is None else manager.homes.staging.numel()
         store = self.tier._runtime.activations.store

@@ -19,6 +19,7 @@ from tiermem.errors import REFUSALS, ConfigError, WrapError
 from tiermem.nn.giveback import Leaving, finish, give_back, prepare, say_beside
 from tiermem.nn.inspect import check_module
 from tiermem.nn.materialize import Target, materialize
+from tiermem.nn.outside import OUTSIDE
 from tiermem.nn.repair import entrance
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.wrapped import Blocks, WrappedModel
@@ -238,9 +239,10 @@ class TierManager:
             )
         except REFUSALS:
             raise
-        except BaseException:  # it may have come anywhere, and nobody has what was reserved
-            self._manager.cut_short()
-            self._manager.guard()
+        except BaseException as error:  # nobody has what was reserved
+            if OUTSIDE not in error.__dict__:  # it may have come anywhere
+                self._manager.cut_short()
+                self._manager.guard()
             kinds = (Role.OPTIMIZER, Role.MASTER)
             new = [r.block for r in self._manager.table if r.block.id not in known]
             self._manager.remove_blocks([block for block in new if block.role in kinds])

@@ -148,6 +148,9 @@ class Leaving:
     def finish(self) -> None:
         """Makes the tensors ordinary; goes on where it was cut short (by Ctrl-C)."""
         self._runtime.reduced.let_go(self._groups())
+        small = self.wrapped.resident
+        for group in (*self.wrapped.groups, *([] if small is None else [small])):
+            group.sort_members()  # an exception may have come between a tensor and this
         for group in self._groups():
             values = self._values.get(group.block.id) or self._tensors(group)
             for member in group.members():
@@ -159,7 +162,6 @@ class Leaving:
             extent = self._manager.record(group.block).home_extent
             if self._in_dram(group) and extent is not None:
                 self._manager.homes.arena.give_back(extent)
-        small = self.wrapped.resident
         for member in small.buffers if small is not None else ():
             if id(member) not in self._not_ours:
                 self._free(member, member.tensor.detach().clone().to(self._target))

@@ -208,7 +208,7 @@ class Group(Holder):
         self._members = (*self.entries, *self.buffers)
         for member in self._members:
             group_of[id(member.tensor)] = self
-        self._sort_members()
+        self.sort_members()
         self._versions = self._count()  # what was written before is at home already
         self._away()
         _change(self._hidden)
@@ -216,7 +216,7 @@ class Group(Holder):
     def add_names(self, names: HeldDict) -> None:
         """Enters a module's dictionary, all of whose managed names are tensors of this group."""
         self._names.append(names)
-        self._sort_members()
+        self.sort_members()
         if self.holds:
             names.__class__ = HeldDict
 
@@ -236,12 +236,12 @@ class Group(Holder):
         if self._slot is not None and not member.materialized:
             self._slot.pointed -= 1
         member.materialized = True  # after the tensor has its data: nobody gives it any later
-        self._sort_members()
+        self.sort_members()
 
     def recapture(self, member: Member) -> None:
         """Takes a tensor back that was freed."""
         member.materialized = False
-        self._sort_members()
+        self.sort_members()
         slot = self._slot
         if slot is not self.manager.slots.current.get(self.block.id):
             slot = self._slot = None  # nothing pointed at it, so nobody said that the block left
@@ -369,7 +369,7 @@ class Group(Holder):
                 if left is not None:
                     left.pointed, left.idle = 0, False
             self._slot = None
-            self._sort_members()
+            self.sort_members()
             self._away()
         self._versions = self._count()
         _change(self._hidden)
@@ -416,7 +416,7 @@ class Group(Holder):
         for buffer in self.buffers:
             memo[id(buffer.tensor)] = tensors[buffer.index].clone()
 
-    def _sort_members(self) -> None:
+    def sort_members(self) -> None:
         """Lays out what is done to the tensors at every use, so that it takes a loop each."""
         managed = [member for member in self._members if not member.materialized]
         self._tensors = [member.tensor for member in managed]

@@ -21,6 +21,7 @@ import torch
 
 from tiermem.core.block import Role
 from tiermem.errors import REFUSALS
+from tiermem.nn.outside import OUTSIDE
 from tiermem.nn.unfinished import finish_changes, repair_gradients
 from tiermem.runtime.repair import end_leases, repair_blocks, repair_homes
 
@@ -50,7 +51,8 @@ class HasManager(Protocol):
 def entrance(method: F) -> F:
     """Marks a method that users call, of something that :class:`HasRuntime`.
 
-    It begins with a repair where one is due, and notes an exception that was not raised on purpose.
+    It begins with a repair where one is due, and notes an exception that was not raised on purpose
+    and did not come from outside (:mod:`tiermem.nn.outside`).
     """
 
     @functools.wraps(method)
@@ -62,8 +64,11 @@ def entrance(method: F) -> F:
             return method(self, *args, **kwargs)
         except REFUSALS:
             raise
-        except BaseException:
-            manager.torn = manager.unsure = True  # no call: there may be no stack left for one
+        except BaseException as error:  # no call in here: there may be no stack left for one
+            if OUTSIDE in error.__dict__:
+                del error.__dict__[OUTSIDE]
+            else:
+                manager.torn = manager.unsure = True
             raise
 
     return cast("F", enter)
@@ -81,8 +86,9 @@ def inside(method: F) -> F:
             return method(self, *args, **kwargs)
         except REFUSALS:
             raise
-        except BaseException:
-            self.manager.torn = self.manager.unsure = True
+        except BaseException as error:
+            if OUTSIDE not in error.__dict__:
+                self.manager.torn = self.manager.unsure = True
             raise
 
     return cast("F", enter)

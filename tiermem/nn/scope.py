@@ -24,6 +24,7 @@ from torch import is_grad_enabled, nn
 from tiermem.errors import REFUSALS, WrapError
 from tiermem.nn.compiler import WHOLE_GRAPH
 from tiermem.nn.group import Group
+from tiermem.nn.outside import OUTSIDE, outside
 from tiermem.nn.repair import entrance, repair
 from tiermem.nn.runtime import ModuleRuntime, outputs_with_grad
 from tiermem.nn.statedict import check_state, given_values
@@ -346,8 +347,9 @@ class CallInterceptor(Interceptor):
                 ended = True
         except REFUSALS:
             raise
-        except BaseException:
-            if not (theirs and ended):  # it came at a line of ours; no call: see entrance
+        except BaseException as error:
+            if not (ended and (theirs or OUTSIDE in error.__dict__)):
+                # it came at a line of ours; no call: see entrance
                 manager.torn = manager.unsure = True
                 here.depth = depth
             raise
@@ -447,7 +449,7 @@ class SaveInterceptor(Interceptor):
     @entrance
     def __call__(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Fills ``destination`` with copies in host memory."""
-        self.inner(destination, prefix, keep_vars)
+        outside(self.inner, destination, prefix, keep_vars)
         self.scope.wrapped.export(self.module, destination, prefix)
 
 
@@ -462,7 +464,7 @@ class LoadInterceptor(Interceptor):
     def __call__(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
         """Loads into the blocks."""
         with self.scope.wrapped.holding(self.module):
-            return self.inner(state_dict, prefix, *args, **kwargs)
+            return outside(self.inner, state_dict, prefix, *args, **kwargs)
 
 
 class LoadAllInterceptor(Interceptor):
@@ -480,7 +482,7 @@ class LoadAllInterceptor(Interceptor):
         wrapped = self.scope.wrapped
         wrapped.given = given_values(self.module, state_dict)
         try:
-            return self.inner(state_dict, *args, **kwargs)
+            return outside(self.inner, state_dict, *args, **kwargs)
         finally:
             wrapped.given = {}
 

@@ -22,6 +22,7 @@ from tiermem.nn.inspect import Found, can_move, find, link_shared, owners
 from tiermem.nn.lookup import LookupInterceptor, is_lookup
 from tiermem.nn.names import HeldDict, TieredDict
 from tiermem.nn.originals import Originals, undo_wrap
+from tiermem.nn.outside import OUTSIDE
 from tiermem.nn.partition import Predicate, checked_homes
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.scope import (
@@ -120,7 +121,7 @@ class WrappedModel:
             runtime.models[id(model)] = self
             runtime.wrapping = self.before = None
         except BaseException as error:
-            if not isinstance(error, REFUSALS):
+            if not isinstance(error, REFUSALS) and OUTSIDE not in error.__dict__:
                 self.manager.cut_short()
             undo_wrap(self)
             refused: BaseException = error

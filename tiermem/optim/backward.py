@@ -26,6 +26,7 @@ import torch
 from tiermem.errors import CapacityError, StepError, StorageError
 from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import LazyTensor, gone
+from tiermem.nn.outside import OUTSIDE
 from tiermem.nn.quiet import quiet, uncompiled
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.finality import accumulates, grad_of, is_nested, is_own, marks_of
@@ -38,6 +39,7 @@ from tiermem.runtime.pipeline import Pipeline
 
 _ELSE = "or make the optimizer with overlap='forward'"
 _TRIALS = 2
+_NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 _HELD_BACK, _BESIDE_MORE = 0.3, 0.5
 """Of HBM, or beside what stays in it: what steps wrote last and goes home in the next forward. Else
 copies down would still be under way when that begins, and a model that reads a value back as it
@@ -406,6 +408,8 @@ class InBackward:
         except (StorageError, CapacityError):
             pass
         except Exception as error:
+            if OUTSIDE not in error.__dict__ and not isinstance(error, _NO_MEMORY):
+                raise  # a signal handler's, at a line of ours
             self.failure = error
             self._steps = False
         finally:

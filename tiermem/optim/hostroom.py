@@ -32,7 +32,7 @@ class HostRoom:
             CapacityError: If the DRAM budget does not hold it; nothing is reserved then.
         """
         self._homes = manager.homes
-        self._homes.owners.append(self._owned)
+        self._homes.enter_owner(self._owned)
         self._places: list[tuple[Tier, Extent]] = []
         self.stage: HostStage | None = None
         self.scratch: torch.Tensor | None = None
@@ -55,8 +55,7 @@ class HostRoom:
             self.stage.close()
         while self._places:
             self._homes.release(*self._places.pop())
-        if self._owned in self._homes.owners:
-            self._homes.owners.remove(self._owned)
+        self._homes.leave_owner(self._owned)
 
     def _owned(self) -> list[tuple[Tier, Extent]]:
         return self._places

@@ -14,6 +14,7 @@ import torch
 from tiermem.errors import CapacityError, StepError
 from tiermem.nn.lazy import end
 from tiermem.nn.need import Kept
+from tiermem.nn.outside import outside
 from tiermem.nn.quiet import quiet
 from tiermem.nn.repair import entrance
 from tiermem.nn.runtime import ModuleRuntime, entries_of
@@ -172,7 +173,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             loss = None
             if closure is not None:
                 with torch.enable_grad():
-                    loss = closure()
+                    loss = outside(closure)
             if not self._begin_round(loss):
                 return loss
         return self._go_on(self._rounds[-1])
@@ -186,7 +187,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if scaling is not None and not (self._fused and self._host is None) and scaling.skips:
             self.grad_factor = None
             return False
-        self.finish()
+        self._finish()
         self._norms.forget(self._units)  # a class may write gradients
         self._members.check(self._units)
         self._take_on_wanted()
@@ -211,7 +212,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 units = self._put_off.owe(units, current)
             self._step(units, current)
             if not self._overlap:
-                self.finish()
+                self._finish()
             if self._inside is not None:
                 self._inside.after_step()
             self._counts.after_step(current.groups, self.param_groups)
@@ -297,6 +298,9 @@ class TieredOptimizer(torch.optim.Optimizer):
     @entrance
     def finish(self) -> None:
         """Makes what is left of the last step (``overlap``); whoever looks has it made anyway."""
+        self._finish()
+
+    def _finish(self) -> None:
         unfinished = self._unfinished()
         with self._manager.lock:
             for unit in self._units if unfinished else ():
@@ -330,12 +334,13 @@ class TieredOptimizer(torch.optim.Optimizer):
         return 0 if self._inside is None else self._inside.total
 
     @property
+    @entrance
     def state(self) -> Any:
         """The state by parameter, as in any optimizer; every step asked for is made in it."""
         self._refuse_if_closed("optimizer.state")
         if self._inside is not None:
             self._inside.refuse("optimizer.state")
-        self.finish()
+        self._finish()
         self._looked_into = True
         return self._state
 
@@ -444,7 +449,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             CapacityError: If a budget cannot hold their state or a step; nothing is changed.
         """
         if not getattr(self, "_ready", False) or not isinstance(param_group, dict):
-            super().add_param_group(param_group)  # or says what it wants
+            outside(super().add_param_group, param_group)  # or says what it wants
             return
         self._settle("add_param_group()")
         count = len(self.param_groups)
@@ -452,7 +457,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         refuse_others(self._runtime, [group])
         try:
             with told_of_duplicates():
-                super().add_param_group(group)
+                outside(super().add_param_group, group)
             self._keep_gradients([group])
             self._take_on_wanted()
         except BaseException:
@@ -469,13 +474,13 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         self._settle("state_dict()")
         for hook in self._optimizer_state_dict_pre_hooks.values():
-            hook(self)
+            outside(hook, self)
         args = self._runtime, self._units, self.param_groups, self._state
         result = export_all(*args, self._cls, self.make)
         if self._master_dtype is None:
             del result[MASTER]
         for post in self._optimizer_state_dict_post_hooks.values():
-            changed = post(self, result)
+            changed = outside(post, self, result)
             result = result if changed is None else changed
         return result
 
@@ -494,14 +499,14 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._settle("load_state_dict()")
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = hook(self, state_dict)
+            changed = outside(hook, self, state_dict)
             state_dict = state_dict if changed is None else changed
         self._take_on(self._members.of_state(state_dict))
         begin = self.abandon_step if self._rounds else None
         args = self._runtime, self._units, self.param_groups, self._state
         load_state(*args, state_dict, self._cls, begin)
         for post in self._optimizer_load_state_dict_post_hooks.values():
-            post(self)
+            outside(post, self)
 
     @entrance
     def close(self) -> None:
@@ -551,6 +556,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             return found
         return partial(self._call, name)
 
+    @entrance
     def _call(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         if not self._methods.is_begun(name):
             self._settle(f"{name}()")
@@ -568,7 +574,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Returns a plain optimizer of the class and settings over ``groups``."""
-        return self._cls(groups, **self._settings)
+        return outside(self._cls, groups, **self._settings)
 
     def _complete(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Fills every default into groups, as the class itself does it; returns them."""
@@ -721,7 +727,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._refuse_if_closed(what)
         if self._inside is not None:
             self._inside.refuse(what)
-        self.finish()
+        self._finish()
         self._refuse_if_pending(what)
 
     def _settle_to_clip(self, what: str) -> None:

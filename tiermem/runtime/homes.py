@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakMethod
 
 import torch
 
@@ -94,9 +95,7 @@ class Homes:
         self.nvme_peak = 0
         self.reclaimers: list[Callable[[], bool]] = []
         """Each gives up space that is kept for later, and returns whether there was any."""
-        self.owners: list[Callable[[], Iterable[Owned]]] = []
-        """Each returns the space that it has from here. Whoever has any, but for blocks and what
-        is read ahead, enters itself: what nobody has is freed by :meth:`repair`."""
+        self._owners: list[WeakMethod[Callable[[], Iterable[Owned]]]] = []
 
     def reserve(self, requests: Sequence[HomeRequest]) -> list[tuple[Tier, Extent | None]]:
         """Reserves a home for every request, or for none.
@@ -169,16 +168,37 @@ class Homes:
         Args:
             blocks: The homes of all blocks.
         """
-        owned = [*self._staging, *blocks]
-        for owner in self.owners:
-            owned.extend(owner())
-        found = set(owned)
+        found = {*self._staging, *blocks, *self.owned()}
         self._bytes.clear()
         self.dram.rebuild(extent for tier, extent in found if tier is Tier.DRAM)
         if self.swap is not None:
             on_disk = [extent for tier, extent in found if tier is Tier.NVME]
             self.swap.keep_only(on_disk)
             self.nvme_used = sum(extent.nbytes for extent in on_disk)
+
+    def enter_owner(self, owned: Callable[[], Iterable[Owned]]) -> None:
+        """Has space be counted as somebody's.
+
+        Whoever has any, but for blocks and what is read ahead, enters: what nobody has is freed by
+        :meth:`repair`. So it is what somebody had who is gone, as an exception may have it.
+
+        Args:
+            owned: A method that returns the space that its object has.
+        """
+        self._owners.append(WeakMethod(owned))
+
+    def leave_owner(self, owned: Callable[[], Iterable[Owned]]) -> None:
+        """Ends that."""
+        self._owners = [ref for ref in self._owners if ref() not in (None, owned)]
+
+    def owned(self) -> list[Owned]:
+        """Returns the space of everybody who has entered."""
+        found: list[Owned] = []
+        for ref in self._owners:
+            owner = ref()
+            if owner is not None:
+                found.extend(owner())
+        return found
 
     def close(self) -> None:
         """Closes the stores; the swap files vanish."""

@@ -28,6 +28,7 @@ def repair_blocks(manager: BlockManager) -> None:
     """
     manager.space.repair()
     manager.traffic.repair()
+    manager.space.reclaim_lost()
     manager.lender.repair()
     manager.planner.reset()
     manager.prefetcher.reset()
