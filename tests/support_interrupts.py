@@ -189,6 +189,7 @@ class Program:
         recompute: Whether activations are computed again in backward.
         dtype: Of the model.
         options: Of the manager.
+        thaws: Whether a layer is trained only from the step on in which it is cut short.
     """
 
     name: str
@@ -200,6 +201,7 @@ class Program:
     recompute: bool = False
     dtype: torch.dtype = torch.float32
     options: dict[str, Any] = field(default_factory=dict)
+    thaws: bool = False
 
 
 class Net(nn.Module):
@@ -258,6 +260,7 @@ PROGRAMS = {
             settings={"where": "host", "overlap": "forward", "master_dtype": torch.float32},
         ),
         Program("host backward", settings={"where": "host", "overlap": "backward"}),
+        Program("thawing", thaws=True),
     )
 }
 
@@ -437,11 +440,14 @@ class Run:
         """Runs the program; returns weights, state and losses."""
         seed(7)
         self.plain = Net(self.program.recompute).to(self.program.dtype)
+        self.plain.layers[1].requires_grad_(not self.program.thaws)
         self.until_done("open", self.open)
         try:
             self.until_done("wrap", self.wrap)
             self.until_done("optimizer", self.make_optimizer)
             for self.step in range(_STEPS):
+                if self.step == self.which:
+                    self.plain.layers[1].requires_grad_(True)
                 self.micro_batch()
                 self.until_done("step", self.optimizer.step)
                 self.until_done("zero", self.optimizer.zero_grad)
