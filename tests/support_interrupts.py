@@ -475,7 +475,9 @@ class Run:
     def look(self) -> None:
         """Takes states out and puts them in again, and writes weights by hand."""
         weights = self.until_done("state", lambda: self.net.state_dict())
-        weights = {key: value * 0.5 if value.dim() == 2 else value for key, value in weights.items()}
+        weights = {
+            key: value * 0.5 if value.dim() == 2 else value for key, value in weights.items()
+        }
         self.until_done("load", lambda: self.net.load_state_dict(weights))
         state = self.until_done("export", self.optimizer.state_dict)
         for group in state["param_groups"]:

@@ -38,7 +38,9 @@ _GOOD = ("same", "refused")
 
 def points(seen: Counter[Any]) -> list[Site]:
     """Returns each line with the times at which it is cut short."""
-    return [(*line, n) for line, times in sorted(seen.items()) for n in {1, (times + 1) // 2, times}]
+    return [
+        (*line, n) for line, times in sorted(seen.items()) for n in {1, (times + 1) // 2, times}
+    ]
 
 
 def main() -> int:

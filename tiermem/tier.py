@@ -224,6 +224,7 @@ class TierManager:
         """
         self._optimizers += 1
         known = {record.block.id for record in self._manager.table}
+        begun, keepers = len(self._runtime.on_begin), len(self._runtime.keepers)
         try:
             return TieredOptimizer(
                 self._runtime,
@@ -240,6 +241,7 @@ class TierManager:
         except REFUSALS:
             raise
         except BaseException as error:  # nobody has what was reserved
+            del self._runtime.on_begin[begun:], self._runtime.keepers[keepers:]
             if OUTSIDE not in error.__dict__:  # it may have come anywhere
                 self._manager.cut_short()
                 self._manager.guard()

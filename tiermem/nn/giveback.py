@@ -10,6 +10,7 @@ DRAM budget is one block, and what was in HBM or in files.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -105,7 +106,10 @@ class Leaving:
             for scope in self.wrapped.scopes.values():
                 scope.inside.empty()
             for group in self._groups():
-                if group.holds > self._runtime.reduced.holds(group):
+                with suppress(StorageError):  # named below, with all others
+                    self._manager.debts.pay(group.block.id)
+                waits = group.block.id in self._manager.debts  # for a disk
+                if not waits and group.holds > self._runtime.reduced.holds(group):
                     raise WrapError(
                         f"block {group.block.name!r} is in use (its module is being called); take "
                         "the model out of the tiers once the call has returned"

@@ -288,9 +288,9 @@ class GradStore:
             gradient: Its value in the dtype it was kept in; whoever still has the stand-in has it.
         """
         stand_in = entry.lazy
-        if isinstance(stand_in, LazyTensor):
-            if is_held(stand_in, besides=1) or is_elsewhere(stand_in):
-                orphan(stand_in, gradient.to(self.manager.device, copy=True))
+        held = is_held(stand_in, besides=1) or (stand_in is not None and is_elsewhere(stand_in))
+        if isinstance(stand_in, LazyTensor) and held:
+            orphan(stand_in, gradient.to(self.manager.device, copy=True))
         entry.lazy = None
         entry.has_grad = False
 

@@ -259,6 +259,8 @@ class Group(Holder):
 
     def hold_locked(self) -> None:
         """Does that for who has the manager's lock."""
+        if self.holds and self.manager.debts.owed:  # of a step that could not be taken back
+            self.manager.debts.pay(self.block.id)
         if self.holds == 0:
             slot = self._uses.take(self.block)
             _change(self._shown)  # ordinary ones, since their block is held
@@ -266,6 +268,14 @@ class Group(Holder):
                 self._point(slot, plain=self._plain)
             slot.idle = self.soft = False
         self.holds += 1
+
+    def hide(self) -> None:
+        """Has every operation on the tensors ask for the block first, although it is held."""
+        _change(self._hidden)
+
+    def show(self) -> None:
+        """Ends that."""
+        _change(self._shown)
 
     def let_go(self, *, dirty: bool = False, soft: bool = False) -> None:
         """Gives one hold back; the last one points the tensors away.

@@ -16,12 +16,13 @@ import torch
 
 from tiermem.core.block import Block, Tier
 from tiermem.core.residency import State as Residency
-from tiermem.errors import StepError
-from tiermem.nn.group import Entry
+from tiermem.errors import REFUSALS, StepError
+from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import LazyTensor, refresh
 from tiermem.nn.placeholder import is_placeholder
 from tiermem.optim.held import Held
 from tiermem.optim.undo import Undo, span_of
+from tiermem.runtime.debts import Debt
 from tiermem.runtime.slots import Slot
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Attempt:
     """What a unit was before its step, until that is made or taken back.
 
     Attributes:
-        held: What the step works on.
+        holding: What the step works on.
         made: Whether the step is made; from then on nothing is taken back.
         shown: What stands for tensors that were written, and their values, once it is made.
     """
@@ -53,9 +54,12 @@ class Attempt:
             self._gradients = [(param, param.grad) for param, _ in unit.members]
         self._undo: Undo | None = None
         self._cannot = ""
-        self.held: Held = unit.held(runtime)
+        self.holding: Held = unit.held(runtime)
         self.made = False
         self.shown: Sequence[tuple[torch.Tensor | None, torch.Tensor]] = ()
+        self._debt: Debt | None = None
+        self._over = False
+        runtime.attempts.append(self)
 
     def keep(
         self,
@@ -91,10 +95,38 @@ class Attempt:
 
         Raises:
             StorageError: If it is to be taken back, and the disk that has its bytes fails. It can
-                be called again; until then everything stays held.
+                be called again; until then everything stays held, and whoever needs it has it
+                called again.
             StepError: If there was no memory to keep what it was. Likewise.
         """
+        if self._over:
+            return
+        try:
+            self._end()
+        except REFUSALS:
+            self._wait()
+            raise
+        if self in self._runtime.attempts:
+            self._runtime.attempts.remove(self)
+
+    def held(self) -> tuple[Group | None, list[Block]]:
+        """Returns the group of weights that is held, and the blocks that are leased beside it."""
+        return self.holding.held()
+
+    def _wait(self) -> None:
+        """Has nobody see bytes that are neither old nor new: looking takes the step back first."""
+        with self._manager.lock:
+            if self._debt is None:
+                blocks = [block.id for block in self._unit.blocks()]
+                self._debt = Debt(self._unit.name, blocks, self.end)
+                self._manager.debts.add(self._debt)
+            if self._unit.group is not None:
+                self._unit.group.hide()
+
+    def _end(self) -> None:
         unit = self._unit
+        if self._debt is not None and unit.group is not None:
+            unit.group.show()
         if not self.made:
             if self._undo is not None:
                 self._take_back(self._undo)
@@ -110,8 +142,12 @@ class Attempt:
             for param, gradient in self._gradients:
                 if (id(param) in stored or not self.made) and param.grad is not gradient:
                     param.grad = gradient
-        self.held.close(written=self.made)
+        self.holding.close(written=self.made)
+        if self._debt is not None:
+            self._manager.debts.cancel(self._debt)
+            self._debt = None
         unit.attempt = None
+        self._over = True
 
     def drop(self) -> None:
         """Leaves everything as the failure has left it, for who has taken it in hand."""
@@ -126,8 +162,8 @@ class Attempt:
             raise StepError(
                 f"the step of {self._unit.name!r} was cut short in the middle and cannot be taken "
                 f"back, as there was {self._cannot}: its weights and state are neither old nor "
-                "new. Load a checkpoint into the model and the optimizer, or call "
-                "abandon_step() to go on as it is"
+                "new. Call optimizer.abandon_step(), and then load a checkpoint into the model and "
+                "the optimizer, or go on as it is"
             )
         if self._manager.device.type == "cuda":
             self._manager.copy.synchronize()
@@ -138,7 +174,7 @@ class Attempt:
         fresh = not self._masters_made  # there is nothing that weights could be cast from
         for block in unit.kept_blocks():
             # masters that have just followed their weights are not as they are at home
-            self._keep_block(undo, block, slots[id(block)].views, clean=not self.held.follows)
+            self._keep_block(undo, block, slots[id(block)].views, clean=not self.holding.follows)
         pointed: list[Entry] = []
         for entry in unit.entries:
             if entry.materialized:
@@ -177,7 +213,7 @@ class Attempt:
 
     def _keep_gradients(self, undo: Undo, slots: dict[int, Slot]) -> None:
         unit = self._unit
-        for grads in self.held.gradients:
+        for grads in self.holding.gradients:
             if unit.sees(grads):
                 undo.keep(slots[id(grads.block)].views)
         undo.keep_values(list(unit.given.values()))

@@ -5,19 +5,21 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
 
+from tiermem.core.block import Block, Extent, Tier
 from tiermem.errors import CapacityError, StepError
 from tiermem.nn.lazy import end
 from tiermem.nn.need import Kept
 from tiermem.nn.outside import outside
 from tiermem.nn.quiet import quiet
 from tiermem.nn.repair import entrance
-from tiermem.nn.runtime import ModuleRuntime, entries_of
+from tiermem.nn.runtime import Keeper, ModuleRuntime, entries_of
 from tiermem.optim import clip
 from tiermem.optim.backward import InBackward
 from tiermem.optim.classes import (
@@ -55,6 +57,23 @@ from tiermem.runtime.pipeline import Pipeline
 
 Where = Literal["device", "host", "both"]
 Overlap = bool | Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Taking:
+    """Units that an optimizer takes on.
+
+    Attributes:
+        planned: They.
+        units: All units that it has then, in order.
+        members: The parameters of the planned ones.
+        kept: What the optimizer keeps for them.
+    """
+
+    planned: list[StepUnit]
+    units: list[StepUnit]
+    members: Sequence[Member]
+    kept: Kept
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -135,6 +154,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._counts = Counts()
         self._methods = Methods(self._cls, self._tried, self._counts)
         self._kept: list[Kept] = []
+        self._taking: _Taking | None = None
         self._natures: dict[int, Nature] = {}  # what the class was found to be, by group
         groups = groups_of(params)
         check_wrapped(runtime, groups, params)
@@ -147,6 +167,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._ready = True
         self._keep_gradients(self.param_groups)
         self._take_on_wanted()
+        self._keeper = Keeper(self._blocks, self._owned)
+        runtime.keepers.append(self._keeper)
         runtime.on_begin.append(self._before_forward)
 
     # -- the optimizer's own methods -------------------------------------
@@ -370,6 +392,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self._inside is not None:
             self._inside.refuse("zero_grad()")
         self._refuse_if_pending("zero_grad()")
+        self._end_taking()
         self.grad_factor = None
         for unit in self._units:
             unit.zero_grad(self._runtime, set_to_none=set_to_none)
@@ -461,8 +484,9 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._keep_gradients([group])
             self._take_on_wanted()
         except BaseException:
-            del self.param_groups[count:]
-            self._natures.pop(count, None)
+            if not any(n == count for unit in self._all_units() for _, n in unit.members):
+                del self.param_groups[count:]
+                self._natures.pop(count, None)
             raise
 
     @entrance
@@ -530,6 +554,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             for kept in self._kept:
                 runtime.program.optimizers.remove(kept)
             runtime.on_begin.remove(self._before_forward)
+            runtime.keepers.remove(self._keeper)
             self._norms.close(units)
             for kept in self._state.values():
                 for value in kept.values() if isinstance(kept, dict) else ():
@@ -634,6 +659,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         Raises:
             CapacityError: If a budget does not hold them; nothing is changed then.
         """
+        self._end_taking()
         if not members:
             return
         self._learn(sorted({number for _, number in members}))
@@ -672,20 +698,43 @@ class TieredOptimizer(torch.optim.Optimizer):
             if isinstance(error, StepError):
                 raise
             raise program.refuse_optimizer(error, kept) from None
-        program.optimizers.append(kept)
-        self._kept.append(kept)
+        self._taking = _Taking(planned, units, members, kept)  # now it is done, whatever comes
+        self._end_taking()
+
+    def _end_taking(self) -> None:
+        """Has units be the optimizer's that are planned; goes on where that was cut short."""
+        taking = self._taking
+        if taking is None:
+            return
+        if taking.kept not in self._kept:
+            self._kept.append(taking.kept)
+        if taking.kept not in self._runtime.program.optimizers:
+            self._runtime.program.optimizers.append(taking.kept)
         if self._eager:
-            for unit in planned:
+            for unit in taking.planned:
                 unit.begin(self._runtime, self.param_groups, self._state)
-        self._units[:] = units
-        self._members.taken(members)
-        for unit in planned:
+        self._units[:] = taking.units
+        self._members.taken(taking.members)
+        for unit in taking.planned:
             for entry in unit.entries:
-                grads.track(entry)
-        self._counts.prepare(planned)
-        self._tell_others(planned)
+                self._runtime.grads.track(entry)
+        self._counts.prepare(taking.planned)
+        self._tell_others(taking.planned)
         if self._inside is not None:
-            self._inside.extend(planned, self.param_groups, self._state, self._host)
+            self._inside.extend(taking.planned, self.param_groups, self._state, self._host)
+        self._taking = None
+
+    def _all_units(self) -> list[StepUnit]:
+        """Returns the units, also those that are being taken on."""
+        return self._units if self._taking is None else self._taking.units
+
+    def _owned(self) -> list[tuple[Tier, Extent]]:
+        """Returns the space below HBM that it has beside blocks."""
+        return [place for room in rooms_of(self._all_units()) for place in room.owned()]
+
+    def _blocks(self) -> list[Block]:
+        """Returns the blocks of state and masters."""
+        return [block for unit in self._all_units() for block in unit.kept_blocks()]
 
     def _choose_sides(self, units: Sequence[StepUnit]) -> None:
         """Decides which units the host steps."""
@@ -729,6 +778,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._inside.refuse(what)
         self._finish()
         self._refuse_if_pending(what)
+        self._end_taking()
 
     def _settle_to_clip(self, what: str) -> None:
         if self._inside is not None:

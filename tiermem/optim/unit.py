@@ -201,7 +201,7 @@ class StepUnit(UnitGradients):
         stored = [e for e in self.entries if e.has_grad and not e.materialized]
         attempt = self.attempt = Attempt(self, runtime)
         try:
-            slots = attempt.held.open()
+            slots = attempt.holding.open()
             if meanwhile is not None:
                 meanwhile()
             fused = scaling is not None and getattr(optimizer, "_step_supports_amp_scaling", False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from weakref import WeakMethod
 
 import torch
 
@@ -95,7 +94,9 @@ class Homes:
         self.nvme_peak = 0
         self.reclaimers: list[Callable[[], bool]] = []
         """Each gives up space that is kept for later, and returns whether there was any."""
-        self._owners: list[WeakMethod[Callable[[], Iterable[Owned]]]] = []
+        self.owners: list[Callable[[], Iterable[Owned]]] = []
+        """Each returns the space that it has from here. Whoever has any, but for blocks and what
+        is read ahead, enters itself: what nobody has is freed by :meth:`repair`."""
 
     def reserve(self, requests: Sequence[HomeRequest]) -> list[tuple[Tier, Extent | None]]:
         """Reserves a home for every request, or for none.
@@ -176,29 +177,9 @@ class Homes:
             self.swap.keep_only(on_disk)
             self.nvme_used = sum(extent.nbytes for extent in on_disk)
 
-    def enter_owner(self, owned: Callable[[], Iterable[Owned]]) -> None:
-        """Has space be counted as somebody's.
-
-        Whoever has any, but for blocks and what is read ahead, enters: what nobody has is freed by
-        :meth:`repair`. So it is what somebody had who is gone, as an exception may have it.
-
-        Args:
-            owned: A method that returns the space that its object has.
-        """
-        self._owners.append(WeakMethod(owned))
-
-    def leave_owner(self, owned: Callable[[], Iterable[Owned]]) -> None:
-        """Ends that."""
-        self._owners = [ref for ref in self._owners if ref() not in (None, owned)]
-
     def owned(self) -> list[Owned]:
         """Returns the space of everybody who has entered."""
-        found: list[Owned] = []
-        for ref in self._owners:
-            owner = ref()
-            if owner is not None:
-                found.extend(owner())
-        return found
+        return [place for owner in self.owners for place in owner()]
 
     def close(self) -> None:
         """Closes the stores; the swap files vanish."""

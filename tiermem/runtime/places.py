@@ -59,7 +59,7 @@ class PlacePool:
         self.peak = 0
         self._all: WeakSet[Place] = WeakSet()
         homes.reclaimers.append(self.trim)
-        homes.enter_owner(self._owned)
+        homes.owners.append(self._owned)
 
     @property
     def idle(self) -> int:

@@ -157,7 +157,6 @@ class HostStage:
         self._ahead: deque[Order] = deque()
         self._moves: list[FileTransfer] = []
         self._reserved: list[Extent] = []
-        manager.homes.enter_owner(self._owned)
         self._own, self._shared = self._open(loads)
 
     @property
@@ -169,9 +168,9 @@ class HostStage:
         """Gives the memory back; nothing is in it."""
         while self._reserved:
             self._manager.homes.release(Tier.DRAM, self._reserved.pop())
-        self._manager.homes.leave_owner(self._owned)
 
-    def _owned(self) -> list[tuple[Tier, Extent]]:
+    def owned(self) -> list[tuple[Tier, Extent]]:
+        """Returns the memory that it has."""
         return [(Tier.DRAM, extent) for extent in self._reserved]
 
     # -- under the manager's lock ----------------------------------------
