@@ -13,6 +13,7 @@ from tiermem.core.allocator import Allocator
 from tiermem.core.block import Extent, Tier, align_up
 from tiermem.errors import REFUSALS, CapacityError
 from tiermem.storage.arena import HostArena
+from tiermem.storage.pagelock import PageLocks
 from tiermem.storage.swapfile import SwapFile
 
 Owned = tuple[Tier, Extent]
@@ -54,7 +55,12 @@ class Homes:
     """Hands out home extents, all or none."""
 
     def __init__(
-        self, dram: int, nvme: Sequence[str], nvme_bytes: int | None, device: torch.device
+        self,
+        dram: int,
+        nvme: Sequence[str],
+        nvme_bytes: int | None,
+        device: torch.device,
+        locks: PageLocks | None = None,
     ) -> None:
         """Opens the stores.
 
@@ -62,7 +68,9 @@ class Homes:
             dram: Bytes of host memory, staging chunks included.
             nvme: Folders for swap files; none for no NVMe tier.
             nvme_bytes: Most bytes on disk, or None.
-            device: What copies from and to DRAM, which is page-locked for a CUDA device.
+            device: What copies from and to DRAM, which is page-locked for a CUDA device: as homes
+                are reserved, and with an NVMe tier at once.
+            locks: Locks pages; by default as ``device`` wants it.
 
         Raises:
             ConfigError: If a folder cannot be used.
@@ -78,7 +86,10 @@ class Homes:
         self._bytes: dict[int, torch.Tensor] = {}
         self.swap = SwapFile([Path(p) for p in nvme], nvme_bytes, self.chunk) if nvme else None
         try:
-            self.arena = HostArena(Tier.DRAM, dram // 4096 * 4096, device=device)
+            # an I/O engine registers all of it, for reads of files that land there
+            self.arena = HostArena(
+                Tier.DRAM, dram // 4096 * 4096, device=device, locks=locks, as_needed=not nvme
+            )
         except BaseException:
             self.close()
             raise
@@ -134,6 +145,7 @@ class Homes:
             for index, request in enumerate(requests):
                 if tiers[index] is Tier.NVME:
                     given[index] = (Tier.NVME, self._on_disk(request.nbytes))
+            self.arena.need(extent for tier, extent in given if extent and tier is Tier.DRAM)
         except REFUSALS:  # any other may have come anywhere: repair() finds what it has left
             for tier, extent in given:
                 if extent is not None:
@@ -176,6 +188,7 @@ class Homes:
             on_disk = [extent for tier, extent in found if tier is Tier.NVME]
             self.swap.keep_only(on_disk)
             self.nvme_used = sum(extent.nbytes for extent in on_disk)
+        self.arena.need(())  # what an exception has left unlocked
 
     def owned(self) -> list[Owned]:
         """Returns the space of everybody who has entered."""
@@ -203,9 +216,9 @@ class Homes:
         for request in requests:
             tier, extent = Tier.HBM, None
             if request.home in ("dram", "auto"):
-                tier, extent = Tier.DRAM, self.dram.allocate(request.nbytes)
+                tier, extent = Tier.DRAM, self._in_dram(request.nbytes)
                 while extent is None and self._reclaim():
-                    extent = self.dram.allocate(request.nbytes)
+                    extent = self._in_dram(request.nbytes)
                 if extent is None and request.home == "auto" and self.swap is not None:
                     tier = Tier.NVME
                 elif extent is None:
@@ -220,6 +233,9 @@ class Homes:
             tiers.append(tier)
             given.append((tier, extent))
         return tiers
+
+    def _in_dram(self, nbytes: int) -> Extent | None:
+        return self.dram.allocate_in(nbytes, self.arena.parts) or self.dram.allocate(nbytes)
 
     def _no_dram(
         self,

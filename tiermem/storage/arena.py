@@ -8,10 +8,8 @@ memory itself lives until the last such tensor is gone.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -19,8 +17,8 @@ import torch
 
 from tiermem.core.block import ALIGNMENT, Extent, Tier, align_up
 from tiermem.errors import CapacityError, ClosedError
+from tiermem.storage.pagelock import CudaPageLocks, LockedPrefix, PageLocks
 
-_TOUCH_UNIT = 256 << 20
 _MOST = 1 << 62  # torch takes no larger numbers
 _WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # MADV_WIPEONFORK, MADV_KEEPONFORK: not in Python's mmap
 
@@ -64,20 +62,28 @@ class HostArena(Arena):
     are registered with a device or with io_uring at once.
     """
 
-    def __init__(self, tier: Tier, capacity: int, *, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        capacity: int,
+        *,
+        device: torch.device | None = None,
+        locks: PageLocks | None = None,
+        as_needed: bool = False,
+    ) -> None:
         """Maps the memory.
 
         Args:
             tier: DRAM, or HBM where host memory stands in for it.
             capacity: Bytes.
-            device: What copies from and to it. For a CUDA device several threads touch it, and
-                then it is registered there.
+            device: What copies from and to it; for a CUDA device pages are locked.
+            locks: Locks them; by default as ``device`` wants it.
+            as_needed: Whether pages are locked by :meth:`need`, and not all at once.
 
         Raises:
             CapacityError: If the system refuses the mapping or the page lock.
         """
         super().__init__(tier, capacity)
-        self._registered = 0
         size = max(self.capacity, ALIGNMENT)
         try:
             self._map: mmap.mmap | None = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
@@ -93,8 +99,25 @@ class HostArena(Arena):
         self._wiped = True
         self.show_to_children(())
         self.address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
-        if device is not None and device.type == "cuda":
-            self._page_lock(size, device)
+        if locks is None and device is not None and device.type == "cuda":
+            locks = CudaPageLocks(device)
+        self._locked = None if locks is None else LockedPrefix(locks, self.address, size)
+        if not as_needed:
+            self.need([Extent(0, size)])
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """First byte and the one behind of each run that an extent should lie within."""
+        return [(0, self.capacity)] if self._locked is None else self._locked.parts
+
+    def need(self, extents: Iterable[Extent]) -> None:
+        """Locks the pages of extents, where pages are locked.
+
+        Raises:
+            CapacityError: If the system refuses.
+        """
+        if self._locked is not None:
+            self._locked.cover(extents)
 
     def bytes_of(self, extent: Extent) -> torch.Tensor:
         """Returns a new 1-D uint8 tensor over ``extent``, with a storage of its own."""
@@ -119,15 +142,14 @@ class HostArena(Arena):
             self._wiped = False
 
     @property
-    def locked(self) -> bool:
-        """Whether its pages are locked, so that none of them can be given back."""
-        return self._registered != 0
+    def locked(self) -> int:
+        """Bytes of it that are page-locked, so that none of these pages can be given back."""
+        return 0 if self._locked is None else self._locked.locked
 
     def unlock(self) -> None:
-        """Unregisters the memory; nothing may be moving from or to it."""
-        if self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._registered)
-            self._registered = 0
+        """Unlocks the memory; nothing may be moving from or to it."""
+        if self._locked is not None:
+            self._locked.release()
 
     def give_back(self, extent: Extent) -> None:
         """Gives the pages of an extent back to the system, where they are not locked.
@@ -144,28 +166,6 @@ class HostArena(Arena):
         super().close()
         self.unlock()
         self._map = None
-
-    def _page_lock(self, size: int, device: torch.device) -> None:
-        """Touches every page from several threads, then registers the whole with CUDA."""
-        starts = range(0, size, _TOUCH_UNIT)
-
-        def touch(start: int) -> None:
-            ctypes.memset(self.address + start, 0, min(_TOUCH_UNIT, size - start))
-
-        try:
-            with ThreadPoolExecutor(max_workers=16) as pool:
-                list(pool.map(touch, starts))
-        except RuntimeError:  # no thread can be started: it takes longer with this one
-            for start in starts:
-                touch(start)
-        with torch.cuda.device(device):  # torch takes it for memory of the device of now
-            code = torch.cuda.cudart().cudaHostRegister(self.address, size, 0)
-        if int(code) != 0:
-            raise CapacityError(
-                f"tier dram: CUDA cannot page-lock {size} bytes (error {int(code)}); "
-                "lower dram= or raise the limit of locked memory (ulimit -l)"
-            )
-        self._registered = self.address
 
 
 class DeviceBytes:

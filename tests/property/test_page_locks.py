@@ -1,0 +1,193 @@
+"""Pages are locked as homes need them, and every home lies within one locked piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiermem.core.block import Extent, Tier, align_up
+from tiermem.errors import CapacityError
+from tiermem.runtime.homes import HomeRequest, Homes
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+
+
+class FakeLocks:
+    """Keeps the locked runs as a device does, and refuses what one refuses."""
+
+    def __init__(self, most: int = 1 << 40) -> None:
+        self.most = most
+        self.runs: dict[int, int] = {}
+        self.calls = 0
+        self.before: Callable[[str], None] = lambda what: None
+        self.after: Callable[[str], None] = lambda what: None
+
+    def lock(self, address: int, nbytes: int) -> None:
+        self.before("lock")
+        assert address % 4096 == 0
+        assert nbytes > 0
+        for start, size in self.runs.items():
+            assert address + nbytes <= start or start + size <= address, "locked twice"
+        if sum(self.runs.values()) + nbytes > self.most:
+            raise CapacityError("tier dram: no more pages can be locked")
+        self.runs[address] = nbytes
+        self.calls += 1
+        self.after("lock")
+
+    def unlock(self, address: int) -> None:
+        self.before("unlock")
+        self.runs.pop(address, None)
+        self.after("unlock")
+
+    def synchronize(self) -> None:
+        self.before("synchronize")
+        self.after("synchronize")
+
+    def holds(self, address: int, nbytes: int) -> bool:
+        """Whether a copy from or to these bytes is one that a device makes."""
+        return any(
+            start <= address and address + nbytes <= start + size
+            for start, size in self.runs.items()
+        )
+
+
+def homes_of(dram: int, locks: FakeLocks) -> Homes:
+    return Homes(dram, (), None, CPU, locks)
+
+
+def check(homes: Homes, locks: FakeLocks) -> None:
+    for extent in homes.dram.extents():
+        assert locks.holds(homes.arena.address + extent.offset, extent.nbytes), extent
+    assert homes.arena.locked == sum(locks.runs.values())
+
+
+Sizes = st.lists(st.integers(1, 3 * MIB), min_size=1, max_size=4)
+
+
+@given(steps=st.lists(st.one_of(Sizes, st.integers(0, 1 << 16)), max_size=25))
+@settings(max_examples=60)
+def test_every_home_can_be_copied_from_and_keeps_its_bytes(steps: list[list[int] | int]) -> None:
+    """An integer frees one of the homes, a list asks for several."""
+    locks = FakeLocks()
+    homes = homes_of(16 * MIB, locks)
+    kept: list[Extent] = []
+    used = 0
+    for number, step in enumerate(steps):
+        if isinstance(step, int):
+            if kept:
+                homes.release(Tier.DRAM, kept.pop(step % len(kept)))
+            continue
+        try:
+            places = homes.reserve([HomeRequest(f"{number}", n, "dram") for n in step])
+        except CapacityError:
+            whole = sum(align_up(n) for n in step)
+            assert len(step) > 1 or homes.dram.largest_gap < whole
+            continue
+        for _, extent in places:
+            assert extent is not None
+            homes.bytes_of(extent).fill_(extent.offset // 4096 % 251)
+            kept.append(extent)
+        used = max([used, *(extent.end for extent in kept)])
+        check(homes, locks)
+        assert homes.arena.locked <= used * 9 // 8 + 2 * MIB
+    for extent in kept:
+        assert bool((homes.bytes_of(extent) == extent.offset // 4096 % 251).all())
+    homes.arena.unlock()
+    assert not locks.runs
+    homes.close()
+
+
+def test_a_toy_locks_little_of_a_large_budget() -> None:
+    locks = FakeLocks()
+    homes = homes_of(8 << 30, locks)
+    assert homes.arena.locked == 0
+    homes.reserve([HomeRequest("toy", 4096, "dram")])
+    assert homes.arena.locked == 2 * MIB
+    homes.close()
+    assert not locks.runs
+
+
+def test_many_small_homes_take_few_pieces() -> None:
+    locks = FakeLocks()
+    homes = homes_of(64 * MIB, locks)
+    for number in range(500):
+        homes.reserve([HomeRequest(f"{number}", MIB // 8, "dram")])
+    assert locks.calls < 30
+    check(homes, locks)
+    homes.close()
+
+
+def test_what_lies_across_two_pieces_makes_them_one() -> None:
+    locks = FakeLocks()
+    homes = homes_of(8 * MIB, locks)
+    first, second, third = (
+        homes.reserve([HomeRequest("one", 2 * MIB, "dram")])[0][1] for _ in range(3)
+    )
+    homes.reserve([HomeRequest("rest", 2 * MIB, "dram")])
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert len(locks.runs) == 4
+    homes.bytes_of(first).fill_(7)
+    homes.release(Tier.DRAM, second)
+    homes.release(Tier.DRAM, third)
+    seen: list[str] = []
+    locks.before = seen.append
+    homes.reserve([HomeRequest("large", 4 * MIB, "dram")])
+    assert seen[0] == "synchronize"  # nothing may be moving while pages are unlocked
+    check(homes, locks)
+    assert bool((homes.bytes_of(first) == 7).all())
+    homes.close()
+
+
+def test_pages_that_cannot_be_locked_are_a_capacity_error_that_changes_nothing() -> None:
+    locks = FakeLocks(most=4 * MIB)
+    homes = homes_of(16 * MIB, locks)
+    homes.reserve([HomeRequest("fits", 3 * MIB, "dram")])
+    before = homes.dram.used
+    with pytest.raises(CapacityError, match="no more pages"):
+        homes.reserve([HomeRequest("small", 4096, "dram"), HomeRequest("not", 6 * MIB, "dram")])
+    assert homes.dram.used == before
+    check(homes, locks)
+    homes.reserve([HomeRequest("small", 4096, "dram")])
+    check(homes, locks)
+    homes.close()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("what", ["lock", "unlock", "synchronize"])
+def test_interrupted_anywhere_it_goes_on(what: str, when: str) -> None:
+    locks = FakeLocks()
+    homes = homes_of(8 * MIB, locks)
+    kept = [homes.reserve([HomeRequest("one", 2 * MIB, "dram")])[0][1] for _ in range(4)]
+    for index, extent in enumerate(kept):
+        assert extent is not None
+        homes.bytes_of(extent).fill_(index)
+    for extent in kept[1:3]:
+        assert extent is not None
+        homes.release(Tier.DRAM, extent)
+
+    def stop(call: str) -> None:
+        if call == what:
+            locks.before = locks.after = lambda call: None
+            raise KeyboardInterrupt
+
+    setattr(locks, when, stop)
+    before = set(homes.dram.extents())
+    with pytest.raises(KeyboardInterrupt):
+        homes.reserve([HomeRequest("large", 4 * MIB, "dram")])
+    homes.repair([(Tier.DRAM, extent) for extent in before])
+    check(homes, locks)
+    homes.reserve([HomeRequest("large", 4 * MIB, "dram")])
+    check(homes, locks)
+    for index in (0, 3):
+        extent = kept[index]
+        assert extent is not None
+        assert bool((homes.bytes_of(extent) == index).all())
+    homes.close()
+    assert not locks.runs

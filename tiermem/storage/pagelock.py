@@ -1,0 +1,175 @@
+"""Page-locks host memory for a device, piece by piece, as more of it is used.
+
+A copy between a device and host memory has to lie within one registered piece. So memory is
+handed out within pieces (:attr:`LockedPrefix.parts`); where only a run across two of them is
+left, these become one first, which takes as long as locking them anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+
+from tiermem.core.block import Extent
+from tiermem.errors import CapacityError
+
+_TOUCH_UNIT = 256 << 20
+_PIECE = 2 << 20
+"""Pieces end on a multiple of it: no huge page is part of two."""
+
+
+class PageLocks(Protocol):
+    """Locks pages for a device."""
+
+    def lock(self, address: int, nbytes: int) -> None:
+        """Locks a run of pages, none of which is locked.
+
+        Raises:
+            CapacityError: If the system refuses.
+        """
+        ...
+
+    def unlock(self, address: int) -> None:
+        """Unlocks the run that was locked from ``address`` on; nothing may be moving there."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits for whatever the device moves."""
+        ...
+
+
+class CudaPageLocks:
+    """Registers pages with a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Registers with ``device``."""
+        self._device = device
+
+    def lock(self, address: int, nbytes: int) -> None:
+        """Registers a run of pages.
+
+        Raises:
+            CapacityError: If CUDA refuses, which it does beyond the limit of locked memory.
+        """
+        with torch.cuda.device(self._device):  # torch takes it for memory of the device of now
+            code = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+        if int(code) != 0:
+            raise CapacityError(
+                f"tier dram: CUDA cannot page-lock {nbytes} bytes (error {int(code)}); "
+                "lower dram= or raise the limit of locked memory (ulimit -l)"
+            )
+
+    def unlock(self, address: int) -> None:
+        """Unregisters a run of pages."""
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        torch.cuda.synchronize(self._device)
+
+
+class LockedPrefix:
+    """The first bytes of a run of memory, locked in pieces; grows towards its end.
+
+    Attributes:
+        nbytes: Of the whole run.
+    """
+
+    def __init__(self, locks: PageLocks, address: int, nbytes: int) -> None:
+        """Locks nothing yet."""
+        self._locks = locks
+        self._address = address
+        self.nbytes = nbytes
+        self._ends: list[int] = []
+        self._underway: int | None = None
+        self._had = 0  # less is locked only where joining pieces was cut short
+        self._touched = 0  # what lies before may have been written since
+
+    @property
+    def locked(self) -> int:
+        """Bytes that are locked: the first ones."""
+        return self._ends[-1] if self._ends else 0
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """First byte and the one behind of each piece, and of what is not locked yet."""
+        ends = self._ends if self.locked == self.nbytes else [*self._ends, self.nbytes]
+        return list(zip([0, *ends], ends, strict=False))
+
+    def cover(self, extents: Iterable[Extent]) -> None:
+        """Locks what some extents need, and a little more; each lies within one piece then.
+
+        Raises:
+            CapacityError: If pages cannot be locked; those that were stay so.
+        """
+        self._finish()
+        extents = list(extents)
+        if self.locked < self._had:
+            self._lock(self._had)
+        end = max((extent.end for extent in extents), default=0)
+        if end > self.locked:
+            wanted = max(end, self.locked + self.locked // 8)
+            self._lock(min(self.nbytes, -(-wanted // _PIECE) * _PIECE))
+        for extent in extents:
+            if any(extent.offset < mark < extent.end for mark in self._ends):
+                self._join_from(extent.offset)
+
+    def release(self) -> None:
+        """Unlocks everything; nothing may be moving."""
+        self._finish()
+        self._had = 0
+        while self._ends:
+            self._unlock_last()
+
+    def _lock(self, end: int) -> None:
+        """Locks what lies between the last piece and ``end``."""
+        start = self.locked
+        self._touch(end)
+        self._underway = start
+        try:
+            self._locks.lock(self._address + start, end - start)
+        except CapacityError:
+            self._underway = None
+            raise
+        self._ends.append(end)
+        self._underway = None
+        self._had = max(end, self._had)
+
+    def _unlock_last(self) -> None:
+        self._underway = self._ends[-2] if len(self._ends) > 1 else 0
+        self._ends.pop()
+        self._finish()
+
+    def _finish(self) -> None:
+        """Unlocks a piece that was being locked or unlocked when an exception came."""
+        if self._underway is not None:
+            self._locks.unlock(self._address + self._underway)
+            self._underway = None
+
+    def _join_from(self, offset: int) -> None:
+        """Makes one piece of that with a byte in it and all behind."""
+        end = self.locked
+        self._locks.synchronize()
+        while self.locked > offset:
+            self._unlock_last()
+        self._lock(end)
+
+    def _touch(self, end: int) -> None:
+        """Brings pages in from several threads, which is most of the work of locking them."""
+        start, self._touched = self._touched, max(end, self._touched)
+        address = self._address
+
+        def touch(first: int) -> None:
+            ctypes.memset(address + first, 0, min(_TOUCH_UNIT, end - first))
+
+        firsts = range(start, end, _TOUCH_UNIT)
+        try:
+            with ThreadPoolExecutor(max_workers=16) as pool:
+                list(pool.map(touch, firsts))
+        except RuntimeError:  # no thread can be started: it takes longer with this one
+            for first in firsts:
+                touch(first)
