@@ -1,7 +1,7 @@
 """A training program that is cut short at one line inside tiermem, and goes on as its user would.
 
-:func:`record` runs the program once and returns every line of the package that it comes to;
-:func:`interrupted` runs it again and raises before one of them. What the program ends with is
+:func:`record` runs the program once and returns what it ends with, and every line of the package
+that it comes to; :func:`interrupted` runs it again and raises before one of them. What the program ends with is
 then compared with the run that nobody cut short, and what is left behind is looked for.
 """
 
@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -605,27 +605,34 @@ def tried_once() -> Iterator[None]:
         yield
 
 
-def reference(program: Program, folder: Path) -> Any:
-    """Returns what the program ends with where nobody cuts it short."""
-    result = Run(program, folder).run()
-    gc.collect()
-    gc.freeze()  # what there is already, also what was imported, is not looked at in every run
-    return result
+def record(
+    program: Program, folder: Path, phases: Collection[str] = PHASES
+) -> tuple[Any, dict[str, Counter[Any]]]:
+    """Runs a program that nobody cuts short.
 
+    Args:
+        program: What runs.
+        folder: For swap files.
+        phases: The calls whose lines are wanted.
 
-def record(program: Program, folder: Path, depth: int = 0) -> dict[str, Counter[Any]]:
-    """Returns how often each line is come to in each phase."""
+    Returns:
+        What it ends with, and how often each line is come to in each of those calls.
+    """
     seen: dict[str, Counter[Any]] = {}
 
     def around(name: str, call: Callable[[], Any]) -> Any:
-        with Tracer(depth=depth) as tracer:
+        if name not in phases:
+            return call()
+        with Tracer(depth=0) as tracer:
             seen[name] = tracer.seen
             return call()
 
     run = Run(program, folder)
     run.watch = around
-    run.run()
-    return seen
+    result = run.run()
+    gc.collect()
+    gc.freeze()  # what there is already, also what was imported, is not looked at in every run
+    return result, seen
 
 
 class Signal:

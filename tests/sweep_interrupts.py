@@ -28,7 +28,6 @@ from support_interrupts import (
     Site,
     interrupted,
     record,
-    reference,
     tried_once,
 )
 
@@ -62,15 +61,14 @@ def main() -> int:
     left: dict[tuple[str, str], list[Site]] = {}
     totals: dict[tuple[str, str], int] = {}
     bad: list[str] = []
-    with tried_once():
-        expected = {name: reference(PROGRAMS[name], folder) for name in args.programs}
+    expected: dict[str, Any] = {}
     for name in args.programs:
-        for phase, seen in record(PROGRAMS[name], folder).items():
-            if phase in args.phases:
-                found = [p for p in points(seen) if args.file in p[0]]
-                totals[name, phase] = len(found)
-                left[name, phase] = rng.sample(found, len(found))
-                tried[name, phase] = Counter()
+        expected[name], phases = record(PROGRAMS[name], folder, args.phases)
+        for phase, seen in phases.items():
+            found = [p for p in points(seen) if args.file in p[0]]
+            totals[name, phase] = len(found)
+            left[name, phase] = rng.sample(found, len(found))
+            tried[name, phase] = Counter()
     until = time.monotonic() + args.seconds
     while any(left.values()) and time.monotonic() < until:
         for (name, phase), sites in left.items():
