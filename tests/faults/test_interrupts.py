@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from support_interrupts import (
+    PACKAGE,
     PHASES,
     PROGRAMS,
     Alarm,
@@ -35,7 +36,15 @@ from support_interrupts import (
 )
 
 import tiermem
+from tiermem.core.residency import ResidencyTable
+from tiermem.nn.giveback import Leaving
 from tiermem.nn.group import Group
+from tiermem.optim.held import Held
+from tiermem.optim.members import Membership
+from tiermem.optim.plan import _reserve
+from tiermem.optim.sides import _have_host_step
+from tiermem.runtime.staged import HostStage
+from tiermem.transfer.filemover import FileMover
 
 _ASKED = os.environ.get("TIERMEM_INTERRUPTS", "1")
 _ALL = _ASKED != "1"
@@ -137,6 +146,62 @@ def test_a_signal_at_a_random_time(tmp_path, name) -> None:
         if found.kind not in ("same", "refused"):
             bad.append((phase, found.kind, found.why))
     assert not bad, bad
+
+
+PLACES = {
+    "a tensor made ordinary, and its group not told": (
+        ("dram", "unwrap"),
+        (Group.sort_members, "self._shown = ", 1),
+    ),
+    "a buffer that stays in HBM made ordinary": (
+        ("dram", "unwrap"),
+        (Group.sort_members, "self._shown = ", 23),
+    ),
+    "a parameter made ordinary, and its gradient not": (
+        ("dram", "unwrap"),
+        (Leaving._free, "member.param.grad = ", 3),
+    ),
+    "a load announced, and not begun to be read": (
+        ("host files", "step"),
+        (HostStage.announce, "self._read_ahead()", 2),
+    ),
+    "room for steps on the host that no optimizer has yet": (
+        ("host files", "optimizer"),
+        (_have_host_step, "before = rooms_of", 1),
+    ),
+    "a read asked for, and not known": (
+        ("host files", "restore"),
+        (FileMover.read, "return", 1),
+    ),
+    "units planned, and not taken on": (
+        ("thawing", "forward"),
+        (_reserve, "_check_step(", 1),
+    ),
+    "units taken on, and their parameters not": (
+        ("thawing", "forward"),
+        (Membership.taken, "self._taken.update", 1),
+    ),
+    "a signal handler's exception in a step inside backward": (
+        ("backward", "backward"),
+        (Held.open, "self._lease(", 1),
+    ),
+    "a block about to have a place in HBM": (
+        ("backward", "restore"),
+        (ResidencyTable._enter, "self._at[extent.offset]", 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_place_where_going_on_was_wrong_once(tmp_path, place) -> None:
+    (name, phase), (function, text, time) = PLACES[place]
+    expected, _ = _known(name, tmp_path)
+    file = Path(inspect.getfile(function)).relative_to(PACKAGE).as_posix()
+    site = (file, _line_of(function, text), "", time)
+    error = Alarm if "signal handler" in place else Interrupt
+    found = interrupted(PROGRAMS[name], tmp_path, phase, site, expected, error, 0)
+    assert found is not None, "never came there"
+    assert found.kind == "same", found
 
 
 def test_leaving_with_after_an_interrupt_gives_the_model_back(tmp_path) -> None:

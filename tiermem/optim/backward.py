@@ -39,7 +39,6 @@ from tiermem.runtime.pipeline import Pipeline
 
 _ELSE = "or make the optimizer with overlap='forward'"
 _TRIALS = 2
-_NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 _HELD_BACK, _BESIDE_MORE = 0.3, 0.5
 """Of HBM, or beside what stays in it: what steps wrote last and goes home in the next forward. Else
 copies down would still be under way when that begins, and a model that reads a value back as it
@@ -408,8 +407,8 @@ class InBackward:
         except (StorageError, CapacityError):
             pass
         except Exception as error:
-            if OUTSIDE not in error.__dict__ and not isinstance(error, _NO_MEMORY):
-                raise  # a signal handler's, at a line of ours
+            if OUTSIDE not in error.__dict__:
+                raise  # a signal handler's, or no memory, at a line of ours
             self.failure = error
             self._steps = False
         finally:
