@@ -1,14 +1,13 @@
 """A training program that is cut short at one line inside tiermem, and goes on as its user would.
 
 :func:`record` runs the program once and returns what it ends with, and every line of the package
-that it comes to; :func:`interrupted` runs it again and raises before one of them. What the program ends with is
-then compared with the run that nobody cut short, and what is left behind is looked for.
+that it comes to; :func:`interrupted` runs it again and raises before one of them. What the program
+ends with is then compared with the run that nobody cut short, and what is left behind is looked
+for.
 """
 
 from __future__ import annotations
 
-import dis
-import functools
 import gc
 import os
 import random
@@ -25,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+from support_ctrl_c import uncut
 from support_nn import leaves, same_bits, seed
 from support_process import open_files
 from torch import nn
@@ -54,31 +54,6 @@ class Alarm(Exception):
 
 class Hung(BaseException):
     """The program did not go on."""
-
-
-@functools.cache
-def _exits(code: CodeType) -> frozenset[int]:
-    """Returns the offsets at which a line begins and no exception can come.
-
-    There the ordinary way out of a ``with`` begins: no signal handler and no error comes between
-    the last call inside and the call of ``__exit__``, as the interpreter looks for signals after
-    calls, where the context is still in force. Or a ``try:`` begins, which does nothing, and is in
-    no block of the compiled code, not even in a ``with`` around it.
-    """
-    found = set()
-    ops = [op for op in dis.get_instructions(code) if op.opname not in ("CACHE", "EXTENDED_ARG")]
-    for index, op in enumerate(ops):
-        names = [o.opname for o in ops[index : index + 3]]
-        values = [o.argval for o in ops[index : index + 3]]
-        if names == ["LOAD_CONST"] * 3 and values == [None] * 3:
-            found.add(op.offset)
-            if index and ops[index - 1].opname == "SWAP":  # of what is returned from inside
-                found.add(ops[index - 1].offset)
-        if op.opname in ("NOP", "SETUP_FINALLY"):
-            found.add(op.offset)
-        if op.opname == "POP_BLOCK" and [o.argval for o in ops[index + 1 : index + 2]] == [None]:
-            found.add(op.offset)
-    return frozenset(found)
 
 
 def _callers(frame: FrameType, depth: int) -> str:
@@ -131,7 +106,7 @@ class Tracer:
         return self._line
 
     def _line(self, frame: FrameType, event: str, _arg: Any) -> Any:
-        if event != "line" or self.hit or frame.f_lasti in _exits(frame.f_code):
+        if event != "line" or self.hit or frame.f_lasti in uncut(frame.f_code):
             return self._line
         name = self._names[frame.f_code]
         stop = self._stop
