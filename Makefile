@@ -1,5 +1,6 @@
 # make demo    the main job in an environment of its own, on a fresh machine
 # make test    lint, format, types, layers and tests: what CI runs
+# make quick   lint, types, layers and the fast tests: for people at work
 # make clean   removes what the above made
 
 PYTHON ?= python3
@@ -8,7 +9,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 ARGS ?=
 
-.PHONY: demo test lint env clean
+QUICK := tests/unit/test_config.py tests/unit/test_driver.py tests/unit/test_runtime_slots.py \
+	tests/unit/test_runtime_space.py tests/unit/test_nn_saved_weights.py tests/unit/test_nn_need.py \
+	tests/unit/test_nn_training.py tests/unit/test_nn_modules.py tests/unit/test_optim_groups.py \
+	tests/unit/test_optim_classes.py tests/unit/test_optim_overlap.py tests/unit/test_optim_errors.py \
+	tests/property/test_core_*.py tests/meta/test_names.py
+
+.PHONY: demo test quick lint env clean
 
 demo: $(STAMP)
 	$(BIN)/tiermem train $(ARGS)
@@ -16,6 +23,9 @@ demo: $(STAMP)
 # Tests run in as many processes as there are processors, eight at most.
 test: lint
 	$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=8 --dist=worksteal $(ARGS)
+
+quick: lint
+	$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=8 --dist=worksteal $(QUICK) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -7,12 +7,12 @@ import math
 import os
 import re
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support_scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -28,18 +28,7 @@ def output(script: str, folder: Path, *arguments: str) -> str:
     path = BENCHMARKS / script
     if not path.exists():
         pytest.skip(f"there is no {script}")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(path), *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_script(path, arguments, folder, SECONDS)
 
 
 def run(script: str, folder: Path, *arguments: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from mutation_check import attempt, copy_tree, run_tests  # noqa: E402
 from mutations import MUTATIONS, Mutation  # noqa: E402
 
-QUICK = ("gaps that touch are not joined", "a written block's home copy still counts")
+QUICK = ("gaps that touch are not joined", "what is needed soonest is evicted")
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)

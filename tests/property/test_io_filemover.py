@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_examples import examples
 
 from tiermem.core.block import Extent
 from tiermem.errors import IntegrityError, StorageError
@@ -324,7 +325,7 @@ def _compare(asked: list[Asked]) -> None:
             assert error is not None
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(100))
 @given(steps, st.integers(0, 2**32), st.integers(1, 6))
 def test_any_order_with_passing_trouble_changes_no_byte(
     script: list[tuple[str, int]], seed: int, chunks: int
@@ -336,7 +337,7 @@ def test_any_order_with_passing_trouble_changes_no_byte(
     assert [transfer.error for _, _, transfer, _ in asked] == [None] * len(script)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(100))
 @given(steps, st.integers(0, 2**32), st.integers(1, 6), st.floats(0.02, 0.5))
 def test_faults_are_errors_or_harmless_but_never_wrong_bytes(
     script: list[tuple[str, int]], seed: int, chunks: int, rate: float
@@ -352,7 +353,7 @@ def crew(seed: int, late: Copier) -> tuple[ChunkCopier | None, HelperFactory]:
     return late(rng) if late else None, scripted_helpers(rng)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(80))
 @given(steps, st.integers(0, 2**32), st.integers(1, 9), copiers)
 def test_any_order_of_disk_checksum_and_copy_changes_no_byte(
     script: list[tuple[str, int]], seed: int, chunks: int, late: Copier
@@ -363,7 +364,7 @@ def test_any_order_of_disk_checksum_and_copy_changes_no_byte(
     assert [transfer.error for _, _, transfer, _ in asked] == [None] * len(script)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(80))
 @given(
     st.lists(
         st.tuples(
@@ -392,7 +393,7 @@ def test_faults_cancelling_and_closing_in_any_state_leave_no_wrong_bytes(
     play(script, seed, engine, chunks, *crew(seed, late), closed_after)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(80))
 @given(
     st.lists(
         st.tuples(
@@ -432,7 +433,7 @@ def test_reads_that_begin_without_a_target_hold_nobody_up(
         assert all(k == "park" and e.errno == errno.ECANCELED for k, e in failed)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(50))
 @given(steps, st.integers(0, 2**32), st.integers(1, 9), copiers, st.integers(0, 40))
 def test_a_helper_that_fails_ends_every_transfer_and_leaves_no_wrong_bytes(
     script: list[tuple[str, int]], seed: int, chunks: int, late: Copier, lasts: int
@@ -457,7 +458,7 @@ def test_a_helper_that_fails_ends_every_transfer_and_leaves_no_wrong_bytes(
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(40))
 @given(
     steps,
     st.integers(0, 2**32),
@@ -486,7 +487,7 @@ def test_the_real_engines_and_threads_change_no_byte(
     assert [transfer.error for _, _, transfer, _ in asked] == [None] * len(script)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(40))
 @given(st.integers(0, 2**32), st.integers(0, 8 * sum(SIZES)), copiers)
 def test_every_flipped_bit_is_seen(seed: int, bit: int, late: Copier) -> None:
     def fault(request: IoRequest, tries: int) -> Fault | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_examples import examples
 from support_late import LateCopyEngine, make_late
 from support_nn import assert_same, same_bits, seed
 from torch import nn
@@ -74,7 +75,7 @@ steps = st.tuples(
 )
 
 
-@settings(max_examples=24)
+@settings(max_examples=examples(8))
 @given(
     recipe=st.lists(steps, min_size=1, max_size=9),
     home=st.sampled_from(["dram", "dram", "nvme"]),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_examples import examples
 from support_nn import Tiers, assert_same, check_table, seed, wrap_tight
 from torch import nn
 
@@ -61,7 +62,7 @@ BLOCKS: dict[str, Any] = {
 }
 
 
-@settings(max_examples=25 if settings.default.max_examples <= 100 else 500)
+@settings(max_examples=examples(8, 500))
 @given(
     width=st.integers(1, 70),
     layers=st.lists(st.tuples(st.integers(1, 90), st.booleans()), min_size=1, max_size=4),
@@ -102,7 +103,7 @@ def test_the_least_budget_works(
 HOMES = st.sampled_from(["hbm", "dram", "nvme", "auto"])
 
 
-@settings(max_examples=12 if settings.default.max_examples <= 100 else 300, deadline=None)
+@settings(max_examples=examples(5, 300), deadline=None)
 @given(
     width=st.integers(1, 60),
     layers=st.lists(st.tuples(st.integers(1, 80), st.booleans()), min_size=1, max_size=3),

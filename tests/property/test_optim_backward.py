@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_examples import examples
 from support_nn import Tiers
 from support_optim import Net, Twins, one_group, two_groups
 from torch import nn
@@ -67,7 +68,7 @@ def faults(chance: float, number: int) -> Iterator[list[str]]:
         StepUnit.held = real  # type: ignore[method-assign]
 
 
-@settings(max_examples=15 if settings.default.max_examples <= 100 else 400)
+@settings(max_examples=examples(8, 400))
 @given(
     homes=st.fixed_dictionaries(
         {role: st.sampled_from(HOMES) for role in ("params", "grads", "master", "optimizer")}

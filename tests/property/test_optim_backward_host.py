@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_examples import examples
 from support_hoststeps import gated
 from support_nn import Tiers
 from support_optim import Net, Twins, one_group, two_groups
@@ -77,7 +78,7 @@ def insist(act: Any) -> None:
     raise AssertionError("it never goes well")
 
 
-@settings(max_examples=20 if settings.default.max_examples <= 100 else 500)
+@settings(max_examples=examples(10, 500))
 @given(
     homes=st.fixed_dictionaries(
         {"params": HOMES, "grads": HOMES, "master": HOMES, "optimizer": HOMES}

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_examples import examples
 from support_nn import Tiers
 from support_optim import Net, Twins, two_groups
 
@@ -112,7 +113,7 @@ def until_done(act: Any, disk: Disk, tries: int) -> int:
     raise AssertionError("it never goes well")
 
 
-@settings(max_examples=30 if settings.default.max_examples <= 100 else 1000)
+@settings(max_examples=examples(12, 1000))
 @given(
     homes=st.fixed_dictionaries(
         dict.fromkeys(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_examples import examples
 from support_nn import Tiers
 from support_optim import Net, Twins, loss_of
 
@@ -56,7 +57,7 @@ class SpoilingSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-@settings(max_examples=14 if settings.default.max_examples <= 100 else 400)
+@settings(max_examples=examples(7, 400))
 @given(
     homes=st.fixed_dictionaries(dict.fromkeys(("params", "grads", "master", "optimizer"), HOMES)),
     masters=st.booleans(),

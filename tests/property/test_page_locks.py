@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,6 +101,31 @@ def test_every_home_can_be_copied_from_and_keeps_its_bytes(steps: list[list[int]
     homes.arena.unlock()
     assert not locks.runs
     homes.close()
+
+
+def test_what_is_lent_is_locked_or_not_had() -> None:
+    locks = FakeLocks(most=4 * MIB)
+    homes = homes_of(16 * MIB, locks)
+    extent = homes.lend(3 * MIB)
+    assert extent is not None
+    check(homes, locks)
+    used = homes.dram.used
+    assert homes.lend(6 * MIB) is None
+    assert homes.dram.used == used
+    homes.release(Tier.DRAM, extent)
+    homes.close()
+
+
+def test_staging_is_locked_and_refused_where_it_cannot_be(tmp_path: Path) -> None:
+    locks = FakeLocks()
+    homes = Homes(64 * MIB, [str(tmp_path)], None, CPU, locks)
+    assert homes.staging is not None
+    assert locks.holds(homes.staging.data_ptr(), homes.staging.numel())
+    assert homes.arena.locked < 16 * MIB
+    homes.close()
+    with pytest.raises(CapacityError, match="no more pages"):
+        Homes(64 * MIB, [str(tmp_path)], None, CPU, FakeLocks(most=0))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_toy_locks_little_of_a_large_budget() -> None:

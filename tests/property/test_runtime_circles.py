@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_examples import examples
 from support_runtime import Rig, rig
 
 from tiermem.core.block import Role
@@ -88,7 +89,7 @@ def go(made: Rig, rounds: Sequence[Sequence[tuple[str, int]]]) -> list[tuple[str
     return found
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     hbm=st.integers(6, 11),
     depth=st.integers(2, 6),

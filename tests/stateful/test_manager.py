@@ -22,6 +22,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support_examples import examples
 from support_process import nothing_left_open
 
 from tiermem.config import Policy, Settings
@@ -459,9 +460,7 @@ class Manager(RuleBasedStateMachine):
 
 
 TestManager = Manager.TestCase
-TestManager.settings = settings(
-    max_examples=max(150, settings().max_examples), stateful_step_count=50
-)
+TestManager.settings = settings(max_examples=examples(60), stateful_step_count=50)
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 )
 from support_classes import Counting, CountingInPlace, Noisy
 from support_coded import CodedMomentum
+from support_examples import examples
 from support_nn import asked, assert_same, check_table, same_bits, seed
 from support_process import child
 from torch import nn
@@ -534,9 +535,7 @@ class Training(RuleBasedStateMachine):
 
 
 Training.TestCase.settings = settings(
-    max_examples=max(
-        40, settings.default.max_examples if settings.default.max_examples > 100 else 0
-    ),
+    max_examples=examples(20),
     stateful_step_count=25,
 )
 TestTraining = Training.TestCase

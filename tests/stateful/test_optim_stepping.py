@@ -12,6 +12,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from support_examples import examples
 from support_nn import asked, assert_same, check_table, seed
 from torch import nn
 
@@ -379,9 +380,7 @@ class Stepping(RuleBasedStateMachine):
                 os.rmdir(self.folder)
 
 
-_LONG = settings.default.max_examples > 100
 Stepping.TestCase.settings = settings(
-    max_examples=settings.default.max_examples if _LONG else 25,
-    stateful_step_count=25 if _LONG else 15,
+    max_examples=examples(15), stateful_step_count=examples(15, 25)
 )
 TestStepping = Stepping.TestCase

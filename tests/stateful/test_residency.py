@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support_examples import examples
 
 from tiermem.core.block import Block, Extent, Role, Tier
 from tiermem.core.residency import ResidencyTable
@@ -359,9 +360,7 @@ class Residency(RuleBasedStateMachine):
 
 
 TestResidency = Residency.TestCase
-TestResidency.settings = settings(
-    max_examples=max(300, settings().max_examples), stateful_step_count=50
-)
+TestResidency.settings = settings(max_examples=examples(150), stateful_step_count=50)
 
 
 def test_a_block_is_entered_once_and_rightly() -> None:

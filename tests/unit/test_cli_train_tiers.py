@@ -13,7 +13,7 @@ import pytest
 from tiermem import cli
 
 SMALL = (
-    "train --layers 24 --width 32 --heads 2 --context 16 --batch 2 --steps 3 --device cpu --quiet"
+    "train --layers 8 --width 32 --heads 2 --context 16 --batch 2 --steps 3 --device cpu --quiet"
 ).split()
 
 

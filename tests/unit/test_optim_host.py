@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_examples import examples
 from support_nn import Tiers, assert_same, check_table
 from support_optim import Net, Twins, loss_of, one_group, two_groups
 
@@ -29,7 +30,7 @@ CLASSES: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-@settings(max_examples=12 if settings.default.max_examples <= 100 else 300)
+@settings(max_examples=examples(6, 300))
 @given(
     homes=st.fixed_dictionaries(dict.fromkeys(("params", "grads", "master", "optimizer"), HOMES)),
     chosen=st.sampled_from(CLASSES),
@@ -222,7 +223,7 @@ def test_closing_while_the_host_works() -> None:
         twins.optimizer.state_dict()
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(60))
 @given(
     elements=st.lists(st.integers(1, 10**9), max_size=60),
     host=st.floats(1e-12, 1e-6),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_examples import examples
 from support_nn import Tiers, assert_same, same_bits, seed
 from support_optim import Net, Twins, loss_of, one_group, two_groups
 from torch import nn
@@ -33,7 +34,7 @@ def thawed_but_one(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     return model
 
 
-@settings(max_examples=12 if settings.default.max_examples <= 100 else 400)
+@settings(max_examples=examples(5, 400))
 @given(
     homes=st.fixed_dictionaries(
         {role: st.sampled_from(HOMES) for role in ("params", "grads", "master", "optimizer")}
@@ -312,7 +313,7 @@ def test_dtypes_that_cannot_be_had() -> None:
         optimizer.step()
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(20))
 @given(
     values=st.lists(st.floats(width=32), min_size=1, max_size=40),
     written=st.lists(st.booleans(), min_size=40, max_size=40),

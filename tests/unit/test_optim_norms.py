@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_examples import examples
 from support_nn import Tiers, assert_same, seed
 from support_optim import Net, Twins, loss_of
 from torch import nn
@@ -180,7 +181,7 @@ def test_two_optimizers_with_norms_of_their_own() -> None:
 ACTS = ("clip", "clip", "value", "edit", "backward", "step", "zero", "none")
 
 
-@settings(max_examples=15 if settings.default.max_examples <= 100 else 400)
+@settings(max_examples=examples(8, 400))
 @given(
     homes=st.fixed_dictionaries(
         {role: st.sampled_from(["dram", "nvme", "auto"]) for role in ("params", "grads")}

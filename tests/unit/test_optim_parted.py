@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_examples import examples
 from support_nn import Tiers, assert_same
 from support_optim import Layer, Twins, one_group, two_groups
 from torch import nn
@@ -88,7 +89,7 @@ def test_parts_are_runs_of_all_elements(elements: int, each: int, hbm: int) -> N
         assert max(end - begin for begin, end in runs) * each <= hbm // 16 + 64 * each
 
 
-@settings(max_examples=30 if settings.default.max_examples <= 100 else 600)
+@settings(max_examples=examples(10, 600))
 @given(
     homes=st.fixed_dictionaries(dict.fromkeys(("params", "grads", "master", "optimizer"), HOMES)),
     case=st.sampled_from(CASES),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_examples import examples
 from support_nn import Tiers, assert_same
 from support_optim import Net, Twins, loss_of, made
 
@@ -158,7 +159,7 @@ STEPS = st.builds(
 )
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(8))
 @given(
     steps=st.lists(STEPS, min_size=2, max_size=5),
     scale=st.sampled_from([1.0, 3.0, 1000.0, 2.0**14, 2.0**20]),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_examples import examples
 from support_nn import Tiers
 from support_optim import Net, Twins
 
@@ -26,7 +27,7 @@ REFERENCE = Rates(
 """bf16 weights and gradients, fp32 masters and states of AdamW; a measured machine."""
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(60))
 @given(rates=RATES)
 def test_no_other_share_is_faster(rates: Rates) -> None:
     def longest(share: float) -> float:
@@ -51,7 +52,7 @@ def test_the_share_of_the_reference_machine() -> None:
     assert REFERENCE.seconds(share) * count < 0.69  # what backward computes, at 16,384 tokens
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(60))
 @given(elements=st.lists(st.integers(1, 10**9), max_size=60), rates=RATES)
 def test_the_host_has_no_more_than_its_share_and_is_through_in_time(
     elements: list[int], rates: Rates

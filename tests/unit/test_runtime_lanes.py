@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_examples import examples
 from support_half import (
     BESIDE,
     BUS,
@@ -128,7 +129,7 @@ orders = st.one_of(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(st.lists(orders, max_size=6), st.integers(0, 3))
 def test_bytes_are_right_whatever_is_used(passes: Sequence[Sequence[int]], depth: int) -> None:
     """Lanes were planned for a loop that is left again, with blocks that are held for long."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_examples import examples
 from support_runtime import EvenClock
 
 from tiermem.config import Policy, Settings
@@ -160,7 +161,7 @@ def test_nothing_is_decided_in_a_loop_that_repeats(monkeypatch: pytest.MonkeyPat
         made.check()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     blocks=st.integers(2, 9),
     slots=st.integers(2, 10),
@@ -240,7 +241,7 @@ def keep_out(made: Loop, number: int) -> Callable[[], None]:
 DISTURBANCES = [lease, look, point, write, evict, discard, keep_out]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(seed=st.integers(0, 1 << 30), blocks=st.integers(4, 9), slots=st.integers(3, 6))
 def test_whatever_happens_in_a_loop_that_repeats_no_byte_is_lost(
     seed: int, blocks: int, slots: int

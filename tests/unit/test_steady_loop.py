@@ -12,6 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support_copies import SECONDS
+from support_examples import examples
 from support_runtime import EvenClock
 from torch import nn
 
@@ -185,7 +186,7 @@ def test_another_thread_inside_a_held_block_holds_it_itself() -> None:
         assert holds[0] == 2 and group.holds == 0
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(60))
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.integers(1, 4), st.booleans()), min_size=1, max_size=30

@@ -69,7 +69,7 @@ class Homes:
             nvme: Folders for swap files; none for no NVMe tier.
             nvme_bytes: Most bytes on disk, or None.
             device: What copies from and to DRAM, which is page-locked for a CUDA device: as homes
-                are reserved, and with an NVMe tier at once.
+                are reserved.
             locks: Locks pages; by default as ``device`` wants it.
 
         Raises:
@@ -85,22 +85,21 @@ class Homes:
             )
         self._bytes: dict[int, torch.Tensor] = {}
         self.swap = SwapFile([Path(p) for p in nvme], nvme_bytes, self.chunk) if nvme else None
+        self.staging: torch.Tensor | None = None
+        self._staging: list[Owned] = []
         try:
-            # an I/O engine registers all of it, for reads of files that land there
             self.arena = HostArena(
-                Tier.DRAM, dram // 4096 * 4096, device=device, locks=locks, as_needed=not nvme
+                Tier.DRAM, dram // 4096 * 4096, device=device, locks=locks, as_needed=True
             )
+            self.dram = Allocator(self.arena.capacity)
+            extent = self.dram.allocate(staging) if staging else None
+            if extent is not None:
+                self.arena.need([extent])
+                self.staging = self.arena.bytes_of(extent)
+                self._staging = [(Tier.DRAM, extent)]
         except BaseException:
             self.close()
             raise
-        self.dram = Allocator(self.arena.capacity)
-        self.staging: torch.Tensor | None = None
-        self._staging: list[Owned] = []
-        if staging:
-            extent = self.dram.allocate(staging)
-            if extent is not None:
-                self.staging = self.arena.bytes_of(extent)
-                self._staging = [(Tier.DRAM, extent)]
         self.nvme_used = 0
         self.nvme_peak = 0
         self.reclaimers: list[Callable[[], bool]] = []
@@ -165,6 +164,21 @@ class Homes:
         if tier is Tier.DRAM:
             return self.dram.holds(extent)
         return self.swap is not None and self.swap.holds(extent)
+
+    def lend(self, nbytes: int) -> Extent | None:
+        """Returns DRAM that is free, for what is no home; None where there is none.
+
+        Who has it gives it back with :meth:`release`.
+        """
+        extent = self._in_dram(nbytes)
+        if extent is None:
+            return None
+        try:
+            self.arena.need([extent])
+        except CapacityError:
+            self.dram.free(extent)
+            return None
+        return extent
 
     def release(self, tier: Tier, extent: Extent) -> None:
         """Gives a home extent back."""

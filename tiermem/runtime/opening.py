@@ -59,9 +59,6 @@ def make_mover(
 ) -> tuple[FileMover | None, str, str]:
     """Opens the file mover.
 
-    Page-locked DRAM is registered with the I/O engine as a whole: its pages are there. Other
-    DRAM is not, since registering would bring in every page of the budget.
-
     Args:
         homes: Where the swap file and the staging chunks are.
         copy: Makes the copies of chunks to and from a device.
@@ -77,7 +74,5 @@ def make_mover(
     else:
         factory, name, reason = engine, "given", "it was asked for"
     copier = CudaChunkCopier(copy) if isinstance(copy, CudaCopyEngine) else None
-    whole = (homes.arena.address, homes.arena.capacity)
-    memory = whole if copier is not None else None
-    mover = FileMover(homes.swap, factory, homes.staging, homes.chunk, copier, memory=memory)
+    mover = FileMover(homes.swap, factory, homes.staging, homes.chunk, copier)
     return mover, name, reason

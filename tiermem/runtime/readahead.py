@@ -206,7 +206,7 @@ class ReadAhead:
             self._give_back(extent)
 
     def _allocate(self, nbytes: int) -> Extent | None:
-        found = self._homes.dram.allocate(nbytes)
+        found = self._homes.lend(nbytes)
         if found is not None:
             self.nbytes += found.nbytes
         return found

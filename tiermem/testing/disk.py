@@ -238,7 +238,6 @@ class SimulatedMover(FileMover):
         staging: torch.Tensor,
         chunk_nbytes: int,
         copier: ChunkCopier | None = None,
-        memory: tuple[int, int] | None = None,
     ) -> None:
         """See :class:`FileMover`."""
         super().__init__(
@@ -248,7 +247,6 @@ class SimulatedMover(FileMover):
             chunk_nbytes,
             copier,
             helpers=ScriptedHelpers,
-            memory=memory,
         )
 
     def wait(self, transfer: FileTransfer, *, hurry: bool = True) -> None:

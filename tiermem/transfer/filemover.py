@@ -86,8 +86,6 @@ class FileMover:
         verify: Whether every piece is checked against the checksum of its write.
         helpers: Makes the threads for checksums and host copies; one to four by default,
             by the number of cores.
-        memory: Address and bytes of host memory that staging is part of and that is read into
-            and written from in place; it is registered with the engine, where that can be had.
 
     Raises:
         ConfigError: If the staging memory does not fit.
@@ -103,7 +101,6 @@ class FileMover:
         copier: ChunkCopier | None = None,
         verify: bool = True,
         helpers: HelperFactory | None = None,
-        memory: tuple[int, int] | None = None,
     ) -> None:
         check_staging(staging, chunk_nbytes, store.chunk_nbytes)
         self._pid = os.getpid()
@@ -111,9 +108,7 @@ class FileMover:
         self._store = store
         copier = HostCopier() if copier is None else copier
         self._parks = not isinstance(copier, HostCopier)
-        self._pump = Pump(
-            store, engine_factory, staging, chunk_nbytes, copier, verify, helpers, memory
-        )
+        self._pump = Pump(store, engine_factory, staging, chunk_nbytes, copier, verify, helpers)
         # The thread holds the pump, not this object: a forgotten mover still ends it, and so
         # does one that a Ctrl-C kept from coming about.
         self._finalizer = weakref.finalize(self, self._pump.ask_to_close)

@@ -51,9 +51,7 @@ class Pump:
         copier: ChunkCopier,
         verify: bool,
         helpers: HelperFactory | None,
-        memory: tuple[int, int] | None = None,
     ) -> None:
-        self._memory = memory
         self.lock = threading.RLock()  # Ctrl-C can leave a Condition entered, but not a lock
         self.changed = threading.Condition(self.lock)
         self.finished: deque[FileTransfer] = deque()
@@ -181,14 +179,6 @@ class Pump:
 
     # The thread ----------------------------------------------------------------------
 
-    def _around(self, staging: tuple[int, int]) -> list[tuple[int, int]]:
-        """Returns the rest of the memory that staging is part of, to be registered as well."""
-        if self._memory is None:
-            return []
-        begin, end = self._memory[0], sum(self._memory)
-        parts = [(begin, staging[0] - begin), (sum(staging), end - sum(staging))]
-        return [(address, nbytes) for address, nbytes in parts if nbytes > 0]
-
     def _run(self, engine_factory: Callable[[], IoEngine]) -> None:
         try:
             self._engine = engine_factory()
@@ -202,7 +192,7 @@ class Pump:
         cause: BaseException | None = None
         try:
             area = (self._staging.data_ptr(), self._staging.numel())
-            self._engine.open(self._store.fds, [area, *self._around(area)])
+            self._engine.open(self._store.fds, [area])
             self._helpers.start()
             self.engine_name, self.engine_detail = self._engine.name, self._engine.describe()
             self._started.set()
