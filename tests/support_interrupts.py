@@ -8,6 +8,7 @@ for.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import random
@@ -148,6 +149,9 @@ class Recursion:
             return call()
         finally:
             sys.setrecursionlimit(before)
+
+
+_INTERRUPTS = (Interrupt, Alarm, RecursionError, MemoryError)
 
 
 @dataclass(frozen=True)
@@ -406,7 +410,7 @@ class Run:
             return call()
         try:
             return self.around(call)
-        except (Interrupt, Alarm, RecursionError, MemoryError) as error:
+        except (*_INTERRUPTS, ctypes.ArgumentError) as error:  # ctypes makes that of any other
             self.cut = f"{name}: {type(error).__name__}"
             del error
             return None
