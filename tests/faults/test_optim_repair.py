@@ -11,7 +11,10 @@ from support_nn import Tiers, check_table
 from support_optim import Layer, Twins
 from torch import nn
 
+from tiermem.core import parts
 from tiermem.errors import StorageError
+from tiermem.optim import tiered
+from tiermem.optim.parted import PartedUnit
 from tiermem.optim.undo import Undo
 
 
@@ -33,18 +36,18 @@ class Failing(torch.optim.SGD):
 
 
 class Small(nn.Module):
-    """An embedding and two layers."""
+    """A tied embedding that is most of it, and two layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(20, 8)
+        self.embed = nn.Embedding(150, 8)
         self.layers = nn.ModuleList([Layer(8, 8), Layer(8, 12)])
 
     def forward(self, ids: torch.Tensor, use_extra: bool = True) -> torch.Tensor:
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x)
-        return nn.functional.linear(x, self.embed.weight)
+        return nn.functional.linear(x, self.embed.weight)[..., :20]
 
 
 PLACES = {
@@ -70,11 +73,21 @@ def _broken(monkeypatch: pytest.MonkeyPatch) -> Any:
     Failing.lit = False
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_step_that_waits_to_be_taken_back_survives_a_repair(place: str, _broken: Any) -> None:
+@pytest.mark.parametrize("place", [*PLACES, "in parts"])
+def test_a_step_that_waits_to_be_taken_back_survives_a_repair(
+    place: str, _broken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It holds its blocks until the disk is well again, whatever comes in between."""
+    if place == "in parts":
+        place = "streaming"
+        monkeypatch.setattr(parts, "_ALIGNED", 16)
+        monkeypatch.setattr(parts, "_LEAST", 0)
+        monkeypatch.setattr(parts, "_MOST", 0.05)
+        monkeypatch.setattr(tiered, "ELEMENTWISE", (Failing,))
     settings = {"lr": 0.1, "momentum": 0.9}
     with Twins(Small, PLACES[place], Failing, settings, master_dtype=None) as pair:
+        stepped = [type(unit) for unit in pair.optimizer._units]
+        assert (PartedUnit in stepped) == (Failing in tiered.ELEMENTWISE)
         pair.backward(0)
         pair.step()
         pair.backward(1)

@@ -145,7 +145,7 @@ def _end_attempts(runtime: ModuleRuntime) -> Counter[int]:
         with suppress(*REFUSALS):  # the disk fails still: whoever needs the blocks is told
             attempt.end()
             continue
-        group, blocks = attempt.held()
+        group, blocks = attempt.leased()
         kept.update(block.id for block in blocks)
         if group is not None:
             holds[group.block.id] += 1

@@ -99,7 +99,7 @@ class UnderWay(Protocol):
         """Takes it back unless it is made, and lets go of everything."""
         ...
 
-    def held(self) -> tuple[Group | None, list[Block]]:
+    def leased(self) -> tuple[Group | None, list[Block]]:
         """Returns the group that it holds, and the blocks that it leases beside that."""
         ...
 

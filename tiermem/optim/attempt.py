@@ -8,7 +8,7 @@ what the unit was is noted before it is touched, one assignment says that the st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,46 @@ from tiermem.runtime.slots import Slot
 if TYPE_CHECKING:
     from tiermem.nn.runtime import ModuleRuntime
     from tiermem.optim.unit import State, StepUnit
+
+
+class Waiting:
+    """A step that is neither made nor taken back: whoever looks has it taken back first."""
+
+    def __init__(
+        self, runtime: ModuleRuntime, unit: StepUnit, take_back: Callable[[], None]
+    ) -> None:
+        """Waits for nothing yet.
+
+        Args:
+            runtime: The modules' runtime.
+            unit: Whose step it is.
+            take_back: Tries it again; raises where it cannot be.
+        """
+        self._manager = runtime.manager
+        self._unit = unit
+        self._take_back = take_back
+        self._debt: Debt | None = None
+
+    def begin(self) -> None:
+        """It could not be taken back; the unit's blocks are held."""
+        with self._manager.lock:
+            if self._debt is None:
+                blocks = [block.id for block in self._unit.blocks()]
+                self._debt = Debt(self._unit.name, blocks, self._take_back)
+                self._manager.debts.add(self._debt)
+            if self._unit.group is not None:
+                self._unit.group.hide()
+
+    def pause(self) -> None:
+        """It is tried again: the unit's own tensors are looked at."""
+        if self._debt is not None and self._unit.group is not None:
+            self._unit.group.show()
+
+    def end(self) -> None:
+        """It is taken back."""
+        if self._debt is not None:
+            self._manager.debts.cancel(self._debt)
+            self._debt = None
 
 
 class Attempt:
@@ -57,7 +97,7 @@ class Attempt:
         self.holding: Held = unit.held(runtime)
         self.made = False
         self.shown: Sequence[tuple[torch.Tensor | None, torch.Tensor]] = ()
-        self._debt: Debt | None = None
+        self._waiting = Waiting(runtime, unit, self.end)
         self._over = False
         runtime.attempts.append(self)
 
@@ -104,29 +144,18 @@ class Attempt:
         try:
             self._end()
         except REFUSALS:
-            self._wait()
+            self._waiting.begin()
             raise
         if self in self._runtime.attempts:
             self._runtime.attempts.remove(self)
 
-    def held(self) -> tuple[Group | None, list[Block]]:
+    def leased(self) -> tuple[Group | None, list[Block]]:
         """Returns the group of weights that is held, and the blocks that are leased beside it."""
-        return self.holding.held()
-
-    def _wait(self) -> None:
-        """Has nobody see bytes that are neither old nor new: looking takes the step back first."""
-        with self._manager.lock:
-            if self._debt is None:
-                blocks = [block.id for block in self._unit.blocks()]
-                self._debt = Debt(self._unit.name, blocks, self.end)
-                self._manager.debts.add(self._debt)
-            if self._unit.group is not None:
-                self._unit.group.hide()
+        return self.holding.leased()
 
     def _end(self) -> None:
         unit = self._unit
-        if self._debt is not None and unit.group is not None:
-            unit.group.show()
+        self._waiting.pause()
         if not self.made:
             if self._undo is not None:
                 self._take_back(self._undo)
@@ -143,9 +172,7 @@ class Attempt:
                 if (id(param) in stored or not self.made) and param.grad is not gradient:
                     param.grad = gradient
         self.holding.close(written=self.made)
-        if self._debt is not None:
-            self._manager.debts.cancel(self._debt)
-            self._debt = None
+        self._waiting.end()
         unit.attempt = None
         self._over = True
 

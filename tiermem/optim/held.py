@@ -100,7 +100,7 @@ class Held:
                 self._release(written)
                 raise
 
-    def held(self) -> tuple[Group | None, list[Block]]:
+    def leased(self) -> tuple[Group | None, list[Block]]:
         """Returns the group of weights that is held, and the blocks that are leased beside it."""
         return self._unit.group if self._group_held else None, [s.block for s in self._slots]
 
