@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 import tiermem
 from tiermem import cli
@@ -24,11 +25,8 @@ class Machine:
             for step in steps:
                 if least.get(tier, 0) >= step:
                     continue
-                if tier == "nvme":
-                    raise tiermem.CapacityError(
-                        f"tier nvme at /: limit; it would have to be at least {step} bytes"
-                    )
-                raise tiermem.CapacityError(f"no room; give {tier}= at least {step}, or less work")
+                option = "nvme_bytes" if tier == "nvme" else tier
+                raise tiermem.CapacityError(f"no room; give {option}= at least {step}, or less")
         return "done"
 
 
@@ -37,6 +35,21 @@ def test_budgets_grow_to_what_is_asked_for() -> None:
     machine = Machine(dram=[512], hbm=[84, 128], nvme=[900])
     assert with_room(machine, [], lambda tier, nbytes: told.append((tier, nbytes))) == "done"
     assert told == [("dram", 512), ("hbm", 84), ("hbm", 128), ("nvme", 900)]
+
+
+def test_what_the_managers_own_errors_ask_for_is_given(tmp_path: Path) -> None:
+    told = []
+
+    def wrap(least: Mapping[str, int]) -> None:
+        budgets = {"hbm": 4096, "dram": 1 << 19, "nvme_bytes": least.get("nvme", 4096)}
+        budgets |= {tier: least[tier] for tier in ("hbm", "dram") if tier in least}
+        with tiermem.TierManager(
+            device="cpu", nvme=str(tmp_path), policy="nvme", **budgets
+        ) as tier:
+            tier.wrap(torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]))
+
+    with_room(wrap, [], lambda tier, nbytes: told.append(tier))
+    assert {"hbm", "nvme"} <= set(told)
 
 
 def test_what_was_given_stays() -> None:

@@ -13,7 +13,7 @@ import pytest
 from tiermem import cli
 
 SMALL = (
-    "train --layers 8 --width 32 --heads 2 --context 16 --batch 2 --steps 3 --device cpu --quiet"
+    "train --layers 12 --width 32 --heads 2 --context 16 --batch 2 --steps 3 --device cpu --quiet"
 ).split()
 
 
@@ -104,7 +104,7 @@ def test_ctrl_c_leaves_nothing(tmp_path) -> None:
 @pytest.mark.parametrize("home", ["dram", "nvme"])
 @pytest.mark.parametrize("more", ["", "--checkpointing", "--loss-chunks 3 --activation-layers 5"])
 def test_activations_below_hbm(tmp_path, home, more) -> None:
-    line = f"--activations {home} --activation-min 4KiB --context 32 {more}"
+    line = f"--layers 24 --activations {home} --activation-min 4KiB --context 32 {more}"
     report = _train(tmp_path, *line.split())
     assert report["equal"] is True
     found = report["stats"]["activations"]

@@ -17,6 +17,7 @@ from tiermem.cli import main
 from tiermem.core.need import Played, StepNeed, least
 
 _ASKED = re.compile(r"\b(hbm|dram|nvme_bytes)= at least (\d+)")
+_WIDE = re.compile(r"AdamW \((.*) with amsgrad, float32 masters and gradients and overlap=\)")
 _ALONE = re.compile(r"alone would do with (.*)$")
 
 
@@ -37,10 +38,10 @@ def named(error: BaseException) -> dict[str, int]:
     return found
 
 
-def alone(error: BaseException) -> dict[str, int]:
-    """Returns what it says of forward alone."""
-    match = _ALONE.search(str(error))
-    assert match is not None, f"nothing of forward alone in: {error}"
+def alone(error: BaseException, form: re.Pattern[str] = _ALONE) -> dict[str, int]:
+    """Returns what it says of forward alone, or of something else."""
+    match = form.search(str(error))
+    assert match is not None, f"nothing of that in: {error}"
     return {k: int(v) for k, v in (part.split("=") for part in match[1].split())}
 
 
@@ -97,6 +98,44 @@ def test_an_optimizer_that_needs_more_says_all_of_it(tiers: Any) -> None:
     optimizer = tier.optimizer(model, torch.optim.AdamW, **settings)
     model(data().bfloat16()).float().square().mean().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"amsgrad": True},
+        {"amsgrad": True, "overlap": "forward"},
+        {"master_dtype": torch.float32, "overlap": "backward"},
+        {"master_dtype": torch.float32, "grad_dtype": torch.float32, "amsgrad": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("policy", ["dram", {"params": "hbm"}], ids=str)
+def test_the_first_error_says_what_a_larger_optimizer_takes(
+    tiers: Any, policy: Any, settings: dict[str, Any]
+) -> None:
+    error = refused(lambda: tiers(dram=4096, policy=policy).wrap(build().bfloat16()))
+    budgets = alone(error, _WIDE)
+    assert all(budgets[name] > nbytes for name, nbytes in named(error).items())
+    tier = tiers(policy=policy, **budgets)
+    model = tier.wrap(build().bfloat16())
+    optimizer = tier.optimizer(model, torch.optim.AdamW, **settings)
+    for _ in range(3):
+        model(data().bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_too_little_dram_for_files_says_that_homes_come_on_top(tiers: Any, tmp_path: Path) -> None:
+    error = refused(lambda: tiers(dram=4096, nvme=tmp_path))
+    assert "policy= puts into DRAM comes on top" in str(error)
+    assert "tier.wrap(model) says how much" in str(error)
+    asked = named(error)
+    tier = tiers(hbm="1MiB", nvme=tmp_path, policy="dram", **asked)
+    more = named(refused(lambda: tier.wrap(build())))
+    assert more["dram"] > asked["dram"]
+    tiers(hbm="1MiB", nvme=tmp_path, policy="dram", **more).wrap(build())
+    tiers(hbm="1MiB", nvme=tmp_path, policy="nvme", **asked).wrap(build())
 
 
 def test_homes_of_single_modules_count(tiers: Any) -> None:

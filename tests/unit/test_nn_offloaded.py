@@ -89,3 +89,56 @@ def test_a_library_that_puts_other_tensors_in_place_is_told_to_choose(how: str) 
         with pytest.raises(tiermem.ParameterError, match=r"offloading.*after tier\.unwrap"):
             model[1]._parameters["weight"] = new
         assert same_bits(model(x), plain(x))
+
+
+class Moves(nn.Module):
+    """A forward around another, as group offloading has it: weights come for the call only."""
+
+    def __init__(self, inner: nn.Linear, to: torch.Tensor) -> None:
+        super().__init__()
+        self.inner, self.to_ = inner, to
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.inner.weight.data = self.to_
+        return x
+
+
+@pytest.mark.parametrize("budget", ["16KiB", "1MiB"])
+@pytest.mark.parametrize(
+    ("value", "held", "said"),
+    [  # torch itself refuses the meta device for a tensor that is there
+        (torch.empty(32, 32, device="meta"), False, "'cpu'.* moved to 'meta'.*use one of the two"),
+        (torch.zeros(2, 2), False, r"cannot become \(2, 2\)"),
+        (torch.zeros(2, 2), True, r"cannot become \(2, 2\)"),
+        (torch.zeros(32, 32, dtype=torch.float64), False, r"cannot become .* torch.float64"),
+        (torch.zeros(32, 32, dtype=torch.float64), True, r"cannot become .* torch.float64"),
+    ],
+)
+def test_data_of_another_device_or_form_is_refused(
+    value: torch.Tensor, held: bool, said: str, budget: str
+) -> None:
+    model, plain = build(), build()
+    x = torch.ones(2, 32)
+    if held:
+        model[1] = nn.Sequential(Moves(model[1], value))
+    with tiermem.TierManager("cpu", hbm=budget, dram="1MiB") as tier:
+        tier.wrap(model)
+        with pytest.raises(tiermem.ParameterError, match=rf"1\..*weight of block '.*1.*{said}"):
+            if held:
+                model(x)
+            else:
+                model[1].weight.data = value
+        if held:
+            assert same_bits(model[1][0].inner(x), plain[1](x))
+        else:
+            assert same_bits(model(x), plain(x))
+
+
+def test_data_of_the_same_device_is_taken_over() -> None:
+    model, plain = build(), build()
+    value = torch.full((32, 32), 0.25)
+    with tiermem.TierManager("cpu", hbm="16KiB", dram="1MiB") as tier:
+        tier.wrap(model)
+        for one in (model, plain):
+            one[1].weight.data = value.clone()
+        assert same_bits(model(torch.ones(2, 32)), plain(torch.ones(2, 32)))

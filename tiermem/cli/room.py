@@ -9,10 +9,7 @@ from typing import TypeVar
 from tiermem.errors import CapacityError
 
 _T = TypeVar("_T")
-_ASKED = (
-    re.compile(r"\b(hbm|dram)= at least (\d+)"),
-    re.compile(r"\b(nvme)\b.* it would have to be at least (\d+) bytes"),
-)
+_ASKED = re.compile(r"\b(hbm|dram|nvme)(?:_bytes)?= at least (\d+)")
 _TRIES = 24
 
 
@@ -40,10 +37,10 @@ def with_room(
         try:
             return run(least)
         except CapacityError as error:
-            found = [match for form in _ASKED if (match := form.search(str(error)))]
-            if not found:
+            found = _ASKED.search(str(error))
+            if found is None:
                 raise
-            tier, nbytes = found[0].group(1), int(found[0].group(2))
+            tier, nbytes = found[1], int(found[2])
             if tier in given or nbytes <= least.get(tier, 0):
                 raise
         least[tier] = nbytes

@@ -23,6 +23,7 @@ from torch.nn.parallel import distributed
 from tiermem.errors import CapacityError, ClosedError, ParameterError, WrapError
 from tiermem.nn.placeholder import is_placeholder
 from tiermem.nn.quiet import unrecorded
+from tiermem.nn.replaced import named, why_not
 from tiermem.nn.standin import Opened, StandIn, writes
 
 if TYPE_CHECKING:
@@ -95,7 +96,25 @@ class Away(StandIn):
         if func is torch.Tensor.detach:
             # who calls: nn.Parameter(), StandIn.__torch_function__(), dispatch(), this
             return self._detach(sys._getframe(3).f_code)
+        if func is torch.Tensor.share_memory_ and id(self) in group_of:
+            raise ParameterError(
+                f"{named(_group(self), args[0])} comes and goes, and cannot be in memory that "
+                "processes share; call tier.unwrap(module) first"
+            )
+        if func is torch.Tensor.data_ptr and id(self) in group_of:
+            return True, self._located()
         return False, None
+
+    def _located(self) -> int:
+        """Returns where the tensor is."""
+        use = _Held(self)
+        try:
+            address = use.tensor.data_ptr()
+            if use.tensor.numel():
+                use.group.lender.addresses.tell(use.group, use.tensor, address)
+            return address
+        finally:
+            use.close(torch.Tensor.data_ptr)
 
     def _detach(self, caller: types.CodeType) -> tuple[bool, Any]:
         if caller is _NEW_PARAMETER:
@@ -218,17 +237,22 @@ def _ordinary(away: Any, kind: Any, *, copy: bool) -> Any:
     return made
 
 
+def _share(first: torch.Tensor, second: torch.Tensor) -> bool:
+    same: bool = first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    return same
+
+
 def _take_data(away: Any, value: torch.Tensor) -> None:
     """``param.data = value``: takes the values over, since the memory has to be the block's."""
-    if value.shape != away.shape or value.dtype is not away.dtype:
-        raise ParameterError(
-            f"a parameter of block {_group(away).block.name!r} cannot become "
-            f"{tuple(value.shape)} {value.dtype} behind the manager's back, it is "
-            f"{tuple(away.shape)} {away.dtype}; call tier.unwrap(module) first"
-        )
+    refused = why_not(_group(away), away, away, value)
+    if refused is not None:
+        raise refused
     with torch.no_grad():
         use = _Held(away)
         try:
-            away.detach().copy_(value)
+            own = away.detach()
+            if not isinstance(value, StandIn) and _share(own, value):
+                value = value.clone()  # ``param.data = param.data.t()``
+            own.copy_(value)
         finally:
             use.group.lender.lent(use.group, use.pushed, dirty=True)

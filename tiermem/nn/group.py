@@ -9,15 +9,17 @@ import torch
 from torch import is_inference_mode_enabled, nn
 from torch.utils.hooks import RemovableHandle
 
-from tiermem.core.block import ALIGNMENT, Block, Extent
+from tiermem.core.block import Block
 from tiermem.nn.away import away_class, group_of
 from tiermem.nn.names import HeldDict, TieredDict
-from tiermem.nn.placeholder import is_placeholder, shared_placeholder
+from tiermem.nn.placeholder import shared_placeholder
+from tiermem.nn.replaced import bring_home, reshaped, take_home
 from tiermem.runtime.audit import differs_from_home
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.slots import Holder, Slot
 
 if TYPE_CHECKING:
+    from tiermem.nn.addresses import Addresses
     from tiermem.nn.grads import GradUnit
     from tiermem.nn.saved import SavedHooks
     from tiermem.nn.scope import Inside
@@ -129,6 +131,11 @@ class Lender(Protocol):
 
     def thawed(self, tensor: torch.Tensor) -> None:
         """A parameter's ``requires_grad`` was set."""
+        ...
+
+    @property
+    def addresses(self) -> Addresses:
+        """Where users were told that its tensors are."""
         ...
 
     @property
@@ -298,9 +305,12 @@ class Group(Holder):
         # what was written while nobody held the block counts as well, which does no harm
         before, self._versions = self._versions, self._count()
         written = dirty or self.writes_hidden or self._versions != before
-        if slot is not None and slot.others():
+        refused = None
+        if slot is not None and self._versions != before:
+            refused = reshaped(self, slot)
+        if slot is not None and (refused is not None or slot.others()):
             written = True  # whoever looks at the bytes may write them, or has replaced them
-            self._bring_home(slot)
+            refused = refused or bring_home(self, slot)
             self._point(slot)
         if self.suspect and not written:
             written = differs_from_home(self.manager, self.block)
@@ -310,12 +320,20 @@ class Group(Holder):
             self.soft = soft
             slot.idle = not soft
         self._release(self.block.id, dirty=written)
+        if refused is not None:
+            raise refused
 
     def may_be_written(self) -> bool:
         """Whether somebody can write the bytes, or has written them since their last use."""
         if self._slot is not None and self._slot.others():
             return True
         return self._count() != self._versions
+
+    def count_writes(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Has torch count a write of tensors that is made elsewhere; it is nobody else's."""
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
+        self._versions += len(tensors)
 
     def point_softly(self, *, dirty: bool) -> None:
         """Points the tensors at the block without holding it there.
@@ -371,7 +389,7 @@ class Group(Holder):
         self.holds, self.soft = 0, False
         with _Plain(), torch.inference_mode(False), torch.no_grad():
             if slot is not None and record is not None and record.usable:
-                written = self._take_home(slot) or self._count() != self._versions
+                written = take_home(self, slot) or self._count() != self._versions
                 record.leases += written
                 if written:
                     self.manager.table.mark_dirty(self.block.id)
@@ -383,22 +401,6 @@ class Group(Holder):
             self._away()
         self._versions = self._count()
         _change(self._hidden)
-
-    def _take_home(self, slot: Slot) -> bool:
-        """Takes over what a user pointed tensors at; what is in the arena is a block's."""
-        base = self.manager.arena.bytes_of(Extent(0, ALIGNMENT)).data_ptr()
-        found = False
-        for member in self._members:
-            data, view = member.tensor.data, slot.views[member.index]
-            if member.materialized or is_placeholder(data):
-                continue
-            address = data.untyped_storage().data_ptr()
-            if base <= address < base + self.manager.arena.capacity:
-                continue
-            if data.shape == view.shape and data.dtype is view.dtype:
-                view.copy_(data)
-                found = True
-        return found
 
     def leases(self) -> int:
         """Returns how many leases of the block are this group's own."""
@@ -475,18 +477,6 @@ class Group(Holder):
             self._slot.pointed = 0
             self._slot.idle = False
             self._slot = None
-
-    def _bring_home(self, slot: Slot) -> None:
-        """Takes over values of tensors that were pointed elsewhere (``w.data = w.data * 2``)."""
-        with torch.inference_mode(False), torch.no_grad():
-            for member in self._members:
-                if member.materialized:
-                    continue
-                data, view = member.tensor.data, slot.views[member.index]
-                if is_placeholder(data) or data.untyped_storage().data_ptr() == slot.address:
-                    continue
-                if data.shape == view.shape and data.dtype is view.dtype:
-                    view.copy_(data)
 
     def _count(self) -> int:
         total = 0

@@ -48,6 +48,7 @@ class Kept:
         master: Returns the shape of its master, or None.
         overlap: Whether steps are made while a forward holds blocks.
         elementwise: Whether a large parameter may be stepped in parts.
+        grad_itemsize: Bytes of an element that gradients have at least; 0 for what is known.
     """
 
     params: frozenset[int]
@@ -55,6 +56,7 @@ class Kept:
     master: Callable[[torch.Tensor, TensorShape], TensorShape | None] = lambda _param, _shape: None
     overlap: bool = False
     elementwise: bool = True
+    grad_itemsize: int = 0
 
 
 class Program:
@@ -98,7 +100,8 @@ class Program:
         if not gradients:
             return Played(homes, chain)
         at: Home = policy.home(Role.GRAD)
-        units = [unit for plan in plans for unit in self._units(plan)]
+        wide = max((kept.grad_itemsize for kept in optimizers), default=0)
+        units = [unit for plan in plans for unit in self._units(plan, wide)]
         homes += [(at, unit.nbytes) for unit in units]
         largest = 0 if at == "hbm" else max((unit.nbytes for unit in units), default=0)
         steps: list[StepNeed] = []
@@ -113,8 +116,8 @@ class Program:
             homes += states + masters
         return Played(homes, chain, largest, steps)
 
-    def _units(self, plan: BlockPlan) -> list[_Unit]:
-        """Returns the units of gradients of a model."""
+    def _units(self, plan: BlockPlan, wide: int) -> list[_Unit]:
+        """Returns the units of gradients of a model, their elements of ``wide`` bytes at least."""
         found = []
         known, dtype_of = plan.inventory, self._runtime.grads.dtype_for
         weights_at = self._settings.policy.home(Role.PARAM)
@@ -129,7 +132,7 @@ class Program:
                 part = [trained[i] for i in run]
                 shapes = [known.shape(f) for f in part]
                 kept = [
-                    TensorShape(s.name, s.shape, s.stride, None, dtype_of(f.tensor).itemsize)
+                    _of_itemsize(s, max(wide, dtype_of(f.tensor).itemsize))
                     for f, s in zip(part, shapes, strict=True)
                 ]
                 found.append(_Unit(part, shapes, 0 if fixed else block, pack(kept)[1]))
@@ -204,6 +207,24 @@ class Program:
         trained = {id(f.tensor) for m in self.models for f in m.params if f.tensor.requires_grad}
         return Kept(frozenset(trained), lambda _param, shape: [shape, shape])
 
+    def _most(self) -> Kept:
+        """Returns the same with a third state, float32 masters and gradients, and overlap."""
+
+        def wide(shape: TensorShape) -> TensorShape:
+            return _of_itemsize(shape, max(shape.itemsize, torch.float32.itemsize))
+
+        def master(param: torch.Tensor, shape: TensorShape) -> TensorShape | None:
+            narrow = param.is_floating_point() and shape.itemsize < torch.float32.itemsize
+            return wide(shape) if narrow else None
+
+        return Kept(
+            self._adamw().params,
+            lambda _param, shape: [wide(shape)] * 3,
+            master,
+            overlap=True,
+            grad_itemsize=torch.float32.itemsize,
+        )
+
     def refuse_model(self, error: CapacityError) -> CapacityError:
         """Returns the error of a model that does not fit, with what would do for all of it."""
         forward = self.budgets(gradients=False)
@@ -211,13 +232,13 @@ class Program:
         if not kept.params:
             return _refusal(error, forward)
         whole = self.budgets(gradients=True, optimizers=[*self.optimizers, kept])
-        alone = " ".join(f"{name}={nbytes}" for name, nbytes in forward.items())
-        return _refusal(
-            error,
-            whole,
-            " to train it with AdamW"
-            + (f"; {FREEZE}; forward alone would do with {alone}" if alone else f"; {FREEZE}"),
+        most = self.budgets(gradients=True, optimizers=[*self.optimizers, self._most()])
+        more = (
+            f" to train it with AdamW ({_listed(most)} with amsgrad, float32 masters and gradients "
+            f"and overlap=); {FREEZE}"
         )
+        alone = f"; forward alone would do with {_listed(forward)}" if forward else ""
+        return _refusal(error, whole, more + alone)
 
     def refuse_optimizer(self, error: CapacityError, kept: Kept) -> CapacityError:
         """Returns the error of an optimizer that does not fit, with what would do for it all."""
@@ -245,6 +266,14 @@ class _Unit:
     shapes: Sequence[TensorShape]
     block: int
     nbytes: int
+
+
+def _of_itemsize(shape: TensorShape, itemsize: int) -> TensorShape:
+    return TensorShape(shape.name, shape.shape, shape.stride, None, itemsize)
+
+
+def _listed(budgets: dict[str, int]) -> str:
+    return " ".join(f"{name}={nbytes}" for name, nbytes in budgets.items())
 
 
 def _run(shape: TensorShape, elements: int) -> TensorShape:

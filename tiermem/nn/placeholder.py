@@ -12,10 +12,10 @@ from weakref import WeakValueDictionary
 import torch
 
 from tiermem.nn.quiet import unrecorded
-from tiermem.nn.refusing import refuse
+from tiermem.nn.refusing import OURS, refuse
 
 _TEXT = (
-    "the bytes of a {what} of shape {shape} and dtype {dtype} were asked for while they were not "
+    OURS + " {what} of shape {shape} and dtype {dtype} were asked for while they were not "
     "in HBM: it belongs to a wrapped model, and code that torch does not show to tiermem has kept "
     "the tensor itself. Call that code inside `with tier.materialize(module)`, where parameters "
     "are ordinary tensors, or give it a clone"

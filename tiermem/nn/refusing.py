@@ -10,12 +10,48 @@ it. They are bytes of an object whose address torch gives out.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
+
+from tiermem.errors import ParameterError
+
+if TYPE_CHECKING:
+    from tiermem.nn.group import Group
 
 _WITH_TEXT = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 _LOOKED_AT = 64  # bytes of a storage object, which is larger
+
+
+OURS = "tiermem: the bytes of a"
+"""How the text begins that torch is told, where it can be."""
+_TORCHS = "Cannot access data pointer of Storage that is invalid"
+
+
+def was_refused(error: BaseException) -> bool:
+    """Whether an error is torch's, of bytes that may not be read."""
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in (_TORCHS, OURS))
+
+
+def read_elsewhere(module: nn.Module, name: str, groups: Sequence[Group]) -> ParameterError:
+    """Returns the error of code in a call that has read a weight which is not there.
+
+    Args:
+        module: Whose call it was.
+        name: Its qualified name.
+        groups: What is in HBM for that call.
+    """
+    here = ", ".join(repr(group.block.name) for group in groups) or "none of its own"
+    return ParameterError(
+        f"code in the call of {name or type(module).__name__!r} has read a parameter of a wrapped "
+        "model that is not in HBM, in a way that torch does not show to tiermem (a C++ extension, "
+        f"say); blocks in HBM for this call: {here}. Give that code the weight as `module.weight` "
+        "and not from a list made before, or a clone of it, or make the call inside `with "
+        "tier.materialize(module)`"
+    )
 
 
 def refuse(tensor: torch.Tensor, text: str) -> bool:

@@ -18,6 +18,7 @@ from tiermem.core.block import Block, Extent, Role, Tier
 from tiermem.core.need import unit_limit
 from tiermem.errors import CapacityError, WrapError
 from tiermem.nn.activations import Activations
+from tiermem.nn.addresses import Addresses
 from tiermem.nn.grads import GradStore
 from tiermem.nn.group import Entry, Group
 from tiermem.nn.need import Program, beside_optimizer
@@ -115,6 +116,7 @@ class ModuleRuntime:
         program: What models and optimizers there are, to say what budgets would do.
         reduced: Those that a ``DistributedDataParallel`` around a model takes part in.
         saved: The saved-tensor hooks.
+        addresses: Where users were told that parameters are.
         activations: Saved tensors that leave HBM.
         on_begin: Called before each top-level pass (the optimizers check in here).
         keepers: What each optimizer has in the tiers.
@@ -140,6 +142,7 @@ class ModuleRuntime:
         self.program = Program(self)
         self.reduced = ReducedGradients(self)
         self.saved = SavedHooks(self)
+        self.addresses = Addresses()
         settings = manager.settings
         self.activations = Activations(
             manager,

@@ -25,6 +25,7 @@ from tiermem.errors import REFUSALS, WrapError
 from tiermem.nn.compiler import WHOLE_GRAPH
 from tiermem.nn.group import Group
 from tiermem.nn.outside import OUTSIDE, outside
+from tiermem.nn.refusing import read_elsewhere, was_refused
 from tiermem.nn.repair import entrance, repair
 from tiermem.nn.runtime import ModuleRuntime, outputs_with_grad
 from tiermem.nn.statedict import check_state, given_values
@@ -352,6 +353,8 @@ class CallInterceptor(Interceptor):
                 # it came at a line of ours; no call: see entrance
                 manager.torn = manager.unsure = True
                 here.depth = depth
+            elif was_refused(error):
+                raise read_elsewhere(self.module, self.scope.name, groups) from error
             raise
 
     @staticmethod

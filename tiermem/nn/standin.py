@@ -179,12 +179,21 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             raise
         raise CapacityError(f"{error}{MANY}") from error
     finally:
-        for _, use in reversed(opened.values()):
-            use.close(func)
+        _close([use for _, use in opened.values()], func)
     for value, use in opened.values():
         if use.tensor is result:
             return value  # an operation in place returns the tensor it was called on
     return result
+
+
+def _close(uses: list[Opened], func: Callable[..., Any]) -> None:
+    """Ends uses, the last first; what the end of one raises keeps none of the others."""
+    while uses:
+        try:
+            uses.pop().close(func)
+        except BaseException:
+            _close(uses, func)
+            raise
 
 
 def _one_by_one(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -86,6 +86,7 @@ class HostSteps:
             waiting: tuple[HostSide, Job] | None = None
             try:
                 for host in hosts:
+                    host.unit.counted.ahead(host.unit, ticket)
                     register = partial(self._register, host, ticket)
                     job = host.submit(self._runtime, groups, scaling, register)
                     # the next one is known first: weights that both step go home once

@@ -26,6 +26,7 @@ from tiermem.errors import StepError
 from tiermem.nn.placeholder import shared_placeholder
 from tiermem.nn.quiet import unrecorded
 from tiermem.nn.shapes import follow
+from tiermem.optim.counted import count_write
 from tiermem.runtime.slots import Slot
 
 
@@ -136,6 +137,7 @@ class Masters:
             for param, own in self._pairs():
                 if every or own.grad is not None:
                     param.data.copy_(own.data)
+                    count_write(param)
 
     def rederive(self, slot: Slot | None) -> None:
         """Makes every work weight the cast of its master, which is what it was before a step.
@@ -189,6 +191,7 @@ class Masters:
                 if id(param) in loaded:
                     own.data.copy_(loaded[id(param)])
                     param.data.copy_(own.data)
+                    count_write(param)
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, nn.Parameter]]:
         for param in self._params:

@@ -27,6 +27,7 @@ class Counts:
         """Knows no group yet."""
         self._counters: dict[int, tuple[Counter, bool]] = {}
         self._private: set[int] = set()
+        self._uncounted: set[int] = set()
         self._with_gradients: set[int] = set()
 
     def add(self, number: int, make: Make, nature: Nature) -> None:
@@ -42,10 +43,16 @@ class Counts:
         self._counters[number] = counter, nature.counts
         if nature.private:
             self._private.add(number)
+        if not nature.counted:
+            self._uncounted.add(number)
 
     def prepare(self, units: Sequence[StepUnit]) -> None:
-        """Has units whose class writes settings of its group in place be given copies."""
+        """Has units whose class writes settings of its group in place be given copies.
+
+        And those whose class writes weights past torch's counters are not counted either.
+        """
         for unit in units:
+            unit.counted.uncounted |= self._uncounted
             unit.private |= any(number in self._private for _, number in unit.members)
 
     def note(self, units: Sequence[StepUnit], made: Collection[int]) -> None:

@@ -228,6 +228,7 @@ class PartedUnit(StepUnit):
             try:
                 self._hold(self._whole, owed=owed)
                 if self._gradient is not None:
+                    self.counted.ahead(self, ticket)  # what parts write nobody counts
                     if self._ticket is None:
                         self._numbers_then = _numbers(state.get(self._param, {}))
                         self._ticket = ticket

@@ -62,6 +62,7 @@ class PutOff:
                 work = partial(self._pay, unit, settings, scaling, current.ticket, pipeline)
                 debt = Debt(unit.name, blocks, work)
                 self.cancel(unit)
+                unit.counted.ahead(unit, current.ticket)
                 self._debts[id(unit)] = [debt]
                 self._manager.debts.add(debt)
                 self._owed.add(id(unit))

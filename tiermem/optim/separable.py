@@ -38,6 +38,7 @@ class Nature:
         sparse: Whether it takes sparse gradients only.
         draws: Whether it draws random numbers as it steps.
         counts: Whether a step changes settings of its parameter groups, alike for all parameters.
+        counted: Whether torch counts its writes of the weights.
         private: Whether settings have to be copied for each step of a block, as they are written.
         device: Where it was tried.
         dims: Number of dimensions of a parameter of the group.
@@ -47,6 +48,7 @@ class Nature:
     sparse: bool
     draws: bool
     counts: bool
+    counted: bool
     private: bool
     device: torch.device
     dims: int
@@ -190,7 +192,7 @@ def check_separable(
                         found = _Trial(make, settings, shapes, dtype, where, sparse, draws, method)
                         reason = found.run(private=private)
                     if not reason:
-                        kind = sparse, draws.seen, found.counts, private
+                        kind = sparse, draws.seen, found.counts, found.counted, private
                         return Nature(*kind, where, len(shapes[0]), dtype)
                     odd = reason
             except StepError:
@@ -305,6 +307,11 @@ class _Trial:
         self._draws.seen = seen
         self.counts |= bool(changed) and method is None
         shown.update(changed)
+
+    @property
+    def counted(self) -> bool:
+        """Whether torch has counted the writes of every parameter."""
+        return all(param._version for param in self._together)
 
     def _compare(self, whole: torch.optim.Optimizer, parts: Sequence[torch.optim.Optimizer]) -> str:
         for optimizer in (whole, *parts):

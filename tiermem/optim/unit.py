@@ -16,6 +16,7 @@ from tiermem.nn.lazy import LazyTensor, flush, forget, is_viewed, lazy, refresh
 from tiermem.nn.outside import outside
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.attempt import Attempt
+from tiermem.optim.counted import CountedSteps
 from tiermem.optim.foreign import ForeignWrites
 from tiermem.optim.gradients import UnitGradients
 from tiermem.optim.held import Held
@@ -43,6 +44,7 @@ class StepUnit(UnitGradients):
         entries: The managed ones among them, in the same order; empty for ordinary parameters.
         group: The group of weights they are from, or None.
         foreign: Sees whether others write the weights.
+        counted: Has torch count its steps as writes.
         block: The block of their state, or None.
         masters: Their masters, or None where the parameters themselves are stepped.
         host: Steps it on the host, or None.
@@ -69,6 +71,7 @@ class StepUnit(UnitGradients):
         self.entries = list(entries)
         self.group: Group | None = entries[0].group if entries else None
         self.foreign = ForeignWrites(self.group)
+        self.counted = CountedSteps()
         self.block: Block | None = None
         self.masters: Masters | None = None
         self.host: HostSide | None = None
@@ -206,7 +209,8 @@ class StepUnit(UnitGradients):
                 meanwhile()
             fused = scaling is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
             attempt.keep(optimizer, slots, state, spoils=self.spoils or fused)
-            shown = self._update(runtime, optimizer, stored, slots, state, scaling, owed=owed)
+            with self.counted.once(self, ticket):
+                shown = self._update(runtime, optimizer, stored, slots, state, scaling, owed=owed)
             attempt.shown, attempt.made, self.made = shown, True, ticket
             attempt.end()
         except BaseException:

@@ -80,8 +80,10 @@ class Homes:
         staging = staging_size(dram) if nvme else 0
         if staging > dram:
             raise CapacityError(
-                f"tier dram: an NVMe tier needs {staging} bytes of staging, the budget is {dram}",
-                f"give dram= at least {staging}",
+                f"tier dram: with nvme= all that moves to and from files passes through {staging} "
+                f"bytes of staging in DRAM, and the budget is {dram}",
+                f"give dram= at least {staging}; that is for the staging alone, and what "
+                "policy= puts into DRAM comes on top (tier.wrap(model) says how much)",
             )
         self._bytes: dict[int, torch.Tensor] = {}
         self.swap = SwapFile([Path(p) for p in nvme], nvme_bytes, self.chunk) if nvme else None

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from tiermem.core.block import Block, Extent, Role
-from tiermem.runtime.transforms import transforming, untransformed
+from tiermem.runtime.transforms import modes, transforming, untransformed, without_modes
 from tiermem.storage.arena import Arena
 
 _KEPT_PER_BLOCK = 8
@@ -43,6 +43,9 @@ def typed_view(
         shape: Sizes.
         stride: Strides in elements.
     """
+    if modes():
+        with without_modes():
+            return typed_view(storage, dtype, offset, shape, stride)
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     with torch.no_grad():
         return empty.set_(storage, offset, shape, stride)
@@ -253,6 +256,9 @@ class SlotCache:
     def _look(self, block: Block, extent: Extent) -> Sight:
         if transforming():
             with untransformed():
+                return self._look(block, extent)
+        if modes():
+            with without_modes():
                 return self._look(block, extent)
         with torch.inference_mode(False):
             whole = self._arena.bytes_of(extent)

@@ -1,11 +1,13 @@
-"""Tensors of our own while one of ``torch.func``'s transforms is under way."""
+"""Tensors of our own while a user's transform of ``torch.func``, or dispatch mode, is under way."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def transforming() -> bool:
@@ -22,4 +24,18 @@ def untransformed() -> AbstractContextManager[Any]:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     found: AbstractContextManager[Any] = temporarily_clear_interpreter_stack()
+    return found
+
+
+modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Returns how many dispatch modes (``FakeTensorMode``, ``make_fx``, ...) are on in this thread."""
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Returns a context that no dispatch mode sees into.
+
+    One that makes fake tensors would keep a copy from being made, and one that traces would take
+    the making of our views for a part of the user's program.
+    """
+    found: AbstractContextManager[Any] = _disable_current_modes()
     return found

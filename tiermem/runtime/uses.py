@@ -8,6 +8,7 @@ from tiermem.core.block import Block
 from tiermem.core.residency import Record, State
 from tiermem.errors import ConfigError, InvariantError
 from tiermem.runtime.slots import Slot
+from tiermem.runtime.transforms import modes, without_modes
 
 if TYPE_CHECKING:
     from tiermem.runtime.manager import BlockManager
@@ -41,6 +42,9 @@ class Uses:
             slot = self._steady.take(block_id)
             if slot is not None:
                 return slot
+        if modes():
+            with without_modes():
+                return self.take(block)
         if manager.closed or manager.torn:
             manager.guard()
         if debts.owed:

@@ -1,0 +1,71 @@
+"""A step counts as a write of the weights when it is asked for, wherever and whenever it is made.
+
+torch refuses to go back through a graph that holds a tensor which was written since: it compares a
+counter of each tensor. A step that waits for the next forward, or that the host makes at home, or
+that passes through parts, writes nothing through the parameters when it is asked for, and a graph
+from before it would find the new weights, or the old ones. So it is counted then, and what is
+written later is not counted again: a graph that is made in between has the weights after the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as unchanged_version
+
+if TYPE_CHECKING:
+    from tiermem.optim.unit import StepUnit
+
+
+class CountedSteps:
+    """What is counted of the steps of one unit.
+
+    Attributes:
+        uncounted: Numbers of parameter groups whose class writes in a way that torch does not
+            count (``param.data``): there a resident graph is not refused either.
+    """
+
+    __slots__ = ("_ahead", "uncounted")
+
+    def __init__(self) -> None:
+        """Has counted none."""
+        self.uncounted: set[int] = set()
+        self._ahead: object = None
+
+    def ahead(self, unit: StepUnit, ticket: object) -> None:
+        """Counts a step that is about to be made elsewhere, or later; once for each ticket.
+
+        Nobody takes it for somebody else's write.
+
+        Args:
+            unit: Whose step it is; its gradients are there.
+            ticket: Stands for the step that was asked for.
+        """
+        if self._ahead is ticket:
+            return
+        with_gradient = {id(entry.param) for entry in unit.entries if entry.has_grad}
+        params = [
+            param
+            for param, number in unit.members
+            if (number not in self.uncounted or unit.has_master(param))
+            and (id(param) in with_gradient or param.grad is not None)
+        ]
+        self._ahead = ticket
+        if unit.group is not None:
+            unit.group.count_writes(params)
+
+    @contextmanager
+    def once(self, unit: StepUnit, ticket: object) -> Iterator[None]:
+        """Leaves the counters as they are, if this step was counted before it is made."""
+        with ExitStack() as stack:
+            for param, _ in unit.members if self._ahead is ticket else ():
+                stack.enter_context(unchanged_version(param))
+            yield
+
+
+def count_write(tensor: torch.Tensor) -> None:
+    """Has torch count a write that it does not see."""
+    torch.autograd.graph.increment_version(tensor)
