@@ -52,12 +52,12 @@ _ERRORS = (Interrupt, Interrupt, Alarm, MemoryError)
 _QUICK = {
     "dram": (
         *("open", "wrap", "optimizer", "forward", "clip", "step", "state", "load"),
-        *("materialize", "unwrap", "close", "backward", "zero"),
+        *("materialize", "unwrap", "close", "backward"),
     ),
-    "nvme": ("wrap", "forward", "backward", "eval", "close"),
+    "nvme": ("wrap", "forward", "backward", "eval"),
     "activations": ("forward", "backward"),
     "hbm": ("forward", "materialize"),
-    "masters": ("step", "export", "restore"),
+    "masters": ("export", "restore"),
     "forward": ("step", "eval"),
     "backward": ("backward", "step"),
     "both": ("step", "zero"),
