@@ -31,7 +31,7 @@ from common import failure, report
 from llama import SHAPES, Clock, deterministic, peak_of
 from torch import Tensor, nn
 from training import Data, Loop, Trainer, build, parameters_of, settle_python
-from zero3 import engine_of
+from zero3 import AIO, Call, engine_of
 
 try:
     import tiermem.integrations.zero_infinity as zero_infinity
@@ -93,7 +93,7 @@ class Engine(Trainer):
     """
 
     def __init__(self, engine: Any) -> None:
-        super().__init__(_Call(engine))
+        super().__init__(Call(engine))
         self.engine = engine
 
     def backward(self, loss: Tensor) -> None:
@@ -103,16 +103,6 @@ class Engine(Trainer):
     def step(self) -> None:
         """Steps; the engine forgets the gradients."""
         self.engine.step()
-
-
-class _Call:
-    def __init__(self, engine: Any) -> None:
-        self.head = engine.module.head
-        self._engine = engine
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        loss: Tensor = self._engine(ids)
-        return loss
 
 
 class Plain(Trainer):
@@ -170,9 +160,7 @@ def filled(options: argparse.Namespace) -> dict[str, Any]:
         zero = result.setdefault("zero_optimization", {"stage": 3})
         for section in ("offload_param", "offload_optimizer"):
             zero[section] = {**zero.get(section, {}), **folder}
-        result.setdefault(
-            "aio", {"block_size": 4 << 20, "queue_depth": 32, "intra_op_parallelism": 4}
-        )
+        result.setdefault("aio", AIO)
     return result
 
 

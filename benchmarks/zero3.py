@@ -17,7 +17,7 @@ from torch import Tensor
 from training import LR, Trainer
 
 _NEVER = 10**9
-_AIO = {"block_size": 4 << 20, "queue_depth": 32, "intra_op_parallelism": 4}
+AIO = {"block_size": 4 << 20, "queue_depth": 32, "intra_op_parallelism": 4}
 """Its fastest on the reference machine. It ignores keys that it does not know."""
 
 
@@ -71,7 +71,7 @@ def inference_settings(model: Any, nvme: str | None) -> dict[str, Any]:
         largest = max(p.numel() for p in model.parameters())
         below |= {"device": "nvme", "nvme_path": os.path.abspath(nvme), "buffer_size": largest}
     found = _common() | {"zero_optimization": {"stage": 3, "offload_param": below}}
-    return found if nvme is None else found | {"aio": _AIO}
+    return found if nvme is None else found | {"aio": AIO}
 
 
 def training_settings(micro: int) -> dict[str, Any]:

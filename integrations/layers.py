@@ -69,6 +69,18 @@ def recompute_layers(model: nn.Module) -> int:
     return len(layers)
 
 
+def restore_layers(model: nn.Module) -> None:
+    """Undoes :func:`recompute_layers`."""
+    disable = getattr(model, "gradient_checkpointing_disable", None)
+    if callable(disable):
+        disable()
+        return
+    for module in model.modules():
+        plain = getattr(type(module), "_not_recomputing", None)
+        if plain is not None:
+            module.__class__ = plain
+
+
 @functools.cache
 def _recomputing(cls: type[nn.Module]) -> type[nn.Module]:
     """Returns a class whose calls are recomputed in backward, and which is ``cls`` otherwise."""
@@ -80,4 +92,4 @@ def _recomputing(cls: type[nn.Module]) -> type[nn.Module]:
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), {**names, "__call__": call})
+    return type(cls.__name__, (cls,), {**names, "__call__": call, "_not_recomputing": cls})

@@ -40,6 +40,9 @@ class Option:
         effect: What a user sees of that, one sentence.
         test: The test that shows it, ``file::name`` below ``tests/integrations``.
         choices: What a ``"choice"`` may be.
+        least: Of a number, or None.
+        most: Likewise.
+        below: What a number has to be less than, or None.
     """
 
     name: str
@@ -49,6 +52,9 @@ class Option:
     effect: str
     test: str
     choices: tuple[str, ...] = ()
+    least: float | None = None
+    most: float | None = None
+    below: float | None = None
 
 
 @dataclass(frozen=True)
@@ -91,10 +97,22 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{os.fspath(path)} cannot be read: {error}") from error
+    twice: list[Any] = []
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
+        """Notes keys that are given twice, of which the last would count."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            twice.extend(key for number, key in enumerate(keys) if key in keys[:number])
+            return super().construct_mapping(node, deep)
+
     try:
-        content = yaml.safe_load(text)
+        content = yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{os.fspath(path)} is no YAML: {error}") from error
+    if twice:
+        raise ConfigError(f"{os.fspath(path)}: {twice[0]!r} is given twice; keep one")
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigError(f"{os.fspath(path)} does not hold a mapping of option names to values")
     return {key: _with_variables(value) for key, value in content.items()}
@@ -126,13 +144,13 @@ def checked(option: Option, value: Any, where: str) -> Any:
         return option.default
     read = {"bool": _bool, "int": _int, "float": _float, "dtype": _dtype, "str": _str}
     if option.kind == "choice":
-        if value in option.choices:
+        if isinstance(value, str) and value in option.choices:
             return value
         expected = "one of " + ", ".join(option.choices)
     else:
         found = read[option.kind](value)
         if found is not None:
-            return found
+            return _bounded(option, found, where)
         expected = {
             "bool": "true or false",
             "int": "a whole number",
@@ -143,6 +161,26 @@ def checked(option: Option, value: Any, where: str) -> Any:
     raise ConfigError(
         f"{where}: {option.name} must be {expected}, not {value!r} ({type(value).__name__})"
     )
+
+
+def _bounded(option: Option, value: Any, where: str) -> Any:
+    """Returns a number that is within its option's bounds.
+
+    Raises:
+        ConfigError: If it is not.
+    """
+    low, high, below = option.least, option.most, option.below
+    if low is not None and value < low:
+        pass
+    elif (high is None or value <= high) and (below is None or value < below):
+        return value
+    if high is not None:
+        says = f"between {low} and {high}"
+    elif below is not None:
+        says = f"at least {low} and less than {below}"
+    else:
+        says = f"at least {low}"
+    raise ConfigError(f"{where}: {option.name} must be {says}, not {value!r}")
 
 
 def _bool(value: Any) -> bool | None:
@@ -168,7 +206,7 @@ def _float(value: Any) -> float | None:
 
 def _dtype(value: Any) -> torch.dtype | None:
     if isinstance(value, torch.dtype):
-        return value
+        return value if value.is_floating_point and value.itemsize > 1 else None
     return _DTYPES.get(value.lower()) if isinstance(value, str) else None
 
 
@@ -211,6 +249,11 @@ def merged(
     if config is None:
         return dict(given), "the call"
     if isinstance(config, Mapping):
+        for name in config:
+            if not isinstance(name, str):
+                raise ConfigError(
+                    f"the configuration: {name!r} ({type(name).__name__}) is no name of an option"
+                )
         return {**config, **given}, "the configuration"
     if isinstance(config, str | os.PathLike):
         return {**read_yaml(config), **given}, os.fspath(config)

@@ -47,7 +47,7 @@ class Layer(nn.Module):
 def build(dtype: torch.dtype = torch.float32) -> nn.Module:
     """The same model every time."""
     torch.manual_seed(0)
-    return nn.Sequential(*(Layer() for _ in range(4))).to(dtype)
+    return nn.Sequential(*(Layer() for _ in range(3))).to(dtype)
 
 
 def batch(number: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -6,6 +6,7 @@ moves up before it is needed.
 
 from __future__ import annotations
 
+from tiermem.budgets import Budgets, budgets_for
 from tiermem.config import Policy
 from tiermem.core.block import Role, Tier
 from tiermem.errors import (
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ActivationStats",
+    "Budgets",
     "CapacityError",
     "CheckpointError",
     "ClosedError",
@@ -50,5 +52,6 @@ __all__ = [
     "TierManager",
     "TieredOptimizer",
     "WrapError",
+    "budgets_for",
     "chunked_cross_entropy",
 ]

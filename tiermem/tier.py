@@ -84,11 +84,11 @@ class TierManager:
             ConfigError: If a setting cannot be used.
             CapacityError: If memory or disk space is not there.
         """
-        where = _device(device)
+        where = device_of(device)
         self._manager = BlockManager(
             Settings(
                 device=str(where),
-                hbm=_default_hbm(where) if hbm is None else parse_size(hbm, "hbm"),
+                hbm=default_hbm(where) if hbm is None else parse_size(hbm, "hbm"),
                 dram=_default_dram() if dram is None else parse_size(dram, "dram"),
                 nvme=_folders(nvme),
                 nvme_bytes=None if nvme_bytes is None else parse_size(nvme_bytes, "nvme_bytes"),
@@ -374,7 +374,12 @@ def _close(manager: weakref.ref[BlockManager]) -> None:
         found.close()
 
 
-def _device(device: str | torch.device) -> torch.device:
+def device_of(device: str | torch.device) -> torch.device:
+    """Returns the device that a name says, with its number.
+
+    Raises:
+        ConfigError: If tiermem does not run there, or it is not there.
+    """
     try:
         where = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -425,7 +430,8 @@ def _layers(layers: int | None) -> int | None:
     return layers
 
 
-def _default_hbm(device: torch.device) -> int:
+def default_hbm(device: torch.device) -> int:
+    """Returns the bytes of device memory that a manager takes where it is told nothing."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * 0.8)
     return _default_dram() // 4

@@ -7,10 +7,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem import CapacityError, ConfigError, Policy, TieredOptimizer, TierManager
+from tiermem import (
+    CapacityError,
+    ConfigError,
+    Policy,
+    TieredOptimizer,
+    TierManager,
+    budgets_for,
+)
 from tiermem.config import parse_size
 
-from ..layers import layers_of, recompute_layers
+from ..layers import layers_of
 from ..options import Option, checked, need
 from ..run import Run
 
@@ -40,8 +47,17 @@ OPTIONS: tuple[Option, ...] = (
         "`peft.LoraConfig(r=...)`",
         "adapters of that rank on every linear module of the layers, fp32, A drawn, B zero",
         f"{_TESTS}::test_adapters",
+        least=1,
     ),
-    Option("alpha", "int", 16, "`peft.LoraConfig(lora_alpha=...)`", "", f"{_TESTS}::test_adapters"),
+    Option(
+        "alpha",
+        "int",
+        16,
+        "`peft.LoraConfig(lora_alpha=...)`",
+        "",
+        f"{_TESTS}::test_adapters",
+        least=1,
+    ),
     Option(
         "learning_rate",
         "float",
@@ -49,6 +65,7 @@ OPTIONS: tuple[Option, ...] = (
         "`tier.optimizer(model, Adam, lr=...)`",
         "of Adam, over the adapters",
         f"{_TESTS}::test_losses_are_the_resident_ones",
+        least=0,
     ),
     Option(
         "seed",
@@ -57,6 +74,8 @@ OPTIONS: tuple[Option, ...] = (
         "`torch.default_generator`, for the adapters alone",
         "the same adapters in every run; the program's random numbers go on as they were",
         f"{_TESTS}::test_adapters",
+        least=-(1 << 63),
+        most=(1 << 64) - 1,
     ),
     Option(
         "dtype",
@@ -84,6 +103,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
 )
 
+_HOMES = dict.fromkeys(("params", "grads", "master", "optimizer"), "hbm")
 _NAMES = {option.name: option for option in OPTIONS}
 
 
@@ -130,39 +150,61 @@ class Offloading(Run):
                 f"{type(model).__name__} has no list of layers of one class to stream"
             )
         hbm = _hbm(cap, activations)
-        dtype = self._options["dtype"]
-        if dtype is not None:
-            model.to(dtype)
-        self._add_adapters(peft, model, layers)
-        recompute_layers(model)
-        if torch.device(device).type == "cuda":
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(
-                min(1.0, parse_size(cap, "cap") / total), device
-            )
-        self.tier = TierManager(
-            device=device,
-            hbm=hbm,
-            dram=dram,
-            policy=Policy(params="hbm", grads="hbm", master="hbm", optimizer="hbm"),
-            prefetch_depth="auto" if self._options["prefetch"] else 0,
-        )
+        budgets_for(model, device=device, hbm=hbm, policy="dram")  # refuses what cannot be wrapped
+        undo = _Adapters(model, _targets(model, layers))
         try:
-            self.model = self.tier.wrap(model, homes=_homes(model, layers))  # type: ignore[arg-type]
+            self._add_adapters(peft, model, undo.targets)
+            self._check_budgets(model, layers, hbm, device)
+            self.tier = TierManager(
+                device=device,
+                hbm=hbm,
+                dram=dram,
+                policy=Policy(**_HOMES),  # type: ignore[arg-type]
+                prefetch_depth="auto" if self._options["prefetch"] else 0,
+            )
+            self._cast(model)
+            if torch.device(device).type == "cuda":
+                total = torch.cuda.get_device_properties(device).total_memory
+                share = min(1.0, parse_size(cap, "cap") / total)
+                torch.cuda.set_per_process_memory_fraction(share, device)
+            self.wrap(model, recompute=True, homes=_homes(model, layers))
         except BaseException:
-            self.tier.close()
+            undo()
             raise
 
-    def _add_adapters(self, peft: Any, model: nn.Module, layers: list[nn.Module]) -> None:
-        """Puts adapters on every linear module of the layers, as peft starts them."""
-        inside = {id(module) for layer in layers for module in layer.modules()}
-        targets = [
-            name
-            for name, module in model.named_modules()
-            if id(module) in inside and isinstance(module, nn.Linear)
-        ]
-        if not targets:
-            raise ConfigError("the model's layers have no torch.nn.Linear to put adapters on")
+    def _check_budgets(
+        self, model: nn.Module, layers: list[nn.Module], hbm: int, device: str | torch.device
+    ) -> None:
+        """Refuses a cap in which the run cannot be made, before a weight is cast or moved."""
+        found = budgets_for(
+            model,
+            torch.optim.Adam,
+            [param for param in model.parameters() if param.requires_grad],
+            device=device,
+            hbm=hbm,
+            policy=Policy(**_HOMES),  # type: ignore[arg-type]
+            homes=_homes(model, layers),  # type: ignore[arg-type]
+            dtype=self._options["dtype"],
+        )
+        if found.least_hbm > hbm:
+            raise CapacityError(
+                f"weights, adapters and their optimizer take {found.least_hbm} bytes, "
+                f"and cap= leaves {hbm} for them",
+                "give a larger cap, less activations, or a lower rank",
+            )
+
+    def _cast(self, model: nn.Module) -> None:
+        """Casts the model's own weights; adapters stay float32."""
+        dtype = self._options["dtype"]
+        for param in model.parameters() if dtype is not None else ():
+            if not param.requires_grad and param.is_floating_point():
+                param.data = param.data.to(dtype)
+        for buffer in model.buffers() if dtype is not None else ():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(dtype)
+
+    def _add_adapters(self, peft: Any, model: nn.Module, targets: list[str]) -> None:
+        """Puts adapters on modules, as peft starts them."""
         config = peft.LoraConfig(
             r=self._options["rank"], lora_alpha=self._options["alpha"], target_modules=targets
         )
@@ -186,6 +228,46 @@ class Offloading(Run):
         trained = [p for p in self.model.parameters() if p.requires_grad]
         settings = {"lr": self._options["learning_rate"], **settings}
         return self.tier.optimizer(trained, torch.optim.Adam, **settings)  # type: ignore[arg-type, unused-ignore]
+
+
+class _Adapters:
+    """Takes adapters out of a model again.
+
+    Attributes:
+        targets: Names of the modules that get some.
+    """
+
+    def __init__(self, model: nn.Module, targets: list[str]) -> None:
+        """Notes what there is."""
+        self.targets = targets
+        self._model = model
+        self._modules = {name: model.get_submodule(name) for name in targets}
+        self._trained = [(param, param.requires_grad) for param in model.parameters()]
+
+    def __call__(self) -> None:
+        """Puts the modules back, and has the same parameters trained as before."""
+        for name, module in self._modules.items():
+            parent, _, last = name.rpartition(".")
+            setattr(self._model.get_submodule(parent), last, module)
+        for param, trained in self._trained:
+            param.requires_grad_(trained)
+
+
+def _targets(model: nn.Module, layers: list[nn.Module]) -> list[str]:
+    """Returns the names of every linear module of the layers.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    targets = [
+        name
+        for name, module in model.named_modules()
+        if id(module) in inside and isinstance(module, nn.Linear)
+    ]
+    if not targets:
+        raise ConfigError("the model's layers have no torch.nn.Linear to put adapters on")
+    return targets
 
 
 def _homes(model: nn.Module, layers: list[nn.Module]) -> dict[str, str]:

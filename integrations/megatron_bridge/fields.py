@@ -6,6 +6,7 @@ Megatron-Core's ``TransformerConfig`` and ``OptimizerConfig``.
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -104,6 +105,8 @@ FIELDS: tuple[Option, ...] = (
         "`activation_layers`",
         "that share of the layers, rounded up, from the first",
         f"{_TESTS}::test_fine_grained_fraction",
+        least=0,
+        most=1,
     ),
     _flag(
         "optimizer_cpu_offload",
@@ -120,6 +123,8 @@ FIELDS: tuple[Option, ...] = (
         "0 (a recipe's default) offloads nothing, unset means 1; of a share between, what HBM has "
         "room for stays there",
         f"{_TESTS}::test_fraction_of_the_state",
+        least=0,
+        most=1,
     ),
     *(
         _flag(name, default, "no effect", why, "test_without_effect")
@@ -137,6 +142,7 @@ FIELDS: tuple[Option, ...] = (
         "must be 1 with `cpu_offloading`",
         "a rule of Megatron's",
         f"{_TESTS}::test_rules",
+        least=1,
     ),
     Option(
         "recompute_granularity",
@@ -149,6 +155,15 @@ FIELDS: tuple[Option, ...] = (
 )
 
 NAMES = {field.name: field for field in FIELDS}
+
+_SWITCHES = {
+    "cpu_offloading": [name for name in NAMES if name.startswith("cpu_offloading_")],
+    "fine_grained_activation_offloading": [
+        "offload_modules", "min_offloaded_tensor_size", "activation_offload_fraction",
+    ],
+    "optimizer_cpu_offload": ["optimizer_offload_fraction"],
+}  # fmt: skip
+"""Fields that do nothing without another one."""
 
 
 class Fields:
@@ -174,6 +189,7 @@ class Fields:
                 raise ConfigError(f"no field {name!r} of Megatron's{nearest(name, NAMES)}")
         raw = {**_fields_of(config), **given}
         where = "the call" if config is None else type(config).__name__
+        _warn_of_near_misses(config, where)
         self.given = frozenset(raw)
         self.values: dict[str, Any] = {}
         for field in FIELDS:
@@ -206,9 +222,6 @@ class Fields:
                 f"{where}: fine_grained_activation_offloading needs offload_modules: some of "
                 + ", ".join(MODULES)
             )
-        for name in ("activation_offload_fraction", "optimizer_offload_fraction"):
-            if v[name] is not None and not 0 <= v[name] <= 1:
-                raise ConfigError(f"{where}: {name} must be between 0 and 1, not {v[name]}")
         if v["min_offloaded_tensor_size"] < 0:
             raise ConfigError(f"{where}: min_offloaded_tensor_size must not be negative")
 
@@ -234,6 +247,16 @@ class Fields:
                 "cpu_offloading_weights; otherwise nothing would leave"
             )
 
+    def without_effect(self, name: str) -> str:
+        """Returns why a field changes nothing beside the others; empty where it does something."""
+        for switch, names in _SWITCHES.items():
+            if name in names and not self.values[switch]:
+                return f"{switch} is not set"
+        none = self.values["cpu_offloading_num_layers"] == 0
+        if none and name.startswith("cpu_offloading") and self.values["cpu_offloading"]:
+            return "cpu_offloading_num_layers is 0: nothing is offloaded"
+        return ""
+
     def check_layers(self, layers: int) -> None:
         """Applies the rule on the number of layers.
 
@@ -252,9 +275,34 @@ def _fields_of(config: object | None) -> dict[str, Any]:
     """Returns the known fields that a configuration has."""
     if config is None:
         return {}
+    if isinstance(config, str | bytes | int | float | list | tuple | set):
+        raise ConfigError(
+            "a configuration is a mapping, or an object with the fields (a provider, a "
+            f"TransformerConfig), not {config!r} ({type(config).__name__})"
+        )
     if isinstance(config, Mapping):
         return {name: config[name] for name in NAMES if name in config}
     return {name: getattr(config, name) for name in NAMES if hasattr(config, name)}
+
+
+def _warn_of_near_misses(config: object | None, where: str) -> None:
+    """Warns of names that are nearly a field's; a configuration has many others."""
+    if config is None:
+        return
+    names = list(config if isinstance(config, Mapping) else getattr(config, "__dict__", {}))
+    for name in names:
+        near = difflib.get_close_matches(str(name).lower(), list(NAMES), n=1, cutoff=0.85)
+        if near and name not in NAMES and str(name) not in _MEGATRONS:
+            warnings.warn(
+                f"{where}: {name!r} is no field of Megatron's (did you mean {near[0]}?); ignored",
+                stacklevel=4,
+            )
+
+
+_MEGATRONS = ("_cpu_offloading_context", "cpu_offloading_context", "recompute_modules",
+              "virtual_pipeline_model_parallel_size", "expert_model_parallel_size",
+              "tensor_model_parallel_size", "context_parallel_size")  # fmt: skip
+"""Fields of Megatron's that look like those above."""
 
 
 def _modules(value: Any, where: str) -> tuple[str, ...]:

@@ -78,11 +78,7 @@ class Offloading(Run):
             activation_min=_least(f, model),
             activation_layers=_saved_layers(f, len(layers)),
         )
-        try:
-            self.model = self.tier.wrap(model, homes=self.homes)  # type: ignore[arg-type]
-        except BaseException:
-            self.tier.close()
-            raise
+        self.wrap(model, homes=self.homes)
 
     def explain(self) -> list[Row]:
         """Returns what every field that was given became."""
@@ -96,11 +92,13 @@ def explain(config: object | None = None, **fields: Any) -> list[Row]:
         ConfigError: If the configuration is refused.
     """
     read = config if isinstance(config, Fields) else Fields(config, **fields)
-    return [
-        Row(field.name, read.values[field.name], field.setting, field.effect)
-        for field in FIELDS
-        if field.name in read.given
-    ]
+    rows = []
+    for field in FIELDS:
+        if field.name in read.given:
+            why = read.without_effect(field.name)
+            setting, effect = ("no effect", why) if why else (field.setting, field.effect)
+            rows.append(Row(field.name, read.values[field.name], setting, effect))
+    return rows
 
 
 def _offloads_state(fields: Fields) -> bool:

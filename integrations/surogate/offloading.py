@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import tiermem
-from tiermem import Policy, TieredOptimizer, TierManager
+from tiermem import ConfigError, Policy, TieredOptimizer, TierManager
 
-from ..layers import layers_of, recompute_layers
+from ..layers import layers_of
 from ..options import Row, need
 from ..run import Run
 from .normuon import NorMuon
@@ -62,6 +62,7 @@ class Offloading(Run):
         self.lora = _has_frozen(model) if self.options.lora is None else self.options.lora
         self.policy = policy_of(self.options, model, lora=self.lora)
         self._check_optimizer()
+        self._check_masters(model)
         self.tier = TierManager(
             device=device,
             hbm=hbm_of(model, self.policy, self.options, device) if hbm is None else hbm,
@@ -70,15 +71,19 @@ class Offloading(Run):
             activation_min=_LEAST_RESIDUAL,
             activation_layers=None if self.options.offload_saved_tensors else len(layers_of(model)),
         )
-        try:
-            if self.options.recompute:
-                recompute_layers(model)
-            self.model = self.tier.wrap(model)
-        except BaseException:
-            self.tier.close()
-            raise
+        self.wrap(model, recompute=bool(self.options.recompute))
 
     # -- the optimizer ---------------------------------------------------
+
+    def _check_masters(self, model: nn.Module) -> None:
+        """Refuses masters that would have fewer bits than their weights."""
+        master = self.options.master_dtype
+        for name, param in model.named_parameters():
+            if master is not None and param.requires_grad and param.itemsize > master.itemsize:
+                raise ConfigError(
+                    f"master_dtype: {master} is narrower than {name!r} ({param.dtype}); leave it "
+                    "out, or cast the model first"
+                )
 
     def _check_optimizer(self) -> None:
         """Refuses an optimizer that cannot be had, before anything is moved."""
@@ -194,11 +199,14 @@ def explain(
         ConfigError: If the configuration is refused.
     """
     read = options if isinstance(options, Options) else Options(options, **given)
-    rows = [
-        Row(name, read.values[name], NAMES[name].setting, NAMES[name].effect)
-        for name in (option.name for option in OPTIONS)
-        if name in read.given
-    ]
+    rows = []
+    for name in (option.name for option in OPTIONS):
+        if name in read.given:
+            why = read.without_effect(name)
+            setting, effect = (
+                ("no effect", why) if why else (NAMES[name].setting, NAMES[name].effect)
+            )
+            rows.append(Row(name, read.values[name], setting, effect))
     rows += [
         Row(n, v, "", "the script's own: not about memory") for n, v in read.scripts_own.items()
     ]

@@ -103,6 +103,7 @@ OPTIONS: tuple[Option, ...] = (
         "`tiermem.chunked_cross_entropy(chunks=...)` in `Offloading.loss`",
         "logits of one part of the tokens exist at a time",
         f"{_RULES}::test_loss_in_chunks",
+        least=1,
     ),
     Option(
         "attn_bwd_chunks",
@@ -111,6 +112,7 @@ OPTIONS: tuple[Option, ...] = (
         "no effect",
         "attention is the model's own",
         f"{_RULES}::test_without_effect",
+        least=1,
     ),
     Option(
         "master_dtype",
@@ -165,7 +167,16 @@ OPTIONS: tuple[Option, ...] = (
         )
     ),
     *(
-        Option(name, kind, default, setting, effect, f"{_RULES}::test_optimizer_settings")
+        Option(
+            name,
+            kind,
+            default,
+            setting,
+            effect,
+            f"{_RULES}::test_optimizer_settings",
+            least=None if kind == "bool" else 0,
+            below=1 if "beta" in name or "momentum" in name else None,
+        )
         for name, kind, default, setting, effect in (
             ("learning_rate", "float", 2e-4, "`lr`", "of the optimizer"),
             ("weight_decay", "float", 0.0, "`weight_decay`", "of matrices; not of norms, biases"),
@@ -185,6 +196,7 @@ OPTIONS: tuple[Option, ...] = (
         "`Offloading.step()` is called after so many backwards",
         "losses are divided by it by the script",
         f"{_RULES}::test_optimizer_settings",
+        least=1,
     ),
     Option(
         "lora",
@@ -274,6 +286,24 @@ class Options:
         except KeyError:
             raise AttributeError(f"Surogate has no option {name!r}") from None
 
+    def without_effect(self, name: str, *, lora: bool | None = None) -> str:
+        """Returns why an option changes nothing beside the others; empty where it does something.
+
+        Args:
+            name: Of the option.
+            lora: Whether adapters are trained; by default what the options say.
+        """
+        values = self.values
+        lora = bool(values["lora"]) if lora is None else lora
+        host = values["cpu_training"] and not lora
+        if name == "optimizer" and host and values[name] != "adamw":
+            return "with cpu_training the host steps fp32 AdamW"
+        if name.startswith("normuon_") and (values["optimizer"] != "normuon" or host):
+            return "optimizer is not normuon"
+        if name in ("offload_master", *_QUANTS) and self.qlora is not None:
+            return f"under QLoRA ({self.qlora}) as in Surogate"
+        return ""
+
     @property
     def qlora(self) -> str | None:
         """The option that asks for quantized base weights, or None."""
@@ -284,9 +314,6 @@ class Options:
         values = self.values
         if values["zero_level"] not in (1, 2, 3):
             raise ConfigError(f"{where}: zero_level is 1, 2 or 3, not {values['zero_level']}")
-        for name in ("lmhead_chunks", "attn_bwd_chunks", "gradient_accumulation_steps"):
-            if values[name] < 1:
-                raise ConfigError(f"{where}: {name} must be at least 1, not {values[name]}")
         self._check_gpus(where)
         if values["cpu_training"]:
             self._check_cpu_training(where)
@@ -322,6 +349,9 @@ class Options:
 
     def _check_quants(self, where: str) -> None:
         values = self.values
+        several = [name for name in _QLORA if values[name]]
+        if len(several) > 1:
+            raise ConfigError(f"{where}: {' and '.join(several)} exclude each other; keep one")
         if self.qlora is not None:
             for name in ("offload_master", *_QUANTS):
                 if values[name]:

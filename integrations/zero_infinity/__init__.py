@@ -6,17 +6,17 @@ configuration as it is. :func:`explain` says what each setting became.
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import Any
 
 from tiermem import ConfigError as DeepSpeedConfigError
 
-from . import aliases, checkpointing, comm, ops, schedules, zero
+from . import checkpointing, comm, namespaces, refused, schedules, zero
 from .accelerator import get_accelerator
 from .comm import init_distributed
 from .engine import DeepSpeedEngine
 from .explaining import Explanation, Row, explain
+from .mapping import DeepSpeedConfig
 from .onecycle import OneCycle
 from .optimizers import (
     DeepSpeedCPUAdam,
@@ -35,14 +35,20 @@ from .setup import (
     initialize,
     set_z3_leaf_modules,
 )
+from .utils import OnDevice, log_dist, logger
 
 __version__ = "0.19.6"
 """The release of DeepSpeed whose behaviour is followed."""
+version = __version__
 
-logger = logging.getLogger("tiermem.integrations.zero_infinity")
+_modules = namespaces.build()
+runtime, utils, ops = _modules["runtime"], _modules["utils"], _modules["ops"]
+globals().update(refused.stand_ins(""))
+globals().update({k: v for k, v in _modules.items() if "." not in k and k not in globals()})
 
 __all__ = [
     "DeepSpeedCPUAdam",
+    "DeepSpeedConfig",
     "DeepSpeedConfigError",
     "DeepSpeedEngine",
     "Explanation",
@@ -50,6 +56,7 @@ __all__ = [
     "FusedLamb",
     "FusedLion",
     "LRRangeTest",
+    "OnDevice",
     "OneCycle",
     "Row",
     "WarmupCosineLR",
@@ -63,10 +70,14 @@ __all__ = [
     "init_distributed",
     "initialize",
     "install",
+    "log_dist",
     "logger",
     "ops",
+    "runtime",
     "schedules",
     "set_z3_leaf_modules",
+    "utils",
+    "version",
     "zero",
 ]
 
@@ -80,7 +91,7 @@ def install() -> None:
     Raises:
         ConfigError: If DeepSpeed itself was imported before.
     """
-    aliases.install(sys.modules[__name__])
+    namespaces.install(sys.modules[__name__], _modules)
 
 
 def __getattr__(name: str) -> Any:

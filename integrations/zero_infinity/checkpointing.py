@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -40,6 +41,36 @@ def configure(
             stacklevel=2,
         )
     _state["configured"] = True
+
+
+class RngTracker:
+    """States of random numbers by name, of which one process needs no more than torch's own."""
+
+    def fork(self, name: str = "") -> AbstractContextManager[None]:
+        """Returns a context in which numbers are drawn as outside it."""
+        return nullcontext()
+
+    def add(self, name: str, seed: int) -> None:
+        """Does nothing."""
+
+    def reset(self) -> None:
+        """Does nothing."""
+
+    def get_states(self) -> dict[str, Any]:
+        """Returns no states."""
+        return {}
+
+    def set_states(self, states: Any) -> None:
+        """Does nothing."""
+
+
+_MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
+_CUDA_RNG_STATE_TRACKER = RngTracker()
+
+
+def get_cuda_rng_tracker() -> RngTracker:
+    """Returns the tracker there is."""
+    return _CUDA_RNG_STATE_TRACKER
 
 
 def is_configured() -> bool:

@@ -2,7 +2,7 @@
 
 The files are ones of torch.save, of the names that DeepSpeed uses. The model's part is what
 DeepSpeed below stage 3 writes; the optimizer's part is tiermem's own, since DeepSpeed's is
-flattened and cut by process.
+flattened and cut by process. Both kinds are read, and nothing in them is run.
 """
 
 from __future__ import annotations
@@ -18,13 +18,20 @@ from torch import nn
 
 from tiermem import CheckpointError
 
+from . import foreign, shards, unpickling
+
 if TYPE_CHECKING:
     from .engine import DeepSpeedEngine
 
 MODEL = "mp_rank_00_model_states.pt"
 STATE = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 _COUNTERS = ("global_steps", "skipped_steps", "global_samples", "micro_steps")
-_OWN = {*_COUNTERS, "module", "lr_scheduler", "dp_world_size", "mp_world_size", "ds_config"}
+_OWN = {
+    *_COUNTERS, "module", "lr_scheduler", "dp_world_size", "mp_world_size", "ds_config",
+    "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
+    "shared_params", "data_sampler", "random_ltd", "sparse_tensor_module_names", "ds_version",
+    "checkpoint_parallel_dimensions", "universal_checkpoint_info",
+}  # fmt: skip
 
 
 def weights_of(module: nn.Module, exclude_frozen: bool = False) -> dict[str, Any]:
@@ -86,7 +93,8 @@ def save(
     del model
     if engine.optimizer is not None:
         scale = None if engine.scaler is None else engine.scaler.state_dict()
-        state = {"optimizer": engine.optimizer.state_dict(), "loss_scale": scale}
+        names = [name for group in foreign.names_of(engine) for name in group]
+        state = {"optimizer": engine.optimizer.state_dict(), "loss_scale": scale, "names": names}
         _write(state, folder / STATE)
     if save_latest:
         beside = Path(save_dir) / "latest.part"
@@ -114,7 +122,7 @@ def load(
     load_module_only: bool = False,
     custom_load_fn: Any = None,
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Reads what :func:`save` wrote. Like DeepSpeed's, the files are pickles: trust them.
+    """Reads what :func:`save` wrote, or DeepSpeed: ZeRO 0 to 3 of any ranks, or universal.
 
     Args:
         engine: Whose.
@@ -132,32 +140,52 @@ def load(
     Raises:
         CheckpointError: If there is no such checkpoint, or it does not fit.
     """
-    name = _latest(Path(load_dir)) if tag is None else str(tag)
+    name = _latest(engine, Path(load_dir)) if tag is None else str(tag)
     if name is None:
         warnings.warn(f"{load_dir} has no file 'latest'; nothing is loaded", stacklevel=3)
         return None, None
-    path = Path(load_dir) / name / MODEL
-    if not path.is_file():
-        raise CheckpointError(f"{path}: there is no such file; tag={name!r}")
-    found = torch.load(path, map_location="cpu", weights_only=False)
+    folder = Path(load_dir) / name
+    path = shards.model_file(folder)
+    if path is None:
+        raise CheckpointError(f"{folder / MODEL}: there is no such file; tag={name!r}")
+    states = load_optimizer_states and not load_module_only and engine.optimizer is not None
+    found = unpickling.load(path)
+    saved = foreign.read(engine, folder, optimizer=states) if shards.is_deepspeeds(found) else None
+    weights = found["module"] if saved is None else saved.weights
     if custom_load_fn is not None:
         with engine.tier.materialize(engine.module):
-            custom_load_fn(src=found["module"], dst=engine.module)
+            custom_load_fn(src=weights, dst=engine.module)
     else:
-        engine.module.load_state_dict(found["module"], strict=load_module_strict)
+        engine.module.load_state_dict(weights, strict=load_module_strict)
+    if states:
+        if saved is None:
+            _load_state(engine, folder / STATE)
+        else:
+            foreign.take_state(engine, saved)
     if not load_module_only:
-        if load_optimizer_states and engine.optimizer is not None:
-            _load_state(engine, Path(load_dir) / name / STATE)
         if load_lr_scheduler_states and engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(found["lr_scheduler"])
-        for key in _COUNTERS:
-            setattr(engine, key, found.get(key, 0))
+        _count(engine, found)
     return str(path), {key: value for key, value in found.items() if key not in _OWN}
 
 
-def _latest(folder: Path) -> str | None:
-    path = folder / "latest"
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+def _count(engine: DeepSpeedEngine, found: Mapping[str, Any]) -> None:
+    """Takes the counters over; DeepSpeed does not save them all."""
+    steps = found.get("global_steps", 0)
+    engine.global_steps, engine.skipped_steps = steps, found.get("skipped_steps", 0)
+    engine.global_samples = found.get("global_samples", steps * engine.train_batch_size())
+    engine.micro_steps = found.get("micro_steps", steps * engine.gradient_accumulation_steps())
+
+
+def _latest(engine: DeepSpeedEngine, folder: Path) -> str | None:
+    """Returns the tag that a folder names, of the universal format where the file asks for it."""
+    section = engine.plan.config.sections.get("checkpoint")
+    universal = isinstance(section, Mapping) and bool(section.get("load_universal"))
+    files = ["latest", "latest_universal"]
+    for name in reversed(files) if universal else files:
+        if (folder / name).is_file():
+            return (folder / name).read_text(encoding="utf-8").strip()
+    return None
 
 
 def _load_state(engine: DeepSpeedEngine, path: Path) -> None:
@@ -165,11 +193,11 @@ def _load_state(engine: DeepSpeedEngine, path: Path) -> None:
         raise CheckpointError(
             f"{path}: there is no such file; load_optimizer_states=False loads the weights alone"
         )
-    state = torch.load(path, map_location="cpu", weights_only=False)
+    state = unpickling.load(path)
     if "optimizer" not in state or "param_groups" not in state["optimizer"]:
         raise CheckpointError(
-            f"{path} has no optimizer state of this engine's: DeepSpeed's own is flattened and cut "
-            "by process; load_optimizer_states=False loads the weights alone"
+            f"{path} has no optimizer state of this engine's, and the model's file beside it is "
+            "not DeepSpeed's; load_optimizer_states=False loads the weights alone"
         )
     if engine.optimizer is not None:
         engine.optimizer.load_state_dict(state["optimizer"])

@@ -7,31 +7,41 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (
-    all_gather,
-    all_reduce,
-    barrier,
-    broadcast,
-    get_rank,
-    get_world_size,
-    is_initialized,
-)
 
 from tiermem import ConfigError
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "barrier",
-    "broadcast",
-    "device_of",
-    "get_local_rank",
-    "get_rank",
-    "get_world_size",
-    "init_distributed",
-    "is_initialized",
-    "local_rank",
-]
+
+def __getattr__(name: str) -> Any:
+    """Returns what ``torch.distributed`` has of this name."""
+    return getattr(dist, name)
+
+
+def is_initialized() -> bool:
+    """Whether there is a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_rank(group: Any = None) -> int:
+    """Returns the rank of this process: 0 without a process group."""
+    return dist.get_rank(group) if is_initialized() else 0
+
+
+def get_world_size(group: Any = None) -> int:
+    """Returns the number of processes: 1 without a process group."""
+    return dist.get_world_size(group) if is_initialized() else 1
+
+
+def barrier(group: Any = None, *_: Any, **__: Any) -> None:
+    """Waits for every process, of which there is one."""
+    if is_initialized():
+        dist.barrier(group)
+
+
+def configure(*_: Any, **__: Any) -> None:
+    """Does nothing: there is no communication to log."""
+
+
+log_summary = configure
 
 
 def local_rank() -> int:
@@ -65,7 +75,7 @@ def init_distributed(dist_backend: str | None = None, *ignored: Any, **also: Any
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("LOCAL_RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
-    if not dist.is_available() or dist.is_initialized():
+    if not dist.is_available() or is_initialized():
         return
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     store = dist.HashStore()  # type: ignore[attr-defined]
@@ -79,7 +89,7 @@ def refuse_several() -> None:
         ConfigError: Saying so.
     """
     several = int(os.environ.get("WORLD_SIZE", "1"))
-    if dist.is_available() and dist.is_initialized():
+    if is_initialized():
         several = dist.get_world_size()
     if several > 1:
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -15,13 +14,13 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from tiermem import StepError, TieredOptimizer, TierManager
 
-from . import checkpoints, comm, mapping
+from . import checkpoints, comm, mapping, utils
 from .explaining import Explanation, explained
 from .mapping import Plan
-from .queries import Queries
+from .queries import Monitor, Queries, Throughput
 from .scaling import LossScale
 
-logger = logging.getLogger("tiermem.integrations.zero_infinity")
+logger = utils.logger
 
 
 class DeepSpeedEngine(Queries):
@@ -35,6 +34,7 @@ class DeepSpeedEngine(Queries):
         training_dataloader: Or None.
         device: Where inputs belong.
         local_rank: Of this process.
+        optimizer_class: What steps the blocks.
         global_steps: Steps so far, those left out with them.
         skipped_steps: Steps that were left out.
         global_samples: Samples so far.
@@ -58,12 +58,15 @@ class DeepSpeedEngine(Queries):
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.client_optimizer: torch.optim.Optimizer | None = None
+        self.optimizer_class: type[torch.optim.Optimizer] = torch.optim.Optimizer
         self.config = plan.config.raw
         self.device = comm.device_of(plan.device)
         self.local_rank = comm.local_rank()
         self.global_rank, self.world_size, self.dp_world_size = 0, 1, 1
         self.global_steps = self.skipped_steps = self.global_samples = self.micro_steps = 0
         self.scaler = LossScale.of(plan.config)
+        self.monitor, self.tput_timer = Monitor(), Throughput()
+        self._repeating: utils.RepeatingLoader | None = None
         self._collate_fn = collate_fn
         self._needs_norm = mapping.needs_norm(plan.config)
         self._clip = float(plan.config["gradient_clipping"])
@@ -85,6 +88,56 @@ class DeepSpeedEngine(Queries):
             return getattr(module, name)
 
     # -- the loop --------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Makes all backwards of a step, and the step, for a model that returns its loss.
+
+        Args:
+            data_iter: Of micro-batches; by default of the loader of ``training_data``.
+
+        Returns:
+            The mean of the losses.
+        """
+        if data_iter is None:
+            data_iter = iter(self._own_batches())
+        losses = []
+        for _ in range(self.gradient_accumulation_steps()):
+            loss = self._loss_of(next(data_iter))
+            self.backward(loss)
+            losses.append(loss.detach())
+            self.step()
+        return torch.stack(losses).mean()
+
+    @torch.no_grad()
+    def eval_batch(self, data_iter: Iterator[Any], *_: Any, **__: Any) -> torch.Tensor:
+        """Returns the mean loss of as many micro-batches as a step has, without gradients."""
+        training = self.training
+        self.eval()
+        try:
+            count = range(self.gradient_accumulation_steps())
+            return torch.stack([self._loss_of(next(data_iter)) for _ in count]).mean()
+        finally:
+            self.train(training)
+
+    def _own_batches(self) -> Any:
+        """Returns the loader, begun anew where it ends."""
+        if self.training_dataloader is None:
+            raise StepError("train_batch() takes an iterator: there is no training_data")
+        if self._repeating is None:
+            self._repeating = utils.RepeatingLoader(self.training_dataloader)
+        return self._repeating
+
+    def _loss_of(self, batch: Any) -> torch.Tensor:
+        batch = utils.move_to_device(batch, self.device)
+        if isinstance(batch, Mapping):
+            found = self(**batch)
+        else:
+            found = self(*batch) if isinstance(batch, list | tuple) else self(batch)
+        loss = getattr(found, "loss", found)
+        loss = loss[0] if isinstance(loss, list | tuple) else loss
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise StepError(f"train_batch(): the model has to return its loss, not {_said(loss)}")
+        return loss
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Calls the model."""
@@ -146,26 +199,25 @@ class DeepSpeedEngine(Queries):
             StepError: If there is no optimizer, inside ``no_sync``, or where the loss scale can
                 go no lower.
         """
-        self._refuse_without_optimizer("step()")
+        optimizer = self._refuse_without_optimizer("step()")
         if self._inside_no_sync:
             raise StepError("step() inside no_sync(): leave no_sync first")
         self._step_applied = self._scaled = False
         boundary = not self._managed or self.is_gradient_accumulation_boundary()
         if boundary:
             with self._timed("step"):
-                self._take_step(lr_kwargs or {})
+                self._take_step(optimizer, lr_kwargs or {})
             self._report()
         self.micro_steps += 1
 
-    def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
-        assert self.optimizer is not None  # for the type checker; refused before
-        overflow = self._settle_gradients(self.optimizer)
+    def _take_step(self, optimizer: TieredOptimizer, lr_kwargs: dict[str, Any]) -> None:
+        overflow = self._settle_gradients(optimizer)
         if not overflow:
-            self.optimizer.step()
+            optimizer.step()
             if self.client_optimizer is not None:  # which torch's schedulers look at
                 self.client_optimizer._opt_called = True  # type: ignore[attr-defined]
-        self.optimizer.zero_grad()
-        self.optimizer.__dict__["overflow"] = overflow
+        optimizer.zero_grad()
+        optimizer.__dict__["overflow"] = overflow
         if self.scaler is not None:
             self.scaler.update(overflow)
             self.show_scale()
@@ -293,6 +345,12 @@ class DeepSpeedEngine(Queries):
         """An old name of :meth:`save_16bit_model`."""
         return self.save_16bit_model(save_dir, save_filename)
 
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Any]:
+        """Returns the model's state; libraries around DeepSpeed call it so."""
+        return self.module_state_dict(exclude_frozen_parameters)
+
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Returns the model's state, in host memory."""
         return checkpoints.weights_of(self.module, exclude_frozen_parameters)
@@ -303,6 +361,20 @@ class DeepSpeedEngine(Queries):
 
     def empty_partition_cache(self) -> None:
         """Does nothing: there is no cache outside the budget."""
+
+    def allreduce_gradients(self, *_: Any, **__: Any) -> None:
+        """Does nothing: there is one process."""
+
+    def offload_states(self, *_: Any, **__: Any) -> None:
+        """Does nothing: what is not in use leaves HBM by itself."""
+
+    reload_states = offload_states
+
+    def compile(self, *_: Any, **__: Any) -> None:
+        """Refuses: a wrapped model is compiled block by block, before ``initialize``."""
+        raise StepError(
+            "engine.compile(): call compile() on the layers of the model before initialize()"
+        )
 
     def destroy(self) -> None:
         """Gives every tier back; the model can no longer be used."""
@@ -316,11 +388,12 @@ class DeepSpeedEngine(Queries):
             shown = {"loss_scale": self.scaler.scale, "cur_scale": self.scaler.scale}
             self.optimizer.__dict__.update(shown)
 
-    def _refuse_without_optimizer(self, what: str) -> None:
+    def _refuse_without_optimizer(self, what: str) -> TieredOptimizer:
         if self.optimizer is None:
             raise StepError(
                 f"{what}: there is no optimizer; give initialize() one, or name one in the file"
             )
+        return self.optimizer
 
     def _autocast(self) -> AbstractContextManager[Any]:
         config = self.plan.config

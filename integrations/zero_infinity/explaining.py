@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from . import autofill, mapping, notation, reading, schema
+from . import autofill, mapping, notation, optimizers, reading, schema, sizing
 from .mapping import Plan
 from .optimizers import COMPRESSED
 from .schema import OPTIONS, SECTIONS
@@ -89,7 +89,7 @@ def explain(
     Args:
         config: A path, a dict, or text in base64.
         args: The caller's values for "auto": a namespace or a dict.
-        model: Sizes what depends on it.
+        model: Budgets are those for training it, with AdamW where the file names no optimizer.
 
     Raises:
         ConfigError: If it is wrong on any machine; what it lacks on this one is in ``refused``.
@@ -98,8 +98,13 @@ def explain(
         warnings.simplefilter("ignore")
         read = reading.read(config)
     autofill.fill(read, autofill.Caller(args, model))
-    sizes = None if model is None else mapping.Sizes.of(model)
-    return explained(mapping.plan(read, sizes))
+    plan = mapping.plan(read)
+    if model is not None:
+        kind, params = read["optimizer.type"] or "AdamW", read["optimizer.params"] or {}
+        params = {key: value for key, value in params.items() if key != "max_grad_norm"}
+        made = optimizers.from_config(read.name, kind, params, plan.device)
+        sizing.size(plan, model, made, [p for p in model.parameters() if p.requires_grad])
+    return explained(plan)
 
 
 def explained(plan: Plan) -> Explanation:

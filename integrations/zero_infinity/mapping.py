@@ -8,47 +8,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from tiermem import ConfigError
 
-from . import reading
+from . import autofill, notation, reading
 from .reading import SHORT, Config, Setting
+from .schema import OPTIONS
 from .zerooptions import PARAM, STATE, ZERO
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _HOMES = {"none": "hbm", "cpu": "dram", "nvme": "nvme"}
-_STATE = 12
-"""Bytes of masters and state of a parameter, at most: float32 and two moments."""
-_ROOM = 256 << 20
-"""Bytes of host memory beside homes and buffers: staging, and what alignment takes."""
 
 KEYWORDS = {
     "device", "hbm", "dram", "nvme_bytes", "prefetch_depth", "overlap", "where",
     "activation_min", "activation_layers",
 }  # fmt: skip
 """What the ``tiermem`` section and ``initialize(tiermem=)`` may set."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much there is of a model.
-
-    Attributes:
-        elements: Of all parameters.
-        trained: Of those that are trained.
-    """
-
-    elements: int
-    trained: int
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Sizes:
-        """Counts a model's parameters."""
-        params = list(model.parameters())
-        return cls(
-            sum(p.numel() for p in params), sum(p.numel() for p in params if p.requires_grad)
-        )
 
 
 @dataclass
@@ -63,7 +38,6 @@ class Plan:
         dtype: Of the weights, or None to leave them as they are.
         manager: Settings of ``TierManager``.
         optimizer: Settings of ``tier.optimizer``, without the class's own.
-        sources: Where DRAM goes, for the explanation.
         refused: Why it cannot be used here: folders that are missing, batch numbers for several
             processes; or "".
     """
@@ -75,7 +49,6 @@ class Plan:
     dtype: torch.dtype | None = None
     manager: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
-    sources: dict[str, int] = field(default_factory=dict)
     refused: str = ""
 
     @property
@@ -89,12 +62,11 @@ class Plan:
         return str(self.manager["device"])
 
 
-def plan(config: Config, sizes: Sizes | None, more: Mapping[str, Any] | None = None) -> Plan:
-    """Maps a configuration whose "auto" is filled.
+def plan(config: Config, more: Mapping[str, Any] | None = None) -> Plan:
+    """Maps a configuration whose "auto" is filled; budgets that depend on a model are left out.
 
     Args:
         config: As read.
-        sizes: Of the model, or None where there is none: budgets are then left to the default.
         more: What counts over the ``tiermem`` section of the file.
 
     Raises:
@@ -109,9 +81,35 @@ def plan(config: Config, sizes: Sizes | None, more: Mapping[str, Any] | None = N
     own = _own(config, more)
     _manager(found, own)
     _optimizer(found, own)
-    if sizes is not None:
-        _host_memory(found, sizes)
     return found
+
+
+class DeepSpeedConfig:
+    """A configuration's values by the names of its options: ``train_batch_size`` and others.
+
+    Args:
+        config: A path, a dict, or text in base64.
+        mpu: Must be None.
+        mesh_device: Must be None.
+
+    Raises:
+        ConfigError: If it is wrong.
+    """
+
+    def __init__(self, config: notation.Source, mpu: Any = None, mesh_device: Any = None) -> None:
+        if mpu is not None or mesh_device is not None:
+            raise ConfigError("DeepSpeedConfig(mpu=, mesh_device=): there is one process")
+        read = reading.read(config)
+        autofill.fill(read, autofill.Caller())
+        self._plan = plan(read)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns the value of the option of this name, of the whole file or of a section."""
+        config = self.__dict__["_plan"].config
+        for path in (name, name.replace("zero_", f"{ZERO}.", 1), name.replace("_", ".", 1)):
+            if path in OPTIONS:
+                return config[path]
+        raise AttributeError(f"the configuration has no option {name!r}")
 
 
 def _batches(found: Plan) -> None:
@@ -238,34 +236,3 @@ def needs_norm(config: Config) -> bool:
         return True
     checked: bool = config["bf16.check_grad_overflow"]
     return bool(config["bf16.enabled"]) and checked
-
-
-def _host_memory(found: Plan, sizes: Sizes) -> None:
-    """Sizes DRAM: homes, and the buffers that the file asks for, in bytes."""
-    config, policy = found.config, found.manager["policy"]
-    weight = 4 if found.dtype is None else found.dtype.itemsize
-    gradients = found.optimizer["grad_dtype"]
-    homes = {
-        "params": sizes.elements * weight,
-        "grads": sizes.trained * (weight if gradients is None else gradients.itemsize),
-        "optimizer": sizes.trained * _STATE,
-    }
-    found.sources = {role: n for role, n in homes.items() if policy[role] == "dram"}
-    if policy["params"] == "nvme":
-        buffers = config[f"{PARAM}.buffer_count"] * config[f"{PARAM}.buffer_size"]
-        ahead = min(sizes.elements, buffers + config[f"{PARAM}.max_in_cpu"])
-        found.sources[f"{PARAM} buffers and max_in_cpu"] = ahead * weight
-    if policy["optimizer"] == "nvme":
-        group = min(sizes.trained, config[f"{ZERO}.sub_group_size"])
-        ahead = min(sizes.trained * _STATE, config[f"{STATE}.buffer_count"] * group * 4)
-        found.sources[f"{STATE} buffers"] = ahead
-    if "dram" in found.manager:
-        return
-    import psutil
-
-    most = int(psutil.virtual_memory().available * 0.9)
-    alone = policy["activations"] != "dram" and found.optimizer["where"] == "device"
-    if "nvme" in found.manager and alone:  # nothing else takes room there
-        asked = sum(found.sources.values())
-        most = min(most, asked + asked // 16 + _ROOM)
-    found.manager["dram"] = most

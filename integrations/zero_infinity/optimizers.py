@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tiermem import ConfigError
 
+Values = dict[str, Any]
 Made = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 """A class and its settings."""
 
@@ -46,16 +48,16 @@ class _Stepped(torch.optim.Optimizer):
             for group in self.param_groups:
                 for param in group["params"]:
                     if param.grad is not None:
-                        self._step_one(param, group, self.state[param])
+                        self._step_one(param, param.grad, group, self.state[param])
         return loss
 
-    def _step_one(self, param: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    def _step_one(self, param: Tensor, gradient: Tensor, group: Values, state: Values) -> None:
         raise NotImplementedError
 
 
 def _moments(
-    param: torch.Tensor, group: dict[str, Any], state: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
+    param: Tensor, gradient: Tensor, group: Values, state: Values
+) -> tuple[Tensor, Tensor]:
     """Counts a step and returns both moments with the gradient in them."""
     if not state:
         state["step"] = 0
@@ -63,9 +65,6 @@ def _moments(
         state["exp_avg_sq"] = torch.zeros_like(param)
     state["step"] += 1
     first, second = group["betas"]
-    gradient = param.grad
-    if gradient is None:
-        raise RuntimeError("a parameter without a gradient is not stepped")
     if group.get("l2"):
         gradient = gradient.add(param, alpha=group["weight_decay"])
     state["exp_avg"].mul_(first).add_(gradient, alpha=1 - first)
@@ -100,8 +99,8 @@ class Adam(_Stepped):
         settings |= {"bias_correction": bias_correction, "l2": not adam_w_mode}
         super().__init__(params, settings)
 
-    def _step_one(self, param: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        first, second = _moments(param, group, state)
+    def _step_one(self, param: Tensor, gradient: Tensor, group: Values, state: Values) -> None:
+        first, second = _moments(param, gradient, group, state)
         low = high = 1.0
         if group["bias_correction"]:
             low = 1 - group["betas"][0] ** state["step"]
@@ -186,8 +185,8 @@ class FusedLamb(_Stepped):
         settings |= {"eps": eps, "eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay}
         super().__init__(params, {**settings, "max_coeff": max_coeff, "min_coeff": min_coeff})
 
-    def _step_one(self, param: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        first, second = _moments(param, group, state)
+    def _step_one(self, param: Tensor, gradient: Tensor, group: Values, state: Values) -> None:
+        first, second = _moments(param, gradient, group, state)
         inside, eps = group["eps_inside_sqrt"], group["eps"]
         root = second.add(eps).sqrt_() if inside else second.sqrt().add_(eps)
         update = first / root
@@ -223,12 +222,10 @@ class FusedLion(_Stepped):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
-    def _step_one(self, param: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    def _step_one(self, param: Tensor, gradient: Tensor, group: Values, state: Values) -> None:
         if not state:
             state["exp_avg"] = torch.zeros_like(param)
-        average, gradient = state["exp_avg"], param.grad
-        if gradient is None:
-            raise RuntimeError("a parameter without a gradient is not stepped")
+        average = state["exp_avg"]
         first, second = group["betas"]
         sign = average.mul(first).add_(gradient, alpha=1 - first).sign_()
         param.mul_(1 - group["lr"] * group["weight_decay"]).add_(sign, alpha=-group["lr"])

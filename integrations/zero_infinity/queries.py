@@ -11,6 +11,62 @@ from tiermem import ConfigError, TieredOptimizer
 
 from .mapping import Plan
 from .scaling import LossScale
+from .zerooptions import PARAM, STATE, ZERO
+
+_OF_CONFIG = {
+    "amp_enabled": "amp.enabled",
+    "communication_data_type": "communication_data_type",
+    "dataloader_drop_last": "dataloader_drop_last",
+    "dump_state": "dump_state",
+    "fp16_auto_cast": "fp16.auto_cast",
+    "managed_gradient_accumulation": "managed_gradient_accumulation",
+    "memory_breakdown": "memory_breakdown",
+    "optimizer_name": "optimizer.type",
+    "optimizer_params": "optimizer.params",
+    "scheduler_name": "scheduler.type",
+    "scheduler_params": "scheduler.params",
+    "sparse_gradients_enabled": "sparse_gradients",
+    "steps_per_print": "steps_per_print",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "wall_clock_breakdown": "wall_clock_breakdown",
+    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
+    **{
+        f"zero_{name}": f"{ZERO}.{name}"
+        for name in (
+            "allgather_bucket_size", "allgather_partitions", "contiguous_gradients",
+            "elastic_checkpoint", "ignore_unused_parameters", "load_from_fp32_weights",
+            "overlap_comm", "reduce_bucket_size", "reduce_scatter", "round_robin_gradients",
+            "sub_group_size",
+        )
+    },
+    **{
+        f"zero_{name}": f"{ZERO}.stage3_{name}"
+        for name in (
+            "gather_16bit_weights_on_model_save", "max_live_parameters", "max_reuse_distance",
+            "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold",
+        )
+    },
+}  # fmt: skip
+"""Methods that return an option's value, by name."""
+
+
+class Monitor:
+    """What ``engine.monitor`` is: it writes nothing, since sections for it have no effect."""
+
+    enabled = False
+
+    def write_events(self, event_list: Any, flush: bool = True) -> None:
+        """Does nothing."""
+
+
+class Throughput:
+    """What ``engine.tput_timer`` is: ``tier.stats()`` and the loop's own clock measure."""
+
+    def update_epoch_count(self) -> None:
+        """Does nothing."""
+
+    start = stop = update_epoch_count
 
 
 class Queries(nn.Module):
@@ -55,6 +111,20 @@ class Queries(nn.Module):
         self.plan.batch = train_batch_size
         self.plan.accumulation = train_batch_size // self.plan.micro
 
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Changes the samples of a backward; the backwards of a step stay as many."""
+        self.plan.micro = micro_batch_size
+        self.plan.batch = micro_batch_size * self.plan.accumulation
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Returns the samples of a step, those of a backward, and the backwards of a step."""
+        return self.plan.batch, self.plan.micro, self.plan.accumulation
+
+    def get_type(self) -> list[Any]:
+        """Returns the ``type`` of each group, which is None unless the caller gave one."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [group.get("type") for group in groups]
+
     def get_global_grad_norm(self) -> float | None:
         """Returns the norm of the last step's gradients before clipping; None if not taken."""
         return None if self._norm is None else float(self._norm)
@@ -92,6 +162,28 @@ class Queries(nn.Module):
         """Whether the ZeRO stage is more than 0."""
         return self.plan.stage > 0
 
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether the ZeRO stage is 2 or more."""
+        return self.plan.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether the ZeRO stage is 3."""
+        return self.plan.stage >= 3
+
+    def zero_offload_optimizer(self) -> bool:
+        """Whether masters and state are offloaded."""
+        return bool(self.plan.config[f"{STATE}.device"] != "none")
+
+    zero_cpu_offload = zero_use_cpu_optimizer = zero_offload_optimizer
+
+    def zero_offload_param(self) -> bool:
+        """Whether weights are offloaded."""
+        return bool(self.plan.config[f"{PARAM}.device"] != "none")
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale changes."""
+        return self.scaler is not None and self.scaler.dynamic
+
     def fp16_enabled(self) -> bool:
         """Whether weights are float16."""
         return self.plan.dtype is torch.float16
@@ -99,3 +191,17 @@ class Queries(nn.Module):
     def bfloat16_enabled(self) -> bool:
         """Whether weights are bfloat16."""
         return self.plan.dtype is torch.bfloat16
+
+
+def _asks(path: str) -> Any:
+    """Returns a method that returns an option's value."""
+
+    def query(self: Queries) -> Any:
+        return self.plan.config[path]
+
+    query.__doc__ = f"Returns ``{path}`` of the configuration."
+    return query
+
+
+for _name, _path in _OF_CONFIG.items():
+    setattr(Queries, _name, _asks(_path))

@@ -338,7 +338,7 @@ _MANAGER = tuple(
     for key, effect in (
         ("device", "where the model computes: 'cuda' where there is one, else 'cpu'"),
         ("hbm", "budget of device memory; by default 80% of what is free"),
-        ("dram", "budget of host memory; by default what the file asks for"),
+        ("dram", "budget of host memory; by default what the run needs, see the guide"),
         ("nvme_bytes", "most bytes on disk"),
         ("prefetch_depth", "blocks looked ahead"),
         ("overlap", "when steps are made: 'forward' (the default), 'backward' or false"),
@@ -395,7 +395,7 @@ SECTIONS = {
         Section("weight_quantization", "weights are not quantized", True),
         Section(f"{ZERO}.zenflow", "steps are never left for later ones", True),
         Section("autotuning", "nothing is tuned: give the values"),
-        Section("checkpoint", "`save_checkpoint` writes beside, then renames"),
+        Section("checkpoint", "`load_universal` prefers `latest_universal`; both formats are read"),
         Section("nebula", "`save_checkpoint` writes beside, then renames"),
         Section("datastates", "`save_checkpoint` writes beside, then renames"),
         Section("compile", "compile the blocks themselves with torch.compile"),

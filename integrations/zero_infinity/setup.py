@@ -20,6 +20,7 @@ from . import (
     optimizers,
     reading,
     schedules,
+    sizing,
     zero,
 )
 from .engine import DeepSpeedEngine, logger
@@ -92,14 +93,13 @@ def initialize(
         raise ConfigError("initialize(mpu=, mesh_param=): there is one process; leave them out")
     comm.refuse_several()
     _check_model(model)
-    read = reading.read(_source(args, config, config_params))
     client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-    autofill.fill(read, autofill.Caller(args, model, client))
-    plan = mapping.plan(read, mapping.Sizes.of(model), tiermem)
-    if plan.refused:
-        raise ConfigError(plan.refused)
+    plan = _planned(_source(args, config, config_params), args, model, client, tiermem)
     made, groups = _optimizer_of(plan, model, optimizer, model_parameters)
     schedule = _schedule_of(plan, lr_scheduler) if made is not None else None
+    sizing.size(plan, model, made, groups)
+    if plan.refused:
+        raise CapacityError(plan.refused)
     if dist_init_required is not False:
         comm.init_distributed()
     if hasattr(args, "local_rank"):
@@ -113,11 +113,33 @@ def initialize(
         engine.destroy()
         raise
     engine.client_optimizer = client
+    if made is not None:
+        engine.optimizer_class = made[0]
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
-    if read["dump_state"]:
+    if plan.config["dump_state"]:
         logger.info("%s", explained(plan))
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _planned(
+    source: notation.Source,
+    args: Any,
+    model: nn.Module,
+    client: torch.optim.Optimizer | None,
+    more: Mapping[str, Any] | None,
+) -> Plan:
+    """Reads a configuration, and returns what it becomes.
+
+    Raises:
+        ConfigError: If it is wrong, or lacks something on this machine.
+    """
+    read = reading.read(source)
+    autofill.fill(read, autofill.Caller(args, model, client))
+    plan = mapping.plan(read, more)
+    if plan.refused:
+        raise ConfigError(plan.refused)
+    return plan
 
 
 def _source(args: Any, *given: notation.Source | None) -> notation.Source:
@@ -240,6 +262,8 @@ def _open(
         raise
     for param in model.parameters():
         zero.managed[param] = tier
+        if engine.optimizer is not None:
+            zero.optimizers[param] = engine.optimizer
     return engine
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -17,6 +16,8 @@ from . import notation, reading
 
 managed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameters of every engine's model, and the manager that has them."""
+optimizers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Likewise, and the engine's optimizer."""
 
 
 class Init:
@@ -66,12 +67,7 @@ class Init:
             self._before = torch.get_default_dtype()
             torch.set_default_dtype(self._dtype)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._before is not None:
             torch.set_default_dtype(self._before)
             self._before = None
@@ -116,13 +112,8 @@ class GatheredParameters:
         for tier, params in by_tier.values():
             self._stack.enter_context(tier.materialize(params))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, error, traceback)
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

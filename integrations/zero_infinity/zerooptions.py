@@ -96,7 +96,8 @@ ZERO_OPTIONS = (
         k.DEVICE,
         "none",
         "Policy(master, optimizer, grads)",
-        "home of masters and state: HBM, DRAM or NVMe; gradients are then in DRAM",
+        "home of masters and state: HBM, DRAM or NVMe; gradients are then in DRAM, or in HBM "
+        "where nobody has set its budget and all of it has room there",
         MAP_TEST,
     ),
     Option(

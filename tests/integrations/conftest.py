@@ -4,11 +4,36 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from tiermem.optim import tiered
+
 _OF_PROCESSES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+_TRIED: dict[Any, Any] = {}
+_try = tiered.check_separable
+
+
+def _tried_once(name: str, make: Any, settings: Any, *rest: Any) -> Any:
+    """Tries an optimizer class once for the same settings; other tests try every time."""
+    if rest[-1] is not None:  # a method of the class
+        return _try(name, make, settings, *rest)
+    cls = getattr(getattr(make, "__self__", make), "_cls", make)
+    key = name, cls, repr(sorted(settings.items(), key=str)), repr(rest)
+    if key not in _TRIED:
+        _TRIED[key] = _try(name, make, settings, *rest)
+    return _TRIED[key]
+
+
+@pytest.fixture(autouse=True)
+def classes_are_tried_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the many engines of these tests cheap: a trial is half of what one costs."""
+    if "zero_infinity" in request.module.__name__:
+        monkeypatch.setattr(tiered, "check_separable", _tried_once)
 
 
 @pytest.fixture(autouse=True)

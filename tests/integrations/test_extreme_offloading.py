@@ -138,6 +138,15 @@ def test_pin_is_without_effect() -> None:
         ({"rank": "eight"}, "rank must be a whole number"),
         ({"cap": "many"}, "cap is not a size"),
         ({"cap": 4096, "activations": 4096}, "leave nothing of cap"),
+        ({"rank": 0}, "rank must be at least 1, not 0"),
+        ({"alpha": -1}, "alpha must be at least 1"),
+        ({"learning_rate": -1e-3}, "learning_rate must be at least 0"),
+        ({"dtype": torch.int8}, "dtype must be one of"),
+        ({"device": "tpu"}, "tpu"),
+        ({"dram": "much"}, "dram is not a size"),
+        ({"dram": 10}, "does not fit in tier dram"),
+        ({"cap": "8KiB", "dtype": "bf16"}, "cap= leaves 4096 for them"),
+        ({"seed": 2**70}, "seed must be between"),
     ],
 )
 def test_bad_input_changes_nothing(options: dict[str, Any], says: str) -> None:
@@ -146,6 +155,20 @@ def test_bad_input_changes_nothing(options: dict[str, Any], says: str) -> None:
         offloading(model, **options)
     assert not any("lora" in name for name, _ in model.named_parameters())
     assert all(p.requires_grad for p in model.parameters())
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert not any(type(m).__name__ != k for m, k in zip(model.modules(), KINDS, strict=True))
+
+
+KINDS = [type(module).__name__ for module in decoder(LAYERS, width=WIDTH).modules()]
+
+
+def test_a_model_that_is_wrapped_already_gets_no_adapters() -> None:
+    model = decoder(LAYERS, width=WIDTH)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="8MiB") as tier:
+        tier.wrap(model)
+        with pytest.raises(tiermem.WrapError, match="wrapped already"):
+            offloading(model)
+        assert not any("lora" in name for name, _ in model.named_parameters())
 
 
 def test_a_model_without_layers_is_refused() -> None:

@@ -178,6 +178,8 @@ def test_rules_are_those_of_offloading_alone(fields: dict[str, Any]) -> None:
         ({"min_offloaded_tensor_size": -1}, "must not be negative"),
         ({"cpu_offloading": "maybe"}, "true or false, not 'maybe' (str)"),
         ({"cpu_ofloading": True}, "did you mean cpu_offloading?"),
+        ({"pipeline_model_parallel_size": 0}, "at least 1, not 0"),
+        ({"activation_offload_fraction": "half"}, "a number, not 'half' (str)"),
     ],
 )
 def test_bad_values(fields: dict[str, Any], says: str) -> None:
@@ -256,6 +258,35 @@ def test_an_object_with_fields() -> None:
 
 def test_a_mapping() -> None:
     assert Fields({"cpu_offloading": True, "hidden_size": 8}).given == {"cpu_offloading"}
+
+
+@pytest.mark.parametrize("config", ["bridge.yaml", 3, [1], ("cpu_offloading",)])
+def test_what_is_no_configuration_is_refused(config: Any) -> None:
+    with pytest.raises(ConfigError, match=type(config).__name__):
+        Fields(config)
+
+
+def test_names_that_are_nearly_a_fields_are_warned_about() -> None:
+    """A provider has many other fields; a misspelt one of these would do nothing in silence."""
+    with pytest.warns(UserWarning, match=r"'cpu_offloding' is no field .* cpu_offloading"):
+        Fields({"cpu_offloding": True, "hidden_size": 8, "num_layers": 4})
+
+
+@pytest.mark.parametrize(
+    "fields, name, why",
+    [
+        ({"optimizer_offload_fraction": 0.5}, "optimizer_offload_fraction", "is not set"),
+        ({"offload_modules": ["core_attn"]}, "offload_modules", "is not set"),
+        ({"cpu_offloading_weights": True}, "cpu_offloading_weights", "cpu_offloading is not set"),
+        ({"cpu_offloading": True}, "cpu_offloading", "cpu_offloading_num_layers is 0"),
+    ],
+)
+def test_fields_that_others_leave_without_effect(
+    fields: dict[str, Any], name: str, why: str
+) -> None:
+    (row,) = (row for row in explain(**fields) if row.option == name)
+    assert row.setting == "no effect"
+    assert why in row.note
 
 
 def test_without_effect() -> None:

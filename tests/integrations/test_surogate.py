@@ -11,7 +11,7 @@ import torch
 from support_integrations import batches, decoder, resident_losses, twin
 from torch import nn
 
-from tiermem import ConfigError, StepError, WrapError
+from tiermem import CapacityError, ConfigError, WrapError
 from tiermem.integrations import surogate
 from tiermem.integrations.surogate import NorMuon, Options, explain
 
@@ -94,6 +94,13 @@ def test_unknown_names_are_warned_about_with_the_nearest() -> None:
         ("optimizer", "sgd", "one of adamw, adamw_8bit, normuon, not 'sgd' (str)"),
         ("lmhead_chunks", 0, "at least 1"),
         ("gradient_accumulation_steps", 0, "at least 1"),
+        ("learning_rate", -1, "at least 0, not -1"),
+        ("weight_decay", -0.1, "at least 0"),
+        ("max_grad_norm", -1.0, "at least 0"),
+        ("adamw_beta1", 1.0, "at least 0 and less than 1, not 1.0"),
+        ("normuon_momentum", 2, "less than 1"),
+        ("master_dtype", torch.int8, "one of fp32"),
+        ("optimizer", ["adamw"], "one of adamw, adamw_8bit, normuon"),
     ],
 )
 def test_wrong_types_name_option_value_and_type(name: str, value: Any, says: str) -> None:
@@ -116,8 +123,13 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
     broken.write_text("offload_grads: true")
     with pytest.raises(ConfigError, match=r"broken\.yaml: offload_grads needs"):
         Options(broken)
+    broken.write_text("offload_grads: true\nlora: false\noffload_grads: false\n")
+    with pytest.raises(ConfigError, match=r"broken\.yaml: 'offload_grads' is given twice"):
+        Options(broken)
     with pytest.raises(ConfigError, match="not int"):
         Options(3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"3 \(int\) is no name of an option"):
+        Options({3: True})  # type: ignore[dict-item]
 
 
 # -- rules -----------------------------------------------------------------
@@ -140,6 +152,7 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
         ({"cpu_training": True, "zero_level": 2}, "exclude each other"),
         ({"cpu_training": True, "qlora_bnb": True}, "exclude each other"),
         ({"zero_level": 4}, "zero_level is 1, 2 or 3"),
+        ({"qlora_fp8": True, "qlora_fp4": True}, "qlora_fp8 and qlora_fp4 exclude each other"),
     ],
 )
 def test_rules_name_what_is_missing(options: dict[str, Any], missing: str) -> None:
@@ -214,6 +227,26 @@ def test_explain_has_every_option_that_was_written(file: Path) -> None:
     assert "ignored" in rows["oflload_grads"].note
 
 
+def test_what_others_leave_without_effect_is_said() -> None:
+    rows = {row.option: row for row in explain(cpu_training=True, lora=False, normuon_beta2=0.5)}
+    assert rows["normuon_beta2"].setting == "no effect"
+    assert rows["normuon_beta2"].note == "optimizer is not normuon"
+    (row,) = (r for r in explain(cpu_training=True, optimizer="normuon") if r.option == "optimizer")
+    assert row.note == "with cpu_training the host steps fp32 AdamW"
+
+
+def test_a_model_that_cannot_be_wrapped_is_as_it_was() -> None:
+    """Recomputation is undone where a budget is too small, or the model wrapped already."""
+    model = decoder(3)
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(CapacityError):
+        offloading(model, recompute=True, hbm=4096)
+    assert [type(module) for module in model.modules()] == kinds
+    with offloading(model) as run, pytest.raises(WrapError):
+        offloading(run.model, recompute=True)
+    assert [type(module) for module in model.modules()] == kinds
+
+
 def test_optimizer_settings() -> None:
     model = decoder(3)
     settings = {"learning_rate": 3e-3, "weight_decay": 0.1, "adamw_beta1": 0.8, "adamw_beta2": 0.9}
@@ -251,8 +284,10 @@ def test_gradient_dtype() -> None:
 
 
 def test_masters_narrower_than_weights_are_refused() -> None:
-    with offloading(master_dtype="bf16") as run, pytest.raises(StepError, match="narrower"):
-        run.optimizer()
+    model = decoder(3)
+    with pytest.raises(ConfigError, match=r"master_dtype: torch.bfloat16 is narrower than 'embed"):
+        offloading(model, master_dtype="bf16", recompute=True)
+    model(next(batches(1))).backward()  # nothing was moved
 
 
 def test_loss_in_chunks() -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from tiermem.config import format_size
+from tiermem.config import Settings, format_size
 from tiermem.core.block import Role, align_up
 from tiermem.core.layout import TensorShape, pack, split
 from tiermem.core.need import Home, Played, StepNeed, least, unit_limit
@@ -35,6 +35,9 @@ FREEZE = (
     "gradients are part of that: none are kept under torch.no_grad(), nor of what "
     "requires_grad_(False) was called on"
 )
+
+
+DtypeFor = Callable[[torch.Tensor], torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +70,15 @@ class Program:
         optimizers: What their optimizers keep.
     """
 
-    def __init__(self, runtime: ModuleRuntime) -> None:
-        """Knows of nothing."""
-        self._runtime = runtime
-        self._settings = runtime.manager.settings
+    def __init__(self, settings: Settings, dtype_for: DtypeFor) -> None:
+        """Knows of nothing.
+
+        Args:
+            settings: Of the manager.
+            dtype_for: Returns the dtype of a parameter's gradient.
+        """
+        self._settings = settings
+        self._dtype_for = dtype_for
         self.models: list[Inventory] = []
         self.optimizers: list[Kept] = []
 
@@ -119,7 +127,7 @@ class Program:
     def _units(self, plan: BlockPlan, wide: int) -> list[_Unit]:
         """Returns the units of gradients of a model, their elements of ``wide`` bytes at least."""
         found = []
-        known, dtype_of = plan.inventory, self._runtime.grads.dtype_for
+        known, dtype_of = plan.inventory, self._dtype_for
         weights_at = self._settings.policy.home(Role.PARAM)
         for root, members in plan.params.items():
             fixed = plan.fixed(weights_at, root)
@@ -185,23 +193,26 @@ class Program:
             return self.play(hbm, gradients=gradients, optimizers=optimizers)
 
         hbm = least(lambda budget: play(budget).hbm(), now)
-        played, files = play(hbm), bool(settings.nvme)
-
-        def homes(dram: int) -> int:
-            return dram // 4096 * 4096 - (staging_size(dram) if files else 0)
-
-        dram = least(
-            lambda budget: budget + align_up(played.short_of_dram(homes(budget), files=files)),
-            settings.dram,
-        )
+        dram, nvme = self.below_hbm(play(hbm), settings.dram)
         found = {"hbm": hbm} if hbm > now else {}
         if dram > settings.dram:
             found["dram"] = align_up(dram)
-        if settings.nvme_bytes is not None:
-            nvme = played.on_disk(homes(dram))
-            if nvme > settings.nvme_bytes:
-                found["nvme_bytes"] = nvme
+        if settings.nvme_bytes is not None and nvme > settings.nvme_bytes:
+            found["nvme_bytes"] = nvme
         return found
+
+    def below_hbm(self, played: Played, dram: int = 0) -> tuple[int, int]:
+        """Returns the least DRAM budget from ``dram`` bytes on, and the bytes on disk."""
+        files = bool(self._settings.nvme)
+
+        def homes(budget: int) -> int:
+            return budget // 4096 * 4096 - (staging_size(budget) if files else 0)
+
+        found = least(
+            lambda budget: budget + align_up(played.short_of_dram(homes(budget), files=files)),
+            dram,
+        )
+        return found, played.on_disk(homes(found))
 
     def _adamw(self) -> Kept:
         trained = {id(f.tensor) for m in self.models for f in m.params if f.tensor.requires_grad}

@@ -139,7 +139,7 @@ class ModuleRuntime:
         self.groups: list[Group] = []
         self.here = _Here()
         self.grads = GradStore(self)
-        self.program = Program(self)
+        self.program = Program(manager.settings, self.grads.dtype_for)
         self.reduced = ReducedGradients(self)
         self.saved = SavedHooks(self)
         self.addresses = Addresses()

@@ -1,0 +1,103 @@
+"""The budgets that a file leaves open: what this model, with this optimizer, takes of each tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import tiermem
+
+from .mapping import DTYPES, Plan
+from .reading import SHORT
+from .zerooptions import PARAM, STATE, ZERO
+
+_MARGIN = 32
+"""One part in so many is added to the host memory that is needed."""
+_STAGING = 256 << 20
+"""And so many bytes with files: staging chunks, which grow with the budget."""
+_STATE = 12
+"""Bytes of masters and state of a parameter: float32 and two moments."""
+
+
+def size(
+    plan: Plan, model: nn.Module, made: tuple[Any, dict[str, Any]] | None, groups: Sequence[Any]
+) -> None:
+    """Sets ``hbm``, ``dram`` and the home of gradients of a plan, where the file does not.
+
+    Gradients of offloaded state stay in HBM where nobody has set its budget and it has room for
+    weights, gradients, masters and state together; else they are in DRAM. Host memory is what is
+    at home there, the buffers that the file asks for, and a margin, no more than is available.
+    What is missing goes to ``plan.refused``.
+
+    Args:
+        plan: What the configuration became.
+        model: Not wrapped; it may still be of another dtype.
+        made: Class and settings of the optimizer; None for none.
+        groups: What the optimizer gets.
+    """
+    manager, policy = plan.manager, plan.manager["policy"]
+    found = _budgets(plan, model, made, groups)
+    free = "hbm" not in manager and plan.optimizer["where"] == "device"
+    if policy["grads"] == "dram" and free and found.all_in_hbm <= found.hbm:
+        policy["grads"] = "hbm"
+        found = _budgets(plan, model, made, groups)
+    manager["hbm"] = found.hbm
+    if "dram" in manager:
+        return
+    if found.dram > found.available:
+        plan.refused = plan.refused or (
+            f"{plan.config.name}: {found.dram:,} bytes of host memory are needed for what is "
+            f"offloaded to it, and {found.available:,} are available; put more of it on NVMe "
+            f"({PARAM}.device, {STATE}.device), or give tiermem: {{dram: ...}} to try"
+        )
+    manager["dram"] = max(found.dram, min(_wanted(plan, model, found), found.available * 9 // 10))
+
+
+def _budgets(
+    plan: Plan, model: nn.Module, made: tuple[Any, dict[str, Any]] | None, groups: Sequence[Any]
+) -> tiermem.Budgets:
+    manager = plan.manager
+    cls, settings = made or (None, {})
+    buffers = plan.config["data_types.buffer_dtype"]
+    asked = {key: value for key, value in plan.optimizer.items() if key != "host_share"}
+    return tiermem.budgets_for(
+        model,
+        cls,
+        groups or None,
+        device=manager["device"],
+        hbm=manager.get("hbm"),
+        nvme="nvme" in manager,
+        policy=manager["policy"],
+        dtype=plan.dtype,
+        buffer_dtype=None if buffers is None else DTYPES[SHORT[buffers]],
+        **asked,
+        **settings,
+    )
+
+
+def _wanted(plan: Plan, model: nn.Module, found: tiermem.Budgets) -> int:
+    """Returns bytes of DRAM: what is needed, and what makes it fast."""
+    wanted = found.dram + _ahead(plan, model)
+    wanted += wanted // _MARGIN + (_STAGING if "nvme" in plan.manager else 0)
+    if plan.manager["policy"]["activations"] == "dram":
+        return found.available  # the batch is not known, and no more is taken than is used
+    return wanted
+
+
+def _ahead(plan: Plan, model: nn.Module) -> int:
+    """Returns the bytes that a file asks for to read ahead from files, no more than there are."""
+    config, policy, ahead = plan.config, plan.manager["policy"], 0
+    params = list(model.parameters())
+    if policy["params"] == "nvme":
+        elements = sum(p.numel() for p in params)
+        asked = config[f"{PARAM}.buffer_count"] * config[f"{PARAM}.buffer_size"]
+        asked = min(elements, asked + config[f"{PARAM}.max_in_cpu"])
+        ahead += asked * (torch.float32 if plan.dtype is None else plan.dtype).itemsize
+    if policy["optimizer"] == "nvme":
+        trained = sum(p.numel() for p in params if p.requires_grad)
+        group = min(trained, config[f"{ZERO}.sub_group_size"])
+        ahead += min(trained * _STATE, config[f"{STATE}.buffer_count"] * group * 4)
+    return ahead

@@ -1,0 +1,100 @@
+"""``budgets_for`` says what a run takes, to the byte, and looks at shapes alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tiermem
+
+POLICY = dict.fromkeys(("params", "grads", "master", "optimizer"), "dram")
+MASTERS = {"dtype": torch.bfloat16, "master_dtype": torch.float32}
+
+
+class Model(nn.Module):
+    """Tied weights, a frozen layer, a large buffer, and one that stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 40)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(40, 90), nn.Linear(90, 40)) for _ in "abc"
+        )
+        self.head = nn.Linear(40, 50, bias=False)
+        self.head.weight = self.embed.weight
+        self.layers[0].requires_grad_(False)
+        self.register_buffer("table", torch.zeros(90_000))
+        self.register_buffer("scale", torch.ones(3))
+
+
+def opened(found: tiermem.Budgets, policy: Any = POLICY, **more: Any) -> tiermem.TierManager:
+    return tiermem.TierManager("cpu", hbm=found.hbm, dram=found.dram, policy=policy, **more)
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "more"),
+    [
+        (torch.optim.AdamW, {"lr": 1e-3}, {}),
+        (torch.optim.AdamW, {"amsgrad": True}, MASTERS),
+        (torch.optim.SGD, {"momentum": 0.9}, {**MASTERS, "grad_dtype": torch.float32}),
+        (torch.optim.Adafactor, {}, {}),
+        (torch.optim.AdamW, {}, {"where": "host"}),
+        (torch.optim.AdamW, {}, {"overlap": "backward"}),
+    ],
+)
+def test_what_is_taken_is_what_was_said(cls: Any, settings: Any, more: dict[str, Any]) -> None:
+    model = Model()
+    found = tiermem.budgets_for(
+        model, cls, device="cpu", hbm="4MiB", policy=POLICY, **more, **settings
+    )
+    more = {key: value for key, value in more.items() if key != "dtype"}
+    if "master_dtype" in more:
+        for param in model.parameters():
+            param.data = param.data.bfloat16()
+    with opened(found) as tier:
+        tier.wrap(model)
+        tier.optimizer(model, cls, **more, **settings)
+        assert tier.stats().used["dram"] == found.dram
+
+
+def test_homes_in_hbm_and_in_files(tmp_path: Path) -> None:
+    below = {"params": "nvme", "grads": "hbm", "master": "dram", "optimizer": "nvme"}
+    found = tiermem.budgets_for(
+        Model(), torch.optim.AdamW, device="cpu", hbm="4MiB", nvme=True, policy=below, **MASTERS
+    )
+    model = Model()
+    for param in model.parameters():
+        param.data = param.data.bfloat16()
+    with opened(found, below, nvme=tmp_path) as tier:
+        tier.wrap(model)
+        tier.optimizer(model, torch.optim.AdamW, master_dtype=torch.float32)
+        used = tier.stats().used
+        assert used["nvme"] == found.nvme_bytes
+        assert used["dram"] <= found.dram
+
+
+def test_nothing_is_moved_and_the_least_of_hbm_is_said() -> None:
+    model = Model()
+    before = [(p.data_ptr(), p.dtype, p.requires_grad) for p in model.parameters()]
+    found = tiermem.budgets_for(
+        model, torch.optim.AdamW, device="cpu", hbm="64KiB", policy=POLICY, dtype=torch.float16
+    )
+    assert [(p.data_ptr(), p.dtype, p.requires_grad) for p in model.parameters()] == before
+    assert found.least_hbm > found.hbm == 64 << 10
+    assert found.all_in_hbm > found.dram > 0
+    assert found.available > 0
+    forward = tiermem.budgets_for(model, device="cpu", hbm="4MiB", policy=POLICY)
+    assert forward.dram < tiermem.budgets_for(
+        model, torch.optim.SGD, device="cpu", hbm="4MiB", policy=POLICY
+    ).dram  # fmt: skip
+
+
+def test_what_cannot_be_wrapped_is_refused() -> None:
+    with pytest.raises(tiermem.WrapError, match="meta"):
+        tiermem.budgets_for(nn.Linear(2, 2, device="meta"), device="cpu", hbm="1MiB")
+    with pytest.raises(tiermem.ConfigError, match="hbm is not a size"):
+        tiermem.budgets_for(nn.Linear(2, 2), device="cpu", hbm="much")

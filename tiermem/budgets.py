@@ -1,0 +1,265 @@
+"""What a training run will need of each budget, known before anything is opened or moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.config import Home, Policy, Settings, parse_size
+from tiermem.core.block import align_up
+from tiermem.errors import StepError
+from tiermem.nn.blocks import Inventory
+from tiermem.nn.inspect import can_move, check_module, find, link_shared
+from tiermem.nn.need import DtypeFor, Kept, Program
+from tiermem.nn.partition import checked_homes
+from tiermem.nn.shapes import shape_of
+from tiermem.nn.wrapped import Blocks
+from tiermem.optim.classes import optimizer_class
+from tiermem.optim.groups import Params, floating, groups_of, with_defaults
+from tiermem.optim.host import with_fused
+from tiermem.optim.master import master_dtype_of
+from tiermem.optim.parted import ELEMENTWISE
+from tiermem.optim.plan import kept_of
+from tiermem.optim.probe import StateProbe, settings_of
+from tiermem.optim.tiered import Overlap, Where
+from tiermem.optim.undo import cannot_fail_midway
+from tiermem.runtime.hostmemory import available_memory
+from tiermem.runtime.staged import MOST_LOADS
+from tiermem.tier import Size, default_hbm, device_of
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """The least budgets in which a run fits, in bytes.
+
+    Attributes:
+        hbm: Of device memory, with which the other two were found: what was given, or the default.
+        least_hbm: The least that would do for it; more than ``hbm`` where ``hbm`` does not do.
+        all_in_hbm: Of device memory, so that nothing need ever leave it.
+        dram: Of host memory: the homes there, with whole pages and the staging chunks of files,
+            and where the host steps, what these steps take beside them. Tensors saved for
+            backward (``Policy(activations="dram")``) come on top: they depend on the batch.
+        nvme_bytes: On disk.
+        available: Of host memory, not needed but there: to this process now, by the machine and
+            its cgroups.
+    """
+
+    hbm: int
+    least_hbm: int
+    all_in_hbm: int
+    dram: int
+    nvme_bytes: int
+    available: int
+
+
+def budgets_for(
+    model: nn.Module,
+    cls: type[torch.optim.Optimizer] | None = None,
+    params: Params | None = None,
+    *,
+    device: str | torch.device = "cuda",
+    hbm: Size | None = None,
+    nvme: bool = False,
+    policy: Policy | dict[str, Home] | str | None = None,
+    blocks: Blocks = "auto",
+    homes: Mapping[str, Home] | None = None,
+    dtype: torch.dtype | None = None,
+    buffer_dtype: torch.dtype | None = None,
+    master_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+    overlap: Overlap = False,
+    where: Where = "device",
+    **settings: Any,
+) -> Budgets:
+    """Returns the budgets that training a model takes, as its blocks will be; moves nothing.
+
+    Give the result to :class:`tiermem.TierManager`: ``hbm=found.hbm``, because blocks are chosen
+    for it, and at least ``found.dram``.
+
+    Args:
+        model: Any module that can be wrapped; only shapes and dtypes are looked at.
+        cls: The optimizer's class; None for a model that only infers.
+        params: What the optimizer gets; by default all parameters of the model.
+        device: As for the manager.
+        hbm: Likewise; by default what its default would be now.
+        nvme: Whether there is an NVMe tier.
+        policy: As for the manager.
+        blocks: As for ``wrap``.
+        homes: Likewise.
+        dtype: Floating weights are cast to it before ``wrap``; None for as they are.
+        buffer_dtype: Likewise for buffers.
+        master_dtype: As for ``tier.optimizer``.
+        grad_dtype: Likewise.
+        overlap: Likewise.
+        where: Likewise.
+        **settings: The class's own.
+
+    Raises:
+        ConfigError: If a setting cannot be used.
+        WrapError: If the model cannot be wrapped.
+        StepError: If the class cannot be tried.
+    """
+    target = device_of(device)
+    room = default_hbm(target) if hbm is None else parse_size(hbm, "hbm")
+    room = room // 4096 * 4096
+    limits = Settings(
+        device=str(target),
+        hbm=room,
+        dram=0,
+        nvme=("",) if nvme else (),
+        nvme_bytes=None,
+        policy=Policy.of(policy),
+        prefetch_depth="auto",
+    )
+    check_module(model, 0)
+    twins = _Twins(dtype, buffer_dtype)
+    wanted = floating("grad_dtype", grad_dtype)
+    kept: list[Kept] = []
+    program = Program(limits, _gradient_dtypes(wanted))
+    program.models.append(_inventory(model, twins, blocks, homes))
+    if cls is not None:
+        given = groups_of(model if params is None else params)
+        groups = [{**g, "params": [twins.param(p) for p in g["params"]]} for g in given]
+        stepped = _Stepped(groups, optimizer_class(cls), settings, master_dtype)
+        kept.append(stepped.kept(target, overlap=bool(overlap), elementwise=where != "host"))
+    played = program.play(room, gradients=cls is not None, optimizers=kept)
+    dram, on_disk = program.below_hbm(played)
+    if cls is not None and where != "device":
+        largest = align_up(max((step.nbytes for step in played.steps), default=0))
+        dram += largest * (stepped.may_fail_midway() + (MOST_LOADS if nvme else 0))
+    everything = sum(nbytes for _, nbytes in played.homes)
+    return Budgets(room, played.hbm(), everything, align_up(dram), on_disk, available_memory())
+
+
+def _gradient_dtypes(wanted: torch.dtype | None) -> DtypeFor:
+    """Returns what gradients are kept in."""
+
+    def dtype_for(param: torch.Tensor) -> torch.dtype:
+        return wanted if wanted is not None and param.is_floating_point() else param.dtype
+
+    return dtype_for
+
+
+class _Twins:
+    """Stand-ins without bytes for the modules and parameters of a model, in the dtypes to come."""
+
+    def __init__(self, dtype: torch.dtype | None, buffer_dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        self._buffer_dtype = buffer_dtype
+        self._params: dict[int, nn.Parameter] = {}
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._modules: dict[int, nn.Module] = {}
+        self._originals: list[torch.Tensor] = []  # so that ids stay theirs
+
+    def param(self, param: torch.Tensor) -> nn.Parameter:
+        """Returns the stand-in of a parameter."""
+        if id(param) not in self._params:
+            self._originals.append(param)
+            cast = self._dtype if param.is_floating_point() else None
+            meta = torch.empty_strided(
+                param.shape, param.stride(), dtype=cast or param.dtype, device="meta"
+            )
+            self._params[id(param)] = nn.Parameter(meta, param.requires_grad)
+        return self._params[id(param)]
+
+    def _buffer(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Returns a buffer as it will be; never written, a new one takes no memory."""
+        cast = self._buffer_dtype if buffer.is_floating_point() else None
+        if cast is None or cast is buffer.dtype:
+            return buffer
+        return self._buffers.setdefault(id(buffer), torch.empty_like(buffer, dtype=cast))
+
+    def module(self, module: nn.Module) -> nn.Module:
+        """Returns the stand-in of a module: of the same class, for looking at what is in it."""
+        if id(module) not in self._modules:
+            twin = self._modules[id(module)] = type(module).__new__(type(module))
+            twin.__dict__.update(vars(module))
+            parts: dict[str, Any] = {
+                "_parameters": _mapped(module._parameters, self.param),
+                "_buffers": _mapped(module._buffers, self._buffer),
+                "_modules": _mapped(module._modules, self.module),
+            }
+            twin.__dict__.update(parts)
+        return self._modules[id(module)]
+
+
+def _mapped(named: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    return {name: None if item is None else change(item) for name, item in named.items()}
+
+
+def _inventory(
+    model: nn.Module, twins: _Twins, blocks: Blocks, homes: Mapping[str, Home] | None
+) -> Inventory:
+    """Returns what ``wrap`` will know of a model, of its stand-ins."""
+    twin = twins.module(model)
+    originals = find(model, "_parameters")
+    link_shared(originals)
+    params = find(twin, "_parameters")
+    index = {id(found): number for number, found in enumerate(originals)}
+    for found, original in zip(params, originals, strict=True):
+        if original.same_as is not None:
+            found.same_as = params[index[id(original.same_as)]]
+    buffers = [found for found in find(twin, "_buffers") if can_move(found)]
+    own = checked_homes(homes, dict(twin.named_modules()))
+    return Inventory(twin, blocks, params, buffers, own)
+
+
+class _Stepped:
+    """An optimizer to come, over stand-ins.
+
+    Args:
+        groups: Parameter groups, of stand-ins.
+        cls: Its class.
+        settings: Of the class.
+        master_dtype: Of masters, or None.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        cls: type[torch.optim.Optimizer],
+        settings: dict[str, Any],
+        master_dtype: torch.dtype | None,
+    ) -> None:
+        self._cls = cls
+        self._settings = settings
+        self._master_dtype = floating("master_dtype", master_dtype)
+        self._groups, _ = with_defaults(self._make, groups, self._dtype)
+        numbered = [(p, n) for n, group in enumerate(self._groups) for p in group["params"]]
+        self._members = [(param, number) for param, number in numbered if param.requires_grad]
+
+    def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return self._cls(groups, **self._settings)
+
+    def _dtype(self, param: torch.Tensor) -> torch.dtype:
+        return master_dtype_of(param, self._master_dtype) or param.dtype
+
+    def kept(self, device: torch.device, *, overlap: bool, elementwise: bool) -> Kept:
+        """Returns what it will keep for each parameter."""
+        elementwise = elementwise and self._cls in ELEMENTWISE
+
+        def found(*, sparse: bool) -> Kept:
+            probe = StateProbe(self._make, device, sparse=sparse)
+            args = self._groups, self._members, probe, self._master_dtype
+            kept = kept_of(*args, overlap=overlap, elementwise=elementwise)
+            for param, _ in self._members[:1]:
+                kept.state(param, shape_of("", param))
+            return kept
+
+        try:
+            return found(sparse=False)
+        except StepError:  # there are classes that take sparse gradients alone
+            return found(sparse=True)
+
+    def may_fail_midway(self) -> bool:
+        """Whether a step on the host has to be able to take back what it has written."""
+        dtypes = {(self._dtype(param), number) for param, number in self._members}
+        tiny = [
+            {**settings_of(self._groups[n]), "params": [nn.Parameter(torch.zeros(1, dtype=d))]}
+            for d, n in dtypes
+        ]
+        return bool(tiny) and not cannot_fail_midway(with_fused(self._make)(tiny))
