@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import tiermem
@@ -15,6 +17,31 @@ PACKAGE = str(Path(tiermem.__file__).parent)
 
 class Stop(BaseException):
     """Stands for Ctrl-C."""
+
+
+@functools.cache
+def uncut(code: CodeType) -> frozenset[int]:
+    """Returns the offsets at which a line begins and no exception can come.
+
+    There the ordinary way out of a ``with`` begins: no signal handler and no error comes between
+    the last call inside and the call of ``__exit__``, as the interpreter looks for signals after
+    calls, where the context is still in force. Or a ``try:`` begins, which does nothing, and is in
+    no block of the compiled code, not even in a ``with`` around it.
+    """
+    found = set()
+    ops = [op for op in dis.get_instructions(code) if op.opname not in ("CACHE", "EXTENDED_ARG")]
+    for index, op in enumerate(ops):
+        names = [o.opname for o in ops[index : index + 3]]
+        values = [o.argval for o in ops[index : index + 3]]
+        if names == ["LOAD_CONST"] * 3 and values == [None] * 3:
+            found.add(op.offset)
+            if index and ops[index - 1].opname == "SWAP":  # of what is returned from inside
+                found.add(ops[index - 1].offset)
+        if op.opname in ("NOP", "SETUP_FINALLY"):
+            found.add(op.offset)
+        if op.opname == "POP_BLOCK" and [o.argval for o in ops[index + 1 : index + 2]] == [None]:
+            found.add(op.offset)
+    return frozenset(found)
 
 
 def cut_short(call: Callable[[], Any], number: int, files: Sequence[str]) -> str:
@@ -33,7 +60,7 @@ def cut_short(call: Callable[[], Any], number: int, files: Sequence[str]) -> str
 
     def local(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal lines, where
-        if event == "line" and not where:
+        if event == "line" and not where and frame.f_lasti not in uncut(frame.f_code):
             lines += 1
             if lines == number:
                 where = f"{frame.f_code.co_filename[len(PACKAGE) + 1 :]}:{frame.f_lineno}"

@@ -1,14 +1,14 @@
 """A training program that is cut short at one line inside tiermem, and goes on as its user would.
 
-:func:`record` runs the program once and returns every line of the package that it comes to;
-:func:`interrupted` runs it again and raises before one of them. What the program ends with is
-then compared with the run that nobody cut short, and what is left behind is looked for.
+:func:`record` runs the program once and returns what it ends with, and every line of the package
+that it comes to; :func:`interrupted` runs it again and raises before one of them. What the program
+ends with is then compared with the run that nobody cut short, and what is left behind is looked
+for.
 """
 
 from __future__ import annotations
 
-import dis
-import functools
+import ctypes
 import gc
 import os
 import random
@@ -16,14 +16,16 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import pytest
 import torch
+from support_ctrl_c import uncut
 from support_nn import leaves, same_bits, seed
 from support_process import open_files
 from torch import nn
@@ -31,9 +33,12 @@ from torch.utils.checkpoint import checkpoint
 
 import tiermem
 from tiermem.errors import InvariantError, TierError
+from tiermem.optim import tiered
+from tiermem.optim.probe import StateProbe
+from tiermem.optim.separable import check_separable
 
 PACKAGE = str(Path(tiermem.__file__).parent) + os.sep
-_STEPS = 3
+_STEPS = 4
 _PATIENCE = 20
 
 Site = tuple[str, int, str, int]
@@ -50,28 +55,6 @@ class Alarm(Exception):
 
 class Hung(BaseException):
     """The program did not go on."""
-
-
-@functools.cache
-def _exits(code: CodeType) -> frozenset[int]:
-    """Returns the offsets at which the ordinary way out of a ``with`` begins.
-
-    A line begins there, but no signal handler and no error comes between the last call inside
-    and the call of ``__exit__``: the interpreter looks for signals after calls, where the context
-    is still in force.
-    """
-    found = set()
-    ops = [op for op in dis.get_instructions(code) if op.opname not in ("CACHE", "EXTENDED_ARG")]
-    for index, op in enumerate(ops):
-        names = [o.opname for o in ops[index : index + 3]]
-        values = [o.argval for o in ops[index : index + 3]]
-        if names == ["LOAD_CONST"] * 3 and values == [None] * 3:
-            found.add(op.offset)
-            if index and ops[index - 1].opname == "SWAP":  # of what is returned from inside
-                found.add(ops[index - 1].offset)
-        if op.opname == "POP_BLOCK" and [o.argval for o in ops[index + 1 : index + 2]] == [None]:
-            found.add(op.offset)
-    return frozenset(found)
 
 
 def _callers(frame: FrameType, depth: int) -> str:
@@ -124,7 +107,7 @@ class Tracer:
         return self._line
 
     def _line(self, frame: FrameType, event: str, _arg: Any) -> Any:
-        if event != "line" or self.hit or frame.f_lasti in _exits(frame.f_code):
+        if event != "line" or self.hit or frame.f_lasti in uncut(frame.f_code):
             return self._line
         name = self._names[frame.f_code]
         stop = self._stop
@@ -168,6 +151,9 @@ class Recursion:
             sys.setrecursionlimit(before)
 
 
+_INTERRUPTS = (Interrupt, Alarm, RecursionError, MemoryError)
+
+
 @dataclass(frozen=True)
 class Program:
     """What the user has asked for.
@@ -182,6 +168,7 @@ class Program:
         recompute: Whether activations are computed again in backward.
         dtype: Of the model.
         options: Of the manager.
+        thaws: Whether a layer is trained only from the step on in which it is cut short.
     """
 
     name: str
@@ -193,6 +180,7 @@ class Program:
     recompute: bool = False
     dtype: torch.dtype = torch.float32
     options: dict[str, Any] = field(default_factory=dict)
+    thaws: bool = False
 
 
 class Net(nn.Module):
@@ -242,6 +230,16 @@ PROGRAMS = {
             optimizer=torch.optim.SGD,
         ),
         Program("hbm", policy={"params": "hbm", "grads": "dram", "optimizer": "dram"}),
+        Program("both", settings={"where": "both", "host_share": 0.5}),
+        Program(
+            "host files",
+            nvme=True,
+            policy={"params": "dram", "grads": "dram", "optimizer": "nvme", "master": "nvme"},
+            dtype=torch.bfloat16,
+            settings={"where": "host", "overlap": "forward", "master_dtype": torch.float32},
+        ),
+        Program("host backward", settings={"where": "host", "overlap": "backward"}),
+        Program("thawing", thaws=True),
     )
 }
 
@@ -256,10 +254,14 @@ PHASES = (
     "zero",
     "eval",
     "state",
+    "load",
+    "export",
+    "restore",
     "materialize",
     "unwrap",
     "close",
 )
+_IN_TRAINING = frozenset(PHASES[3:-2])
 
 
 @dataclass
@@ -295,7 +297,7 @@ class Run:
             folder: For swap files.
             phase: Which call ``around`` is put around.
             around: Makes the call, and cuts it short.
-            which: In which training step.
+            which: In which training step; the third is the first with steps inside backward.
         """
         self.program = program
         self.folder = folder
@@ -400,7 +402,7 @@ class Run:
 
     def do(self, name: str, call: Callable[[], Any]) -> Any:
         """Makes one call, cut short where that is due."""
-        if name in PHASES[3:11] and self.step != self.which:
+        if name in _IN_TRAINING and self.step != self.which:
             return call()
         if self.watch is not None:
             return self.watch(name, call)
@@ -408,7 +410,7 @@ class Run:
             return call()
         try:
             return self.around(call)
-        except (Interrupt, Alarm, RecursionError, MemoryError) as error:
+        except (*_INTERRUPTS, ctypes.ArgumentError) as error:  # ctypes makes that of any other
             self.cut = f"{name}: {type(error).__name__}"
             del error
             return None
@@ -417,17 +419,20 @@ class Run:
         """Runs the program; returns weights, state and losses."""
         seed(7)
         self.plain = Net(self.program.recompute).to(self.program.dtype)
+        self.plain.layers[1].requires_grad_(not self.program.thaws)
         self.until_done("open", self.open)
         try:
             self.until_done("wrap", self.wrap)
             self.until_done("optimizer", self.make_optimizer)
             for self.step in range(_STEPS):
+                if self.step == self.which:
+                    self.plain.layers[1].requires_grad_(True)
                 self.micro_batch()
                 self.until_done("step", self.optimizer.step)
                 self.until_done("zero", self.optimizer.zero_grad)
                 self.eval.append(self.until_done("eval", self.evaluate))
-                self.until_done("state", lambda: self.net.state_dict())
-                self.until_done("materialize", self.materialized)
+                if self.step == self.which:
+                    self.look()
             if hasattr(self.optimizer, "finish"):
                 self.optimizer.finish()
             state = self.optimizer.state_dict()["state"]
@@ -445,6 +450,23 @@ class Run:
             else:
                 self.tier.close()
         return self.losses, weights, state, self.eval
+
+    def look(self) -> None:
+        """Takes states out and puts them in again, and writes weights by hand."""
+        weights = self.until_done("state", lambda: self.net.state_dict())
+        weights = {
+            key: value * 0.5 if value.dim() == 2 else value for key, value in weights.items()
+        }
+        self.until_done("load", lambda: self.net.load_state_dict(weights))
+        state = self.until_done("export", self.optimizer.state_dict)
+        for group in state["param_groups"]:
+            group["lr"] *= 0.5
+        for kept in state["state"].values():
+            for key, value in kept.items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    kept[key] = value * 0.5
+        self.until_done("restore", lambda: self.optimizer.load_state_dict(state))
+        self.until_done("materialize", self.materialized)
 
     def leave(self) -> None:
         self.optimizer.close()
@@ -488,6 +510,8 @@ class Run:
             raise Left(f"orphans {manager.table.orphans()}")
         homes = [r for r in manager.table if r.home_extent is not None]
         dram = sum(r.home_extent.nbytes for r in homes if r.home.value == "dram")
+        rooms = manager.homes.owned()  # of the host's steps
+        dram += sum(extent.nbytes for tier, extent in rooms if tier.value == "dram")
         staging = 0 if manager.homes.staging is None else manager.homes.staging.numel()
         store = self.tier._runtime.activations.store
         for reclaim in manager.homes.reclaimers:
@@ -499,6 +523,8 @@ class Run:
             raise Left(f"nvme: {manager.homes.nvme_used} used, {nvme} known")
         if empty and len(manager.table):
             raise Left(f"blocks left: {[r.block.name for r in manager.table]}")
+        if empty and rooms:
+            raise Left(f"rooms left: {rooms}")
         if torch._C._autograd and _pair() is not None:
             raise Left("saved-tensor hooks are left in force")
         if not torch.is_grad_enabled():
@@ -531,26 +557,61 @@ def patience(seconds: int = _PATIENCE) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def reference(program: Program, folder: Path) -> Any:
-    """Returns what the program ends with where nobody cuts it short."""
-    gc.collect()
-    gc.freeze()  # what there is already need not be looked at in every run
-    return Run(program, folder).run()
+_natures: dict[str, Any] = {}
+_probes: dict[str, StateProbe] = {}
 
 
-def record(program: Program, folder: Path, depth: int = 0) -> dict[str, Counter[Any]]:
-    """Returns how often each line is come to in each phase."""
+@contextmanager
+def tried_once() -> Iterator[None]:
+    """Has each optimizer class be tried once for all runs, which is half of a run's time."""
+
+    def nature(name: str, make: Any, settings: Any, dims: Any, dtype: Any, *rest: Any) -> Any:
+        key = repr((name, settings, dims, dtype))
+        if key not in _natures:
+            _natures[key] = check_separable(name, make, settings, dims, dtype, *rest)
+        return _natures[key]
+
+    def probe(make: Any, device: torch.device, *, sparse: bool) -> StateProbe:
+        kind = make([{"params": [nn.Parameter(torch.zeros(1))]}])
+        key = repr((type(kind), kind.defaults, sparse))
+        if key not in _probes:
+            _probes[key] = StateProbe(make, device, sparse=sparse)
+        return _probes[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiered, "check_separable", nature)
+        patch.setattr(tiered, "StateProbe", probe)
+        yield
+
+
+def record(
+    program: Program, folder: Path, phases: Collection[str] = PHASES
+) -> tuple[Any, dict[str, Counter[Any]]]:
+    """Runs a program that nobody cuts short.
+
+    Args:
+        program: What runs.
+        folder: For swap files.
+        phases: The calls whose lines are wanted.
+
+    Returns:
+        What it ends with, and how often each line is come to in each of those calls.
+    """
     seen: dict[str, Counter[Any]] = {}
 
     def around(name: str, call: Callable[[], Any]) -> Any:
-        with Tracer(depth=depth) as tracer:
+        if name not in phases:
+            return call()
+        with Tracer(depth=0) as tracer:
             seen[name] = tracer.seen
             return call()
 
     run = Run(program, folder)
     run.watch = around
-    run.run()
-    return seen
+    result = run.run()
+    gc.collect()
+    gc.freeze()  # what there is already, also what was imported, is not looked at in every run
+    return result, seen
 
 
 class Signal:

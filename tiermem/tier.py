@@ -19,6 +19,7 @@ from tiermem.errors import REFUSALS, ConfigError, WrapError
 from tiermem.nn.giveback import Leaving, finish, give_back, prepare, say_beside
 from tiermem.nn.inspect import check_module
 from tiermem.nn.materialize import Target, materialize
+from tiermem.nn.outside import OUTSIDE
 from tiermem.nn.repair import entrance
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.wrapped import Blocks, WrappedModel
@@ -223,6 +224,7 @@ class TierManager:
         """
         self._optimizers += 1
         known = {record.block.id for record in self._manager.table}
+        begun, keepers = len(self._runtime.on_begin), len(self._runtime.keepers)
         try:
             return TieredOptimizer(
                 self._runtime,
@@ -238,9 +240,11 @@ class TierManager:
             )
         except REFUSALS:
             raise
-        except BaseException:  # it may have come anywhere, and nobody has what was reserved
-            self._manager.cut_short()
-            self._manager.guard()
+        except BaseException as error:  # nobody has what was reserved
+            del self._runtime.on_begin[begun:], self._runtime.keepers[keepers:]
+            if OUTSIDE not in error.__dict__:  # it may have come anywhere
+                self._manager.cut_short()
+                self._manager.guard()
             kinds = (Role.OPTIMIZER, Role.MASTER)
             new = [r.block for r in self._manager.table if r.block.id not in known]
             self._manager.remove_blocks([block for block in new if block.role in kinds])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support_ctrl_c import cut_short
 from support_nn import same_bits
 from torch import nn
 
@@ -482,3 +483,15 @@ def test_an_unwrapped_model_has_its_weights() -> None:
         again = tier.wrap(model)
         assert in_place(tier, lambda: again(FEW)) == 1
         assert same_bits(again(FEW), plain(FEW))
+
+
+@pytest.mark.parametrize("file", ["runtime/inplace.py", "nn/lookup.py"])
+def test_ctrl_c_in_a_look_is_noted_and_the_next_call_repairs(file: str) -> None:
+    """The call of the model around it takes an exception of its layers for the user's."""
+    with twins() as (model, plain, tier):
+        assert same_bits(model(FEW), plain(FEW))
+        number = {"runtime/inplace.py": 14, "nn/lookup.py": 66}[file]
+        where = cut_short(lambda: model(FEW), number, [file])
+        assert where and tier._manager.unsure, where
+        assert same_bits(model(FEW), plain(FEW))
+        assert not tier._manager.unsure

@@ -445,7 +445,8 @@ class ResidencyTable:
 
     def _leave(self, record: Record, *, keep: bool = False) -> None:
         if record.extent is not None:
-            del self._at[record.extent.offset]
+            if self._at.get(record.extent.offset) is record:  # else its entering was cut short
+                del self._at[record.extent.offset]
             if keep:
                 self._orphans[record.extent.offset] = record.extent
             else:

@@ -10,6 +10,7 @@ DRAM budget is one block, and what was in HBM or in files.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,6 @@ from tiermem.core.block import Tier
 from tiermem.errors import CapacityError, StorageError, TierError, WrapError
 from tiermem.nn.grads import GradUnit
 from tiermem.nn.group import Entry, Group, Member
-from tiermem.nn.inspect import owners
 from tiermem.nn.lazy import is_gone, ordinary
 from tiermem.runtime.hostmemory import available_memory
 
@@ -80,7 +80,8 @@ class Leaving:
 
     def _units(self) -> list[GradUnit]:
         """Returns the blocks of gradients that hold any."""
-        entries = [e for e in self.wrapped.entries if e.has_grad and not e.materialized]
+        entries = [e for e in self.wrapped.entries if e.has_grad]
+        entries = [e for e in entries if not e.materialized or self._is_begun(e)]
         units = [e.unit for e in entries if e.unit is not None]
         return list({id(unit): unit for unit in units}.values())
 
@@ -99,12 +100,16 @@ class Leaving:
         """
         self._values.clear()
         self._gradients.clear()
-        self._not_ours = {id(m) for g in self._groups() for m in g.members() if m.materialized}
+        members = [member for group in self._groups() for member in group.members()]
+        self._not_ours = {id(m) for m in members if m.materialized and not self._is_begun(m)}
         with self._manager.lock:
             for scope in self.wrapped.scopes.values():
                 scope.inside.empty()
             for group in self._groups():
-                if group.holds > self._runtime.reduced.holds(group):
+                with suppress(StorageError):  # named below, with all others
+                    self._manager.debts.pay(group.block.id)
+                waits = group.block.id in self._manager.debts  # for a disk
+                if not waits and group.holds > self._runtime.reduced.holds(group):
                     raise WrapError(
                         f"block {group.block.name!r} is in use (its module is being called); take "
                         "the model out of the tiers once the call has returned"
@@ -147,6 +152,9 @@ class Leaving:
     def finish(self) -> None:
         """Makes the tensors ordinary; goes on where it was cut short (by Ctrl-C)."""
         self._runtime.reduced.let_go(self._groups())
+        small = self.wrapped.resident
+        for group in (*self.wrapped.groups, *([] if small is None else [small])):
+            group.sort_members()  # an exception may have come between a tensor and this
         for group in self._groups():
             values = self._values.get(group.block.id) or self._tensors(group)
             for member in group.members():
@@ -158,7 +166,6 @@ class Leaving:
             extent = self._manager.record(group.block).home_extent
             if self._in_dram(group) and extent is not None:
                 self._manager.homes.arena.give_back(extent)
-        small = self.wrapped.resident
         for member in small.buffers if small is not None else ():
             if id(member) not in self._not_ours:
                 self._free(member, member.tensor.detach().clone().to(self._target))
@@ -166,23 +173,31 @@ class Leaving:
         self._gradients.clear()
         self.wrapped.uninstall()
 
+    def _is_begun(self, member: Member) -> bool:
+        """Whether a tensor was being made ordinary when that was cut short."""
+        return id(member) in self.wrapped.leaving
+
     def _free(self, member: Member, value: torch.Tensor) -> None:
-        """Makes a tensor an ordinary one, and its gradient."""
+        """Makes a tensor an ordinary one, and its gradient; cut short, it is done once more.
+
+        The tiers have the gradient until the parameter has it.
+        """
+        self.wrapped.leaving.add(id(member))
         if not isinstance(member, Entry):
-            member.group.free(member, value)
+            if not member.materialized:
+                member.group.free(member, value)
             return
         own = member.param.grad
-        if member.has_grad or is_gone(own):
-            own = None
-        if member.has_grad:
+        if member.has_grad and (not member.materialized or own is member.lazy):
             own = self._gradients[id(member)].to(member.param.dtype)
-        member.group.free(member, value)
-        member.param.grad = None
-        if own is not None:
-            member.param.grad = ordinary(own, member.param, value.device)
+        elif is_gone(own):
+            own = None
+        if not member.materialized:
+            member.group.free(member, value)
+        # in one assignment: whoever comes again finds the stand-in, or the gradient
+        member.param.grad = None if own is None else ordinary(own, member.param, value.device)
         if member.has_grad:
             self._runtime.grads.hand_over(member, self._gradients[id(member)])
-        owners.pop(member.param, None)
 
 
 def give_back(wrapped: WrappedModel, device: torch.device | None) -> None:

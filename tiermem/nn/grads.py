@@ -276,12 +276,13 @@ class GradStore:
         """Forgets the gradient of one parameter; whoever still has it keeps its value."""
         self.pay(entry.unit)
         self._measured.pop(id(entry), None)
-        stand_in, entry.lazy = entry.lazy, None
+        stand_in = entry.lazy
         if isinstance(stand_in, LazyTensor):
             if entry.param.grad is stand_in:
                 entry.param.grad = None
-            if entry.has_grad and (is_held(stand_in) or is_elsewhere(stand_in)):
+            if entry.has_grad and (is_held(stand_in, besides=1) or is_elsewhere(stand_in)):
                 orphan(stand_in)
+        entry.lazy = None  # after others have the value
         entry.has_grad = False
         unit = entry.unit
         if unit is not None and not any(e.has_grad for e in unit.entries):
@@ -305,16 +306,17 @@ class GradStore:
                             self.clear(entry)
 
     def hand_over(self, entry: Entry, gradient: torch.Tensor) -> None:
-        """Forgets the gradient of a parameter that leaves the tiers.
+        """Forgets the gradient of a parameter that leaves the tiers; cut short, it goes on.
 
         Args:
             entry: The parameter.
             gradient: Its value in the dtype it was kept in; whoever still has the stand-in has it.
         """
-        stand_in, entry.lazy = entry.lazy, None
-        held = is_held(stand_in) or (stand_in is not None and is_elsewhere(stand_in))
+        stand_in = entry.lazy
+        held = is_held(stand_in, besides=1) or (stand_in is not None and is_elsewhere(stand_in))
         if isinstance(stand_in, LazyTensor) and held:
             orphan(stand_in, gradient.to(self.manager.device, copy=True))
+        entry.lazy = None
         entry.has_grad = False
 
     def owed(self, entry: Entry) -> bool:

@@ -215,7 +215,7 @@ class Group(Holder):
         self._members = (*self.entries, *self.buffers)
         for member in self._members:
             group_of[id(member.tensor)] = self
-        self._sort_members()
+        self.sort_members()
         self._versions = self._count()  # what was written before is at home already
         self._away()
         _change(self._hidden)
@@ -223,7 +223,7 @@ class Group(Holder):
     def add_names(self, names: HeldDict) -> None:
         """Enters a module's dictionary, all of whose managed names are tensors of this group."""
         self._names.append(names)
-        self._sort_members()
+        self.sort_members()
         if self.holds:
             names.__class__ = HeldDict
 
@@ -238,17 +238,17 @@ class Group(Holder):
         return bool(values) and not any(id(value) in own for value in values)
 
     def free(self, member: Member, data: torch.Tensor) -> None:
-        """Makes a tensor an ordinary one over ``data``."""
+        """Makes a tensor an ordinary one over ``data``; it is one once it is ``materialized``."""
+        member.point(data, member.kind)
         if self._slot is not None and not member.materialized:
             self._slot.pointed -= 1
-        member.materialized = True
-        self._sort_members()
-        member.point(data, member.kind)
+        member.materialized = True  # after the tensor has its data: nobody gives it any later
+        self.sort_members()
 
     def recapture(self, member: Member) -> None:
         """Takes a tensor back that was freed."""
         member.materialized = False
-        self._sort_members()
+        self.sort_members()
         slot = self._slot
         if slot is not self.manager.slots.current.get(self.block.id):
             slot = self._slot = None  # nothing pointed at it, so nobody said that the block left
@@ -266,6 +266,8 @@ class Group(Holder):
 
     def hold_locked(self) -> None:
         """Does that for who has the manager's lock."""
+        if self.holds and self.manager.debts.owed:  # of a step that could not be taken back
+            self.manager.debts.pay(self.block.id)
         if self.holds == 0:
             slot = self._uses.take(self.block)
             _change(self._shown)  # ordinary ones, since their block is held
@@ -273,6 +275,14 @@ class Group(Holder):
                 self._point(slot, plain=self._plain)
             slot.idle = self.soft = False
         self.holds += 1
+
+    def hide(self) -> None:
+        """Has every operation on the tensors ask for the block first, although it is held."""
+        _change(self._hidden)
+
+    def show(self) -> None:
+        """Ends that."""
+        _change(self._shown)
 
     def let_go(self, *, dirty: bool = False, soft: bool = False) -> None:
         """Gives one hold back; the last one points the tensors away.
@@ -387,7 +397,7 @@ class Group(Holder):
                 if left is not None:
                     left.pointed, left.idle = 0, False
             self._slot = None
-            self._sort_members()
+            self.sort_members()
             self._away()
         self._versions = self._count()
         _change(self._hidden)
@@ -418,7 +428,7 @@ class Group(Holder):
         for buffer in self.buffers:
             memo[id(buffer.tensor)] = tensors[buffer.index].clone()
 
-    def _sort_members(self) -> None:
+    def sort_members(self) -> None:
         """Lays out what is done to the tensors at every use, so that it takes a loop each."""
         managed = [member for member in self._members if not member.materialized]
         self._tensors = [member.tensor for member in managed]

@@ -206,14 +206,19 @@ def orphan(tensor: LazyTensor, value: torch.Tensor | None = None) -> None:
     kept = tensor._kept
     if kept is None:
         kept = tensor._load() if value is None else value
-    tensor._kept = None
     tensor._load = lambda: kept
     tensor._store = kept.copy_
+    tensor._kept = None
 
 
-def is_held(thing: object) -> bool:
-    """Whether anybody has a reference to an object besides one local variable of the caller."""
-    return sys.getrefcount(thing) > _ALONE
+def is_held(thing: object, *, besides: int = 0) -> bool:
+    """Whether anybody has a reference to an object besides one local variable of the caller.
+
+    Args:
+        thing: The object.
+        besides: How many more references the caller knows of.
+    """
+    return sys.getrefcount(thing) > _ALONE + besides
 
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:
@@ -231,7 +236,7 @@ def _alone() -> int:
     return _counted(thing)
 
 
-def _counted(thing: object) -> int:
+def _counted(thing: object, *, besides: int = 0) -> int:
     """Counts just as :func:`is_held` does: what a call adds differs between versions of Python."""
     return sys.getrefcount(thing)
 

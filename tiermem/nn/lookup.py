@@ -16,8 +16,9 @@ from torch.nn.modules import module as modules
 from torch.utils._device import DeviceContext
 
 from tiermem.nn.group import ORDINARY, Entry
-from tiermem.nn.repair import repair
+from tiermem.nn.repair import inside, repair
 from tiermem.nn.scope import CallInterceptor, Scope
+from tiermem.runtime.manager import BlockManager
 
 _SHARE = 2
 """How many times a block must have the bytes of the rows. They move while the device waits for
@@ -64,20 +65,30 @@ class LookupInterceptor(CallInterceptor):
             repair(self.runtime)
         ids = args[0] if len(args) == 1 and not kwargs else None
         if self._here.depth and isinstance(ids, torch.Tensor) and self._may(ids):
-
-            def look(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-                return self._look(ids, tensors[self._entry.index])
-
-            nbytes, frozen = ids.numel() * self._row, not self._entry.param.requires_grad
-            self._manager.guard()  # before the lock: a forked child may find it taken for ever
-            with self._manager.lock:
-                in_place = self._manager.in_place
-                found = in_place.read(self._groups[0].block, look, nbytes, again=frozen)
+            found = self._found(ids)
             if found is not None:
                 if self.runtime.unwritten:
                     self.runtime.got_further(self.scope)
                 return self._hooked(ids, found)
         return super().__call__(*args, **kwargs)
+
+    @property
+    def manager(self) -> BlockManager:
+        """Where the block is."""
+        return self._manager
+
+    @inside  # the calls around this one take an exception of it for the user's
+    def _found(self, ids: torch.Tensor) -> torch.Tensor | None:
+        """Looks rows up where they lie; returns None where the block is to be brought up."""
+
+        def look(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+            return self._look(ids, tensors[self._entry.index])
+
+        nbytes, frozen = ids.numel() * self._row, not self._entry.param.requires_grad
+        self._manager.guard()  # before the lock: a forked child may find it taken for ever
+        with self._manager.lock:
+            in_place = self._manager.in_place
+            return in_place.read(self._groups[0].block, look, nbytes, again=frozen)
 
     def _may(self, ids: torch.Tensor) -> bool:
         """Whether a call comes to a look at few rows of the weight of now, and to nothing else.

@@ -15,6 +15,7 @@ from torch import nn
 
 from tiermem.config import Home
 from tiermem.errors import ConfigError
+from tiermem.nn.outside import outside
 
 Predicate = Callable[[str, nn.Module], bool]
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -78,7 +79,7 @@ def territories(
     if blocks == "auto":
         chosen = _Automatic(largest).choose(model)
     elif callable(blocks):
-        chosen = {name for name, module in modules.items() if blocks(name, module)}
+        chosen = {name for name, module in modules.items() if outside(blocks, name, module)}
     elif isinstance(blocks, str):
         raise ConfigError(f"blocks={blocks!r}: give 'auto', a list of module names or a predicate")
     else:

@@ -12,7 +12,9 @@ import functools
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -21,6 +23,7 @@ import torch
 
 from tiermem.core.block import Role
 from tiermem.errors import REFUSALS
+from tiermem.nn.outside import OUTSIDE
 from tiermem.nn.unfinished import finish_changes, repair_gradients
 from tiermem.runtime.repair import end_leases, repair_blocks, repair_homes
 
@@ -50,7 +53,8 @@ class HasManager(Protocol):
 def entrance(method: F) -> F:
     """Marks a method that users call, of something that :class:`HasRuntime`.
 
-    It begins with a repair where one is due, and notes an exception that was not raised on purpose.
+    It begins with a repair where one is due, and notes an exception that was not raised on purpose
+    and did not come from outside (:mod:`tiermem.nn.outside`).
     """
 
     @functools.wraps(method)
@@ -62,8 +66,11 @@ def entrance(method: F) -> F:
             return method(self, *args, **kwargs)
         except REFUSALS:
             raise
-        except BaseException:
-            manager.torn = manager.unsure = True  # no call: there may be no stack left for one
+        except BaseException as error:  # no call in here: there may be no stack left for one
+            if OUTSIDE in error.__dict__:
+                del error.__dict__[OUTSIDE]
+            else:
+                manager.torn = manager.unsure = True
             raise
 
     return cast("F", enter)
@@ -81,8 +88,9 @@ def inside(method: F) -> F:
             return method(self, *args, **kwargs)
         except REFUSALS:
             raise
-        except BaseException:
-            self.manager.torn = self.manager.unsure = True
+        except BaseException as error:
+            if OUTSIDE not in error.__dict__:
+                self.manager.torn = self.manager.unsure = True
             raise
 
     return cast("F", enter)
@@ -110,10 +118,12 @@ def repair(runtime: ModuleRuntime) -> None:
         while runtime.saved.on_top() and torch.is_grad_enabled():
             runtime.saved.pop()
         runtime.here.depth = 0
-        for holder in list(manager.holders.values()):
-            holder.repair()
+        kept = _end_attempts(runtime)
+        for block_id, holder in list(manager.holders.items()):
+            if block_id not in kept:
+                holder.repair()
         finish_changes(runtime)
-        end_leases(manager)
+        end_leases(manager, kept)
         runtime.reset_backward()
         repair_gradients(runtime)
         if runtime.activations.store is not None:
@@ -122,6 +132,30 @@ def repair(runtime: ModuleRuntime) -> None:
         repair_homes(manager)
         manager.torn = manager.unsure = False
     _take_back(runtime)
+
+
+def _end_attempts(runtime: ModuleRuntime) -> Counter[int]:
+    """Takes back steps that were cut short; returns the leases of those that cannot be yet.
+
+    Nothing that they hold may move: it is neither old nor new.
+    """
+    kept: Counter[int] = Counter()
+    holds: Counter[int] = Counter()
+    for attempt in list(runtime.attempts):
+        with suppress(*REFUSALS):  # the disk fails still: whoever needs the blocks is told
+            attempt.end()
+            continue
+        group, blocks = attempt.leased()
+        kept.update(block.id for block in blocks)
+        if group is not None:
+            holds[group.block.id] += 1
+    for group in runtime.groups:
+        if group.block.id in holds:
+            group.holds = holds[group.block.id]
+            kept[group.block.id] += 1  # a group has one lease, however many hold it
+            for inside in group.insides:
+                inside.reset()
+    return kept
 
 
 def _take_back(runtime: ModuleRuntime) -> None:
@@ -133,10 +167,15 @@ def _take_back(runtime: ModuleRuntime) -> None:
 
 
 def _drop_lost(runtime: ModuleRuntime) -> None:
-    """Takes out blocks of gradients that no parameter has: they were about to be given to some."""
+    """Takes out blocks of gradients that no parameter has, and of state that no optimizer has.
+
+    They were about to be given to some.
+    """
     known = {e.unit.block.id for g in runtime.groups for e in g.entries if e.unit is not None}
+    known |= {block.id for keeper in runtime.keepers for block in keeper.blocks()}
+    kinds = (Role.GRAD, Role.OPTIMIZER, Role.MASTER)
     records = list(runtime.manager.table)
-    lost = [r.block for r in records if r.block.role is Role.GRAD and r.block.id not in known]
+    lost = [r.block for r in records if r.block.role in kinds and r.block.id not in known]
     if lost:
         runtime.manager.remove_blocks(lost)
 

@@ -9,11 +9,12 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from tiermem.core.block import Block, Role
+from tiermem.core.block import Block, Extent, Role, Tier
 from tiermem.core.need import unit_limit
 from tiermem.errors import CapacityError, WrapError
 from tiermem.nn.activations import Activations
@@ -79,6 +80,31 @@ class _Here(threading.local):
     depth = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Keeper:
+    """What one optimizer has in the tiers.
+
+    Attributes:
+        blocks: Returns its blocks of state and masters.
+        space: Returns the space below HBM that it has beside these.
+    """
+
+    blocks: Callable[[], list[Block]]
+    space: Callable[[], list[tuple[Tier, Extent]]]
+
+
+class UnderWay(Protocol):
+    """A step that holds blocks until it is made or taken back."""
+
+    def end(self) -> None:
+        """Takes it back unless it is made, and lets go of everything."""
+        ...
+
+    def leased(self) -> tuple[Group | None, list[Block]]:
+        """Returns the group that it holds, and the blocks that it leases beside that."""
+        ...
+
+
 class ModuleRuntime:
     """State shared by every wrapped module of one manager.
 
@@ -93,6 +119,8 @@ class ModuleRuntime:
         addresses: Where users were told that parameters are.
         activations: Saved tensors that leave HBM.
         on_begin: Called before each top-level pass (the optimizers check in here).
+        keepers: What each optimizer has in the tiers.
+        attempts: Steps that are under way, or could not be taken back yet.
         backwards: Told of every backward (optimizers that step in it).
         unwritten: What steps wrote of the blocks that forward begins with; it goes home once
             forward has got further. Models read values back as they begin (is a mask needed?), and
@@ -124,6 +152,9 @@ class ModuleRuntime:
             settings.activation_ahead,
         )
         self.on_begin: list[Callable[[bool], None]] = []
+        self.keepers: list[Keeper] = []
+        self.attempts: list[UnderWay] = []
+        manager.homes.owners.append(self._owned)
         self.backwards: list[BackwardWatcher] = []
         self.lendings: list[Lending] = []
         self.models: dict[int, WrappedModel] = {}
@@ -234,6 +265,10 @@ class ModuleRuntime:
         if len(self.unwritten) < len(blocks):
             used = {block.id for block in self.unwritten}
             Pipeline(self.manager).write([block for block in blocks if block.id not in used])
+
+    def _owned(self) -> list[tuple[Tier, Extent]]:
+        """Returns the space below HBM that optimizers have beside blocks."""
+        return [place for keeper in self.keepers for place in keeper.space()]
 
     def _home_gradients(self) -> None:
         """Reserves the gradients' homes before saved tensors take what room there is."""

@@ -24,6 +24,7 @@ from torch import is_grad_enabled, nn
 from tiermem.errors import REFUSALS, WrapError
 from tiermem.nn.compiler import WHOLE_GRAPH
 from tiermem.nn.group import Group
+from tiermem.nn.outside import OUTSIDE, outside
 from tiermem.nn.refusing import read_elsewhere, was_refused
 from tiermem.nn.repair import entrance, repair
 from tiermem.nn.runtime import ModuleRuntime, outputs_with_grad
@@ -348,7 +349,8 @@ class CallInterceptor(Interceptor):
         except REFUSALS:
             raise
         except BaseException as error:
-            if not (theirs and ended):  # it came at a line of ours; no call: see entrance
+            if not (ended and (theirs or OUTSIDE in error.__dict__)):
+                # it came at a line of ours; no call: see entrance
                 manager.torn = manager.unsure = True
                 here.depth = depth
             elif was_refused(error):
@@ -450,7 +452,7 @@ class SaveInterceptor(Interceptor):
     @entrance
     def __call__(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Fills ``destination`` with copies in host memory."""
-        self.inner(destination, prefix, keep_vars)
+        outside(self.inner, destination, prefix, keep_vars)
         self.scope.wrapped.export(self.module, destination, prefix)
 
 
@@ -465,7 +467,7 @@ class LoadInterceptor(Interceptor):
     def __call__(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
         """Loads into the blocks."""
         with self.scope.wrapped.holding(self.module):
-            return self.inner(state_dict, prefix, *args, **kwargs)
+            return outside(self.inner, state_dict, prefix, *args, **kwargs)
 
 
 class LoadAllInterceptor(Interceptor):
@@ -483,7 +485,7 @@ class LoadAllInterceptor(Interceptor):
         wrapped = self.scope.wrapped
         wrapped.given = given_values(self.module, state_dict)
         try:
-            return self.inner(state_dict, *args, **kwargs)
+            return outside(self.inner, state_dict, *args, **kwargs)
         finally:
             wrapped.given = {}
 

@@ -22,6 +22,7 @@ from tiermem.nn.inspect import Found, can_move, find, link_shared, owners
 from tiermem.nn.lookup import LookupInterceptor, is_lookup
 from tiermem.nn.names import HeldDict, TieredDict
 from tiermem.nn.originals import Originals, undo_wrap
+from tiermem.nn.outside import OUTSIDE
 from tiermem.nn.partition import Predicate, checked_homes
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.scope import (
@@ -58,6 +59,7 @@ class WrappedModel:
         name: For messages.
         given_back: Whether the model has left the tiers.
         given: While a state dict is loaded: its values by the id of each tensor.
+        leaving: Ids of the tensors that :mod:`tiermem.nn.giveback` has begun to make ordinary.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class WrappedModel:
         self._sources: dict[int, list[torch.Tensor]] = {}
         self.given_back = False
         self.given: dict[int, torch.Tensor] = {}
+        self.leaving: set[int] = set()
         self._modules = dict(model.named_modules())
         self._states: dict[int, tuple[dict[int, torch.Tensor], set[tuple[int, str]]]] = {}
         self.name = type(model).__name__ if number == 0 else f"{type(model).__name__}#{number}"
@@ -118,7 +121,7 @@ class WrappedModel:
             runtime.models[id(model)] = self
             runtime.wrapping = self.before = None
         except BaseException as error:
-            if not isinstance(error, REFUSALS):
+            if not isinstance(error, REFUSALS) and OUTSIDE not in error.__dict__:
                 self.manager.cut_short()
             undo_wrap(self)
             refused: BaseException = error
@@ -351,6 +354,8 @@ class WrappedModel:
         for group in self.groups:
             group.freed = True
         self.runtime.grads.forget(self.entries)
+        for entry in self.entries:
+            owners.pop(entry.param, None)
         self._restore_calls()
         for name in self.scopes:
             module = self._modules[name]

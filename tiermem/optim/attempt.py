@@ -8,7 +8,7 @@ what the unit was is noted before it is touched, one assignment says that the st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,12 +16,13 @@ import torch
 
 from tiermem.core.block import Block, Tier
 from tiermem.core.residency import State as Residency
-from tiermem.errors import StepError
-from tiermem.nn.group import Entry
+from tiermem.errors import REFUSALS, StepError
+from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import LazyTensor, refresh
 from tiermem.nn.placeholder import is_placeholder
 from tiermem.optim.held import Held
 from tiermem.optim.undo import Undo, span_of
+from tiermem.runtime.debts import Debt
 from tiermem.runtime.slots import Slot
 
 if TYPE_CHECKING:
@@ -29,11 +30,51 @@ if TYPE_CHECKING:
     from tiermem.optim.unit import State, StepUnit
 
 
+class Waiting:
+    """A step that is neither made nor taken back: whoever looks has it taken back first."""
+
+    def __init__(
+        self, runtime: ModuleRuntime, unit: StepUnit, take_back: Callable[[], None]
+    ) -> None:
+        """Waits for nothing yet.
+
+        Args:
+            runtime: The modules' runtime.
+            unit: Whose step it is.
+            take_back: Tries it again; raises where it cannot be.
+        """
+        self._manager = runtime.manager
+        self._unit = unit
+        self._take_back = take_back
+        self._debt: Debt | None = None
+
+    def begin(self) -> None:
+        """It could not be taken back; the unit's blocks are held."""
+        with self._manager.lock:
+            if self._debt is None:
+                blocks = [block.id for block in self._unit.blocks()]
+                self._debt = Debt(self._unit.name, blocks, self._take_back)
+                self._manager.debts.add(self._debt)
+            if self._unit.group is not None:
+                self._unit.group.hide()
+
+    def pause(self) -> None:
+        """It is tried again: the unit's own tensors are looked at."""
+        if self._debt is not None and self._unit.group is not None:
+            self._unit.group.show()
+
+    def end(self) -> None:
+        """It is taken back."""
+        if self._debt is not None:
+            self._manager.debts.cancel(self._debt)
+            self._debt = None
+
+
 class Attempt:
     """What a unit was before its step, until that is made or taken back.
 
     Attributes:
-        held: What the step works on.
+        holding: What the step works on.
         made: Whether the step is made; from then on nothing is taken back.
         shown: What stands for tensors that were written, and their values, once it is made.
     """
@@ -53,9 +94,12 @@ class Attempt:
             self._gradients = [(param, param.grad) for param, _ in unit.members]
         self._undo: Undo | None = None
         self._cannot = ""
-        self.held: Held = unit.held(runtime)
+        self.holding: Held = unit.held(runtime)
         self.made = False
         self.shown: Sequence[tuple[torch.Tensor | None, torch.Tensor]] = ()
+        self._waiting = Waiting(runtime, unit, self.end)
+        self._over = False
+        runtime.attempts.append(self)
 
     def keep(
         self,
@@ -91,10 +135,27 @@ class Attempt:
 
         Raises:
             StorageError: If it is to be taken back, and the disk that has its bytes fails. It can
-                be called again; until then everything stays held.
+                be called again; until then everything stays held, and whoever needs it has it
+                called again.
             StepError: If there was no memory to keep what it was. Likewise.
         """
+        if self._over:
+            return
+        try:
+            self._end()
+        except REFUSALS:
+            self._waiting.begin()
+            raise
+        if self in self._runtime.attempts:
+            self._runtime.attempts.remove(self)
+
+    def leased(self) -> tuple[Group | None, list[Block]]:
+        """Returns the group of weights that is held, and the blocks that are leased beside it."""
+        return self.holding.leased()
+
+    def _end(self) -> None:
         unit = self._unit
+        self._waiting.pause()
         if not self.made:
             if self._undo is not None:
                 self._take_back(self._undo)
@@ -110,8 +171,10 @@ class Attempt:
             for param, gradient in self._gradients:
                 if (id(param) in stored or not self.made) and param.grad is not gradient:
                     param.grad = gradient
-        self.held.close(written=self.made)
+        self.holding.close(written=self.made)
+        self._waiting.end()
         unit.attempt = None
+        self._over = True
 
     def drop(self) -> None:
         """Leaves everything as the failure has left it, for who has taken it in hand."""
@@ -126,8 +189,8 @@ class Attempt:
             raise StepError(
                 f"the step of {self._unit.name!r} was cut short in the middle and cannot be taken "
                 f"back, as there was {self._cannot}: its weights and state are neither old nor "
-                "new. Load a checkpoint into the model and the optimizer, or call "
-                "abandon_step() to go on as it is"
+                "new. Call optimizer.abandon_step(), and then load a checkpoint into the model and "
+                "the optimizer, or go on as it is"
             )
         if self._manager.device.type == "cuda":
             self._manager.copy.synchronize()
@@ -138,7 +201,7 @@ class Attempt:
         fresh = not self._masters_made  # there is nothing that weights could be cast from
         for block in unit.kept_blocks():
             # masters that have just followed their weights are not as they are at home
-            self._keep_block(undo, block, slots[id(block)].views, clean=not self.held.follows)
+            self._keep_block(undo, block, slots[id(block)].views, clean=not self.holding.follows)
         pointed: list[Entry] = []
         for entry in unit.entries:
             if entry.materialized:
@@ -177,7 +240,7 @@ class Attempt:
 
     def _keep_gradients(self, undo: Undo, slots: dict[int, Slot]) -> None:
         unit = self._unit
-        for grads in self.held.gradients:
+        for grads in self.holding.gradients:
             if unit.sees(grads):
                 undo.keep(slots[id(grads.block)].views)
         undo.keep_values(list(unit.given.values()))

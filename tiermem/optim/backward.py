@@ -26,6 +26,7 @@ import torch
 from tiermem.errors import CapacityError, StepError, StorageError
 from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import LazyTensor, gone
+from tiermem.nn.outside import OUTSIDE
 from tiermem.nn.quiet import quiet, uncompiled
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.finality import accumulates, grad_of, is_nested, is_own, marks_of
@@ -406,6 +407,8 @@ class InBackward:
         except (StorageError, CapacityError):
             pass
         except Exception as error:
+            if OUTSIDE not in error.__dict__:
+                raise  # a signal handler's, or no memory, at a line of ours
             self.failure = error
             self._steps = False
         finally:

@@ -14,6 +14,7 @@ from torch.utils._foreach_utils import (
 
 from tiermem.nn.grads import Change, Measure
 from tiermem.nn.norms import Kind, measure_of
+from tiermem.nn.outside import on_purpose
 from tiermem.nn.placeholder import placeholder
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.unit import StepUnit
@@ -122,10 +123,11 @@ class Norms:
         """
         total = self.total(units, params, kind)
         if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
-            raise RuntimeError(
+            error = RuntimeError(
                 f"The total norm of order {kind[0]} for gradients is non-finite, so it "
                 "cannot be clipped; call it with error_if_nonfinite=False to go on"
             )
+            raise on_purpose(error)
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         change_all(self._runtime, units, partial(scale, factor=factor, foreach=kind[1]))
         return total

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tiermem.core.block import Block
 from tiermem.nn.grads import GradUnit
+from tiermem.nn.group import Group
 from tiermem.runtime.slots import Slot
 
 if TYPE_CHECKING:
@@ -97,6 +99,10 @@ class Held:
             except BaseException:
                 self._release(written)
                 raise
+
+    def leased(self) -> tuple[Group | None, list[Block]]:
+        """Returns the group of weights that is held, and the blocks that are leased beside it."""
+        return self._unit.group if self._group_held else None, [s.block for s in self._slots]
 
     def _lease(self, blocks: list[Any]) -> None:
         """Leases all, or nothing, also where Ctrl-C comes in between."""

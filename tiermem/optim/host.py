@@ -291,8 +291,12 @@ class HostSide:
 
     def announce(self, job: Job) -> None:
         """Has what a step reads from files read ahead, and stay until the step has used it."""
-        if job.stage is not None and job.order is None:
-            job.order = job.stage.announce(job.load)
+        if job.stage is None:
+            return
+        if job.order is None:
+            job.order = job.stage.order(job.load)
+        if not job.computed:
+            job.stage.announce(job.order)
 
     def begin(self, runtime: ModuleRuntime, job: Job, pool: ThreadPoolExecutor) -> None:
         """Has the thread make a step."""
@@ -318,8 +322,11 @@ class HostSide:
         if future is None:
             raise RuntimeError(f"{unit.name}: its step was never begun")
         try:
-            future.result()
-            if job.stage is not None:
+            failure = future.exception()
+            if failure is not None and not job.computed:
+                raise failure
+            if job.stage is not None and job.order is not None:
+                job.stage.done(job.order, job.written)  # the thread may not have come to that
                 last = [b for b in job.load.shared if lender.borrowers(b) == 1]
                 job.stage.settle([*job.load.own, *last])
         except BaseException as error:

@@ -15,6 +15,8 @@ from tiermem.runtime.staged import HostStage, Load
 class HostRoom:
     """Staging for what is at home in files, and room for what may have to be taken back.
 
+    It is the optimizer's whose units have it: a repair frees one that none has.
+
     Attributes:
         stage: Brings what is at home in files; None where nothing is.
         scratch: Memory for what a step that fails takes back, 1-D uint8; None where none can.
@@ -32,7 +34,6 @@ class HostRoom:
             CapacityError: If the DRAM budget does not hold it; nothing is reserved then.
         """
         self._homes = manager.homes
-        self._homes.owners.append(self._owned)
         self._places: list[tuple[Tier, Extent]] = []
         self.stage: HostStage | None = None
         self.scratch: torch.Tensor | None = None
@@ -55,8 +56,7 @@ class HostRoom:
             self.stage.close()
         while self._places:
             self._homes.release(*self._places.pop())
-        if self._owned in self._homes.owners:
-            self._homes.owners.remove(self._owned)
 
-    def _owned(self) -> list[tuple[Tier, Extent]]:
-        return self._places
+    def owned(self) -> list[tuple[Tier, Extent]]:
+        """Returns the memory that it has."""
+        return [*self._places, *(self.stage.owned() if self.stage is not None else ())]

@@ -23,9 +23,11 @@ from torch import nn
 from tiermem.core.block import Block
 from tiermem.core.parts import parts_of
 from tiermem.errors import StepError
+from tiermem.nn.group import Group
 from tiermem.nn.lazy import LazyTensor, flush, forget, is_viewed, lazy, refresh
 from tiermem.nn.placeholder import is_placeholder, shared_placeholder
-from tiermem.nn.runtime import ModuleRuntime
+from tiermem.nn.runtime import ModuleRuntime, UnderWay
+from tiermem.optim.attempt import Waiting
 from tiermem.optim.foreign import ForeignWrites
 from tiermem.optim.groups import frozen
 from tiermem.optim.held import Held
@@ -146,6 +148,8 @@ class PartedUnit(StepUnit):
         # no frame has it: with the traceback of a failure it would keep its place
         self._gradient: torch.Tensor | None = None
         self._whole: Held | None = None
+        self._waiting: Waiting | None = None
+        self._attempts: list[UnderWay] = []
         self._shown: dict[str, LazyTensor] = {}
 
     @property
@@ -218,6 +222,9 @@ class PartedUnit(StepUnit):
                 runtime.grads.sync(entry)
             self.flush()
             self._whole = Held(self, runtime, kept=False)
+            self._waiting = Waiting(runtime, self, self.recover)
+            self._attempts = runtime.attempts
+            self._attempts.append(self)
             try:
                 self._hold(self._whole, owed=owed)
                 if self._gradient is not None:
@@ -258,14 +265,33 @@ class PartedUnit(StepUnit):
             part.seen.written = self._follows
 
     def _let_go(self) -> None:
-        """Lets go of weights and gradient; does nothing a second time."""
+        """Lets go of weights and gradient, unless a part is still to be taken back.
+
+        Does nothing a second time.
+        """
+        if any(part.unit.attempt is not None for part in self.parts):
+            if self._waiting is not None:
+                self._waiting.begin()
+            return
         self._gradient = None
         for part in self.parts:
-            if part.unit.attempt is None:  # else it is still to be taken back
-                part.point_away()
-        if self._whole is not None:
-            self._whole.close(written=True)
-            self._whole = None
+            part.point_away()
+        if self._whole is None or self._waiting is None:
+            return
+        self._waiting.pause()
+        self._whole.close(written=True)
+        self._waiting.end()
+        self._whole = None
+        if self in self._attempts:
+            self._attempts.remove(self)
+
+    def end(self) -> None:
+        """Takes back what is to be, as :meth:`recover` does."""
+        self.recover()
+
+    def leased(self) -> tuple[Group | None, list[Block]]:
+        """Returns the group of weights that is held, and the blocks that are leased beside it."""
+        return (None, []) if self._whole is None else self._whole.leased()
 
     def abandon(self) -> None:
         """Ends a step that failed; parts that are stepped stay so."""

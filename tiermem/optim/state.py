@@ -12,6 +12,7 @@ from torch import nn
 
 from tiermem.errors import CheckpointError
 from tiermem.nn.lazy import LazyTensor, forget
+from tiermem.nn.outside import outside
 from tiermem.nn.placeholder import shared_placeholder
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.parted import PartedUnit
@@ -45,6 +46,11 @@ def load_state(
     Raises:
         CheckpointError: If groups, their lengths or a tensor's shape differ; nothing is changed.
     """
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise CheckpointError(
+            "the state dict has no 'state' or no 'param_groups': give what optimizer.state_dict() "
+            f"returned, not a dict with the keys {list(state_dict)[:8]}; nothing was loaded"
+        )
     saved_groups = state_dict["param_groups"]
     lengths = [len(group["params"]) for group in groups]
     saved_lengths = [len(group["params"]) for group in saved_groups]
@@ -147,12 +153,13 @@ def _cast(
 
     own = [grouped(n, unit.own) for n in numbers]
     scratch = torch.optim.Optimizer(own, {}) if whole is None else unit.make(own)
-    scratch.load_state_dict(
+    outside(
+        scratch.load_state_dict,
         {
             **(whole or {}),
             "state": {index[id(p)]: saved[id(p)] for p in order},
             "param_groups": [grouped(n, lambda p: index[id(p)]) for n in numbers],
-        }
+        },
     )
     return {id(p): dict(scratch.state[unit.own(p)]) for p in order}
 
@@ -221,7 +228,7 @@ def _as_class(plain: dict[str, Any], owns: dict[int, torch.Tensor], make: Make) 
     scratch.state.clear()
     for number, value in plain["state"].items():
         scratch.state[stand_ins[number]] = value
-    found = scratch.state_dict()
+    found = outside(scratch.state_dict)
     return {**found, "param_groups": plain["param_groups"]}
 
 
@@ -309,9 +316,8 @@ def import_state(
                 if id(param) in loaded:
                     optimizer.state[own] = dict(loaded[id(param)])
             # as torch does: a class makes of old checkpoints what it has today
-            optimizer.__setstate__(
-                {"state": optimizer.state, "param_groups": optimizer.param_groups}
-            )
+            kept = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+            outside(optimizer.__setstate__, kept)
             unit.detach(runtime, optimizer, slot, state)
         finally:
             if unit.block is not None:

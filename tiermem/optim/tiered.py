@@ -5,18 +5,21 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
 
+from tiermem.core.block import Block, Extent, Tier
 from tiermem.errors import CapacityError, StepError
 from tiermem.nn.lazy import end
 from tiermem.nn.need import Kept
+from tiermem.nn.outside import outside
 from tiermem.nn.quiet import quiet
 from tiermem.nn.repair import entrance
-from tiermem.nn.runtime import ModuleRuntime, entries_of
+from tiermem.nn.runtime import Keeper, ModuleRuntime, entries_of
 from tiermem.optim import clip
 from tiermem.optim.backward import InBackward
 from tiermem.optim.classes import (
@@ -54,6 +57,23 @@ from tiermem.runtime.pipeline import Pipeline
 
 Where = Literal["device", "host", "both"]
 Overlap = bool | Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Taking:
+    """Units that an optimizer takes on.
+
+    Attributes:
+        planned: They.
+        units: All units that it has then, in order.
+        members: The parameters of the planned ones.
+        kept: What the optimizer keeps for them.
+    """
+
+    planned: list[StepUnit]
+    units: list[StepUnit]
+    members: Sequence[Member]
+    kept: Kept
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -134,6 +154,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._counts = Counts()
         self._methods = Methods(self._cls, self._tried, self._counts)
         self._kept: list[Kept] = []
+        self._taking: _Taking | None = None
         self._natures: dict[int, Nature] = {}  # what the class was found to be, by group
         groups = groups_of(params)
         check_wrapped(runtime, groups, params)
@@ -146,6 +167,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._ready = True
         self._keep_gradients(self.param_groups)
         self._take_on_wanted()
+        self._keeper = Keeper(self._blocks, self._owned)
+        runtime.keepers.append(self._keeper)
         runtime.on_begin.append(self._before_forward)
 
     # -- the optimizer's own methods -------------------------------------
@@ -172,7 +195,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             loss = None
             if closure is not None:
                 with torch.enable_grad():
-                    loss = closure()
+                    loss = outside(closure)
             if not self._begin_round(loss):
                 return loss
         return self._go_on(self._rounds[-1])
@@ -186,7 +209,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if scaling is not None and not (self._fused and self._host is None) and scaling.skips:
             self.grad_factor = None
             return False
-        self.finish()
+        self._finish()
         self._norms.forget(self._units)  # a class may write gradients
         self._members.check(self._units)
         self._take_on_wanted()
@@ -211,7 +234,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 units = self._put_off.owe(units, current)
             self._step(units, current)
             if not self._overlap:
-                self.finish()
+                self._finish()
             if self._inside is not None:
                 self._inside.after_step()
             self._counts.after_step(current.groups, self.param_groups)
@@ -297,6 +320,9 @@ class TieredOptimizer(torch.optim.Optimizer):
     @entrance
     def finish(self) -> None:
         """Makes what is left of the last step (``overlap``); whoever looks has it made anyway."""
+        self._finish()
+
+    def _finish(self) -> None:
         unfinished = self._unfinished()
         with self._manager.lock:
             for unit in self._units if unfinished else ():
@@ -330,12 +356,13 @@ class TieredOptimizer(torch.optim.Optimizer):
         return 0 if self._inside is None else self._inside.total
 
     @property
+    @entrance
     def state(self) -> Any:
         """The state by parameter, as in any optimizer; every step asked for is made in it."""
         self._refuse_if_closed("optimizer.state")
         if self._inside is not None:
             self._inside.refuse("optimizer.state")
-        self.finish()
+        self._finish()
         self._looked_into = True
         return self._state
 
@@ -365,6 +392,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self._inside is not None:
             self._inside.refuse("zero_grad()")
         self._refuse_if_pending("zero_grad()")
+        self._end_taking()
         self.grad_factor = None
         for unit in self._units:
             unit.zero_grad(self._runtime, set_to_none=set_to_none)
@@ -444,7 +472,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             CapacityError: If a budget cannot hold their state or a step; nothing is changed.
         """
         if not getattr(self, "_ready", False) or not isinstance(param_group, dict):
-            super().add_param_group(param_group)  # or says what it wants
+            outside(super().add_param_group, param_group)  # or says what it wants
             return
         self._settle("add_param_group()")
         count = len(self.param_groups)
@@ -452,12 +480,13 @@ class TieredOptimizer(torch.optim.Optimizer):
         refuse_others(self._runtime, [group])
         try:
             with told_of_duplicates():
-                super().add_param_group(group)
+                outside(super().add_param_group, group)
             self._keep_gradients([group])
             self._take_on_wanted()
         except BaseException:
-            del self.param_groups[count:]
-            self._natures.pop(count, None)
+            if not any(n == count for unit in self._all_units() for _, n in unit.members):
+                del self.param_groups[count:]
+                self._natures.pop(count, None)
             raise
 
     @entrance
@@ -469,13 +498,13 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         self._settle("state_dict()")
         for hook in self._optimizer_state_dict_pre_hooks.values():
-            hook(self)
+            outside(hook, self)
         args = self._runtime, self._units, self.param_groups, self._state
         result = export_all(*args, self._cls, self.make)
         if self._master_dtype is None:
             del result[MASTER]
         for post in self._optimizer_state_dict_post_hooks.values():
-            changed = post(self, result)
+            changed = outside(post, self, result)
             result = result if changed is None else changed
         return result
 
@@ -494,14 +523,14 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._settle("load_state_dict()")
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = hook(self, state_dict)
+            changed = outside(hook, self, state_dict)
             state_dict = state_dict if changed is None else changed
         self._take_on(self._members.of_state(state_dict))
         begin = self.abandon_step if self._rounds else None
         args = self._runtime, self._units, self.param_groups, self._state
         load_state(*args, state_dict, self._cls, begin)
         for post in self._optimizer_load_state_dict_post_hooks.values():
-            post(self)
+            outside(post, self)
 
     @entrance
     def close(self) -> None:
@@ -525,6 +554,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             for kept in self._kept:
                 runtime.program.optimizers.remove(kept)
             runtime.on_begin.remove(self._before_forward)
+            runtime.keepers.remove(self._keeper)
             self._norms.close(units)
             for kept in self._state.values():
                 for value in kept.values() if isinstance(kept, dict) else ():
@@ -551,6 +581,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             return found
         return partial(self._call, name)
 
+    @entrance
     def _call(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         if not self._methods.is_begun(name):
             self._settle(f"{name}()")
@@ -568,7 +599,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Returns a plain optimizer of the class and settings over ``groups``."""
-        return self._cls(groups, **self._settings)
+        return outside(self._cls, groups, **self._settings)
 
     def _complete(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Fills every default into groups, as the class itself does it; returns them."""
@@ -628,6 +659,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         Raises:
             CapacityError: If a budget does not hold them; nothing is changed then.
         """
+        self._end_taking()
         if not members:
             return
         self._learn(sorted({number for _, number in members}))
@@ -666,20 +698,43 @@ class TieredOptimizer(torch.optim.Optimizer):
             if isinstance(error, StepError):
                 raise
             raise program.refuse_optimizer(error, kept) from None
-        program.optimizers.append(kept)
-        self._kept.append(kept)
+        self._taking = _Taking(planned, units, members, kept)  # now it is done, whatever comes
+        self._end_taking()
+
+    def _end_taking(self) -> None:
+        """Has units be the optimizer's that are planned; goes on where that was cut short."""
+        taking = self._taking
+        if taking is None:
+            return
+        if taking.kept not in self._kept:
+            self._kept.append(taking.kept)
+        if taking.kept not in self._runtime.program.optimizers:
+            self._runtime.program.optimizers.append(taking.kept)
         if self._eager:
-            for unit in planned:
+            for unit in taking.planned:
                 unit.begin(self._runtime, self.param_groups, self._state)
-        self._units[:] = units
-        self._members.taken(members)
-        for unit in planned:
+        self._units[:] = taking.units
+        self._members.taken(taking.members)
+        for unit in taking.planned:
             for entry in unit.entries:
-                grads.track(entry)
-        self._counts.prepare(planned)
-        self._tell_others(planned)
+                self._runtime.grads.track(entry)
+        self._counts.prepare(taking.planned)
+        self._tell_others(taking.planned)
         if self._inside is not None:
-            self._inside.extend(planned, self.param_groups, self._state, self._host)
+            self._inside.extend(taking.planned, self.param_groups, self._state, self._host)
+        self._taking = None
+
+    def _all_units(self) -> list[StepUnit]:
+        """Returns the units, also those that are being taken on."""
+        return self._units if self._taking is None else self._taking.units
+
+    def _owned(self) -> list[tuple[Tier, Extent]]:
+        """Returns the space below HBM that it has beside blocks."""
+        return [place for room in rooms_of(self._all_units()) for place in room.owned()]
+
+    def _blocks(self) -> list[Block]:
+        """Returns the blocks of state and masters."""
+        return [block for unit in self._all_units() for block in unit.kept_blocks()]
 
     def _choose_sides(self, units: Sequence[StepUnit]) -> None:
         """Decides which units the host steps."""
@@ -721,8 +776,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._refuse_if_closed(what)
         if self._inside is not None:
             self._inside.refuse(what)
-        self.finish()
+        self._finish()
         self._refuse_if_pending(what)
+        self._end_taking()
 
     def _settle_to_clip(self, what: str) -> None:
         if self._inside is not None:

@@ -13,6 +13,7 @@ from tiermem.errors import StepError
 from tiermem.nn.grads import GradUnit
 from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import LazyTensor, flush, forget, is_viewed, lazy, refresh
+from tiermem.nn.outside import outside
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.attempt import Attempt
 from tiermem.optim.counted import CountedSteps
@@ -203,7 +204,7 @@ class StepUnit(UnitGradients):
         stored = [e for e in self.entries if e.has_grad and not e.materialized]
         attempt = self.attempt = Attempt(self, runtime)
         try:
-            slots = attempt.held.open()
+            slots = attempt.holding.open()
             if meanwhile is not None:
                 meanwhile()
             fused = scaling is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -315,11 +316,11 @@ class StepUnit(UnitGradients):
 
     def _run(self, optimizer: torch.optim.Optimizer, scaling: Scaling | None) -> None:
         if scaling is None:
-            run(optimizer)
+            outside(run, optimizer)  # the attempt takes back what an error leaves
             return
         owns = [self.own(param) for param, _ in self.members]
         self.scaled = True  # so it is taken to be, where the step fails
-        self.scaled = run_scaled(optimizer, scaling, owns)
+        self.scaled = outside(run_scaled, optimizer, scaling, owns)
 
     def held(self, runtime: ModuleRuntime) -> Held:
         """Returns a context that holds weights, gradients, state and masters."""
@@ -498,7 +499,7 @@ class StepUnit(UnitGradients):
             slot = slots.get(id(self.block))
             self._attach(slot)
             try:
-                use(optimizer)
+                outside(use, optimizer)
             finally:
                 self.detach(runtime, optimizer, slot, state)
             if self.masters is not None:

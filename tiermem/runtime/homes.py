@@ -197,10 +197,7 @@ class Homes:
         Args:
             blocks: The homes of all blocks.
         """
-        owned = [*self._staging, *blocks]
-        for owner in self.owners:
-            owned.extend(owner())
-        found = set(owned)
+        found = {*self._staging, *blocks, *self.owned()}
         self._bytes.clear()
         self.dram.rebuild(extent for tier, extent in found if tier is Tier.DRAM)
         if self.swap is not None:
@@ -208,6 +205,10 @@ class Homes:
             self.swap.keep_only(on_disk)
             self.nvme_used = sum(extent.nbytes for extent in on_disk)
         self.arena.need(())  # what an exception has left unlocked
+
+    def owned(self) -> list[Owned]:
+        """Returns the space of everybody who has entered."""
+        return [place for owner in self.owners for place in owner()]
 
     def close(self) -> None:
         """Closes the stores; the swap files vanish."""

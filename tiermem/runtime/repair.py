@@ -12,6 +12,7 @@ free, what was read ahead, what was learned of the order of use) is made anew fr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from tiermem.core.block import Role
@@ -28,6 +29,7 @@ def repair_blocks(manager: BlockManager) -> None:
     """
     manager.space.repair()
     manager.traffic.repair()
+    manager.space.reclaim_lost()
     manager.lender.repair()
     manager.planner.reset()
     manager.prefetcher.reset()
@@ -46,13 +48,21 @@ def repair_homes(manager: BlockManager) -> None:
     )
 
 
-def end_leases(manager: BlockManager) -> None:
+def end_leases(manager: BlockManager, kept: Mapping[int, int]) -> None:
     """Ends every lease that no holder of the block counts as its own.
 
     What was leased may have been written, by somebody who did not come to say so: the copy in HBM
     is the newer one in any case, and counts from now on. Nothing else may be under way.
+
+    Args:
+        manager: The blocks.
+        kept: Leases that stay, by the id of the block: of a step that could not be taken back, and
+            that knows itself what it has written.
     """
     for record in manager.table:
+        if record.block.id in kept:
+            record.leases = kept[record.block.id]
+            continue
         holder = manager.holders.get(record.block.id)
         known = holder.leases() if holder is not None else 0
         if record.leases == known:

@@ -453,6 +453,13 @@ class Space:
         self._attempts = 0
         self.division.reset()
 
+    def reclaim_lost(self) -> None:
+        """Frees what was kept because a transfer might write there; nothing is under way now."""
+        seen = {slot.extent for slot in self._orphans}
+        for extent in self.table.orphans():
+            if extent not in seen:
+                self.table.reclaim(extent)
+
     def reap(self) -> bool:
         """Frees what belongs to no block and that nothing looks at; returns whether it found any.
 

@@ -121,12 +121,20 @@ class Pool:
         """Takes a piece back."""
         self._space.free(place)
 
+    def keep_only(self, places: Iterable[Extent]) -> None:
+        """Makes just these be handed out, after an exception anywhere."""
+        self._space.rebuild(places)
+
 
 class HostStage:
     """Brings loads and takes them home again.
 
     :meth:`announce` and :meth:`settle` are called under the manager's lock, the others by the
     thread that works.
+
+    An exception may come anywhere. What is believed then are the orders that were announced and
+    not ended, and the cargo; how often each block is wanted and what is free follow from these, and
+    whoever comes next makes them anew.
     """
 
     def __init__(self, manager: BlockManager, loads: Sequence[Load]) -> None:
@@ -143,11 +151,12 @@ class HostStage:
         self._mover = manager.traffic.need_mover()
         self._lock = threading.Lock()
         self._cargo: dict[int, Cargo] = {}
-        self._users: Counter[int] = Counter()
+        self._orders: dict[Order, None] = {}  # announced, and not ended
+        self._users: Counter[int] = Counter()  # how many of them want each block
+        self._torn = False  # whether somebody who had the lock has not come to its end
         self._ahead: deque[Order] = deque()
         self._moves: list[FileTransfer] = []
         self._reserved: list[Extent] = []
-        manager.homes.owners.append(self._owned)
         self._own, self._shared = self._open(loads)
 
     @property
@@ -159,16 +168,15 @@ class HostStage:
         """Gives the memory back; nothing is in it."""
         while self._reserved:
             self._manager.homes.release(Tier.DRAM, self._reserved.pop())
-        if self._owned in self._manager.homes.owners:
-            self._manager.homes.owners.remove(self._owned)
 
-    def _owned(self) -> list[tuple[Tier, Extent]]:
+    def owned(self) -> list[tuple[Tier, Extent]]:
+        """Returns the memory that it has."""
         return [(Tier.DRAM, extent) for extent in self._reserved]
 
     # -- under the manager's lock ----------------------------------------
 
-    def announce(self, load: Load) -> Order:
-        """Says that a load will be worked on after those before; its blocks are lent."""
+    def order(self, load: Load) -> Order:
+        """Returns what :meth:`announce` takes; the blocks of the load are lent."""
         lender, table = self._manager.lender, self._manager.table
         homes: dict[int, tuple[Extent, bool]] = {}
         for block in load.blocks:
@@ -176,12 +184,19 @@ class HostStage:
             if extent is None:
                 raise InvariantError(f"block {block.name!r} has its home in no file")
             homes[block.id] = (extent, lender.defined(block))
-        order = Order(load, homes)
+        return Order(load, homes)
+
+    def announce(self, order: Order) -> None:
+        """Says that a load will be worked on after those before; once more does no harm."""
+        if order in self._orders:
+            return
         with self._lock:
-            self._users.update(list(homes))
+            self._begin_change()
+            self._orders[order] = None
+            self._users.update(list(order.homes))
             self._ahead.append(order)
             self._read_ahead()
-        return order
+            self._torn = False
 
     def settle(self, blocks: Iterable[Block]) -> None:
         """Waits until the files have what was done to blocks.
@@ -191,11 +206,13 @@ class HostStage:
         """
         ids = [block.id for block in blocks]
         with self._lock:
+            self._begin_change()
             self._reap()
             cargo = [self._cargo[i] for i in ids if i in self._cargo]
             for each in cargo:
                 if each.dirty and each.moving is None:
                     self._write(each)
+            self._torn = False
         try:
             for each in cargo:
                 write = each.write  # the other thread may see that it has ended
@@ -203,8 +220,10 @@ class HostStage:
                     self._mover.wait(write, hurry=False)
         finally:
             with self._lock:
+                self._begin_change()
                 self._reap()
                 moves, self._moves = self._moves, []
+                self._torn = False
             for move in moves:
                 link = "nvme->dram" if move.is_read else "dram->nvme"
                 elapsed = move.finished_ns - (move.started_ns or move.submitted_ns)
@@ -216,7 +235,9 @@ class HostStage:
     def at_home(self, blocks: Iterable[Block]) -> bool:
         """Whether the files have everything that was done to blocks."""
         with self._lock:
+            self._begin_change()
             self._reap()
+            self._torn = False
             return not any(b.id in self._cargo and self._cargo[b.id].dirty for b in blocks)
 
     # -- in the thread that works ----------------------------------------
@@ -230,14 +251,18 @@ class HostStage:
         wanted = set(order.homes)
         while True:
             with self._lock:
+                self._begin_change()
                 if order in self._ahead:
                     self._ahead.remove(order)
                 self._reap()
-                if self._begin(order):
+                begun = self._begin(order)
+                if begun:
                     self._read_ahead()
                     cargo = {block_id: self._cargo[block_id] for block_id in order.homes}
-                    break
-                transfer = self._make_room(wanted)
+                transfer = None if begun else self._make_room(wanted)
+                self._torn = False
+            if begun:
+                break
             if transfer is not None:
                 self._mover.wait(transfer, hurry=False)
         while under_way := [t for each in cargo.values() if (t := each.moving) is not None]:
@@ -245,29 +270,37 @@ class HostStage:
                 others = [t for each in self._cargo.values() if (t := each.moving) is not None]
             self._mover.wait_any([*under_way, *others])
             with self._lock:
+                self._begin_change()
                 self._reap()
                 self._read_ahead()
+                self._torn = False
         for each in cargo.values():
             if each.read is not None and each.read.error is not None:
                 raise each.read.error
         return cargo
 
     def done(self, order: Order, written: Collection[int]) -> None:
-        """Begins to take a load home that has been worked on.
+        """Begins to take a load home that has been worked on; once more does no harm.
 
         Args:
             order: The load.
             written: Ids of the blocks that were changed.
         """
         with self._lock:
-            self._users.subtract(list(order.homes))
-            for block_id in order.homes:
+            if order not in self._orders:
+                return
+            self._begin_change()
+            for block_id in order.homes:  # before anything of it may leave
                 each = self._cargo[block_id]
                 each.dirty = each.dirty or block_id in written
+            self._end(order)
+            for block_id in order.homes:
+                each = self._cargo[block_id]
                 if not self._users[block_id] and each.dirty:
                     self._write(each)
             self._reap()
             self._read_ahead()
+            self._torn = False
 
     def failed(self, order: Order) -> None:
         """Lets a load go that was not worked on, or whose work failed; the files have it still.
@@ -280,9 +313,10 @@ class HostStage:
                 self._mover.wait(transfer, hurry=False)
         own = {block.id for block in order.load.own}
         with self._lock:
-            if order in self._ahead:
-                self._ahead.remove(order)
-            self._users.subtract(list(order.homes))
+            if order not in self._orders:
+                return
+            self._begin_change()
+            self._end(order)
             for block_id in order.homes:
                 each = self._cargo.get(block_id)
                 if each is None:
@@ -294,6 +328,7 @@ class HostStage:
                     self._write(each)
             self._reap()
             self._read_ahead()
+            self._torn = False
 
     # -- inside, with the lock -------------------------------------------
 
@@ -323,6 +358,23 @@ class HostStage:
             Pool(memory[-1] if slots else empty, unit),
         )
 
+    def _begin_change(self) -> None:
+        """Puts right what somebody before has left half done; who calls it says where it ends."""
+        if self._torn:
+            self._mover.wait_all()  # what was asked for and is not known may land in free memory
+            self._users = Counter(i for order in self._orders for i in order.homes)
+            self._ahead = deque(order for order in self._ahead if order in self._orders)
+            for pool in (self._own, self._shared):
+                pool.keep_only(c.place for c in self._cargo.values() if c.pool is pool)
+        self._torn = True
+
+    def _end(self, order: Order) -> None:
+        """Forgets an order that was worked on, or is not to be."""
+        if order in self._ahead:
+            self._ahead.remove(order)
+        del self._orders[order]
+        self._users.subtract(list(order.homes))
+
     def _read_ahead(self) -> None:
         """Begins to read what comes next, as far as there is room."""
         while self._ahead and self._begin(self._ahead[0]):
@@ -332,29 +384,25 @@ class HostStage:
         """Begins to read what is missing of a load, all of it or nothing."""
         shared = {block.id for block in order.load.shared}
         taken: list[Cargo] = []
-        try:
-            for block in order.load.blocks:
-                if block.id in self._cargo:
-                    continue
-                pool = self._shared if block.id in shared else self._own
-                place = pool.take(block.nbytes)
-                if place is None:
-                    return False
-                memory = pool.bytes_of(place, block.nbytes)
-                with torch.inference_mode(False):
-                    views = [view_of(memory, spec) for spec in block.tensors]
-                home = order.homes[block.id][0]
-                taken.append(Cargo(block, home, place, pool, memory, views))
-            while taken:
-                each = taken[-1]
-                if order.homes[each.block.id][1]:
-                    label = each.block.name
-                    each.read = self._mover.read(each.home, each.bytes, label=label, in_place=True)
-                self._cargo[each.block.id] = each
-                taken.pop()
-        finally:
-            for each in taken:
-                each.pool.free(each.place)
+        for block in order.load.blocks:
+            if block.id in self._cargo:
+                continue
+            pool = self._shared if block.id in shared else self._own
+            place = pool.take(block.nbytes)
+            if place is None:
+                for each in taken:
+                    each.pool.free(each.place)
+                return False
+            memory = pool.bytes_of(place, block.nbytes)
+            with torch.inference_mode(False):
+                views = [view_of(memory, spec) for spec in block.tensors]
+            home = order.homes[block.id][0]
+            taken.append(Cargo(block, home, place, pool, memory, views))
+        for each in taken:
+            if order.homes[each.block.id][1]:
+                label = each.block.name
+                each.read = self._mover.read(each.home, each.bytes, label=label, in_place=True)
+            self._cargo[each.block.id] = each
         return True
 
     def _make_room(self, wanted: set[int]) -> FileTransfer | None:
