@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from support_examples import examples
 from support_runtime import Rig, rig
 
 import tiermem.runtime.manager as manager_module
@@ -25,6 +26,10 @@ WATCHED = (
     "uses.py",
     "steady.py",
 )
+
+
+_STEP = examples(3, 1)
+"""Every so many lines are tried, from a first one that differs between operations."""
 
 
 class Stop(BaseException):
@@ -110,9 +115,9 @@ def at_once(made: Rig) -> None:
 def test_ctrl_c_at_every_line_leaves_a_state_to_go_on_from(tmp_path, name, pace) -> None:
     """Cut short before any line, an operation can be repeated and no byte is lost."""
     operation = OPERATIONS[name]
-    number, leaked, lost = 0, 0, 0
+    number, leaked, lost = -_STEP + 1 + len(name) % _STEP, 0, 0
     while True:
-        number += 1
+        number += _STEP
         homes = [(2, "dram"), (2, "nvme"), (2, "dram"), (3, "nvme"), (6, "nvme")]
         with rig(8, homes, nvme=tmp_path) as made:
             pace(made)

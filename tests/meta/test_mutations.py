@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from mutation_check import attempt, copy_tree, run_tests  # noqa: E402
 from mutations import MUTATIONS, Mutation  # noqa: E402
 
-QUICK = ("gaps that touch are not joined", "what is needed soonest is evicted")
+QUICK = "gaps that touch are not joined"
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
@@ -31,10 +31,9 @@ def test_names_are_told_apart() -> None:
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 30
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_two_quick_ones_are_caught(name: str, tmp_path: Path) -> None:
+def test_a_quick_one_is_caught(tmp_path: Path) -> None:
     copy_tree(tmp_path)
-    (mutation,) = [m for m in MUTATIONS if m.name == name]
+    (mutation,) = [m for m in MUTATIONS if m.name == QUICK]
     assert run_tests(tmp_path, mutation.tests) is None
     noticed = attempt(tmp_path, mutation)
     assert noticed and all(test.startswith(mutation.tests) for test in noticed)

@@ -163,6 +163,12 @@ class Stepping(RuleBasedStateMachine):
         some = [p for index in range(first) for p in fresh(self.plain, index, None)]
         self.plain_optimizer = cls(list({id(p): p for p in some}.values()), lr=0.01, **own)
         self.dirty = False
+        self.on_host = where != "device"
+
+    def _meet_errors_of_the_host(self) -> None:
+        """A step that failed there says so at the next use, whichever that is."""
+        if self.on_host:
+            self._tiered(self.optimizer.finish)
 
     def _tiered(self, use: Callable[[], Any]) -> Any:
         """Does something tiered, again where it meets with the fuse."""
@@ -206,6 +212,7 @@ class Stepping(RuleBasedStateMachine):
     def a_hook_raises(self, start: int, index: int, where: str) -> None:
         if self.overlap == "backward" and (where != "forward" or self.dirty):
             return
+        self._meet_errors_of_the_host()
 
         def bang(*_: Any) -> None:
             raise Bang
@@ -264,6 +271,7 @@ class Stepping(RuleBasedStateMachine):
     @rule(when=st.sampled_from(["pre", "post"]))
     def a_step_hook_raises(self, when: str) -> None:
         Fuse.left = -1
+        self._meet_errors_of_the_host()
         for optimizer in (self.plain_optimizer, self.optimizer):
 
             def bang(*_: Any) -> None:

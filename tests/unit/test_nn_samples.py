@@ -22,7 +22,7 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 _MOST = 2
-_EACH = examples(16, 1 << 20)
+_EACH = examples(10, 1 << 20)
 _STEPPED = 100
 _LAZY = "run one batch through the module before tier.wrap"
 

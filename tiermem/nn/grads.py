@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -142,6 +142,7 @@ class GradStore:
         self._dtypes: dict[int, torch.dtype] = {}
         self.watchers: list[Watcher] = []
         self._measures: dict[int, Measure] = {}
+        self.norms: list[Any] = []  # of every optimizer that is open
         self._measured: dict[int, tuple[Measure, torch.Tensor]] = {}
         self._arriving: GradUnit | None = None
         self._pipeline: Pipeline | None = None
@@ -160,6 +161,11 @@ class GradStore:
 
     def forget(self, entries: Iterable[Entry]) -> None:
         """Watches the gradients of parameters no more, which leave the tiers."""
+        entries = list(entries)
+        gone = {id(entry) for entry in entries}
+        for key, unit in list(self._stored.items()):
+            if any(id(entry) in gone for entry in unit.entries):
+                del self._stored[key]
         for entry in entries:
             while entry.hooks:
                 entry.hooks.pop().remove()

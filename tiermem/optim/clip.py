@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch.utils._foreach_utils import (
@@ -85,11 +86,14 @@ class Norms:
         self._runtime = runtime
         self._number = number
         self._measure: Measure | None = None
+        self._open: list[Any] = runtime.grads.norms
+        self._open.append(self)
         self.taken = self.swept = 0
 
     def close(self, units: Sequence[StepUnit]) -> None:
-        """Has nothing measured any more."""
-        if self._measure is not None:
+        """Has nothing measured any more, but for what another optimizer asks for as well."""
+        self._open.remove(self)
+        if self._measure is not None and self._measure not in [o._measure for o in self._open]:
             entries = (entry for unit in units for entry in unit.entries)
             self._runtime.grads.stop_measuring(entries, self._measure)
 
