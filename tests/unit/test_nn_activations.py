@@ -145,6 +145,28 @@ def test_parts_of_a_storage_with_counters_of_their_own_share_nothing() -> None:
         assert tier.stats().activations.offloaded >= 3
 
 
+@pytest.mark.parametrize("ahead", range(1, 25, 3))
+def test_one_of_several_copies_of_a_storage_is_let_go_before_the_others(ahead: int) -> None:
+    """What the others still have is not overwritten."""
+
+    class Cells(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells = nn.ModuleList([nn.GRU(WIDTH, WIDTH) for _ in range(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for cell in self.cells:
+                x = torch.tanh(cell(x)[0])
+            return x
+
+    plain, model = twins(Cells)
+    with manager("dram", activation_min=64, activation_ahead=ahead * 4 * WIDTH) as tier:
+        tier.wrap(model)
+        for net in (plain, model):
+            net(data()[:4]).sum().backward()
+        check_gradients(plain, model)
+
+
 def test_a_small_part_of_a_large_storage_goes_alone() -> None:
     class Part(nn.Module):
         def __init__(self) -> None:

@@ -13,6 +13,7 @@ comes up goes there again. Three rules keep it safe without the host ever waitin
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -268,6 +269,7 @@ class ActivationStore:
             source is not None
             and self.manager.device.type == "cpu"
             and use_count(source._cdata) == 1
+            and sys.getrefcount(source) == 2  # other copies of the storage share this object
         ):
             with torch.no_grad():  # nobody may look at it any more; if somebody does, it shows
                 typed_view(source, torch.uint8, 0, (source.nbytes(),), (1,)).fill_(POISON)
