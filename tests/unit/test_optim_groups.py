@@ -314,6 +314,40 @@ def test_parameters_appended_to_a_group() -> None:
         both.check()
 
 
+def test_gradients_of_appended_parameters_are_cleared_before_they_are_stepped() -> None:
+    def append(model: Any, optimizer: Any) -> None:
+        optimizer.param_groups[0]["params"].extend(model[2].parameters())
+
+    with Both(params=lambda m: m[:2].parameters()) as both:
+        x = torch.randn(4, 8)
+        both.do(lambda model, _: model(x).square().sum().backward())
+        both.do(append)
+        both.do(lambda _, optimizer: optimizer.zero_grad())
+        both.do(lambda _, optimizer: optimizer.step())
+        both.check()
+        assert all(param.grad is None for param in both.model.parameters())
+
+
+def test_a_group_added_after_a_state_was_loaded_has_torchs_settings() -> None:
+    class Own(torch.optim.Optimizer):
+        def __init__(self, params: Any, lr: float, foreach: bool) -> None:
+            super().__init__(params, {"lr": lr, "foreach": foreach})
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.data.add_(param.grad, alpha=-group["lr"])
+
+    with Both(params=lambda m: m[:2].parameters(), cls=Own) as both:
+        both.train(0)
+        both.do(lambda _, optimizer: optimizer.load_state_dict(optimizer.state_dict()))
+        both.do(lambda model, o: o.add_param_group({"params": model[2].parameters()}))
+        both.check()
+        both.train(1)
+        both.check()
+
+
 def test_parameters_taken_out_of_a_group_are_refused() -> None:
     with Both() as both:
         both.train(0)

@@ -81,6 +81,7 @@ class Membership:
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Forgets gradients of parameters without a unit, or sets them to zero."""
+        self._list()
         with torch._C.DisableTorchFunctionSubclass():
             found = [param for param, _ in self._idle if param.grad is not None]
         for param in found:

@@ -529,6 +529,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         begin = self.abandon_step if self._rounds else None
         args = self._runtime, self._units, self.param_groups, self._state
         load_state(*args, state_dict, self._cls, begin)
+        self.defaults.setdefault("differentiable", False)  # as torch's __setstate__ does then
         for post in self._optimizer_load_state_dict_post_hooks.values():
             outside(post, self)
 
