@@ -16,18 +16,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from common import failure, report
+from common import failure, integration, report
 from flux import build, inputs
 from llama import Clock, deterministic, give_back
 from raw import nbytes_of_blocks, raw_copy
 from torch import nn
 
 from tiermem.config import format_size, parse_size
-
-try:
-    from tiermem.integrations.diffusers import offload
-except ModuleNotFoundError:  # a copy of the repository that is not installed, on PYTHONPATH
-    from integrations.diffusers import offload
 
 Row = dict[str, Any]
 
@@ -72,7 +67,7 @@ class Bench:
         """tiermem, and the bytes that do not fit copied alone."""
         pipe = SimpleNamespace(components={"transformer": self.model})
         where = {"device": self.device, "hbm": self.hbm, "dram": self.options.dram}
-        with offload(pipe, **where) as tier:
+        with integration("diffusers").offload(pipe, **where) as tier:
             give_back(self.device)
             nbytes = nbytes_of_blocks(tier, "")
             with deterministic():

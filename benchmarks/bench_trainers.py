@@ -2,7 +2,9 @@
 
 Each loop trains the same model on the same tokens: AdamW, clipping by norm, a constant rate. What
 ``of bare`` says is the trainer's own share and the integration's together (``CPU of bare`` the same
-by the process's own time, for a machine that others use, too); ``integration's share`` is the time
+by the process's own time, for a machine that others use, too); the first losses are made with
+deterministic kernels and compared; ``bare-looks`` is a bare loop that looks for NaN in every loss
+as Trainer does, which makes the host wait; ``integration's share`` is the time
 spent in the lines of ``tiermem.integrations`` alone, by a profile of some more steps.
 
     python benchmarks/bench_trainers.py --out benchmarks/results/trainers_H200.json
@@ -14,29 +16,30 @@ from __future__ import annotations
 import argparse
 import cProfile
 import itertools
+import os
 import pstats
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts
+
 import torch
-from common import failure, report
-from llama import SHAPES, give_back
+from common import failure, integration, report
+from llama import SHAPES, deterministic, give_back
+from profile_step import step_profile
 from torch import Tensor, nn
 from training import LR, Data, build, parameters_of, settle_python
 
 import tiermem
 
-try:
-    import tiermem.integrations.hugging_face as hugging_face
-except ModuleNotFoundError:  # a copy of the repository that is not installed, on PYTHONPATH
-    import integrations.hugging_face as hugging_face
-
-KINDS = ("bare", "Trainer", "Lightning")
+hugging_face = integration("hugging_face")
+KINDS = ("bare", "bare-looks", "Trainer", "Lightning")
 CLIP = 1.0
 Row = dict[str, Any]
 
@@ -77,19 +80,24 @@ class Marks:
     """The ends of steps, on the device's own clock; nobody waits for it meanwhile.
 
     Args:
+        kind: Of the loop.
         device: Whose.
         options: How many steps there are of each kind.
     """
 
-    def __init__(self, device: torch.device, options: argparse.Namespace) -> None:
+    def __init__(self, kind: str, device: torch.device, options: argparse.Namespace) -> None:
         self.losses: list[Tensor] = []
         self.tier: tiermem.TierManager | None = None
         self.nbytes = 0
+        self._kind, self._device = kind, device
         self._cuda = device.type == "cuda"
         self._options = options
         self._ends: list[Any] = []
         self._host: list[float] = []
         self._profile = cProfile.Profile()
+        self._traced = ExitStack()
+        self.checked = ExitStack()
+        self.checked.enter_context(deterministic())
 
     @property
     def total(self) -> int:
@@ -106,12 +114,20 @@ class Marks:
         else:
             self._ends.append(time.perf_counter())
         done, timed = len(self._ends), self._options.warm + self._options.steps
+        if done == self._options.checked:
+            self.checked.close()
         if self.tier is not None and done == self._options.warm:
             self.tier.reset_stats()
             settle_python()
-        if done == timed:
-            if self.tier is not None:
-                self.nbytes = sum(link.nbytes for link in self.tier.stats().links.values())
+        if done == timed and self.tier is not None:
+            self.nbytes = sum(link.nbytes for link in self.tier.stats().links.values())
+        if self._options.profile:  # two steps: what one leaves to the next is seen
+            if done == timed:
+                path = f"{self._options.profile}.{self._kind}.txt"
+                self._traced.enter_context(step_profile(path, self._device))
+            if done == timed + 2:
+                self._traced.close()
+        elif done == timed:
             self._profile.enable()
         if done == self.total:
             self._profile.disable()
@@ -125,24 +141,37 @@ class Marks:
         seconds = [
             a.elapsed_time(b) / 1e3 if self._cuda else b - a for a, b in itertools.pairwise(ends)
         ]
-        stats: Any = pstats.Stats(self._profile).stats  # type: ignore[attr-defined]
-        folder = str(Path(hugging_face.__file__).parent)
-        inside = sum(
-            own for (file, *_), (_, _, own, *_) in stats.items() if file.startswith(folder)
-        )
-        whole = sum(own for _, _, own, *_ in stats.values())
         host = [b - a for a, b in itertools.pairwise(self._host[first - 1 : last])]
         return {
             "s": statistics.median(seconds),
             "max s": max(seconds),
             "CPU s": statistics.median(host),
-            "integration's share": inside / whole,
+            "integration's share": None if self._options.profile else self._share(),
             "GB moved a step": self.nbytes / self._options.steps / 1e9,
         }
 
+    def _share(self) -> float:
+        """Returns how much of the profiled time was in lines of the integrations."""
+        stats: Any = pstats.Stats(self._profile).stats  # type: ignore[attr-defined]
+        folder = str(Path(hugging_face.__file__).parent)
+        inside = sum(
+            own for (file, *_), (_, _, own, *_) in stats.items() if file.startswith(folder)
+        )
+        return float(inside / sum(own for _, _, own, *_ in stats.values()))
 
-def bare(model: nn.Module, data: Ids, marks: Marks, options: argparse.Namespace) -> None:
-    """The loop as one writes it by hand."""
+
+def bare(
+    model: nn.Module, data: Ids, marks: Marks, options: argparse.Namespace, *, looks: bool = False
+) -> None:
+    """The loop as one writes it by hand.
+
+    Args:
+        model: Takes a batch, returns the loss.
+        data: Its batches.
+        marks: Takes the ends of steps.
+        options: Of the command line.
+        looks: Whether it looks for NaN in every loss, as Trainer does: the host waits for it.
+    """
     device = torch.device(options.device)
     with tiermem.TierManager(device, hbm=options.hbm, dram=options.dram) as marks.tier:
         marks.tier.wrap(model)
@@ -154,6 +183,8 @@ def bare(model: nn.Module, data: Ids, marks: Marks, options: argparse.Namespace)
         for batch in torch.utils.data.DataLoader(data, batch_size=None):
             (loss,) = model(**{k: v.to(device, non_blocking=True) for k, v in batch.items()})
             loss.backward()
+            if looks and not torch.isfinite(loss):
+                raise RuntimeError("the loss is not finite")
             optimizer.clip_grad_norm_(CLIP)
             optimizer.step()
             scheduler.step()
@@ -194,6 +225,7 @@ def by_trainer(model: nn.Module, data: Ids, marks: Marks, options: argparse.Name
             remove_unused_columns=False,
             disable_tqdm=True,
             use_cpu=options.device == "cpu",
+            logging_nan_inf_filter=not options.unfiltered,
         )
         where = {"device": options.device, "hbm": options.hbm, "dram": options.dram}
         with hugging_face.TrainerTiers(**where) as tier:
@@ -215,11 +247,6 @@ def by_lightning(model: nn.Module, data: Ids, marks: Marks, options: argparse.Na
     """Lightning's Trainer."""
     import lightning
 
-    try:
-        from tiermem.integrations.lightning import TierStrategy
-    except ModuleNotFoundError:
-        from integrations.lightning import TierStrategy
-
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
@@ -233,7 +260,7 @@ def by_lightning(model: nn.Module, data: Ids, marks: Marks, options: argparse.Na
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=LR, weight_decay=0.0, fused=True)
 
-    strategy = TierStrategy(
+    strategy = integration("lightning").TierStrategy(
         options.device, optimizer={"overlap": options.overlap}, hbm=options.hbm, dram=options.dram
     )
 
@@ -257,7 +284,7 @@ def by_lightning(model: nn.Module, data: Ids, marks: Marks, options: argparse.Na
 
 
 LOOPS: dict[str, Callable[..., None]] = dict(
-    zip(KINDS, (bare, by_trainer, by_lightning), strict=True)
+    zip(KINDS, (bare, partial(bare, looks=True), by_trainer, by_lightning), strict=True)
 )
 
 
@@ -266,10 +293,11 @@ def measure(kind: str, options: argparse.Namespace) -> tuple[Row, list[Tensor]]:
     device = torch.device(options.device)
     lm = build(options.shape, device, chunks=options.chunks, layers=options.layers)
     ids = Data(options.tokens, lm.head.out_features, torch.device("cpu"), 1).micro_batch(0)
-    marks = Marks(device, options)
+    marks = Marks(kind, device, options)
     row: Row = {"loop": kind, "parameters": parameters_of(lm)}
-    LOOPS[kind](Model(lm), Ids(ids, marks.total), marks, options)
-    return {**row, **marks.row()}, [loss.to("cpu") for loss in marks.losses]
+    with marks.checked:
+        LOOPS[kind](Model(lm), Ids(ids, marks.total), marks, options)
+    return {**row, **marks.row()}, [loss.to("cpu") for loss in marks.losses[: options.checked]]
 
 
 def main() -> None:
@@ -303,9 +331,16 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dram", default="24GiB", help="likewise")
     parser.add_argument("--overlap", choices=("no", "forward"), default="forward")
     parser.add_argument("--what", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument(
+        "--checked", type=int, default=3, help="of them, with kernels whose bits are compared"
+    )
     parser.add_argument("--warm", type=int, default=6)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--profiled", type=int, default=3, help="steps under a profile, not timed")
+    parser.add_argument(
+        "--profile", metavar="PATH", help="where two steps' time goes, to PATH.*.txt"
+    )
+    parser.add_argument("--unfiltered", action="store_true", help="Trainer does not look for NaN")
     parser.add_argument("--out", help="JSON file; the same as Markdown beside it")
     options = parser.parse_args()
     options.overlap = options.overlap == "forward" and "forward"

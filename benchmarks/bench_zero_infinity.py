@@ -27,17 +27,14 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA start
 
 import torch
 from bench_memory import host_memory
-from common import failure, report
+from common import failure, integration, report
 from llama import SHAPES, Clock, deterministic, peak_of
+from profile_step import profile_step
 from torch import Tensor, nn
 from training import Data, Loop, Trainer, build, parameters_of, settle_python
 from zero3 import AIO, Call, engine_of
 
-try:
-    import tiermem.integrations.zero_infinity as zero_infinity
-except ModuleNotFoundError:  # a copy of the repository that is not installed, on PYTHONPATH
-    import integrations.zero_infinity as zero_infinity
-
+zero_infinity = integration("zero_infinity")
 KINDS = ("tiermem", "plain", "deepspeed")
 Row = dict[str, Any]
 
@@ -218,6 +215,9 @@ def measure(options: argparse.Namespace, kind: str) -> Row:
             if device.type == "cuda":
                 peak = peak_of(partial(loop.run, 1), device)
                 row[f"{tokens} tokens peak HBM GB"] = peak.allocated / 1e9
+            if options.profile:
+                path = f"{options.profile}.{kind}.{tokens}.txt"
+                profile_step(partial(loop.run, 1), path, device)
         rss = host_memory()["rss"]
         row |= {"host RSS GB": rss / 1e9, "host bytes per parameter": (rss - before) / count}
         if kind == "tiermem":
@@ -294,6 +294,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=6)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--profile", metavar="PATH", help="where a step's time goes, to PATH.*.txt")
     parser.add_argument("--one", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--out", help="JSON file; the same as Markdown beside it")
     return parser.parse_args()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import json
 import os
 import platform
@@ -41,6 +42,16 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or "unknown"
+
+
+def integration(name: str) -> Any:
+    """Returns a module of ``tiermem.integrations``, also from a copy that is not installed."""
+    try:
+        return importlib.import_module(f"tiermem.integrations.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != "tiermem.integrations":
+            raise
+        return importlib.import_module(f"integrations.{name}")
 
 
 def failure(error: BaseException) -> str:

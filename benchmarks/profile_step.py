@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,20 @@ def profile_step(call: Callable[[], Any], path: str, device: torch.device) -> No
         path: Text file to write.
         device: Where it runs.
     """
+    with step_profile(path, device):
+        call()
+
+
+@contextmanager
+def step_profile(path: str, device: torch.device) -> Iterator[None]:
+    """Writes the same of what is run inside."""
     kinds = [ProfilerActivity.CPU]
     cuda = device.type == "cuda"
     if cuda:
         kinds.append(ProfilerActivity.CUDA)
         torch.cuda.synchronize(device)
     with profile(activities=kinds) as found:
-        call()
+        yield
         if cuda:
             torch.cuda.synchronize(device)
     lines = [f"One step, {'device and host' if cuda else 'host only'}", ""]

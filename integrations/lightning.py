@@ -96,9 +96,12 @@ class _OverTiers:
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Returns the device with its number, which Lightning's accelerators ask for."""
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    text = str(found if device is None else device)
+    if text == "cuda":
+        text = f"cuda:{torch.cuda.current_device() if torch.cuda.is_available() else 0}"
+    return torch.device(text)
 
 
 class TierStrategy(_OverTiers, _Strategy):  # type: ignore[misc, unused-ignore]

@@ -42,12 +42,17 @@ KINDS: dict[str, tuple[Tiers, dict[str, Any]]] = {
     "forward": (Tiers("roomy", extra_hbm=1 << 16), {"overlap": "forward"}),
     "host": (Tiers("tight"), {"where": "host"}),
     "host and forward": (Tiers("tight"), {"where": "host", "overlap": "forward"}),
+    "one call": (Tiers("roomy", extra_hbm=1 << 20), {}),
+    "one call, streaming": (Tiers("tight"), {}),
+    "one call, without masters": (Tiers("roomy", extra_hbm=1 << 20), {"master_dtype": None}),
+    "one call, forward": (Tiers("roomy", extra_hbm=1 << 16), {"overlap": "forward"}),
 }
 
 
 def twins(kind: str) -> Twins:
     tiers, options = KINDS[kind]
-    return Twins(Small, tiers, settings={"lr": 0.01, "foreach": False}, **options)
+    kernel = "fused" if kind.startswith("one call") else "foreach"
+    return Twins(Small, tiers, settings={"lr": 0.01, kernel: kernel == "fused"}, **options)
 
 
 def every_line(call: Callable[[int], str], check: Callable[[], None]) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tiermem
+from tiermem.nn.norms import measure_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
@@ -190,3 +191,17 @@ def test_steps_on_the_host_round_close_by(tmp_path: Path, where: str, overlap: b
         assert abs(one - other) < 0.02 * abs(one)
     for name, value in theirs.items():
         torch.testing.assert_close(weights[name], value, rtol=5e-2, atol=5e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, float("inf")])
+def test_norms_that_cast_as_they_read_have_the_bits_of_a_cast_beforehand(
+    dtype: torch.dtype, order: float
+) -> None:
+    measure = measure_of((order, None, torch.float32))
+    generator = torch.Generator("cuda").manual_seed(0)
+    for size in (1, 7, 1000, 65536, 65537, 3072 * 1024, 2**20 + 5):
+        for begin in (0, 1, 4, 8):
+            whole = torch.randn(size + begin, generator=generator, device="cuda").to(dtype)
+            (expected,) = torch._foreach_norm([whole[begin:].float()], order)
+            assert torch.equal(measure(whole[begin:]), expected), (size, begin)

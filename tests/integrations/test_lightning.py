@@ -14,7 +14,11 @@ import tiermem
 
 lightning = pytest.importorskip("lightning")
 
-from tiermem.integrations.lightning import FabricTierStrategy, TierStrategy  # noqa: E402
+from tiermem.integrations.lightning import (  # noqa: E402
+    FabricTierStrategy,
+    TierStrategy,
+    _device,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
 
@@ -254,10 +258,11 @@ def test_a_step_moves_what_the_bare_loops_does(tmp_path: Path) -> None:
         model = tier.wrap(module.model)
         optimizer = tier.optimizer(model, torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
         for tokens in batches(steps):
-            model(tokens).backward()
+            loss = model(tokens)
+            optimizer.zero_grad()  # where Lightning has it: gradients are there in the forward
+            loss.backward()
             optimizer.clip_grad_norm_(0.5)
             optimizer.step()
-            optimizer.zero_grad()
             moved["bare"].append(nbytes_moved(tier))
     found, bare = (counts[-1] - counts[2] for counts in moved.values())
     assert found == pytest.approx(bare, rel=0.03)
@@ -314,3 +319,10 @@ def test_fabric() -> None:
     assert strategy.tier is not None
     assert strategy.tier.stats().links["dram->hbm"].nbytes > 0
     strategy.tier.close()
+
+
+def test_a_device_without_a_number_gets_one() -> None:
+    """Lightning's CUDA accelerator refuses ``cuda``."""
+    assert _device("cuda") == torch.device("cuda", 0)
+    assert _device("cuda:1") == torch.device("cuda", 1)
+    assert _device("cpu") == torch.device("cpu")

@@ -11,6 +11,9 @@ from torch.utils._foreach_utils import _device_has_foreach_support, _has_foreach
 Kind = tuple[float, bool | None, torch.dtype | None]
 """Which norm, whether torch's ``foreach`` kernels are asked for, and what is cast to first."""
 
+_ALIGNED = 16
+"""Bytes; from other addresses torch's kernel adds in another order than over a cast."""
+
 
 def norms_of(
     tensors: Sequence[torch.Tensor], norm_type: float, foreach: bool | None
@@ -35,4 +38,15 @@ def measure_of(kind: Kind) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _norm_of(gradient: torch.Tensor, kind: Kind) -> torch.Tensor:
-    return norms_of([gradient if kind[2] is None else gradient.to(kind[2])], *kind[:2])[0]
+    norm_type, foreach, dtype = kind
+    if dtype is None or gradient.dtype is dtype:
+        return norms_of([gradient], norm_type, foreach)[0]
+    if (
+        gradient.is_cuda
+        and foreach is not False
+        and gradient.is_contiguous()
+        and gradient.data_ptr() % _ALIGNED == 0
+    ):
+        # casts as it reads: the bits of a cast beforehand, without its pass over memory
+        return torch._foreach_norm([gradient], norm_type, dtype)[0]
+    return norms_of([gradient.to(dtype)], norm_type, foreach)[0]

@@ -30,8 +30,9 @@ def poison_element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     with unrecorded():
         if dtype is torch.bool:
             return torch.ones((), dtype=dtype, device=device)
-        raw = torch.full((dtype.itemsize,), 0xFF, dtype=torch.uint8)
-        return raw.view(dtype).reshape(()).to(device)
+        # made there: a copy from ordinary host memory would wait for the device
+        raw = torch.full((dtype.itemsize,), 0xFF, dtype=torch.uint8, device=device)
+        return raw.view(dtype).reshape(())
 
 
 def is_placeholder(tensor: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import LazyTensor, refresh
 from tiermem.nn.placeholder import is_placeholder
 from tiermem.optim.held import Held
+from tiermem.optim.onecall import OneCall
 from tiermem.optim.undo import Undo, span_of
 from tiermem.runtime.debts import Debt
 from tiermem.runtime.slots import Slot
@@ -76,6 +77,7 @@ class Attempt:
     Attributes:
         holding: What the step works on.
         made: Whether the step is made; from then on nothing is taken back.
+        one_call: Sees whether everything is written, where that is done by one call of torch's.
         shown: What stands for tensors that were written, and their values, once it is made.
     """
 
@@ -93,6 +95,8 @@ class Attempt:
         with torch._C.DisableTorchFunctionSubclass():
             self._gradients = [(param, param.grad) for param, _ in unit.members]
         self._undo: Undo | None = None
+        self.one_call: OneCall | None = None
+        self._complete: Callable[[], None] | None = None
         self._cannot = ""
         self.holding: Held = unit.held(runtime)
         self.made = False
@@ -108,6 +112,7 @@ class Attempt:
         state: State,
         *,
         spoils: bool,
+        complete: Callable[[], None] | None = None,
     ) -> None:
         """Keeps what the step may change; its blocks are held.
 
@@ -116,7 +121,11 @@ class Attempt:
             slots: Of the blocks, by the id of the block.
             state: The tiered optimizer's.
             spoils: Whether the step may write gradients.
+            complete: For a step that writes all bytes by one call of torch's: makes the rest
+                after that call, sets ``made``, and may be called again. No bytes are kept then.
         """
+        if complete is not None:
+            self._complete, self.one_call = complete, OneCall()
         undo, unit = Undo(), self._unit
         params = list({id(param): param for param, _ in unit.members}.values())
         undo.keep_entries(optimizer.state, [unit.own(param) for param in params])
@@ -124,7 +133,9 @@ class Attempt:
         undo.keep_settings(optimizer)
         try:
             if not self._manager.copy.capturing():  # else nothing is written now, only recorded
-                self._keep_bytes(undo, slots, spoils=spoils)
+                if complete is None:
+                    self._keep_bytes(undo, slots, spoils=spoils)
+                undo.then(partial(self._repoint, slots))
         except (torch.OutOfMemoryError, MemoryError) as error:
             # better a step that cannot be taken back than none where there was room for one
             self._cannot = f"{type(error).__name__} when its bytes were to be kept"
@@ -156,6 +167,9 @@ class Attempt:
     def _end(self) -> None:
         unit = self._unit
         self._waiting.pause()
+        written = self.one_call is not None and self.one_call.made
+        if written and not self.made and self._complete is not None:
+            self._complete()
         if not self.made:
             if self._undo is not None:
                 self._take_back(self._undo)
@@ -222,7 +236,6 @@ class Attempt:
             self._keep_gradients(undo, slots)
         if unit.masters is not None:
             undo.keep_values(unit.masters.loose())
-        undo.then(partial(self._repoint, slots))
 
     def _keep_block(
         self, undo: Undo, block: Block, tensors: Sequence[torch.Tensor], *, clean: bool

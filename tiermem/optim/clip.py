@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch.utils._foreach_utils import (
 from tiermem.nn.grads import Change, Measure
 from tiermem.nn.norms import Kind, measure_of
 from tiermem.nn.outside import on_purpose
-from tiermem.nn.placeholder import placeholder
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.unit import StepUnit
 
@@ -70,6 +69,12 @@ def change_all(runtime: ModuleRuntime, units: Sequence[StepUnit], change: Change
         for unit in units:
             unit.unchange(change)
         raise
+
+
+@cache
+def _like(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns a tensor without elements, which says its device and dtype."""
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 class Norms:
@@ -170,7 +175,7 @@ class Norms:
             unit.each_gradient(self._runtime, sweep, but=known)
         self.taken, self.swept = len(known), len(norms) - len(known)
         found = [p for p in params if id(p) in norms]
-        like = [placeholder(p.shape, kind[2] or dtypes[id(p)], p.device) for p in found]
+        like = [_like(kind[2] or dtypes[id(p)], p.device) for p in found]
         return total_norm([norms[id(p)] for p in found], like, kind[0])
 
     def _measure_for(self, units: Sequence[StepUnit], kind: Kind) -> Measure:

@@ -133,11 +133,13 @@ class Masters:
         Args:
             every: Whether the others are written as well.
         """
+        written = [p for p in self._pairs() if every or p[1].grad is not None]
+        if not written:
+            return
         with unrecorded():
-            for param, own in self._pairs():
-                if every or own.grad is not None:
-                    param.data.copy_(own.data)
-                    count_write(param)
+            torch._foreach_copy_([p.data for p, _ in written], [own.data for _, own in written])
+        for param, _ in written:
+            count_write(param)
 
     def rederive(self, slot: Slot | None) -> None:
         """Makes every work weight the cast of its master, which is what it was before a step.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -58,8 +58,18 @@ def run_unseen(optimizer: torch.optim.Optimizer) -> None:
     step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
 
+def undoes_scale(optimizer: torch.optim.Optimizer, scaling: Scaling | None) -> bool:
+    """Whether the class undoes a scale itself, in the gradients that it is given."""
+    if scaling is None or (scaling.grad_scale is None and scaling.found_inf is None):
+        return False
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def run_scaled(
-    optimizer: torch.optim.Optimizer, scaling: Scaling, owns: Sequence[torch.Tensor]
+    optimizer: torch.optim.Optimizer,
+    scaling: Scaling,
+    owns: Sequence[torch.Tensor],
+    fresh: Collection[torch.Tensor] = (),
 ) -> bool:
     """Makes a step over gradients that have a scale.
 
@@ -67,16 +77,16 @@ def run_scaled(
         optimizer: The plain one.
         scaling: The scale, and whether a gradient is not finite.
         owns: What the optimizer steps.
+        fresh: Those of them whose gradients nobody else has: they are written in place.
 
     Returns:
         Whether it was left to the optimizer, which undoes the scale in the gradients themselves.
     """
-    amp = getattr(optimizer, "_step_supports_amp_scaling", False)
-    if not amp or (scaling.grad_scale is None and scaling.found_inf is None):
-        scaling.unscale(owns)
+    if not undoes_scale(optimizer, scaling):
+        scaling.unscale(owns, fresh)
         run(optimizer)
         return False
-    scaling.apply_factor(owns)
+    scaling.apply_factor(owns, fresh)
     optimizer.grad_scale = scaling.grad_scale  # type: ignore[attr-defined]
     optimizer.found_inf = scaling.found_inf  # type: ignore[attr-defined]
     try:

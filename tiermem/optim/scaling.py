@@ -67,8 +67,16 @@ def _multiply(
     params: Sequence[torch.Tensor], factor: torch.Tensor, fresh: Collection[torch.Tensor]
 ) -> None:
     alone = {id(param) for param in fresh}
+    together: list[torch.Tensor] = []
     for param in params:
         if param.grad is None:
             continue
         by = factor.to(param.grad.device)
-        param.grad = param.grad.mul_(by) if id(param) in alone else param.grad * by
+        if id(param) not in alone:
+            param.grad = param.grad * by
+        elif param.grad.dtype is by.dtype and by.device == factor.device:
+            together.append(param.grad)
+        else:
+            param.grad.mul_(by)
+    if together:
+        torch._foreach_mul_(together, factor)

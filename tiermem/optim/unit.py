@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,9 @@ from tiermem.optim.foreign import ForeignWrites
 from tiermem.optim.gradients import UnitGradients
 from tiermem.optim.held import Held
 from tiermem.optim.master import Masters
+from tiermem.optim.onecall import writes_in_one_call
 from tiermem.optim.places import Place
-from tiermem.optim.plainstep import run, run_scaled
+from tiermem.optim.plainstep import run, run_scaled, undoes_scale
 from tiermem.optim.scaling import Scaling
 from tiermem.optim.separable import Make, copied, settings_of
 from tiermem.runtime.slots import Slot
@@ -207,15 +209,31 @@ class StepUnit(UnitGradients):
             slots = attempt.holding.open()
             if meanwhile is not None:
                 meanwhile()
-            fused = scaling is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
-            attempt.keep(optimizer, slots, state, spoils=self.spoils or fused)
-            with self.counted.once(self, ticket):
-                shown = self._update(runtime, optimizer, stored, slots, state, scaling, owed=owed)
-            attempt.shown, attempt.made, self.made = shown, True, ticket
+            unscales = undoes_scale(optimizer, scaling)
+            one_call = not unscales and writes_in_one_call(optimizer)
+            complete = partial(self._complete, runtime, optimizer, stored, slots, state)
+            attempt.keep(
+                optimizer,
+                slots,
+                state,
+                spoils=self.spoils or unscales,
+                complete=partial(self._carry_out, attempt, complete, ticket) if one_call else None,
+            )
+            self._carry_out(
+                attempt,
+                partial(self._update, runtime, optimizer, stored, slots, state, scaling, owed=owed),
+                ticket,
+            )
             attempt.end()
         except BaseException:
             attempt.end()
             raise
+
+    def _carry_out(self, attempt: Attempt, make: Callable[[], list[Shown]], ticket: object) -> None:
+        """Makes a step, or the rest of it, and says so."""
+        with self.counted.once(self, ticket):
+            shown = make()
+        attempt.shown, attempt.made, self.made = shown, True, ticket
 
     def refuse_freed(self) -> None:
         """Says that there is nothing to step any more.
@@ -267,14 +285,26 @@ class StepUnit(UnitGradients):
             if e.unit is not None
         }
         slot = slots.get(id(self.block))
-        self._hand_over({**gradients, **views, **self.given})
+        cast = self._hand_over({**gradients, **views, **self.given})
         self._attach(slot)
-        self._run(optimizer, scaling)
-        shown = self._take_in(runtime, optimizer, slot)
+        self._run(optimizer, scaling, cast)
+        return self._complete(runtime, optimizer, stored, slots, state)
+
+    def _complete(
+        self,
+        runtime: ModuleRuntime,
+        optimizer: torch.optim.Optimizer,
+        stored: Sequence[Entry],
+        slots: dict[int, Slot],
+        state: State,
+    ) -> list[Shown]:
+        """Does what follows the plain optimizer's step; cut short, it may be called again."""
+        shown = self._take_in(runtime, optimizer, slots.get(id(self.block)))
         self.publish(optimizer, state)
         if self.masters is not None:
             self.masters.derive()
-        return [*shown, *((e.lazy, views[id(e.param)]) for e in stored)]
+        views = ((e.lazy, slots[id(e.unit.block)].views[e.unit_index]) for e in stored if e.unit)
+        return [*shown, *views]
 
     def can_wait(self, runtime: ModuleRuntime) -> bool:
         """Whether nobody could see that the step is made later than asked for.
@@ -301,26 +331,41 @@ class StepUnit(UnitGradients):
         """Whether somebody may have a view of the state."""
         return any(is_viewed(stand_in) for stand_in in self._stand_ins.values())
 
-    def _hand_over(self, gradients: dict[int, torch.Tensor]) -> None:
-        """Gives the optimizer the gradients, in the dtype of what it steps."""
+    def _hand_over(self, gradients: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Gives the optimizer the gradients, in the dtype of what it steps.
+
+        Returns:
+            What is stepped by a gradient that was cast: nobody else has that.
+        """
+        cast = []
         for param, _ in self.members:
             own = self.own(param)
-            gradient = gradients.get(id(param))
+            given = gradient = gradients.get(id(param))
             if gradient is None:
                 own.grad = None
                 continue
             if own is not param or gradient.dtype is not param.dtype:
                 gradient = gradient.to(own.device, own.dtype)
+                if gradient is not given:
+                    cast.append(own)
             if own.grad is not gradient:
                 own.grad = gradient
+        return cast
 
-    def _run(self, optimizer: torch.optim.Optimizer, scaling: Scaling | None) -> None:
-        if scaling is None:
-            outside(run, optimizer)  # the attempt takes back what an error leaves
-            return
-        owns = [self.own(param) for param, _ in self.members]
-        self.scaled = True  # so it is taken to be, where the step fails
-        self.scaled = outside(run_scaled, optimizer, scaling, owns)
+    def _run(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scaling: Scaling | None,
+        cast: Sequence[torch.Tensor],
+    ) -> None:
+        seen = None if self.attempt is None else self.attempt.one_call
+        with nullcontext() if seen is None else seen:
+            if scaling is None:
+                outside(run, optimizer)  # the attempt takes back what an error leaves
+                return
+            owns = [self.own(param) for param, _ in self.members]
+            self.scaled = True  # so it is taken to be, where the step fails
+            self.scaled = outside(run_scaled, optimizer, scaling, owns, cast)
 
     def held(self, runtime: ModuleRuntime) -> Held:
         """Returns a context that holds weights, gradients, state and masters."""

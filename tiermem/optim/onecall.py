@@ -1,0 +1,57 @@
+"""Steps that write all their bytes by one call of torch's, and need no copies to be taken back.
+
+torch's fused Adam and AdamW write weights and state by one call, which is made whole or not at
+all, and nothing of the class can fail after it. What ends such a step (Ctrl-C before any line)
+comes before that call, and nothing but the numbers of steps was written, or after it, and the step
+is made. Copies of masters and state, which a step in parts needs, are as many bytes as it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import starmap
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tiermem.optim.undo import cannot_fail_midway
+
+_KERNELS: tuple[Any, ...] = (torch._fused_adam_, torch._fused_adamw_)
+
+
+def writes_in_one_call(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the next step of a plain optimizer is such a one."""
+    state = optimizer.state
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return (
+        type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+        and cannot_fail_midway(optimizer)
+        and len({p.device for p in params}) == 1
+        and all(p.layout is torch.strided and state.get(p) for p in params)
+    )
+
+
+class OneCall(TorchFunctionMode):
+    """Sees whether the call that writes was made, in force around the plain optimizer's step."""
+
+    def __init__(self) -> None:
+        """Has seen none."""
+        super().__init__()
+        self._made: list[None] = []
+
+    @property
+    def made(self) -> bool:
+        """Whether it was made, and so everything is written."""
+        return bool(self._made)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Makes a call of torch's; notes one of those that write."""
+        if func not in _KERNELS:
+            return func(*args, **(kwargs or {}))
+        # made and noted without a line of Python in between, before which Ctrl-C could come
+        self._made.extend(starmap(partial(func, *args, **(kwargs or {})), ((),)))
+        return None
