@@ -265,7 +265,8 @@ def test_a_step_moves_what_the_bare_loops_does(tmp_path: Path) -> None:
             optimizer.step()
             moved["bare"].append(nbytes_moved(tier))
     found, bare = (counts[-1] - counts[2] for counts in moved.values())
-    assert found == pytest.approx(bare, rel=0.03)
+    # who stays in HBM is chosen by measured times; one pass of gradients more would be 15%
+    assert found == pytest.approx(bare, rel=0.07)
 
 
 def nbytes_moved(tier: tiermem.TierManager) -> int:
