@@ -180,7 +180,8 @@ def test_clipping_and_forgetting_by_torch_move_no_more_than_the_optimizers_own()
     for clip in (lambda _, o: o.clip_grad_norm_(0.05), lambda m, _: CLIPS["by norm"](m)):
         steps = moved(clip, lambda m, _: m.zero_grad())
         total = [sum(sum(step.values()) for step in found[1:]) for found in (steps, own)]
-        assert total[0] <= total[1], (steps, own)
+        # who stays is chosen by measured times; one pass of gradients more would be a sixth
+        assert total[0] <= total[1] * 1.04, (steps, own)
 
 
 def test_gradients_that_are_forgotten_while_a_step_is_owed() -> None:
