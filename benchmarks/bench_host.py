@@ -34,12 +34,12 @@ from llama import SHAPES, Call, Clock, budget_of, build, forward, nbytes_of
 import tiermem
 from tiermem.core.schedule import Planner
 from tiermem.nn.group import Group
+from tiermem.runtime.acquire import Uses
+from tiermem.runtime.lookahead.prefetcher import Prefetcher
+from tiermem.runtime.lookahead.replay import Steady
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.prefetch import Prefetcher
-from tiermem.runtime.space import Space
-from tiermem.runtime.steady import Steady
-from tiermem.runtime.traffic import Traffic
-from tiermem.runtime.uses import Uses
+from tiermem.runtime.placement.evictor import Space
+from tiermem.runtime.transfers.transfers import Traffic
 from tiermem.transfer.copy import CudaCopyEngine, HostCopyEngine, StreamCopyEngine
 
 PARTS: tuple[tuple[type, str], ...] = (

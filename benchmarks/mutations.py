@@ -53,7 +53,7 @@ _ELSEWHERE = (
     # leases, aliases, dirty marks
     Mutation(
         "an acquire that takes no lease",
-        _RUNTIME + "uses.py",
+        _RUNTIME + "acquire.py",
         "            self._table.lease(block_id)\n",
         "",
         MANAGER,
@@ -74,42 +74,42 @@ _ELSEWHERE = (
     ),
     Mutation(
         "aliases are not seen",
-        _RUNTIME + "slots.py",
+        _RUNTIME + "memory/slots.py",
         "use_count(self.storage) > self.baseline + self.pointed",
         "False",
         MANAGER,
     ),
     Mutation(
         "aliases hidden by a parameter are not looked for again",
-        _RUNTIME + "space.py",
+        _RUNTIME + "placement/evictor.py",
         "        return not slot.aliased\n",
         "        return True\n",
         MANAGER,
     ),
     Mutation(
         "a discarded block's space is reused under who looks at it",
-        _RUNTIME + "space.py",
+        _RUNTIME + "placement/evictor.py",
         "keep = slot is not None and slot.aliased and (gone or not record.fixed)",
         "keep = False",
         MANAGER + FAULTS,
     ),
     Mutation(
         "a block that somebody looks at leaves in a loop that repeats",
-        _RUNTIME + "steady.py",
+        _RUNTIME + "lookahead/replay.py",
         "            or slot.aliased\n",
         "",
         STEADY,
     ),
     Mutation(
         "a loop that repeats is repeated although another plan was made",
-        _RUNTIME + "steady.py",
+        _RUNTIME + "lookahead/replay.py",
         "if tape is None or tape.outlook is not outlook:",
         "if tape is None:",
         STEADY,
     ),
     Mutation(
         "a pass is done again though two in a row did not do the same",
-        _RUNTIME + "steady.py",
+        _RUNTIME + "lookahead/replay.py",
         "        again = done == tape.done\n",
         "        again = True\n",
         STEADY,
@@ -172,42 +172,42 @@ _ELSEWHERE = (
     ),
     Mutation(
         "weights whose block has left a loop that repeats look at what came there",
-        _RUNTIME + "steady.py",
+        _RUNTIME + "lookahead/replay.py",
         "            holder.unpoint()\n",
         "            pass\n",
         ("tests/unit/test_steady_loop.py",),
     ),
     Mutation(
         "a use goes on as foreseen though a block has left",
-        _RUNTIME + "traffic.py",
+        _RUNTIME + "transfers/transfers.py",
         "        self.changes += 1\n        self.quiet = False\n        self.gone.add(",
         "        self.changes += 1\n        self.gone.add(",
         STEADY,
     ),
     Mutation(
         "a use goes on as foreseen though another block is used",
-        _RUNTIME + "steady.py",
+        _RUNTIME + "lookahead/replay.py",
         "            step.block != block_id\n            or record is None",
         "            record is None",
         STEADY,
     ),
     Mutation(
         "a use goes on as foreseen though work is owed to the block",
-        _RUNTIME + "steady.py",
+        _RUNTIME + "lookahead/replay.py",
         "            or self._debts.owed\n",
         "",
         STEADY,
     ),
     Mutation(
         "a use goes on as foreseen while a graph is captured",
-        _RUNTIME + "steady.py",
+        _RUNTIME + "lookahead/replay.py",
         "            or self._copy.capturing()\n",
         "",
         STEADY,
     ),
     Mutation(
         "a pass that repeats is measured without its copies",
-        _RUNTIME + "traffic.py",
+        _RUNTIME + "transfers/transfers.py",
         "after, sampling = self.home_ready.get(came), self.pacing.sampling",
         "after, sampling = self.home_ready.get(came), False",
         STEADY,
@@ -250,21 +250,21 @@ _ELSEWHERE = (
     ),
     Mutation(
         "the result of a transfer is not looked at",
-        _RUNTIME + "traffic.py",
+        _RUNTIME + "transfers/transfers.py",
         "        ok = transfer.error is None\n",
         "        ok = True\n",
         FAULTS,
     ),
     Mutation(
         "a write-back that fails is tried ahead of need for ever",
-        _RUNTIME + "traffic.py",
+        _RUNTIME + "transfers/transfers.py",
         "                self.failing.add(block_id)\n",
         "                pass\n",
         FAULTS,
     ),
     Mutation(
         "a fetch ahead that failed is not made again",
-        _RUNTIME + "uses.py",
+        _RUNTIME + "acquire.py",
         "if error is not None and asked:",
         "if error is not None:",
         FAULTS,
@@ -278,7 +278,7 @@ _ELSEWHERE = (
     ),
     Mutation(
         "bytes that leave are not poisoned",
-        _RUNTIME + "traffic.py",
+        _RUNTIME + "transfers/transfers.py",
         "if slot is not None and self._poison and not seen:",
         "if slot is not None and self._poison and seen and not seen:",
         FAULTS,
@@ -286,42 +286,42 @@ _ELSEWHERE = (
     # space and order
     Mutation(
         "a fetch ahead evicts what is needed sooner",
-        _RUNTIME + "space.py",
+        _RUNTIME + "placement/evictor.py",
         "resident or distance <= position or slot.wanted",
         "resident or slot.wanted",
         MANAGER,
     ),
     Mutation(
         "what is in HBM to stay goes down all the same",
-        _RUNTIME + "pipeline.py",
+        _RUNTIME + "services/sweep.py",
         "                if manager.space.division.stays(record):\n                    continue\n",
         "",
         ("tests/unit/test_runtime_turns.py",),
     ),
     Mutation(
         "the circle goes over what stays",
-        _RUNTIME + "turns.py",
+        _RUNTIME + "placement/ring.py",
         "end = self._hbm, block.nbytes, self._space.division.border",
         "end = self._hbm, block.nbytes, self._hbm.capacity",
         ("tests/unit/test_runtime_turns.py",),
     ),
     Mutation(
         "a pass that foresees no state forgets what stays",
-        _RUNTIME + "outlook.py",
+        _RUNTIME + "lookahead/plan_maker.py",
         "        if not state.keys() <= known:\n",
         "        if state.keys() != known:\n",
         ("tests/unit/test_runtime_turns.py",),
     ),
     Mutation(
         "a block that was moved is not pointed anew",
-        _RUNTIME + "compact.py",
+        _RUNTIME + "placement/compaction.py",
         "            holder.repoint(target)\n        source.pointed = 0\n",
         "            pass\n        source.pointed = 0\n",
         MANAGER,
     ),
     Mutation(
         "a block whose address is known is moved",
-        _RUNTIME + "space.py",
+        _RUNTIME + "placement/evictor.py",
         "return record.leases == known + self.unseen.get(record.block.id, 0)",
         "return True",
         MANAGER,
@@ -349,7 +349,7 @@ _ELSEWHERE = (
     ),
     Mutation(
         "a forked child is not told from its parent",
-        _RUNTIME + "process.py",
+        _RUNTIME + "base/forks.py",
         "    _generation += 1\n",
         "    _generation += 0\n",
         FAULTS,
@@ -371,21 +371,21 @@ _ELSEWHERE = (
     ),
     Mutation(
         "a copy read ahead is used though its home was written since",
-        "tiermem/runtime/readahead.py",
+        "tiermem/runtime/transfers/early_reads.py",
         "swap.version(entry.home) == entry.version",
         "swap.version(entry.home) >= entry.version",
         ("tests/unit/test_runtime_readahead.py",),
     ),
     Mutation(
         "a place in DRAM is used again while the disk reads into it",
-        "tiermem/runtime/readahead.py",
+        "tiermem/runtime/transfers/early_reads.py",
         "there = self.transfer is not None and self.transfer.finished",
         "there = self.transfer is not None",
         ("tests/unit/test_runtime_readahead.py",),
     ),
     Mutation(
         "a block's own place in DRAM is read into twice at once",
-        "tiermem/runtime/readahead.py",
+        "tiermem/runtime/transfers/early_reads.py",
         "return own if all(entry.extent != own for entry in self._dying) else None",
         "return own",
         ("tests/unit/test_runtime_readahead.py",),
@@ -561,7 +561,7 @@ SAVED_TENSORS = (
     "tests/unit/test_nn_activations.py",
     "tests/unit/test_nn_activation_options.py",
 )
-_COPIES = "tiermem/runtime/activations.py"
+_COPIES = "tiermem/runtime/services/activation_store.py"
 _HANDLES = "tiermem/nn/activations.py"
 _ACTIVATIONS = (
     (
@@ -638,7 +638,7 @@ LOOKUPS = (
     "tests/unit/test_runtime_inplace.py",
     "tests/unit/test_nn_lookup.py",
 )
-_IN_PLACE, _LOOKUP = "tiermem/runtime/inplace.py", "tiermem/nn/lookup.py"
+_IN_PLACE, _LOOKUP = "tiermem/runtime/loans/zero_copy.py", "tiermem/nn/lookup.py"
 _LOOKS = (
     (
         "a kernel that looks at a block in DRAM leaves no event",
@@ -701,7 +701,7 @@ PACE = ("tests/unit/test_pacing.py", "tests/property/test_core_pace.py")
 _MEASURING = (
     (
         "what measuring takes the host counts as a change",
-        "tiermem/runtime/pacing.py",
+        "tiermem/runtime/metrics/pass_timer.py",
         "if self._key is not None and not self._slowed:",
         "if self._key is not None:",
     ),
@@ -747,14 +747,14 @@ MUTATIONS = (
     *(Mutation(name, _COPY, old, new, STREAMS) for name, old, new in _WAITS),
     Mutation(
         "compute does not wait for what comes from a file",
-        _RUNTIME + "traffic.py",
+        _RUNTIME + "transfers/transfers.py",
         "                    self.ready[block_id] = transfer.event\n",
         "",
         STREAMS,
     ),
     Mutation(
         "nobody is told what still comes from a file",
-        _RUNTIME + "traffic.py",
+        _RUNTIME + "transfers/transfers.py",
         "                    self.copy.landed(move.target_extent, transfer.event)\n",
         "",
         STREAMS,

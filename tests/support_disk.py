@@ -102,10 +102,10 @@ class Sweep:
         self.speeds, self.layers, self.seconds = speeds, layers, seconds
         cls = type("Timed", (TimedAdamW,), {"time": time, "seconds": seconds})
         mover = type("Mover", (SimulatedMover,), {"time": time})
-        patch.setattr("tiermem.runtime.opening.FileMover", mover)
+        patch.setattr("tiermem.runtime.memory.opening.FileMover", mover)
         patch.setattr("tiermem.optim.team.ThreadPoolExecutor", Later)
         patch.setattr(
-            "tiermem.runtime.opening.choose_engine",
+            "tiermem.runtime.memory.opening.choose_engine",
             lambda *_: (lambda: self.disk, "simulated", "a test"),
         )
         self.unit = width * width * (2 + 2 + 4 + 8)

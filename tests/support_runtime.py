@@ -15,9 +15,9 @@ from tiermem.config import Policy, Settings
 from tiermem.core.block import Block, Extent, Role
 from tiermem.core.layout import TensorShape
 from tiermem.core.schedule import Schedule
+from tiermem.runtime.lookahead.prefetcher import Prefetcher
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.prefetch import Prefetcher
-from tiermem.runtime.slots import Holder, Slot
+from tiermem.runtime.memory.slots import Holder, Slot
 from tiermem.testing.io import ScriptedEngine
 from tiermem.transfer.copy import Event
 from tiermem.transfer.stamps import HostClock

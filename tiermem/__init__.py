@@ -24,7 +24,13 @@ from tiermem.errors import (
 )
 from tiermem.nn.loss import chunked_cross_entropy
 from tiermem.optim.tiered import TieredOptimizer
-from tiermem.runtime.stats import ActivationStats, LinkStats, PaceRow, ResidencyRow, Stats
+from tiermem.runtime.metrics.counters import (
+    ActivationStats,
+    LinkStats,
+    PaceRow,
+    ResidencyRow,
+    Stats,
+)
 from tiermem.tier import TierManager
 
 __version__ = "0.1.0"

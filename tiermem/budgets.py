@@ -27,8 +27,8 @@ from tiermem.optim.plan import kept_of
 from tiermem.optim.probe import StateProbe, settings_of
 from tiermem.optim.tiered import Overlap, Where
 from tiermem.optim.undo import cannot_fail_midway
-from tiermem.runtime.hostmemory import available_memory
-from tiermem.runtime.staged import MOST_LOADS
+from tiermem.runtime.memory.hostmemory import available_memory
+from tiermem.runtime.services.host_staging import MOST_LOADS
 from tiermem.tier import Size, default_hbm, device_of
 
 

@@ -25,10 +25,10 @@ from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.wrapped import Blocks, WrappedModel
 from tiermem.optim.groups import Params
 from tiermem.optim.tiered import Overlap, TieredOptimizer, Where
-from tiermem.runtime.hostmemory import available_memory
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.stats import PaceRow, ResidencyRow, Stats
-from tiermem.runtime.timeline import Timeline
+from tiermem.runtime.memory.hostmemory import available_memory
+from tiermem.runtime.metrics.counters import PaceRow, ResidencyRow, Stats
+from tiermem.runtime.metrics.timeline import Timeline
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Size = int | str

@@ -32,7 +32,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> set[IoOp]:
         return Fault(errno.EIO) if request.op in found else None
 
     monkeypatch.setattr(
-        "tiermem.runtime.opening.choose_engine",
+        "tiermem.runtime.memory.opening.choose_engine",
         lambda *_: (lambda: ScriptedEngine(fault=fault), "scripted", "a test"),
     )
     return found

@@ -43,7 +43,7 @@ from tiermem.optim.held import Held
 from tiermem.optim.members import Membership
 from tiermem.optim.plan import _reserve
 from tiermem.optim.sides import _have_host_step
-from tiermem.runtime.staged import HostStage
+from tiermem.runtime.services.host_staging import HostStage
 from tiermem.transfer.filemover import FileMover
 
 _ASKED = os.environ.get("TIERMEM_INTERRUPTS", "1")

@@ -20,8 +20,8 @@ from tiermem.core.block import Role
 from tiermem.core.residency import State
 from tiermem.errors import CapacityError, ClosedError, InvariantError, StorageError
 from tiermem.io.engine import IoOp
-from tiermem.runtime import opening
 from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.memory import opening
 from tiermem.testing.io import Fault, ScriptedEngine
 
 

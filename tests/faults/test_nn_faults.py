@@ -70,7 +70,7 @@ def data(number: int) -> torch.Tensor:
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     found = Disk()
     monkeypatch.setattr(
-        "tiermem.runtime.opening.choose_engine",
+        "tiermem.runtime.memory.opening.choose_engine",
         lambda *_: (lambda: ScriptedEngine(fault=found), "scripted", "a test"),
     )
     return found

@@ -22,7 +22,7 @@ from support_outside import (
 
 import tiermem
 from tiermem.io.probe import probe_uring
-from tiermem.runtime.hostheap import anonymous_nbytes
+from tiermem.runtime.memory.hostheap import anonymous_nbytes
 
 
 def trained(folder: Path, calls: dict[str, int], when: int) -> str:

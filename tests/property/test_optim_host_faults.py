@@ -87,7 +87,7 @@ def scripted(disk: Disk, seed: int) -> Iterator[None]:
     rng = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "tiermem.runtime.opening.choose_engine",
+            "tiermem.runtime.memory.opening.choose_engine",
             lambda *_: (lambda: ScriptedEngine(rng.randrange, disk), "scripted", "a test"),
         )
         yield

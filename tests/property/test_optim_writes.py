@@ -142,7 +142,9 @@ def test_a_class_that_writes_gradients_keeps_them(tmp_path: Any) -> None:
 
 def _engine(make: Callable[[], ScriptedEngine]) -> Any:
     patch = pytest.MonkeyPatch()
-    patch.setattr("tiermem.runtime.opening.choose_engine", lambda *_: (make, "scripted", "a test"))
+    patch.setattr(
+        "tiermem.runtime.memory.opening.choose_engine", lambda *_: (make, "scripted", "a test")
+    )
     return _Undo(patch)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tiermem.core.block import Extent, Tier, align_up
 from tiermem.errors import CapacityError
-from tiermem.runtime.homes import HomeRequest, Homes
+from tiermem.runtime.memory.homes import HomeRequest, Homes
 
 MIB = 1 << 20
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from support_runtime import Rig, rig
 
 from tiermem.core.block import Role
 from tiermem.core.schedule import Schedule
-from tiermem.runtime.prefetch import Prefetcher
+from tiermem.runtime.lookahead.prefetcher import Prefetcher
 
 COUNT = 12
 

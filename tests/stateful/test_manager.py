@@ -31,9 +31,9 @@ from tiermem.core.layout import TensorShape
 from tiermem.core.residency import State
 from tiermem.errors import CapacityError, IntegrityError, StorageError
 from tiermem.io.engine import IoOp, IoRequest
+from tiermem.runtime.lookahead.plan_maker import Outlook
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.outlook import Outlook
-from tiermem.runtime.slots import Holder, Slot
+from tiermem.runtime.memory.slots import Holder, Slot
 from tiermem.testing.io import Fault, ScriptedEngine
 
 PAGE = 4096

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from tiermem import cli
 from tiermem.cli import disks, measured
 from tiermem.cli.measured import Measurement, _draw_disks, picture, rounds
-from tiermem.runtime import profile
+from tiermem.runtime.metrics import machine_profile as profile
 
 MEMORY = ["bench", "--nvme", "none", "--size", "1MiB", "--repeat", "1", "--device", "cpu"]
 PNG = b"\x89PNG"

@@ -23,8 +23,8 @@ from tiermem import cli
 from tiermem.cli.display import LiveDisplay, PlainDisplay, new_display
 from tiermem.cli.report import caption, write_pictures
 from tiermem.cli.training import Progress
-from tiermem.runtime.stats import LinkStats, ResidencyRow, Stats
-from tiermem.runtime.timeline import Timeline
+from tiermem.runtime.metrics.counters import LinkStats, ResidencyRow, Stats
+from tiermem.runtime.metrics.timeline import Timeline
 
 STATS = Stats(
     links={"dram->hbm": LinkStats(2**20, 7, 0.5), "hbm->dram": LinkStats(0, 0, 0.0)},

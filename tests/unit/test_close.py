@@ -320,7 +320,7 @@ def test_a_broken_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What can be given back is; the rest is named, and stays readable where it can be read."""
     broken = Broken()
     monkeypatch.setattr(
-        "tiermem.runtime.opening.choose_engine",
+        "tiermem.runtime.memory.opening.choose_engine",
         lambda *_: (lambda: ScriptedEngine(fault=broken), "scripted", "a test"),
     )
     lost, kept = (nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]) for _ in range(2))

@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from tiermem import tier
-from tiermem.runtime import hostheap
-from tiermem.runtime.hostheap import HostHeap
-from tiermem.runtime.hostmemory import available_memory
+from tiermem.runtime.memory import hostheap
+from tiermem.runtime.memory.hostheap import HostHeap
+from tiermem.runtime.memory.hostmemory import available_memory
 
 MIB = 1 << 20
 V2 = "30 24 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -212,7 +212,7 @@ GROWTH = """
 import torch, tiermem
 torch.manual_seed(0)
 torch.set_num_threads(1)
-anonymous = tiermem.runtime.hostheap.anonymous_nbytes
+anonymous = tiermem.runtime.memory.hostheap.anonymous_nbytes
 model = torch.nn.Sequential(*[torch.nn.Linear(768, 768) for _ in range(8)])
 before = anonymous()
 tier = tiermem.TierManager(device="cpu", hbm="16MiB", dram="96MiB")

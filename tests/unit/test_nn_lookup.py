@@ -485,12 +485,12 @@ def test_an_unwrapped_model_has_its_weights() -> None:
         assert same_bits(again(FEW), plain(FEW))
 
 
-@pytest.mark.parametrize("file", ["runtime/inplace.py", "nn/lookup.py"])
+@pytest.mark.parametrize("file", ["runtime/loans/zero_copy.py", "nn/lookup.py"])
 def test_ctrl_c_in_a_look_is_noted_and_the_next_call_repairs(file: str) -> None:
     """The call of the model around it takes an exception of its layers for the user's."""
     with twins() as (model, plain, tier):
         assert same_bits(model(FEW), plain(FEW))
-        number = {"runtime/inplace.py": 14, "nn/lookup.py": 66}[file]
+        number = {"runtime/loans/zero_copy.py": 14, "nn/lookup.py": 66}[file]
         where = cut_short(lambda: model(FEW), number, [file])
         assert where and tier._manager.unsure, where
         assert same_bits(model(FEW), plain(FEW))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tiermem.runtime.debts import Debt, Debts
+from tiermem.runtime.transfers.deferred import Debt, Debts
 
 
 class Thread:

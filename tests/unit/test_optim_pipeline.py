@@ -13,7 +13,7 @@ from torch import nn
 
 import tiermem
 from tiermem.core.residency import State
-from tiermem.runtime.pipeline import Pipeline
+from tiermem.runtime.services.sweep import Pipeline
 
 NVME = {"optimizer": "nvme", "master": "nvme", "grads": "dram", "params": "dram"}
 

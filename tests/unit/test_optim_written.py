@@ -13,7 +13,7 @@ from torch import nn
 import tiermem
 from tiermem.core.block import Role
 from tiermem.core.residency import State
-from tiermem.runtime.pipeline import Pipeline
+from tiermem.runtime.services.sweep import Pipeline
 
 DRAM = Tiers("dram", extra_hbm=1 << 17)
 

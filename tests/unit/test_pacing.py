@@ -16,9 +16,9 @@ from tiermem.core.block import Block, Extent, Role, Tier
 from tiermem.core.pace import Estimates
 from tiermem.core.residency import Record, State
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.pacing import Pacing, estimates_from
-from tiermem.runtime.profile import MachineProfile, save
-from tiermem.runtime.stats import Counters
+from tiermem.runtime.metrics.counters import Counters
+from tiermem.runtime.metrics.machine_profile import MachineProfile, save
+from tiermem.runtime.metrics.pass_timer import Pacing, estimates_from
 
 EXTENT = Extent(0, PAGE)
 

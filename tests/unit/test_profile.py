@@ -8,8 +8,15 @@ import os
 
 import pytest
 
-from tiermem.runtime import profile
-from tiermem.runtime.profile import FORMAT, MachineProfile, device_name, load, profile_path, save
+from tiermem.runtime.metrics import machine_profile as profile
+from tiermem.runtime.metrics.machine_profile import (
+    FORMAT,
+    MachineProfile,
+    device_name,
+    load,
+    profile_path,
+    save,
+)
 
 FULL = MachineProfile(
     device="NVIDIA H200",

@@ -10,7 +10,7 @@ from support_runtime import Rig, rig
 
 from tiermem.core.block import Block
 from tiermem.core.residency import State
-from tiermem.runtime.debts import Debt
+from tiermem.runtime.transfers.deferred import Debt
 
 BLOCKS = [(1, "dram")] * 4
 

@@ -30,7 +30,7 @@ from tiermem.config import Policy, Settings
 from tiermem.core.block import Role
 from tiermem.core.layout import TensorShape
 from tiermem.core.plans import Loop, Plan
-from tiermem.runtime import outlook
+from tiermem.runtime.lookahead import plan_maker as outlook
 from tiermem.runtime.manager import BlockManager
 
 HALF = WEIGHTS // 2 + BESIDE

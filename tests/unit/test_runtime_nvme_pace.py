@@ -93,7 +93,7 @@ def test_what_is_foretold_comes_true(
         foretold.append(loop.seconds(below) * loop.length / len(loop.order))
         return below
 
-    monkeypatch.setattr("tiermem.runtime.outlook.share_hbm", choose)
+    monkeypatch.setattr("tiermem.runtime.lookahead.plan_maker.share_hbm", choose)
     with streamed(tmp_path, LLAMA, hbm=HBM, dram=DRAM, machine=as_fast(2.5)) as made:
         made.warm(WORKS[work])
         took = made.rounds(WORKS[work], 4)

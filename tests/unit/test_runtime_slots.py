@@ -9,7 +9,7 @@ import torch
 
 from tiermem.core.block import Block, Extent, Role, Tier
 from tiermem.core.layout import TensorShape, pack
-from tiermem.runtime.slots import Slot, SlotCache
+from tiermem.runtime.memory.slots import Slot, SlotCache
 from tiermem.storage.arena import HostArena
 
 PAGE = 4096

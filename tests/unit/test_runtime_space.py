@@ -14,8 +14,8 @@ from tiermem.core.block import Block, Extent, Role, Tier
 from tiermem.core.layout import TensorShape
 from tiermem.core.residency import Record
 from tiermem.errors import CapacityError
-from tiermem.runtime.homes import HomeRequest, Homes
 from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.memory.homes import HomeRequest, Homes
 from tiermem.transfer.filemover import FileTransfer
 
 

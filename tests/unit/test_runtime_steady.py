@@ -23,11 +23,11 @@ from tiermem.core.layout import TensorShape
 from tiermem.core.residency import Record
 from tiermem.core.schedule import Planner
 from tiermem.errors import ClosedError, ConfigError
-from tiermem.runtime.debts import Debt
+from tiermem.runtime.lookahead.prefetcher import Prefetcher
+from tiermem.runtime.lookahead.replay import Steady
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.prefetch import Prefetcher
-from tiermem.runtime.space import Space
-from tiermem.runtime.steady import Steady
+from tiermem.runtime.placement.evictor import Space
+from tiermem.runtime.transfers.deferred import Debt
 
 PAGE = 4096
 

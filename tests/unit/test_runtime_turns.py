@@ -11,8 +11,8 @@ import pytest
 from support_runtime import PAGE, Rig, rig
 
 from tiermem.core.block import Block, Extent, Role
-from tiermem.runtime.outlook import Outlooks
-from tiermem.runtime.pipeline import Pipeline
+from tiermem.runtime.lookahead.plan_maker import Outlooks
+from tiermem.runtime.services.sweep import Pipeline
 
 
 def page_of(made: Rig, number: int) -> int:

@@ -24,8 +24,8 @@ from tiermem.core.layout import TensorShape
 from tiermem.core.residency import State
 from tiermem.nn.group import Group
 from tiermem.nn.names import HeldDict, TieredDict
+from tiermem.runtime.lookahead.prefetcher import Prefetcher
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.prefetch import Prefetcher
 from tiermem.transfer.copy import Fences
 
 PAGE = 4096

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermem.runtime.timeline import Event, Timeline, coverage
+from tiermem.runtime.metrics.timeline import Event, Timeline, coverage
 
 
 def test_events_come_back_in_order() -> None:

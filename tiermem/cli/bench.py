@@ -21,7 +21,7 @@ from tiermem.errors import ConfigError
 
 if TYPE_CHECKING:
     from tiermem.cli.measured import Measurement
-    from tiermem.runtime.profile import MachineProfile
+    from tiermem.runtime.metrics.machine_profile import MachineProfile
 
 _SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
 _CHUNKS = (4 << 20, 8 << 20, 1 << 20)  # the usual ones first: time may run out
@@ -114,7 +114,7 @@ def make_profile(
     import torch
 
     from tiermem import __version__
-    from tiermem.runtime.profile import MachineProfile, device_name
+    from tiermem.runtime.metrics.machine_profile import MachineProfile, device_name
 
     largest = sorted([*memory, *disks], key=lambda m: m.nbytes)
     rates = {measured.link: measured.bytes_per_s for measured in largest}
@@ -140,7 +140,7 @@ def make_profile(
 
 
 def _save(profile: MachineProfile) -> str:
-    from tiermem.runtime.profile import profile_path, save
+    from tiermem.runtime.metrics.machine_profile import profile_path, save
 
     try:
         return str(save(profile))

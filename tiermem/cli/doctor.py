@@ -47,7 +47,7 @@ def examine(paths: list[str]) -> dict[str, Any]:
     from tiermem import __version__
     from tiermem.cli.machine import hardware, inspect_path, locked_memory_limit
     from tiermem.io.probe import choose_engine
-    from tiermem.runtime.hostmemory import available_memory
+    from tiermem.runtime.memory.hostmemory import available_memory
 
     _, engine, reason = choose_engine()
     memory = psutil.virtual_memory()

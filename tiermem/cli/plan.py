@@ -121,7 +121,7 @@ def read_machine(arguments: argparse.Namespace) -> tuple[Machine, dict[str, str]
 
 def _measured(path: str | None) -> tuple[dict[str, float], str]:
     """Returns the speeds of the profile that counts, and where it is from."""
-    from tiermem.runtime.profile import load
+    from tiermem.runtime.metrics.machine_profile import load
 
     if path == "none":
         return {}, ""

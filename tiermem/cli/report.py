@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tiermem import Stats
-    from tiermem.runtime.stats import ResidencyRow
-    from tiermem.runtime.timeline import Timeline
+    from tiermem.runtime.metrics.counters import ResidencyRow
+    from tiermem.runtime.metrics.timeline import Timeline
 
 _SHOWN_STEPS = 2
 

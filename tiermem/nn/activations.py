@@ -19,10 +19,10 @@ import torch
 
 from tiermem.config import Home
 from tiermem.errors import CapacityError
-from tiermem.runtime.activations import ActivationStore, Copy
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.slots import typed_view
-from tiermem.runtime.stats import ActivationStats, ResidencyRow
+from tiermem.runtime.memory.slots import typed_view
+from tiermem.runtime.metrics.counters import ActivationStats, ResidencyRow
+from tiermem.runtime.services.activation_store import ActivationStore, Copy
 
 if TYPE_CHECKING:
     from tiermem.nn.scope import Scope

@@ -21,7 +21,7 @@ from tiermem.errors import CapacityError, StorageError, TierError, WrapError
 from tiermem.nn.grads import GradUnit
 from tiermem.nn.group import Entry, Group, Member
 from tiermem.nn.lazy import is_gone, ordinary
-from tiermem.runtime.hostmemory import available_memory
+from tiermem.runtime.memory.hostmemory import available_memory
 
 if TYPE_CHECKING:
     from tiermem.nn.wrapped import WrappedModel

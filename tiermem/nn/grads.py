@@ -27,8 +27,8 @@ from tiermem.nn.quiet import quiet, unrecorded
 from tiermem.nn.repair import inside
 from tiermem.nn.shapes import follow, shape_of
 from tiermem.nn.weakly import Hook, Weak
-from tiermem.runtime.pipeline import Pipeline
-from tiermem.runtime.slots import Slot
+from tiermem.runtime.memory.slots import Slot
+from tiermem.runtime.services.sweep import Pipeline
 
 if TYPE_CHECKING:
     from tiermem.nn.runtime import ModuleRuntime

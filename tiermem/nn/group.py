@@ -14,9 +14,9 @@ from tiermem.nn.away import away_class, group_of
 from tiermem.nn.names import HeldDict, TieredDict
 from tiermem.nn.placeholder import shared_placeholder
 from tiermem.nn.replaced import bring_home, reshaped, take_home
-from tiermem.runtime.audit import differs_from_home
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.slots import Holder, Slot
+from tiermem.runtime.memory.slots import Holder, Slot
+from tiermem.runtime.services.verify import differs_from_home
 
 if TYPE_CHECKING:
     from tiermem.nn.addresses import Addresses

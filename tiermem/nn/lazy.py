@@ -21,7 +21,7 @@ from tiermem.nn.placeholder import shared_placeholder
 from tiermem.nn.quiet import unrecorded
 from tiermem.nn.shells import insides
 from tiermem.nn.standin import Opened, StandIn, writes
-from tiermem.runtime.slots import use_count
+from tiermem.runtime.memory.slots import use_count
 
 if TYPE_CHECKING:
     from tiermem.nn.clipping import Clippable

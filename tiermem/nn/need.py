@@ -24,7 +24,7 @@ from tiermem.core.parts import parts_of
 from tiermem.errors import CapacityError
 from tiermem.nn.blocks import BlockPlan, Inventory
 from tiermem.nn.inspect import Found
-from tiermem.runtime.homes import staging_size
+from tiermem.runtime.memory.homes import staging_size
 
 if TYPE_CHECKING:
     from tiermem.nn.grads import GradUnit

@@ -11,7 +11,7 @@ import torch
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tiermem.runtime.transforms import transforming, untransformed
+from tiermem.runtime.base.functorch import transforming, untransformed
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -14,7 +14,7 @@ import torch
 from tiermem.core.block import ALIGNMENT, Extent
 from tiermem.errors import ParameterError
 from tiermem.nn.placeholder import is_placeholder
-from tiermem.runtime.slots import Slot
+from tiermem.runtime.memory.slots import Slot
 
 if TYPE_CHECKING:
     from tiermem.nn.group import Group

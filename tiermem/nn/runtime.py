@@ -26,7 +26,7 @@ from tiermem.nn.reduced import ReducedGradients
 from tiermem.nn.repair import inside
 from tiermem.nn.saved import SavedHooks
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.pipeline import Pipeline
+from tiermem.runtime.services.sweep import Pipeline
 
 if TYPE_CHECKING:
     from tiermem.nn.materialize import Lending

@@ -31,8 +31,8 @@ from tiermem.nn.activations import Kept, SavedActivation, check_version
 from tiermem.nn.away import group_of
 from tiermem.nn.hookpair import Pair, change_pushed, top_pair
 from tiermem.nn.repair import inside
-from tiermem.runtime.slots import Slot, typed_view
-from tiermem.runtime.transforms import transforming, untransformed
+from tiermem.runtime.base.functorch import transforming, untransformed
+from tiermem.runtime.memory.slots import Slot, typed_view
 
 if TYPE_CHECKING:
     from tiermem.nn.group import Group

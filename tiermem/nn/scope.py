@@ -29,7 +29,7 @@ from tiermem.nn.refusing import read_elsewhere, was_refused
 from tiermem.nn.repair import entrance, repair
 from tiermem.nn.runtime import ModuleRuntime, outputs_with_grad
 from tiermem.nn.statedict import check_state, given_values
-from tiermem.runtime.transforms import transforming
+from tiermem.runtime.base.functorch import transforming
 
 if TYPE_CHECKING:
     from tiermem.nn.wrapped import WrappedModel

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tiermem.errors import CapacityError
-from tiermem.runtime.refusal import MANY
+from tiermem.runtime.placement.no_room import MANY
 
 _GETTERS = [
     "shape",

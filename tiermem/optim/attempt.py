@@ -23,8 +23,8 @@ from tiermem.nn.placeholder import is_placeholder
 from tiermem.optim.held import Held
 from tiermem.optim.onecall import OneCall
 from tiermem.optim.undo import Undo, span_of
-from tiermem.runtime.debts import Debt
-from tiermem.runtime.slots import Slot
+from tiermem.runtime.memory.slots import Slot
+from tiermem.runtime.transfers.deferred import Debt
 
 if TYPE_CHECKING:
     from tiermem.nn.runtime import ModuleRuntime

@@ -34,8 +34,8 @@ from tiermem.optim.groups import frozen_settings
 from tiermem.optim.hoststeps import HostSteps
 from tiermem.optim.scaling import Scaling
 from tiermem.optim.unit import State, StepUnit
-from tiermem.runtime.debts import Debt
-from tiermem.runtime.pipeline import Pipeline
+from tiermem.runtime.services.sweep import Pipeline
+from tiermem.runtime.transfers.deferred import Debt
 
 _ELSE = "or make the optimizer with overlap='forward'"
 _TRIALS = 2

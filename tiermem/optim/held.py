@@ -10,7 +10,7 @@ import torch
 from tiermem.core.block import Block
 from tiermem.nn.grads import GradUnit
 from tiermem.nn.group import Group
-from tiermem.runtime.slots import Slot
+from tiermem.runtime.memory.slots import Slot
 
 if TYPE_CHECKING:
     from tiermem.nn.runtime import ModuleRuntime

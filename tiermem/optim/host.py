@@ -38,7 +38,7 @@ from tiermem.optim.scaling import Scaling
 from tiermem.optim.separable import Make, ready
 from tiermem.optim.undo import Undo, cannot_fail_midway
 from tiermem.optim.unit import State, StepUnit
-from tiermem.runtime.staged import HostStage, Load, Order
+from tiermem.runtime.services.host_staging import HostStage, Load, Order
 from tiermem.transfer.copy import Event
 
 _CPU = torch.device("cpu")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from tiermem.core.block import Extent, Tier
-from tiermem.runtime.homes import HomeRequest
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.staged import HostStage, Load
+from tiermem.runtime.memory.homes import HomeRequest
+from tiermem.runtime.services.host_staging import HostStage, Load
 
 
 class HostRoom:

@@ -15,7 +15,7 @@ from tiermem.optim.host import HostSide, Job
 from tiermem.optim.scaling import Scaling
 from tiermem.optim.team import team
 from tiermem.optim.unit import State, StepUnit
-from tiermem.runtime.debts import Debt
+from tiermem.runtime.transfers.deferred import Debt
 
 Explain = Callable[[BaseException, Sequence[str]], None]
 """Has an error name the units that it left unmade."""

@@ -27,7 +27,7 @@ from tiermem.nn.placeholder import shared_placeholder
 from tiermem.nn.quiet import unrecorded
 from tiermem.nn.shapes import follow
 from tiermem.optim.counted import count_write
-from tiermem.runtime.slots import Slot
+from tiermem.runtime.memory.slots import Slot
 
 
 def master_dtype_of(param: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype | None:

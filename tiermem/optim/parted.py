@@ -34,7 +34,7 @@ from tiermem.optim.held import Held
 from tiermem.optim.master import Masters
 from tiermem.optim.scaling import Scaling
 from tiermem.optim.unit import State, StepUnit
-from tiermem.runtime.pipeline import Pipeline
+from tiermem.runtime.services.sweep import Pipeline
 
 __all__ = ["ELEMENTWISE", "Part", "PartedUnit", "parts_of"]
 

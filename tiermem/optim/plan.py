@@ -21,7 +21,7 @@ from tiermem.optim.parted import PartedUnit, parts_of
 from tiermem.optim.places import Place
 from tiermem.optim.probe import Make, StateProbe, settings_of
 from tiermem.optim.unit import StepUnit
-from tiermem.runtime.staged import MOST_LOADS
+from tiermem.runtime.services.host_staging import MOST_LOADS
 
 Wanted = tuple[str, Role, Sequence[TensorShape]]
 Member = tuple[torch.Tensor, int]

@@ -13,8 +13,8 @@ from tiermem.optim.groups import frozen_settings
 from tiermem.optim.rounds import Round
 from tiermem.optim.scaling import Scaling
 from tiermem.optim.unit import State, StepUnit
-from tiermem.runtime.debts import Debt
-from tiermem.runtime.pipeline import Pipeline
+from tiermem.runtime.services.sweep import Pipeline
+from tiermem.runtime.transfers.deferred import Debt
 
 
 class PutOff:

@@ -19,7 +19,7 @@ from tiermem.optim.spread import Traffic, measure_both, spread
 from tiermem.optim.team import as_team
 from tiermem.optim.undo import cannot_fail_midway
 from tiermem.optim.unit import StepUnit
-from tiermem.runtime.staged import Load
+from tiermem.runtime.services.host_staging import Load
 from tiermem.transfer.copy import CudaCopyEngine
 
 

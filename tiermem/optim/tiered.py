@@ -53,7 +53,7 @@ from tiermem.optim.share import Speeds
 from tiermem.optim.sides import choose_sides
 from tiermem.optim.state import MASTER, export_all, load_state, take_in_edits
 from tiermem.optim.unit import StepUnit
-from tiermem.runtime.pipeline import Pipeline
+from tiermem.runtime.services.sweep import Pipeline
 
 Where = Literal["device", "host", "both"]
 Overlap = bool | Literal["forward", "backward"]

@@ -27,7 +27,7 @@ from tiermem.optim.places import Place
 from tiermem.optim.plainstep import run, run_scaled, undoes_scale
 from tiermem.optim.scaling import Scaling
 from tiermem.optim.separable import Make, copied, settings_of
-from tiermem.runtime.slots import Slot
+from tiermem.runtime.memory.slots import Slot
 
 if TYPE_CHECKING:
     from tiermem.optim.host import HostSide

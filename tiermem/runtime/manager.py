@@ -22,25 +22,25 @@ from tiermem.core.residency import Record, ResidencyTable
 from tiermem.core.schedule import Planner
 from tiermem.errors import REFUSALS, ClosedError, InvariantError
 from tiermem.io.engine import IoEngine
-from tiermem.runtime.contents import Contents
-from tiermem.runtime.debts import Debts
-from tiermem.runtime.homes import HomeRequest, Homes
-from tiermem.runtime.hostheap import HostHeap
-from tiermem.runtime.inplace import InPlace
-from tiermem.runtime.lent import HomeLender
-from tiermem.runtime.opening import open_hbm, open_homes, open_mover
-from tiermem.runtime.pacing import open_pacing
-from tiermem.runtime.prefetch import Prefetcher
-from tiermem.runtime.process import generation, tell_of_forks
-from tiermem.runtime.refusal import too_much_for_good
+from tiermem.runtime.acquire import Uses
+from tiermem.runtime.base.forks import generation, tell_of_forks
+from tiermem.runtime.loans.host_loans import HomeLender
+from tiermem.runtime.loans.zero_copy import InPlace
+from tiermem.runtime.lookahead.prefetcher import Prefetcher
+from tiermem.runtime.lookahead.replay import Steady
+from tiermem.runtime.memory.homes import HomeRequest, Homes
+from tiermem.runtime.memory.hostheap import HostHeap
+from tiermem.runtime.memory.opening import open_hbm, open_homes, open_mover
+from tiermem.runtime.memory.slots import Holder, Slot, SlotCache
+from tiermem.runtime.metrics.counters import Counters, ResidencyRow, Stats, row_of, stats_of
+from tiermem.runtime.metrics.pass_timer import open_pacing
+from tiermem.runtime.metrics.timeline import Timeline
+from tiermem.runtime.placement.evictor import Space
+from tiermem.runtime.placement.no_room import too_much_for_good
 from tiermem.runtime.repair import repair_blocks
-from tiermem.runtime.slots import Holder, Slot, SlotCache
-from tiermem.runtime.space import Space
-from tiermem.runtime.stats import Counters, ResidencyRow, Stats, row_of, stats_of
-from tiermem.runtime.steady import Steady
-from tiermem.runtime.timeline import Timeline
-from tiermem.runtime.traffic import Traffic
-from tiermem.runtime.uses import Uses
+from tiermem.runtime.transfers.block_io import Contents
+from tiermem.runtime.transfers.deferred import Debts
+from tiermem.runtime.transfers.transfers import Traffic
 from tiermem.transfer.copy import CopyEngine, CudaCopyEngine, HostCopyEngine
 from tiermem.transfer.filemover import FileMover
 

@@ -12,13 +12,13 @@ from tiermem.core.cost import eviction_cost
 from tiermem.core.residency import Record, ResidencyTable, State
 from tiermem.core.schedule import Planner
 from tiermem.core.victims import NextUseQueue
-from tiermem.runtime.compact import Compactor
-from tiermem.runtime.division import Division
-from tiermem.runtime.refusal import too_small
-from tiermem.runtime.slots import Holder, Slot, SlotCache
-from tiermem.runtime.stats import Counters
-from tiermem.runtime.traffic import Traffic
-from tiermem.runtime.turns import Turns
+from tiermem.runtime.memory.slots import Holder, Slot, SlotCache
+from tiermem.runtime.metrics.counters import Counters
+from tiermem.runtime.placement.compaction import Compactor
+from tiermem.runtime.placement.no_room import too_small
+from tiermem.runtime.placement.regions import Division
+from tiermem.runtime.placement.ring import Turns
+from tiermem.runtime.transfers.transfers import Traffic
 
 _CANDIDATES = 4
 _ATTEMPTS = 3

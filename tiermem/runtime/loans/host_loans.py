@@ -10,7 +10,7 @@ import torch
 from tiermem.core.block import Block, Tier
 from tiermem.core.residency import State
 from tiermem.errors import InvariantError
-from tiermem.runtime.contents import view_of
+from tiermem.runtime.transfers.block_io import view_of
 from tiermem.transfer.copy import Event
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ class HomeLender:
     """Lends the home copies of blocks, and knows which are out.
 
     A block that is lent is nowhere in HBM and holds no data as far as the table knows, so nothing
-    fetches it. Whoever borrows owes it to the block (:mod:`tiermem.runtime.debts`) to give it
-    back before its next use.
+    fetches it. Whoever borrows owes it to the block (:mod:`tiermem.runtime.transfers.deferred`)
+    to give it back before its next use.
     """
 
     def __init__(self, manager: BlockManager) -> None:

@@ -15,7 +15,7 @@ from tiermem.core.block import Block, Extent
 from tiermem.core.schedule import Planner, Schedule
 
 if TYPE_CHECKING:
-    from tiermem.runtime.space import Space
+    from tiermem.runtime.placement.evictor import Space
 
 
 _MOST_STARTS = 32

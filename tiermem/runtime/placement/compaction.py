@@ -15,11 +15,11 @@ import torch
 
 from tiermem.core.block import Extent, align_up
 from tiermem.core.residency import Record
-from tiermem.runtime.slots import Slot
+from tiermem.runtime.memory.slots import Slot
 
 if TYPE_CHECKING:
-    from tiermem.runtime.space import Space
-    from tiermem.runtime.stats import Counters
+    from tiermem.runtime.metrics.counters import Counters
+    from tiermem.runtime.placement.evictor import Space
 
 _BOUNCE = 4 << 20
 

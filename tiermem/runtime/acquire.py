@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from tiermem.core.block import Block
 from tiermem.core.residency import Record, State
 from tiermem.errors import ConfigError, InvariantError
-from tiermem.runtime.slots import Slot
-from tiermem.runtime.transforms import modes, without_modes
+from tiermem.runtime.base.functorch import modes, without_modes
+from tiermem.runtime.memory.slots import Slot
 
 if TYPE_CHECKING:
     from tiermem.runtime.manager import BlockManager

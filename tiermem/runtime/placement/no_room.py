@@ -8,7 +8,7 @@ from tiermem.config import format_size
 from tiermem.core.block import Block, align_up
 from tiermem.core.residency import ResidencyTable
 from tiermem.errors import CapacityError
-from tiermem.runtime.slots import SlotCache
+from tiermem.runtime.memory.slots import SlotCache
 
 _SEEN = "still referred to"
 MANY = (

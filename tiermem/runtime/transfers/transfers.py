@@ -17,12 +17,12 @@ from tiermem.core.block import Block, Extent, Tier
 from tiermem.core.pace import Waste
 from tiermem.core.residency import Move, Record, ResidencyTable, State
 from tiermem.errors import InvariantError, StorageError
-from tiermem.runtime.homes import Homes
-from tiermem.runtime.pacing import Pacing
-from tiermem.runtime.readahead import ReadAhead
-from tiermem.runtime.slots import SlotCache
-from tiermem.runtime.stats import Counters
-from tiermem.runtime.timeline import Timeline
+from tiermem.runtime.memory.homes import Homes
+from tiermem.runtime.memory.slots import SlotCache
+from tiermem.runtime.metrics.counters import Counters
+from tiermem.runtime.metrics.pass_timer import Pacing
+from tiermem.runtime.metrics.timeline import Timeline
+from tiermem.runtime.transfers.early_reads import ReadAhead
 from tiermem.transfer.copy import CopyEngine, Event
 from tiermem.transfer.filemover import FileMover, FileTransfer
 

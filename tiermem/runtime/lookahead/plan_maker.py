@@ -14,7 +14,7 @@ from tiermem.core.residency import Record
 from tiermem.core.residents import choose_residents
 from tiermem.core.schedule import Schedule
 from tiermem.core.staying import choose_to_stay
-from tiermem.runtime.pacing import LINK_UP
+from tiermem.runtime.metrics.pass_timer import LINK_UP
 
 if TYPE_CHECKING:
     from tiermem.runtime.manager import BlockManager

@@ -11,8 +11,8 @@ import torch
 from tiermem.core.block import Block, Extent, Tier
 from tiermem.core.pace import Estimates
 from tiermem.core.residency import Record
-from tiermem.runtime.profile import MachineProfile, device_name, load
-from tiermem.runtime.stats import Counters, Efficiency, PaceRow
+from tiermem.runtime.metrics.counters import Counters, Efficiency, PaceRow
+from tiermem.runtime.metrics.machine_profile import MachineProfile, device_name, load
 from tiermem.transfer.copy import CopyEngine, CudaCopyEngine, Event
 from tiermem.transfer.stamps import Clock, CudaClock, HostClock, Stamp
 

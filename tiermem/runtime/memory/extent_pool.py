@@ -8,7 +8,7 @@ from weakref import WeakSet
 from tiermem.config import Home
 from tiermem.core.block import Extent, Tier, align_up
 from tiermem.errors import CapacityError, StorageError
-from tiermem.runtime.homes import HomeRequest, Homes
+from tiermem.runtime.memory.homes import HomeRequest, Homes
 from tiermem.transfer.copy import Event
 from tiermem.transfer.filemover import FileTransfer
 

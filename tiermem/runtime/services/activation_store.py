@@ -27,9 +27,9 @@ from tiermem.config import Home
 from tiermem.core.block import ALIGNMENT, Extent, Tier
 from tiermem.errors import StorageError
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.places import Place, PlacePool
-from tiermem.runtime.slots import typed_view, use_count
-from tiermem.runtime.stats import ActivationCounters
+from tiermem.runtime.memory.extent_pool import Place, PlacePool
+from tiermem.runtime.memory.slots import typed_view, use_count
+from tiermem.runtime.metrics.counters import ActivationCounters
 from tiermem.transfer.copy import POISON, Event
 from tiermem.transfer.filemover import FileTransfer
 

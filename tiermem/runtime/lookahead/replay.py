@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from tiermem.core.block import Extent, Tier
 from tiermem.core.residency import Record, State
 from tiermem.core.schedule import Schedule
-from tiermem.runtime.slots import Slot
+from tiermem.runtime.memory.slots import Slot
 
 if TYPE_CHECKING:
     from tiermem.runtime.manager import BlockManager

@@ -18,8 +18,8 @@ import torch
 from tiermem.core.allocator import Allocator
 from tiermem.core.block import Block, Extent, Tier, align_up
 from tiermem.errors import CapacityError, InvariantError
-from tiermem.runtime.contents import view_of
-from tiermem.runtime.homes import HomeRequest
+from tiermem.runtime.memory.homes import HomeRequest
+from tiermem.runtime.transfers.block_io import view_of
 from tiermem.transfer.filemover import FileTransfer
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import torch
 from tiermem.core.block import Block, TensorSpec, Tier
 from tiermem.core.residency import State
 from tiermem.errors import InvariantError
-from tiermem.runtime.slots import typed_view
-from tiermem.runtime.traffic import Traffic
+from tiermem.runtime.memory.slots import typed_view
+from tiermem.runtime.transfers.transfers import Traffic
 
 
 class Contents:

@@ -11,7 +11,7 @@ from tiermem.core.residency import Record
 from tiermem.core.schedule import Schedule
 from tiermem.core.victims import NextUseQueue
 from tiermem.errors import ClosedError
-from tiermem.runtime.homes import Homes
+from tiermem.runtime.memory.homes import Homes
 from tiermem.transfer.copy import Event
 from tiermem.transfer.filemover import FileMover, FileTransfer
 

@@ -11,8 +11,8 @@ import torch
 from tiermem.core.block import Tier
 from tiermem.io.engine import IoEngine
 from tiermem.io.probe import choose_engine
-from tiermem.runtime.homes import Homes
-from tiermem.runtime.undisturbed import undisturbed
+from tiermem.runtime.base.undisturbed import undisturbed
+from tiermem.runtime.memory.homes import Homes
 from tiermem.storage.arena import Arena, DeviceArena, HostArena
 from tiermem.transfer.copy import CopyEngine, CudaChunkCopier, CudaCopyEngine
 from tiermem.transfer.filemover import FileMover

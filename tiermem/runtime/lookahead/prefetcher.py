@@ -12,7 +12,7 @@ from tiermem.core.cost import Timetable
 from tiermem.core.lanes import LaneWalk
 from tiermem.core.residency import Record, State
 from tiermem.core.schedule import Planner, Schedule
-from tiermem.runtime.outlook import Outlook, Outlooks
+from tiermem.runtime.lookahead.plan_maker import Outlook, Outlooks
 
 if TYPE_CHECKING:
     from tiermem.runtime.manager import BlockManager

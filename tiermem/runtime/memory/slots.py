@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from tiermem.core.block import Block, Extent, Role
-from tiermem.runtime.transforms import modes, transforming, untransformed, without_modes
+from tiermem.runtime.base.functorch import modes, transforming, untransformed, without_modes
 from tiermem.storage.arena import Arena
 
 _KEPT_PER_BLOCK = 8

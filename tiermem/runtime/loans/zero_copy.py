@@ -14,7 +14,7 @@ import torch
 
 from tiermem.core.block import Block, Tier
 from tiermem.core.residency import Record, State
-from tiermem.runtime.contents import view_of
+from tiermem.runtime.transfers.block_io import view_of
 
 if TYPE_CHECKING:
     from tiermem.runtime.manager import BlockManager

@@ -1,0 +1,4 @@
+"""Where bytes may lie: slots in HBM, homes in DRAM and files.
+
+Hands places out and takes them back; moves nothing.
+"""
