@@ -19,12 +19,12 @@ from tiermem.transfer.filemover import FileTransfer
 RUNTIME = str(Path(manager_module.__file__).parent)
 WATCHED = (
     "manager.py",
-    "traffic.py",
-    "space.py",
-    "compact.py",
-    "prefetch.py",
-    "uses.py",
-    "steady.py",
+    "transfers/transfers.py",
+    "placement/evictor.py",
+    "placement/compaction.py",
+    "lookahead/prefetcher.py",
+    "acquire.py",
+    "lookahead/replay.py",
 )
 
 

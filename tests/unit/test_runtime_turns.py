@@ -100,7 +100,7 @@ def test_only_loops_that_write_beside_the_compute_go_in_circles(role: Role, circ
             made.manager.begin_pass("f")
             for block in made.blocks:
                 made.use(block)
-        schedule, maker = made.manager.planner.schedule, Outlooks(made.manager, PAGE)
+        schedule, maker = made.manager.planner.schedule, Outlooks(made.manager.parts, PAGE)
         for beside in (False, True):
             outlook = maker.make(schedule, maker.made_of(set()), set(), beside=beside)
             assert (outlook.turn > 0) == (circles and beside)

@@ -25,7 +25,7 @@ from tiermem.core.block import Role
 from tiermem.errors import REFUSALS
 from tiermem.nn.outside import OUTSIDE
 from tiermem.nn.unfinished import finish_changes, repair_gradients
-from tiermem.runtime.repair import end_leases, repair_blocks, repair_homes
+from tiermem.runtime.repair import end_leases, repair_homes
 
 if TYPE_CHECKING:
     from tiermem.nn.runtime import ModuleRuntime
@@ -110,7 +110,7 @@ def repair(runtime: ModuleRuntime) -> None:
     if not _is_alone():
         return
     with manager.lock:
-        repair_blocks(manager)
+        manager.repair_blocks()
         if runtime.wrapping is not None:
             from tiermem.nn.originals import undo_wrap  # it needs groups, which need this
 
@@ -123,13 +123,13 @@ def repair(runtime: ModuleRuntime) -> None:
             if block_id not in kept:
                 holder.repair()
         finish_changes(runtime)
-        end_leases(manager, kept)
+        end_leases(manager.parts, kept)
         runtime.reset_backward()
         repair_gradients(runtime)
         if runtime.activations.store is not None:
             runtime.activations.store.repair()
         _drop_lost(runtime)
-        repair_homes(manager)
+        repair_homes(manager.parts)
         manager.torn = manager.unsure = False
     _take_back(runtime)
 

@@ -2,42 +2,50 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tiermem.core.block import Block
 from tiermem.core.residency import Record, State
 from tiermem.errors import ConfigError, InvariantError
 from tiermem.runtime.base.functorch import modes, without_modes
+from tiermem.runtime.base.gate import CallGate
+from tiermem.runtime.lookahead.prefetcher import Prefetcher
+from tiermem.runtime.lookahead.replay import Steady
 from tiermem.runtime.memory.slots import Slot
-
-if TYPE_CHECKING:
-    from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.parts import Parts
 
 
 class Uses:
     """What :meth:`BlockManager.acquire` does under the manager's lock."""
 
-    def __init__(self, manager: BlockManager) -> None:
-        """Works for ``manager``."""
-        self._manager = manager
-        self._table = manager.table
-        self._get = manager.table.get
-        self._planner = manager.planner
-        self._debts = manager.debts
-        self._pacing = manager.pacing
-        self._counters = manager.counters
-        self._copy = manager.copy
-        self._space = manager.space
-        self._moved = manager.space.moved
-        self._traffic = manager.traffic
-        self._ready = manager.traffic.ready
-        self._current = manager.slots.current
-        self._prefetcher = manager.prefetcher
-        self._steady = manager.steady
+    def __init__(
+        self, parts: Parts, gate: CallGate, prefetcher: Prefetcher, steady: Steady
+    ) -> None:
+        """Works on ``parts``.
+
+        Args:
+            parts: Of the manager.
+            gate: Stands before every use.
+            prefetcher: Begins the fetches that come next.
+            steady: Repeats what passes before did.
+        """
+        self._gate = gate
+        self._table = parts.table
+        self._get = parts.table.get
+        self._planner = parts.planner
+        self._debts = parts.debts
+        self._pacing = parts.pacing
+        self._counters = parts.counters
+        self._copy = parts.copy
+        self._space = parts.space
+        self._moved = parts.space.moved
+        self._traffic = parts.traffic
+        self._ready = parts.traffic.ready
+        self._current = parts.slots.current
+        self._prefetcher = prefetcher
+        self._steady = steady
 
     def take(self, block: Block) -> Slot:
         """Brings a block into HBM and leases it; see :meth:`BlockManager.acquire`."""
-        manager, debts, block_id = self._manager, self._debts, block.id
+        gate, debts, block_id = self._gate, self._debts, block.id
         if self._steady.swift:
             slot = self._steady.take(block_id)
             if slot is not None:
@@ -45,8 +53,8 @@ class Uses:
         if modes():
             with without_modes():
                 return self.take(block)
-        if manager.closed or manager.torn:
-            manager.guard()
+        if gate.closed or gate.torn:
+            gate.guard()
         if debts.owed:
             if block_id in debts.owed:
                 debts.pay(block_id)
@@ -65,8 +73,8 @@ class Uses:
                 self._counters.hits += 1
             else:
                 self._bring(record)
-            if manager.largest_later and not leases:
-                self._space.tidy(record, manager.largest_later)
+            if self._space.largest_later and not leases:
+                self._space.tidy(record, self._space.largest_later)
             self._table.lease(block_id)
             self._copy.use(self._ready.get(block_id))
             if moved_on:

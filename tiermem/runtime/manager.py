@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 
@@ -35,6 +36,7 @@ from tiermem.runtime.memory.slots import Holder, Slot, SlotCache
 from tiermem.runtime.metrics.counters import Counters, ResidencyRow, Stats, row_of, stats_of
 from tiermem.runtime.metrics.pass_timer import open_pacing
 from tiermem.runtime.metrics.timeline import Timeline
+from tiermem.runtime.parts import Parts
 from tiermem.runtime.placement.evictor import Space
 from tiermem.runtime.placement.no_room import too_much_for_good
 from tiermem.runtime.repair import repair_blocks
@@ -82,10 +84,9 @@ class BlockManager:
         self._given_back = False
         self._forking = False
         self._next_id = 0
-        self.largest_later = 0
         self.mover: FileMover | None = None
         try:
-            open_homes(self)
+            open_homes(settings, self.device, partial(setattr, self, "homes"))
             self.arena = open_hbm(settings.hbm, self.device)
             self.copy: CopyEngine = CudaCopyEngine(self.device) if cuda else HostCopyEngine()
             self.table = ResidencyTable(self.arena.capacity)
@@ -109,13 +110,16 @@ class BlockManager:
                 self.table, self.slots, self.traffic, self.planner, self.holders, self.counters
             )
             self.contents = Contents(self.traffic)
-            self.lender = HomeLender(self)
-            self.in_place = InPlace(self)
-            open_mover(self, engine)
-            self.traffic.mover = self.mover
-            self.prefetcher = Prefetcher(self)
-            self.steady = Steady(self)
-            self.uses = Uses(self)
+            self.parts = Parts(
+                settings, self.device, self.table, self.slots, self.homes, self.copy, self.planner,
+                self.pacing, self.counters, self.holders, self.debts, self.traffic, self.space,
+            )  # fmt: skip
+            self.lender = HomeLender(self.parts)
+            self.in_place = InPlace(self.parts, self)
+            open_mover(self.homes, self.copy, self.device, engine, self._take_mover)
+            self.prefetcher = Prefetcher(self.parts, self.lender, self.try_fill)
+            self.steady = Steady(self.parts, self.prefetcher)
+            self.uses = Uses(self.parts, self, self.prefetcher, self.steady)
             self._heap = None if cuda else HostHeap()
         except BaseException:
             self._give_back()
@@ -159,10 +163,10 @@ class BlockManager:
                     self.table.add(block, tier, extent)
                 self._fix([b for b in blocks if self.table[b.id].home is Tier.HBM])
                 later = (block.nbytes for block in blocks if block.role in _IN_BACKWARD)
-                self.largest_later = max(self.largest_later, *later, 0)
+                self.space.largest_later = max(self.space.largest_later, *later, 0)
             except BaseException as error:
                 if not isinstance(error, REFUSALS):
-                    repair_blocks(self)  # it may have come anywhere
+                    self.repair_blocks()  # it may have come anywhere
                 self.remove_blocks(blocks)
                 for tier, extent in places:
                     if extent is not None and self.homes.holds(tier, extent):
@@ -509,6 +513,10 @@ class BlockManager:
         self.torn = self.unsure = True
         self.traffic.quiet = False  # so that the short way of a use is not taken
 
+    def repair_blocks(self) -> None:
+        """Makes table, slots and transfers agree; see :mod:`tiermem.runtime.repair`."""
+        repair_blocks(self.parts, self.lender, self.in_place, self.prefetcher, self.steady)
+
     # -- inside ----------------------------------------------------------
 
     def _repair(self) -> None:
@@ -517,8 +525,12 @@ class BlockManager:
             return
         with self.lock:
             if self.torn:
-                repair_blocks(self)
+                self.repair_blocks()
                 self.torn = False
+
+    def _take_mover(self, made: tuple[FileMover | None, str, str]) -> None:
+        self.mover, self.io_engine, self.io_reason = made
+        self.traffic.mover = self.mover
 
     def _io(self) -> tuple[str, str]:
         """Returns the name of the I/O engine, and why it is this one."""

@@ -13,61 +13,62 @@ free, what was read ahead, what was learned of the order of use) is made anew fr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from tiermem.core.block import Role
+from tiermem.runtime.loans.host_loans import HomeLender
+from tiermem.runtime.loans.zero_copy import InPlace
+from tiermem.runtime.lookahead.prefetcher import Prefetcher
+from tiermem.runtime.lookahead.replay import Steady
+from tiermem.runtime.parts import Parts
 
-if TYPE_CHECKING:
-    from tiermem.runtime.manager import BlockManager
 
-
-def repair_blocks(manager: BlockManager) -> None:
+def repair_blocks(
+    parts: Parts, lender: HomeLender, in_place: InPlace, prefetcher: Prefetcher, steady: Steady
+) -> None:
     """Makes table, slots and transfers agree; leases and whoever has them are left alone.
 
     Called under the manager's lock by whoever has just taken it, so that no operation on blocks is
     under way. It waits for the disk. Cut short itself, it can be called again.
     """
-    manager.space.repair()
-    manager.traffic.repair()
-    manager.space.reclaim_lost()
-    manager.lender.repair()
-    manager.planner.reset()
-    manager.prefetcher.reset()
-    manager.steady.reset()
-    manager.pacing.cut_short()
-    manager.in_place.clear()
-    manager.debts.repair()
-    manager.space.reap()
+    parts.space.repair()
+    parts.traffic.repair()
+    parts.space.reclaim_lost()
+    lender.repair()
+    parts.planner.reset()
+    prefetcher.reset()
+    steady.reset()
+    parts.pacing.cut_short()
+    in_place.clear()
+    parts.debts.repair()
+    parts.space.reap()
 
 
-def repair_homes(manager: BlockManager) -> None:
+def repair_homes(parts: Parts) -> None:
     """Frees the space below HBM that nobody has; nothing else may be under way in any thread."""
-    table = manager.table
-    manager.homes.repair(
-        (record.home, record.home_extent) for record in table if record.home_extent is not None
-    )
+    homes = [(r.home, r.home_extent) for r in parts.table if r.home_extent is not None]
+    parts.homes.repair(homes)
 
 
-def end_leases(manager: BlockManager, kept: Mapping[int, int]) -> None:
+def end_leases(parts: Parts, kept: Mapping[int, int]) -> None:
     """Ends every lease that no holder of the block counts as its own.
 
     What was leased may have been written, by somebody who did not come to say so: the copy in HBM
     is the newer one in any case, and counts from now on. Nothing else may be under way.
 
     Args:
-        manager: The blocks.
+        parts: Of the manager.
         kept: Leases that stay, by the id of the block: of a step that could not be taken back, and
             that knows itself what it has written.
     """
-    for record in manager.table:
+    for record in parts.table:
         if record.block.id in kept:
             record.leases = kept[record.block.id]
             continue
-        holder = manager.holders.get(record.block.id)
+        holder = parts.holders.get(record.block.id)
         known = holder.leases() if holder is not None else 0
         if record.leases == known:
             continue
         if record.usable and record.block.role is not Role.QUANT:
             record.leases = 1
-            manager.table.mark_dirty(record.block.id)
+            parts.table.mark_dirty(record.block.id)
         record.leases = known

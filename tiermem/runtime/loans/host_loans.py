@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from tiermem.core.block import Block, Tier
 from tiermem.core.residency import State
 from tiermem.errors import InvariantError
+from tiermem.runtime.parts import Parts
 from tiermem.runtime.transfers.block_io import view_of
 from tiermem.transfer.copy import Event
-
-if TYPE_CHECKING:
-    from tiermem.runtime.manager import BlockManager
 
 
 class HomeLender:
@@ -25,9 +22,9 @@ class HomeLender:
     to give it back before its next use.
     """
 
-    def __init__(self, manager: BlockManager) -> None:
-        """Works for ``manager``, under its lock."""
-        self._manager = manager
+    def __init__(self, parts: Parts) -> None:
+        """Works on ``parts``."""
+        self._parts = parts
         self._out: dict[int, int] = {}
         self._before: dict[int, list[Event]] = {}
         self._defined: dict[int, bool] = {}
@@ -37,22 +34,22 @@ class HomeLender:
 
         What has to be written to a file first is on its way from now on.
         """
-        manager = self._manager
+        parts = self._parts
         for block in blocks:
-            record = manager.table[block.id]
+            record = parts.table[block.id]
             if block.id in self._out:
                 continue
-            manager.traffic.settle(block.id)
-            slot = manager.slots.current.get(block.id)
+            parts.traffic.settle(block.id)
+            slot = parts.slots.current.get(block.id)
             if slot is not None and slot.aliased:
                 return block.name
-            manager.space.unpoint(record)
+            parts.space.unpoint(record)
             if record.leases or (slot is not None and slot.aliased):
                 return block.name
         for block in blocks:
-            record = manager.table[block.id]
+            record = parts.table[block.id]
             if record.home is Tier.NVME and record.in_hbm is State.DIRTY:
-                manager.traffic.drain(record)
+                parts.traffic.drain(record)
         return ""
 
     def settle(self, blocks: Sequence[Block]) -> None:
@@ -61,10 +58,10 @@ class HomeLender:
         Raises:
             StorageError: If one of them cannot be written; it is in HBM still.
         """
-        traffic = self._manager.traffic
+        traffic = self._parts.traffic
         for block in blocks:
             error = traffic.settle(block.id)
-            record = self._manager.table[block.id]
+            record = self._parts.table[block.id]
             if error is None and record.home is Tier.NVME and record.in_hbm is State.DIRTY:
                 # its write has failed, and somebody who waited for another has taken that up
                 traffic.drain(record)
@@ -86,8 +83,8 @@ class HomeLender:
         Raises:
             InvariantError: If one of them has its home in HBM, or is under way.
         """
-        manager = self._manager
-        table, traffic = manager.table, manager.traffic
+        parts = self._parts
+        table, traffic = parts.table, parts.traffic
         for block in blocks:
             record = table[block.id]
             if record.home_extent is None:
@@ -95,9 +92,9 @@ class HomeLender:
             if record.in_hbm is State.DIRTY and record.home is Tier.DRAM:
                 traffic.drain(record)
             if record.in_hbm is not State.ABSENT:
-                manager.space.evict(record)
+                parts.space.evict(record)
         events = []
-        risen = manager.copy.risen()  # what is still being copied up reads these bytes
+        risen = parts.copy.risen()  # what is still being copied up reads these bytes
         for block in blocks:
             if block.id not in self._out:
                 before = [risen, traffic.home_ready.get(block.id)]
@@ -131,12 +128,12 @@ class HomeLender:
                 del self._out[block.id]
                 self._before.pop(block.id, None)
                 if self._defined[block.id]:
-                    self._manager.table.home_written(block.id)
+                    self._parts.table.home_written(block.id)
                 del self._defined[block.id]
 
     def repair(self) -> None:
         """Takes back what an exception kept from being lent, or from being given back in full."""
-        table = self._manager.table
+        table = self._parts.table
         for block_id, defined in list(self._defined.items()):
             if self._out.get(block_id):
                 continue
@@ -148,9 +145,9 @@ class HomeLender:
             del self._defined[block_id]
 
     def _views(self, block: Block) -> list[torch.Tensor]:
-        record = self._manager.table[block.id]
+        record = self._parts.table[block.id]
         if record.home is not Tier.DRAM or record.home_extent is None:
             return []
         with torch.inference_mode(False):
-            whole = self._manager.homes.arena.bytes_of(record.home_extent)
+            whole = self._parts.homes.arena.bytes_of(record.home_extent)
             return [view_of(whole, spec) for spec in block.tensors]

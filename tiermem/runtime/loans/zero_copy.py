@@ -8,16 +8,15 @@ block needs no room in HBM. The planner is told of none of it: it plans with tha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
 from tiermem.core.block import Block, Tier
 from tiermem.core.residency import Record, State
+from tiermem.runtime.base.gate import CallGate
+from tiermem.runtime.parts import Parts
 from tiermem.runtime.transfers.block_io import view_of
-
-if TYPE_CHECKING:
-    from tiermem.runtime.manager import BlockManager
 
 Found = TypeVar("Found")
 
@@ -25,9 +24,10 @@ Found = TypeVar("Found")
 class InPlace:
     """Lends kernels the home copies of blocks; under the manager's lock."""
 
-    def __init__(self, manager: BlockManager) -> None:
-        """Works for ``manager``."""
-        self._manager = manager
+    def __init__(self, parts: Parts, gate: CallGate) -> None:
+        """Works on ``parts``; ``gate`` stands before every loan."""
+        self._parts = parts
+        self._gate = gate
         self._seen: dict[int, Sequence[torch.Tensor]] = {}
 
     def read(
@@ -56,34 +56,34 @@ class InPlace:
         Raises:
             ClosedError: After ``close()``, or in a forked child.
         """
-        self._manager.guard()
-        manager, traffic = self._manager, self._manager.traffic
-        record = manager.table[block.id]
+        self._gate.guard()
+        parts, traffic = self._parts, self._parts.traffic
+        record = parts.table[block.id]
         if (
             record.home is not Tier.DRAM
-            or block.id in manager.debts
-            or manager.table.nbytes <= manager.table.hbm.capacity
-            or manager.copy.capturing()
+            or block.id in parts.debts
+            or parts.table.nbytes <= parts.table.hbm.capacity
+            or parts.copy.capturing()
             or not self._at_home(record, again=again)
         ):
             return None
         tensors = self._tensors(record)
         if not tensors:
             return None
-        manager.copy.use(traffic.home_ready.get(block.id))
+        parts.copy.use(traffic.home_ready.get(block.id))
         marked = False
         try:
             found = look(tensors)
             # whoever writes there next waits for these kernels, as for a copy that wrote there
-            event = manager.copy.mark()
+            event = parts.copy.mark()
             if event is not None:
                 traffic.home_ready[block.id] = event
             marked = True
         finally:
             if not marked:  # an error, or Ctrl-C: there may be kernels that nobody can wait for
-                manager.copy.synchronize()
-        manager.counters.reads_in_place += 1
-        manager.counters.read_in_place += nbytes
+                parts.copy.synchronize()
+        parts.counters.reads_in_place += 1
+        parts.counters.read_in_place += nbytes
         return found
 
     def forget(self, block_id: int) -> None:
@@ -97,11 +97,11 @@ class InPlace:
     def _at_home(self, record: Record, *, again: bool) -> bool:
         """Whether the home copy is what the block holds, however late, and stays so."""
         block_id = record.block.id
-        slot = self._manager.slots.current.get(block_id)
+        slot = self._parts.slots.current.get(block_id)
         if slot is not None and (record.leases or slot.aliased):
             return False  # somebody may be writing there
         if again and record.in_hbm is State.DIRTY:
-            self._manager.traffic.drain(record)
+            self._parts.traffic.drain(record)
         return record.at_home is State.VALID
 
     def _tensors(self, record: Record) -> Sequence[torch.Tensor]:
@@ -110,7 +110,7 @@ class InPlace:
         found = self._seen.get(block.id)
         if found is None and extent is not None:
             with torch.inference_mode(False):
-                whole = self._manager.copy.seen(self._manager.homes.arena.bytes_of(extent))
+                whole = self._parts.copy.seen(self._parts.homes.arena.bytes_of(extent))
                 found = () if whole is None else [view_of(whole, spec) for spec in block.tensors]
             self._seen[block.id] = found
         return found or ()

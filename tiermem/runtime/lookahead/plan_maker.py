@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from tiermem.core.block import Role, Tier, align_up
 from tiermem.core.cost import Timetable, refetched
@@ -15,9 +14,7 @@ from tiermem.core.residents import choose_residents
 from tiermem.core.schedule import Schedule
 from tiermem.core.staying import choose_to_stay
 from tiermem.runtime.metrics.pass_timer import LINK_UP
-
-if TYPE_CHECKING:
-    from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.parts import Parts
 
 _MOST_STEPS = 4096
 _MOST_PLANNED = 1 << 14
@@ -67,17 +64,17 @@ class Outlook:
 class Outlooks:
     """Makes outlooks from what was measured."""
 
-    def __init__(self, manager: BlockManager, least: int) -> None:
-        """Works for ``manager``, under its lock.
+    def __init__(self, parts: Parts, least: int) -> None:
+        """Works on ``parts``.
 
         Args:
-            manager: Whose blocks, memory and measurements they are about.
+            parts: Whose blocks, memory and measurements they are about.
             least: Bytes to stream through where nothing has been measured.
         """
-        self._manager = manager
-        self._waste = manager.traffic.waste
+        self._parts = parts
+        self._waste = parts.traffic.waste
         self._least = least
-        self._capacity = manager.table.hbm.capacity
+        self._capacity = parts.table.hbm.capacity
         self._settled: tuple[tuple[object, int, int | None, bool], int, Plan] | None = None
         self._left = 0
         self._through_dram = True
@@ -86,13 +83,13 @@ class Outlooks:
 
     def made_of(self, held: set[int]) -> tuple[int, ...]:
         """Returns what an outlook depends on, besides the schedule; it changes with that."""
-        manager = self._manager
+        parts = self._parts
         return (
-            manager.pacing.estimates.version,
-            len(manager.table),
+            parts.pacing.estimates.version,
+            len(parts.table),
             self._waste.changes,
             len(held),
-            self._spare() if manager.mover is not None else 0,
+            self._spare() if parts.mover is not None else 0,
         )
 
     def make(
@@ -106,7 +103,7 @@ class Outlooks:
             held: Blocks that are held while others are used.
             beside: Whether copies from DRAM run beside the compute, as on a GPU.
         """
-        table = self._manager.table
+        table = self._parts.table
         order = schedule.order[:_MOST_PLANNED]
         records = {block: table.get(block) for block in set(schedule.order)}
         loose = {block: r for block, r in records.items() if r is not None and not r.fixed}
@@ -122,7 +119,7 @@ class Outlooks:
             plan = self._stay(order, loose, room)
             used = sum(sizes.get(b, 0) for b in order if b not in plan.residents)
             turn = max(1, int(_OF_A_TURN * len(order) * plan.reserve / max(1, used)))
-        files = self._manager.mover is not None
+        files = self._parts.mover is not None
         through = (
             files
             and beside
@@ -173,7 +170,7 @@ class Outlooks:
         stays must be the same in all of them: it is decided again only for more state or less
         room.
         """
-        table = self._manager.table
+        table = self._parts.table
         state = {b: r for b, r in loose.items() if r.block.role in _STATE}
         known, kept, then = self._staying
         if room < then:
@@ -182,7 +179,7 @@ class Outlooks:
             sizes = {b: align_up(r.block.nbytes) for b, r in loose.items()}
             weights = {b: sizes[b] for b, r in loose.items() if r.block.role is Role.PARAM}
             own = {b: sizes[b] for b in state}
-            rate = self._manager.pacing.estimates.rate(LINK_UP[Tier.DRAM])
+            rate = self._parts.pacing.estimates.rate(LINK_UP[Tier.DRAM])
             kept = choose_to_stay(order, weights, own, max(sizes.values()), room, rate)
             known = known | state.keys()
         kept = frozenset(b for b in kept if (r := table.get(b)) is not None and not r.fixed)
@@ -240,9 +237,9 @@ class Outlooks:
         plan is much better for them.
         """
         known = [seconds for seconds in compute if seconds is not None]
-        learned = self._manager.settings.prefetch_depth == "auto"
+        learned = self._parts.settings.prefetch_depth == "auto"
         learned = learned and len(known) == len(schedule) <= _MOST_STEPS and all(fetch.values())
-        version = self._manager.pacing.estimates.version if learned else None
+        version = self._parts.pacing.estimates.version if learned else None
         files = any(found and found[0] == LINK_UP[Tier.NVME] for found in fetch.values())
         spare = self._spare() if beside and files else 0
         steady = alone and beside and not files and self._left < _MOST_LEFT
@@ -297,19 +294,19 @@ class Outlooks:
         on_disk = [b for b, found in fetch.items() if found and found[0] == link and b in sizes]
         files = None
         if on_disk:
-            estimates = self._manager.pacing.estimates
+            estimates = self._parts.pacing.estimates
             # a disk that was held up is no slower for it
             rate = max(estimates.rate(link), estimates.best_rate(link) or 0.0)
             disk = {block: sizes[block] / rate for block in on_disk}
-            staging = self._manager.homes.staging
+            staging = self._parts.homes.staging
             files = Files(disk, spare, 0 if staging is None else staging.numel())
         for block in on_disk:
-            transfer[block] = self._from_dram(self._manager.table[block])[1]
+            transfer[block] = self._from_dram(self._parts.table[block])[1]
         return Loop(blocks, sizes, room, seconds, transfer, _SLOT_LATENCY, files)
 
     def _unlearned(self, order: Sequence[int], sizes: dict[int, int], room: int) -> Plan:
         """Returns a plan that no times are known for."""
-        depth = self._manager.settings.prefetch_depth
+        depth = self._parts.settings.prefetch_depth
         if depth == "auto":
             streaming = max(sum(sorted(sizes.values())[-3:]), self._least)
         else:
@@ -350,12 +347,12 @@ class Outlooks:
 
     def _spare(self) -> int:
         """Returns the bytes of DRAM that nothing else needs."""
-        dram = self._manager.homes.dram
-        return dram.capacity - dram.used + self._manager.traffic.ahead.nbytes
+        dram = self._parts.homes.dram
+        return dram.capacity - dram.used + self._parts.traffic.ahead.nbytes
 
     def _compute(self, schedule: Schedule, order: Sequence[int]) -> list[float | None]:
         """Returns the seconds of each use; None where the pass is not known."""
-        estimates = self._manager.pacing.estimates
+        estimates = self._parts.pacing.estimates
         found: list[float | None] = []
         bounds = [begin for begin, _ in schedule.passes[1:]] + [len(order)]
         for (begin, key), end in zip(schedule.passes, bounds, strict=False):
@@ -368,12 +365,12 @@ class Outlooks:
         if link is None or not (beside or record.home is not Tier.DRAM):
             return None
         block = record.block
-        return link, self._manager.pacing.estimates.transfer(link, block.id, block.nbytes)
+        return link, self._parts.pacing.estimates.transfer(link, block.id, block.nbytes)
 
     def _from_dram(self, record: Record) -> tuple[str, float]:
         """Returns the same for one whose copy is in DRAM by then."""
         link, block = LINK_UP[Tier.DRAM], record.block
-        return link, self._manager.pacing.estimates.transfer(link, block.id, block.nbytes)
+        return link, self._parts.pacing.estimates.transfer(link, block.id, block.nbytes)
 
 
 def _length(schedule: Schedule) -> int:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Hashable, Set
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Set
 
 from tiermem.core.block import Tier, align_up
 from tiermem.core.cost import Timetable
 from tiermem.core.lanes import LaneWalk
 from tiermem.core.residency import Record, State
 from tiermem.core.schedule import Planner, Schedule
+from tiermem.runtime.loans.host_loans import HomeLender
 from tiermem.runtime.lookahead.plan_maker import Outlook, Outlooks
-
-if TYPE_CHECKING:
-    from tiermem.runtime.manager import BlockManager
-    from tiermem.transfer.filemover import FileMover
+from tiermem.runtime.parts import Parts
+from tiermem.transfer.filemover import FileMover
 
 _AUTO_BLOCKS = 2
 _AUTO_BYTES = 64 << 20
@@ -38,27 +36,37 @@ class Prefetcher:
     costs the same however much is resident.
     """
 
-    def __init__(self, manager: BlockManager) -> None:
-        """Works for ``manager``, under its lock."""
-        self._manager = manager
-        self._planner = manager.planner
-        self._traffic = manager.traffic
-        self._turns = manager.space.turns
-        self._pacing = manager.pacing
-        self._waste = manager.traffic.waste
-        depth = manager.settings.prefetch_depth
+    def __init__(
+        self, parts: Parts, lender: HomeLender, fill: Callable[[Record, int], bool]
+    ) -> None:
+        """Works on ``parts``.
+
+        Args:
+            parts: Of the manager.
+            lender: Knows which blocks are on loan, which nothing fetches.
+            fill: :meth:`BlockManager.try_fill`.
+        """
+        self._parts = parts
+        self._lender = lender
+        self.fill = fill
+        self._planner = parts.planner
+        self._traffic = parts.traffic
+        self._turns = parts.space.turns
+        self._pacing = parts.pacing
+        self._waste = parts.traffic.waste
+        depth = parts.settings.prefetch_depth
         self._auto = depth == "auto"
         self._depth = _AUTO_BLOCKS if depth == "auto" else depth
         # on the CPU a copy from DRAM is made by the thread that computes: begun early it
         # hides behind nothing, so only files are worth fetching ahead
-        self._dram = manager.device.type == "cuda"
-        self._works = self._depth > 0 and (self._dram or manager.mover is not None)
-        self._capacity = manager.table.hbm.capacity
+        self._dram = parts.device.type == "cuda"
+        self._works = self._depth > 0 and (self._dram or parts.mover is not None)
+        self._capacity = parts.table.hbm.capacity
         self._least = min(_AUTO_BYTES, self._capacity // 4)
         self._number = 0
         self._planned: Schedule | None = None
         self._outlooks: dict[Schedule, Outlook] = {}
-        self._maker = Outlooks(manager, self._least)
+        self._maker = Outlooks(parts, self._least)
         self._held: set[int] = set()
         self._previous: Record | None = None
         self._timetable = Timetable((), ())
@@ -82,7 +90,7 @@ class Prefetcher:
     @property
     def reads_into(self) -> str:
         """Where blocks that stream from files are read to: ``"hbm"``, ``"dram"`` or ``"none"``."""
-        if self._manager.mover is None:
+        if self._parts.mover is None:
             return "none"
         return "dram" if self._dram and self._through_dram else "hbm"
 
@@ -92,7 +100,7 @@ class Prefetcher:
         if waste.pending or waste.stopping:
             planner = self._planner
             wasted = waste.end(self._number, planner.key, planner.used)
-            self._manager.counters.prefetch_wasted += wasted
+            self._parts.counters.prefetch_wasted += wasted
         self._number += 1
 
     def run(self) -> None:
@@ -102,7 +110,7 @@ class Prefetcher:
             pacing.harvest(_HARVEST)
         if planner.last in self._waste.pending:
             self._waste.used(planner.last)
-        if self._manager.mover is not None:
+        if self._parts.mover is not None:
             self._follow_disk(planner)
         if pacing.sampling:
             self.look_back(planner.last)
@@ -126,7 +134,7 @@ class Prefetcher:
             return
         if cursor < self._cursor:
             self._restart(cursor)
-        elif self._turns.uses and self._manager.mover is None:
+        elif self._turns.uses and self._parts.mover is None:
             if self._traffic.gone:
                 self._step_back(schedule, cursor)
         elif self._changes != self._traffic.changes:
@@ -142,11 +150,11 @@ class Prefetcher:
             self._walk_lanes(schedule, cursor, self._lanes)
         elif self._next < end:
             self._walk(schedule, end)
-        if self._manager.mover is not None:
+        if self._parts.mover is not None:
             if self._through_dram or self._shared:
                 self._read_on(schedule, end)
             if self._parking:
-                self._park(schedule, end, self._manager.mover)
+                self._park(schedule, end, self._parts.mover)
 
     def _follow_disk(self, planner: Planner) -> None:
         """Takes up what the disk has done, and what goes up is no longer in DRAM."""
@@ -164,7 +172,7 @@ class Prefetcher:
         before = self._previous
         if before is not None and before.leases and block_id >= 0:
             self._held.add(before.block.id)
-        self._previous = self._manager.table[block_id] if block_id >= 0 else None
+        self._previous = self._parts.table[block_id] if block_id >= 0 else None
 
     def _step_back(self, schedule: Schedule, cursor: int) -> None:
         """Goes back to the first use of what has left HBM, or is at home again, since.
@@ -208,7 +216,7 @@ class Prefetcher:
             self._next = len(self._planned.order) if self._planned is not None else cursor
 
     def _walk(self, schedule: Schedule, end: int) -> None:
-        get, residents = self._manager.table.get, self._manager.space.residents
+        get, residents = self._parts.table.get, self._parts.space.residents
         order, ahead, traffic = schedule.order, self._ahead, self._traffic
         begun = 0
         if self._turns.uses and self._cursor <= _FIRST and len(order) >= _MANY:
@@ -218,7 +226,7 @@ class Prefetcher:
             if record is not None:
                 block = record.block
                 if record.in_hbm is State.ABSENT:
-                    if self._manager.lender.borrowers(block):
+                    if self._lender.borrowers(block):
                         return  # once it is back, its copy would wait for those of what follows
                     if self._is_due(record, schedule, self._next):
                         if begun == _BURST or not self._fetch(record, schedule, self._next):
@@ -241,14 +249,14 @@ class Prefetcher:
 
         The link never catches up, so everything is due.
         """
-        get, traffic = self._manager.table.get, self._traffic
+        get, traffic = self._parts.table.get, self._traffic
         lanes.move_on(cursor)
         begun = 0
         while (found := lanes.soonest()) is not None:
             lane, position = found
             record = get(schedule.order[position])
             if record is not None and record.in_hbm is State.ABSENT and position >= cursor:
-                if self._manager.lender.borrowers(record.block):
+                if self._lender.borrowers(record.block):
                     return
                 if self._is_due(record, schedule, position):
                     if begun == _BURST or not self._fetch(record, schedule, position):
@@ -285,7 +293,7 @@ class Prefetcher:
             False while it is on its way into DRAM, or waits for a place there; True where it is
             there, or has to be read straight into HBM.
         """
-        ahead, mover = self._traffic.ahead, self._manager.mover
+        ahead, mover = self._traffic.ahead, self._parts.mover
         entry = ahead.look(record)
         if entry is None and mover is not None and self._dram and self._by_dram(record):
             schedule, cursor = self._planner.schedule, self._planner.cursor
@@ -313,7 +321,7 @@ class Prefetcher:
 
     def _read_on(self, schedule: Schedule, end: int) -> None:
         """Has the disk read into spare DRAM what HBM has no room for yet."""
-        table, ahead, mover = self._manager.table, self._traffic.ahead, self._manager.mover
+        table, ahead, mover = self._parts.table, self._traffic.ahead, self._parts.mover
         if mover is None:
             return
         order = schedule.order
@@ -336,7 +344,7 @@ class Prefetcher:
 
     def _park(self, schedule: Schedule, end: int, mover: FileMover) -> None:
         """Has the disk begin with the next block that it reads straight into HBM."""
-        table, ahead = self._manager.table, self._traffic.ahead
+        table, ahead = self._parts.table, self._traffic.ahead
         order = schedule.order
         position = max(self._parks, self._next)
         while position < end:
@@ -346,7 +354,7 @@ class Prefetcher:
                 and record.home is Tier.NVME
                 and record.block.id not in ahead.staged
                 and not ahead.takes(record.block)
-                and not self._manager.lender.borrowers(record.block)
+                and not self._lender.borrowers(record.block)
                 and self._is_due(record, schedule, position)
             ):
                 if record.block.id not in ahead.parked:
@@ -365,7 +373,7 @@ class Prefetcher:
         return self._dram or record.home is not Tier.DRAM
 
     def _fetch(self, record: Record, schedule: Schedule, position: int) -> bool:
-        if not self._manager.try_fill(record, position - self._cursor):
+        if not self.fill(record, position - self._cursor):
             return False
         number, key = self._pass_at(schedule, position)
         self._waste.fetched(record.block.id, self._number + number, key)
@@ -399,7 +407,7 @@ class Prefetcher:
             del self._outlooks[next(iter(self._outlooks))]
         self._timetable = outlook.timetable
         plan = outlook.plan
-        self._manager.space.keep(plan.residents, plan.slot, plan.lanes)
+        self._parts.space.keep(plan.residents, plan.slot, plan.lanes)
         if outlook.lanes is None:
             self._lanes = None
         elif self._lanes is None or self._lanes.lanes is not outlook.lanes:
@@ -410,7 +418,7 @@ class Prefetcher:
             self._turns.begin(self._number, schedule)
         self._most = outlook.ahead
         self._shared = plan.in_dram is not None and self._dram
-        mover = self._manager.mover
+        mover = self._parts.mover
         self._parking = self._shared and plan.parks and mover is not None and mover.parks
         if not self._shared or plan.in_dram is None:
             self._through_dram = outlook.through_dram or not self._dram
@@ -425,5 +433,5 @@ class Prefetcher:
 
     def _sizes(self, blocks: Set[int]) -> dict[int, int]:
         """Returns the bytes of those blocks whose home is a file."""
-        records = (self._manager.table.get(block) for block in sorted(blocks))
+        records = (self._parts.table.get(block) for block in sorted(blocks))
         return {r.block.id: align_up(r.block.nbytes) for r in records if r and r.home is Tier.NVME}

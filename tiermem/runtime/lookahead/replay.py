@@ -15,15 +15,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from tiermem.core.block import Extent, Tier
 from tiermem.core.residency import Record, State
 from tiermem.core.schedule import Schedule
+from tiermem.runtime.lookahead.prefetcher import Prefetcher
 from tiermem.runtime.memory.slots import Slot
-
-if TYPE_CHECKING:
-    from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.parts import Parts
 
 _VALID, _DIRTY = State.VALID, State.DIRTY
 _MOST_TAPES = 16
@@ -111,21 +109,22 @@ class Steady:
             :meth:`take` may be asked first.
     """
 
-    def __init__(self, manager: BlockManager) -> None:
-        """Works for ``manager``."""
-        self._manager = manager
-        self._table = manager.table
-        self._planner = manager.planner
-        self._space = manager.space
-        self._traffic = manager.traffic
-        self._waste = manager.traffic.waste
-        self._pacing = manager.pacing
-        self._counters = manager.counters
-        self._copy = manager.copy
-        self._debts = manager.debts
-        self._current = manager.slots.current
-        self._holders = manager.holders
-        self._ready = manager.traffic.ready
+    def __init__(self, parts: Parts, prefetcher: Prefetcher) -> None:
+        """Works on ``parts``; ``prefetcher`` decides where nothing is repeated."""
+        self._parts = parts
+        self._prefetcher = prefetcher
+        self._table = parts.table
+        self._planner = parts.planner
+        self._space = parts.space
+        self._traffic = parts.traffic
+        self._waste = parts.traffic.waste
+        self._pacing = parts.pacing
+        self._counters = parts.counters
+        self._copy = parts.copy
+        self._debts = parts.debts
+        self._current = parts.slots.current
+        self._holders = parts.holders
+        self._ready = parts.traffic.ready
         self._tapes: dict[Schedule, _Tape] = {}
         self._open: _Pass | None = None
         self._steps: list[Step] | None = None
@@ -197,7 +196,7 @@ class Steady:
             or record is None
             or (record.in_hbm is not _VALID and record.in_hbm is not _DIRTY)
             or (extent := record.extent) is None
-            or (extent.offset < self._manager.largest_later and not record.leases)
+            or (extent.offset < self._space.largest_later and not record.leases)
         ):
             return None
         leases = record.leases
@@ -208,7 +207,7 @@ class Steady:
             self._table.lease(block_id)
             self._copy.use(self._ready.get(block_id))
             if not self._follow(step):
-                self._manager.prefetcher.run()
+                self._prefetcher.run()
             return self._current[block_id]
         except BaseException:
             if record.leases > leases:
@@ -253,7 +252,7 @@ class Steady:
         if self._pacing.pending:
             self._pacing.harvest(_HARVEST)
         if self._pacing.sampling:
-            self._manager.prefetcher.look_back(planner.last)
+            self._prefetcher.look_back(planner.last)
         return self._follow(steps[cursor])
 
     # -- inside ----------------------------------------------------------
@@ -295,7 +294,7 @@ class Steady:
         """Has the rest of the pass be decided, and passes be watched anew."""
         if self._schedule is not None:
             self._tapes.pop(self._schedule, None)
-            self._manager.prefetcher.start_over()
+            self._prefetcher.start_over()
         self._steps = self._schedule = None
         self.swift = False
         return False
@@ -335,7 +334,7 @@ class Steady:
 
     def _from_dram(self, noted: _Pass) -> bool:
         """Whether what a pass needs is in HBM or DRAM, so that no disk is asked for anything."""
-        if self._manager.mover is None:
+        if self._parts.mover is None:
             return True
         records = map(self._table.get, set(noted.schedule.order))
         return not any(record is None or record.home is Tier.NVME for record in records)

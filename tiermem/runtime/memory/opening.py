@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 
+from tiermem.config import Settings
 from tiermem.core.block import Tier
 from tiermem.io.engine import IoEngine
 from tiermem.io.probe import choose_engine
@@ -17,9 +17,6 @@ from tiermem.storage.arena import Arena, DeviceArena, HostArena
 from tiermem.transfer.copy import CopyEngine, CudaChunkCopier, CudaCopyEngine
 from tiermem.transfer.filemover import FileMover
 
-if TYPE_CHECKING:
-    from tiermem.runtime.manager import BlockManager
-
 
 def open_hbm(nbytes: int, device: torch.device) -> Arena:
     """Opens the HBM arena, whole pages of it: on the device, or the stand-in for one."""
@@ -27,24 +24,34 @@ def open_hbm(nbytes: int, device: torch.device) -> Arena:
     return DeviceArena(whole, device) if device.type == "cuda" else HostArena(Tier.HBM, whole)
 
 
-def open_homes(manager: BlockManager) -> None:
-    """Opens what a manager has below HBM, in a thread that no signal reaches."""
-    settings = manager.settings
+def open_homes(settings: Settings, device: torch.device, keep: Callable[[Homes], None]) -> None:
+    """Opens what a manager has below HBM, in a thread that no signal reaches.
+
+    Args:
+        settings: Budgets and paths.
+        device: Where blocks are used.
+        keep: Called there with what was opened, so that it cannot get lost on the way.
+    """
 
     def call() -> None:
-        with _on(manager.device):
-            manager.homes = Homes(settings.dram, settings.nvme, settings.nvme_bytes, manager.device)
+        with _on(device):
+            keep(Homes(settings.dram, settings.nvme, settings.nvme_bytes, device))
 
     undisturbed(call)
 
 
-def open_mover(manager: BlockManager, engine: Callable[[], IoEngine] | None) -> None:
-    """Opens a manager's file mover, likewise; see :func:`make_mover`."""
+def open_mover(
+    homes: Homes,
+    copy: CopyEngine,
+    device: torch.device,
+    engine: Callable[[], IoEngine] | None,
+    keep: Callable[[tuple[FileMover | None, str, str]], None],
+) -> None:
+    """Opens a file mover, likewise; see :func:`make_mover` for what ``keep`` is given."""
 
     def call() -> None:
-        with _on(manager.device):
-            made = make_mover(manager.homes, manager.copy, engine)
-            manager.mover, manager.io_engine, manager.io_reason = made
+        with _on(device):
+            keep(make_mover(homes, copy, engine))
 
     undisturbed(call)
 

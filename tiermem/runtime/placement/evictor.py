@@ -58,6 +58,7 @@ class Space:
         self.traffic = traffic
         self.holders = holders
         self.division = Division(table)
+        self.largest_later = 0
         self._attempts = 0
         self._rounds: dict[object, None] = {}
         self.places = 0

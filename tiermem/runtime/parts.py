@@ -1,0 +1,60 @@
+"""What a manager is made of, for those who work on it from below the manager."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tiermem.config import Settings
+from tiermem.core.residency import ResidencyTable
+from tiermem.core.schedule import Planner
+from tiermem.runtime.memory.homes import Homes
+from tiermem.runtime.memory.slots import Holder, SlotCache
+from tiermem.runtime.metrics.counters import Counters
+from tiermem.runtime.metrics.pass_timer import Pacing
+from tiermem.runtime.placement.evictor import Space
+from tiermem.runtime.transfers.deferred import Debts
+from tiermem.runtime.transfers.transfers import Traffic
+from tiermem.transfer.copy import CopyEngine
+from tiermem.transfer.filemover import FileMover
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The parts of one manager, all of them under its lock.
+
+    Attributes:
+        settings: Budgets, paths and policy.
+        device: Where blocks are used.
+        table: Where every block is; written by transfers, evictor and leases alone.
+        slots: Views of blocks in HBM.
+        homes: Space below HBM.
+        copy: Copies between HBM and host memory.
+        planner: The order of uses.
+        pacing: Times of passes, links and blocks.
+        counters: What happened.
+        holders: Who points at blocks in HBM, by the id of the block.
+        debts: Work that is owed to blocks.
+        traffic: Transfers under way.
+        space: Places in HBM.
+    """
+
+    settings: Settings
+    device: torch.device
+    table: ResidencyTable
+    slots: SlotCache
+    homes: Homes
+    copy: CopyEngine
+    planner: Planner
+    pacing: Pacing
+    counters: Counters
+    holders: dict[int, Holder]
+    debts: Debts
+    traffic: Traffic
+    space: Space
+
+    @property
+    def mover(self) -> FileMover | None:
+        """The file mover; None without an NVMe tier."""
+        return self.traffic.mover
