@@ -36,7 +36,7 @@ from tiermem.io import IoEngine, IoOp, IoRequest, choose_engine
 from tiermem.storage.arena import HostArena
 from tiermem.storage.swapfile import SwapFile
 from tiermem.testing.io import Memory
-from tiermem.transfer.filemover import FileMover
+from tiermem.transfer.file.mover import FileMover
 
 ROWS = (
     "fio read",

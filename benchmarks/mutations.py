@@ -46,7 +46,7 @@ class Mutation:
 
 
 _RUNTIME, _CORE = "tiermem/runtime/", "tiermem/core/"
-_PIECES, _SAVED = "tiermem/transfer/filepieces.py", "tiermem/nn/saved.py"
+_PIECES, _SAVED = "tiermem/transfer/file/pieces.py", "tiermem/nn/saved.py"
 _COPY, _PARTS = "tiermem/transfer/copy.py", "tiermem/optim/parted.py"
 
 _ELSEWHERE = (
@@ -357,7 +357,7 @@ _ELSEWHERE = (
     # files
     Mutation(
         "checksums are not compared",
-        "tiermem/transfer/filechunks.py",
+        "tiermem/transfer/file/staging.py",
         "self.check and self.checksum != self.expected",
         "self.check and self.checksum is None",
         DISKS,
@@ -427,7 +427,7 @@ _ELSEWHERE = (
     ),
     Mutation(
         "transfers of the same bytes overtake each other",
-        "tiermem/transfer/filejobs.py",
+        "tiermem/transfer/file/jobs.py",
         "return a.offset < b.end and b.offset < a.end",
         "return False",
         FILES,
@@ -789,7 +789,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a read that failed ends while copies go on",
-        "tiermem/transfer/filejobs.py",
+        "tiermem/transfer/file/jobs.py",
         " and (self.error is None or not self.rising)",
         "",
         FILES,

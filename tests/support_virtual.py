@@ -23,7 +23,7 @@ from tiermem.core.pace import Estimates
 from tiermem.core.residency import State
 from tiermem.runtime.manager import BlockManager
 from tiermem.testing.io import ScriptedEngine
-from tiermem.transfer.filejobs import FileTransfer
+from tiermem.transfer.file.jobs import FileTransfer
 
 PAGE = 4096
 STAGING = 16 * (32 << 10)

@@ -44,7 +44,7 @@ from tiermem.optim.members import Membership
 from tiermem.optim.plan import _reserve
 from tiermem.optim.sides import _have_host_step
 from tiermem.runtime.services.host_staging import HostStage
-from tiermem.transfer.filemover import FileMover
+from tiermem.transfer.file.mover import FileMover
 
 _ASKED = os.environ.get("TIERMEM_INTERRUPTS", "1")
 _ALL = _ASKED != "1"

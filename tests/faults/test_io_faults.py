@@ -26,8 +26,8 @@ from tiermem.io import IoEngine, IoOp, IoRequest, ThreadEngine, UringEngine
 from tiermem.io.probe import probe_uring
 from tiermem.storage.swapfile import SwapFile
 from tiermem.testing.io import Fault, Memory, ScriptedEngine
-from tiermem.transfer.filehelpers import threads
-from tiermem.transfer.filemover import Fence, FileMover, FileTransfer, HostCopier
+from tiermem.transfer.file.helpers import threads
+from tiermem.transfer.file.mover import Fence, FileMover, FileTransfer, HostCopier
 
 PAGE = 4096
 CHUNK = 4 * PAGE
@@ -237,7 +237,7 @@ CHILD = """
     from tiermem.io import choose_engine
     from tiermem.storage.swapfile import SwapFile
     from tiermem.testing.io import Memory
-    from tiermem.transfer.filemover import FileMover
+    from tiermem.transfer.file.mover import FileMover
     chunk = 16384
     store = SwapFile([Path(sys.argv[1])], None, chunk)
     store.grow(64 * chunk)
@@ -357,7 +357,7 @@ def test_a_fork_while_a_helper_works_hangs_nobody(store: SwapFile) -> None:
     movers[0].close()
 
 
-WATCHED = ("filemover.py", "filepump.py")
+WATCHED = ("transfer/file/mover.py", "transfer/file/pump.py")
 
 
 class Stop(BaseException):
@@ -384,7 +384,7 @@ def cut_short(call: Callable[[], object], number: int) -> bool:
 
     def trace(frame: FrameType, _event: str, _: object) -> object:
         file = frame.f_code.co_filename
-        return local if "transfer" in file and file.endswith(WATCHED) else None
+        return local if file.endswith(WATCHED) else None
 
     before = sys.gettrace()
     sys.settrace(trace)

@@ -14,7 +14,7 @@ from support_examples import examples
 from support_runtime import Rig, rig
 
 import tiermem.runtime.manager as manager_module
-from tiermem.transfer.filemover import FileTransfer
+from tiermem.transfer.file.mover import FileTransfer
 
 RUNTIME = str(Path(manager_module.__file__).parent)
 WATCHED = (

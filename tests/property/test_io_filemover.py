@@ -27,9 +27,9 @@ from tiermem.storage.swapfile import SwapFile
 from tiermem.testing.helpers import ScriptedHelpers
 from tiermem.testing.io import Fault, Memory, ScriptedEngine
 from tiermem.transfer.driver import Signal
-from tiermem.transfer.filechunks import Chunk
-from tiermem.transfer.filehelpers import HelperFactory, threads
-from tiermem.transfer.filemover import ChunkCopier, FileMover, FileTransfer
+from tiermem.transfer.file.helpers import HelperFactory, threads
+from tiermem.transfer.file.mover import ChunkCopier, FileMover, FileTransfer
+from tiermem.transfer.file.staging import Chunk
 
 PAGE = 4096
 CHUNK = 2 * PAGE

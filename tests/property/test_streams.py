@@ -27,7 +27,7 @@ from tiermem.runtime.manager import BlockManager
 from tiermem.testing.io import ScriptedEngine
 from tiermem.testing.streams import SimulatedDevice, SimulatedEvent
 from tiermem.transfer.copy import CudaChunkCopier, StreamCopyEngine
-from tiermem.transfer.filejobs import FileTransfer
+from tiermem.transfer.file.jobs import FileTransfer
 
 UP, DOWN, FILES = 101, 102, 103
 PAGE = 4096

@@ -26,11 +26,11 @@ from tiermem.io.probe import probe_uring
 from tiermem.storage.swapfile import SwapFile
 from tiermem.testing.helpers import ScriptedHelpers
 from tiermem.testing.io import Fault, Memory, ScriptedEngine
-from tiermem.transfer.filechunks import Chunk
-from tiermem.transfer.filehelpers import HelperFactory, HelperThreads, threads, usual_count
-from tiermem.transfer.filejobs import FileTransfer, Job, JobQueue
-from tiermem.transfer.filemover import FileMover, HostCopier
-from tiermem.transfer.switching import SWITCH_SECONDS, SwitchInterval
+from tiermem.transfer.file.helpers import HelperFactory, HelperThreads, threads, usual_count
+from tiermem.transfer.file.jobs import FileTransfer, Job, JobQueue
+from tiermem.transfer.file.mover import FileMover, HostCopier
+from tiermem.transfer.file.staging import Chunk
+from tiermem.transfer.file.switching import SWITCH_SECONDS, SwitchInterval
 
 PAGE = 4096
 CHUNK = 4 * PAGE

@@ -15,7 +15,7 @@ from tiermem.core.block import Extent
 from tiermem.io import IoOp, IoRequest, ThreadEngine
 from tiermem.storage.swapfile import SwapFile
 from tiermem.testing.io import Fault, Memory, ScriptedEngine
-from tiermem.transfer.filemover import FileMover
+from tiermem.transfer.file.mover import FileMover
 
 PAGE = 4096
 CHUNK = 4 * PAGE

@@ -15,7 +15,7 @@ from support_runtime import PAGE, Rig, park_always, rig
 from tiermem.errors import StorageError
 from tiermem.io.engine import IoOp, IoRequest
 from tiermem.testing.io import Fault, ScriptedEngine
-from tiermem.transfer.filemover import Fence, FileMover, FileTransfer, HostCopier
+from tiermem.transfer.file.mover import Fence, FileMover, FileTransfer, HostCopier
 
 BLOCKS = [(1, "nvme")] * 8
 

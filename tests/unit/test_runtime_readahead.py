@@ -16,7 +16,7 @@ from tiermem.core.plans import Plan
 from tiermem.errors import StorageError
 from tiermem.io.engine import IoOp, IoRequest
 from tiermem.testing.io import Fault
-from tiermem.transfer.filemover import FileTransfer
+from tiermem.transfer.file.mover import FileTransfer
 
 BLOCKS = [(1, "nvme")] * 8
 

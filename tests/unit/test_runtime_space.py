@@ -16,7 +16,7 @@ from tiermem.core.residency import Record
 from tiermem.errors import CapacityError
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.homes import HomeRequest, Homes
-from tiermem.transfer.filemover import FileTransfer
+from tiermem.transfer.file.mover import FileTransfer
 
 
 def where(made: Rig) -> dict[int, int]:

@@ -21,7 +21,7 @@ from tiermem.io.probe import choose_engine
 from tiermem.storage.arena import Arena, DeviceArena, HostArena
 from tiermem.storage.swapfile import SwapFile
 from tiermem.transfer.copy import CudaChunkCopier, CudaCopyEngine
-from tiermem.transfer.filemover import FileMover, FileTransfer, HostCopier
+from tiermem.transfer.file.mover import FileMover, FileTransfer, HostCopier
 
 CHUNKS = (1 << 20, 4 << 20, 8 << 20)
 """Bytes of a request that are worth trying."""

@@ -44,7 +44,7 @@ from tiermem.runtime.transfers.block_io import Contents
 from tiermem.runtime.transfers.deferred import Debts
 from tiermem.runtime.transfers.transfers import Traffic
 from tiermem.transfer.copy import CopyEngine, CudaCopyEngine, HostCopyEngine
-from tiermem.transfer.filemover import FileMover
+from tiermem.transfer.file.mover import FileMover
 
 _IN_BACKWARD = (Role.GRAD, Role.ACTIVATION)
 

@@ -17,7 +17,7 @@ from tiermem.runtime.placement.evictor import Space
 from tiermem.runtime.transfers.deferred import Debts
 from tiermem.runtime.transfers.transfers import Traffic
 from tiermem.transfer.copy import CopyEngine
-from tiermem.transfer.filemover import FileMover
+from tiermem.transfer.file.mover import FileMover
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from tiermem.core.schedule import Planner, Schedule
 from tiermem.runtime.loans.host_loans import HomeLender
 from tiermem.runtime.lookahead.plan_maker import Outlook, Outlooks
 from tiermem.runtime.parts import Parts
-from tiermem.transfer.filemover import FileMover
+from tiermem.transfer.file.mover import FileMover
 
 _AUTO_BLOCKS = 2
 _AUTO_BYTES = 64 << 20

@@ -10,7 +10,7 @@ from tiermem.core.block import Extent, Tier, align_up
 from tiermem.errors import CapacityError, StorageError
 from tiermem.runtime.memory.homes import HomeRequest, Homes
 from tiermem.transfer.copy import Event
-from tiermem.transfer.filemover import FileTransfer
+from tiermem.transfer.file.mover import FileTransfer
 
 
 class Place:

@@ -15,7 +15,7 @@ from tiermem.runtime.base.undisturbed import undisturbed
 from tiermem.runtime.memory.homes import Homes
 from tiermem.storage.arena import Arena, DeviceArena, HostArena
 from tiermem.transfer.copy import CopyEngine, CudaChunkCopier, CudaCopyEngine
-from tiermem.transfer.filemover import FileMover
+from tiermem.transfer.file.mover import FileMover
 
 
 def open_hbm(nbytes: int, device: torch.device) -> Arena:

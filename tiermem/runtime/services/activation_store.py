@@ -31,7 +31,7 @@ from tiermem.runtime.memory.extent_pool import Place, PlacePool
 from tiermem.runtime.memory.slots import typed_view, use_count
 from tiermem.runtime.metrics.counters import ActivationCounters
 from tiermem.transfer.copy import POISON, Event
-from tiermem.transfer.filemover import FileTransfer
+from tiermem.transfer.file.mover import FileTransfer
 
 _NOWHERE = Extent(0, 0)
 """For copy engines: the bytes are not in the HBM arena."""

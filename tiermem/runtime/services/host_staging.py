@@ -20,7 +20,7 @@ from tiermem.core.block import Block, Extent, Tier, align_up
 from tiermem.errors import CapacityError, InvariantError
 from tiermem.runtime.memory.homes import HomeRequest
 from tiermem.runtime.transfers.block_io import view_of
-from tiermem.transfer.filemover import FileTransfer
+from tiermem.transfer.file.mover import FileTransfer
 
 if TYPE_CHECKING:
     from tiermem.runtime.manager import BlockManager

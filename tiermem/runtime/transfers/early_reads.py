@@ -13,7 +13,7 @@ from tiermem.core.victims import NextUseQueue
 from tiermem.errors import ClosedError
 from tiermem.runtime.memory.homes import Homes
 from tiermem.transfer.copy import Event
-from tiermem.transfer.filemover import FileMover, FileTransfer
+from tiermem.transfer.file.mover import FileMover, FileTransfer
 
 _MOST_VICTIMS = 4
 

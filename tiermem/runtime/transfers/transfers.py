@@ -24,7 +24,7 @@ from tiermem.runtime.metrics.pass_timer import Pacing
 from tiermem.runtime.metrics.timeline import Timeline
 from tiermem.runtime.transfers.early_reads import ReadAhead
 from tiermem.transfer.copy import CopyEngine, Event
-from tiermem.transfer.filemover import FileMover, FileTransfer
+from tiermem.transfer.file.mover import FileMover, FileTransfer
 
 _STAGED = "nvme->dram"
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from tiermem.io.engine import start_threads
 from tiermem.storage.checksum import checksum
-from tiermem.transfer.filechunks import Chunk, ChunkCopier, Task
+from tiermem.transfer.file.staging import Chunk, ChunkCopier, Task
 
 _MOST_HELPERS = 4
 _CORES_PER_HELPER = 4

@@ -15,7 +15,7 @@ from tiermem.storage.swapfile import Piece
 from tiermem.transfer.driver import Signal
 
 if TYPE_CHECKING:
-    from tiermem.transfer.filechunks import Chunk
+    from tiermem.transfer.file.staging import Chunk
 
 READS_PER_WRITE = 1
 """Read pieces that may start while a write waits, before one write piece goes first.

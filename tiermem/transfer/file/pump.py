@@ -17,11 +17,11 @@ import torch
 from tiermem.errors import ClosedError, StorageError
 from tiermem.io.engine import IoCompletion, IoEngine, start_threads
 from tiermem.storage.swapfile import SwapFile
-from tiermem.transfer.filechunks import Chunk, ChunkCopier, HostCopier, Staging
-from tiermem.transfer.filehelpers import HelperFactory, carry_out, threads
-from tiermem.transfer.filejobs import FileTransfer, Job
-from tiermem.transfer.filepieces import Pieces
-from tiermem.transfer.switching import switch_interval
+from tiermem.transfer.file.helpers import HelperFactory, carry_out, threads
+from tiermem.transfer.file.jobs import FileTransfer, Job
+from tiermem.transfer.file.pieces import Pieces
+from tiermem.transfer.file.staging import Chunk, ChunkCopier, HostCopier, Staging
+from tiermem.transfer.file.switching import switch_interval
 
 _FIRST_LOOK = 50e-6
 _LAST_LOOK = 2e-4
@@ -37,7 +37,7 @@ class Message(enum.Enum):
 
 
 class Pump:
-    """Thread of a :class:`~tiermem.transfer.filemover.FileMover`, and what is asked of it.
+    """Thread of a :class:`~tiermem.transfer.file.mover.FileMover`, and what is asked of it.
 
     What begins with ``_`` and is not guarded by ``lock`` belongs to the thread.
     """

@@ -14,7 +14,7 @@ from tiermem.core.block import ALIGNMENT
 from tiermem.errors import ConfigError, InvariantError
 from tiermem.storage.swapfile import Piece
 from tiermem.transfer.driver import Signal
-from tiermem.transfer.filejobs import Job
+from tiermem.transfer.file.jobs import Job
 
 
 class Fence(Protocol):

@@ -15,17 +15,17 @@ from tiermem.errors import ClosedError
 from tiermem.io.engine import IoEngine
 from tiermem.storage.swapfile import SwapFile
 from tiermem.transfer.driver import Signal
-from tiermem.transfer.filechunks import (
+from tiermem.transfer.file.helpers import HelperFactory
+from tiermem.transfer.file.jobs import FileTransfer, Job
+from tiermem.transfer.file.pump import Pump, failure
+from tiermem.transfer.file.staging import (
     ChunkCopier,
     Fence,
     HostCopier,
     check_staging,
     check_tensor,
 )
-from tiermem.transfer.filehelpers import HelperFactory
-from tiermem.transfer.filejobs import FileTransfer, Job
-from tiermem.transfer.filepump import Pump, failure
-from tiermem.transfer.switching import switch_interval
+from tiermem.transfer.file.switching import switch_interval
 
 __all__ = [
     "ChunkCopier",

@@ -23,9 +23,9 @@ from tiermem.errors import IntegrityError, StorageError
 from tiermem.io.engine import IoCompletion, IoEngine, IoOp, IoRequest
 from tiermem.storage.swapfile import Piece, SwapFile
 from tiermem.transfer.driver import Signal
-from tiermem.transfer.filechunks import Chunk, ChunkCopier, Fence, HostCopier, Staging, Task
-from tiermem.transfer.filehelpers import Helpers
-from tiermem.transfer.filejobs import FileTransfer, Job, JobQueue
+from tiermem.transfer.file.helpers import Helpers
+from tiermem.transfer.file.jobs import FileTransfer, Job, JobQueue
+from tiermem.transfer.file.staging import Chunk, ChunkCopier, Fence, HostCopier, Staging, Task
 
 _FEW_CHUNKS = 8
 

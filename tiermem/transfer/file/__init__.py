@@ -1,0 +1,1 @@
+"""Reads and writes of files, in pieces, by one thread: the file mover and its parts."""
