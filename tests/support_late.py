@@ -16,8 +16,8 @@ from tiermem.core.block import Extent
 from tiermem.io import choose_engine
 from tiermem.runtime.manager import BlockManager
 from tiermem.transfer.copy import POISON, HostCopyEngine
+from tiermem.transfer.file.copiers import HostCopier
 from tiermem.transfer.file.mover import Fence, FileMover
-from tiermem.transfer.file.staging import HostCopier
 
 
 class LateCopy:

@@ -28,8 +28,8 @@ from tiermem.testing.helpers import ScriptedHelpers
 from tiermem.testing.io import Fault, Memory, ScriptedEngine
 from tiermem.transfer.driver import Signal
 from tiermem.transfer.file.helpers import HelperFactory, threads
+from tiermem.transfer.file.jobs import Chunk
 from tiermem.transfer.file.mover import ChunkCopier, FileMover, FileTransfer
-from tiermem.transfer.file.staging import Chunk
 
 PAGE = 4096
 CHUNK = 2 * PAGE

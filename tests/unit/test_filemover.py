@@ -27,9 +27,8 @@ from tiermem.storage.swapfile import SwapFile
 from tiermem.testing.helpers import ScriptedHelpers
 from tiermem.testing.io import Fault, Memory, ScriptedEngine
 from tiermem.transfer.file.helpers import HelperFactory, HelperThreads, threads, usual_count
-from tiermem.transfer.file.jobs import FileTransfer, Job, JobQueue
+from tiermem.transfer.file.jobs import Chunk, FileTransfer, Job, JobQueue
 from tiermem.transfer.file.mover import FileMover, HostCopier
-from tiermem.transfer.file.staging import Chunk
 from tiermem.transfer.file.switching import SWITCH_SECONDS, SwitchInterval
 
 PAGE = 4096

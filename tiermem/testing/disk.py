@@ -25,9 +25,9 @@ from tiermem.io.engine import (
 )
 from tiermem.storage.swapfile import SwapFile
 from tiermem.testing.helpers import ScriptedHelpers
+from tiermem.transfer.file.copiers import ChunkCopier
 from tiermem.transfer.file.jobs import FileTransfer
 from tiermem.transfer.file.mover import FileMover
-from tiermem.transfer.file.staging import ChunkCopier
 
 
 class SimulatedTime:

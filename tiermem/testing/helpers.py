@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tiermem.transfer.file.staging import Chunk
+from tiermem.transfer.file.jobs import Chunk
 
 
 class ScriptedHelpers:

@@ -17,7 +17,8 @@ from typing import Protocol
 
 from tiermem.io.engine import start_threads
 from tiermem.storage.checksum import checksum
-from tiermem.transfer.file.staging import Chunk, ChunkCopier, Task
+from tiermem.transfer.file.copiers import ChunkCopier
+from tiermem.transfer.file.jobs import Chunk, Task
 
 _MOST_HELPERS = 4
 _CORES_PER_HELPER = 4

@@ -1,21 +1,20 @@
-"""Which piece of which file transfer goes next: pure bookkeeping, used by the pump alone."""
+"""File transfers, their pieces in staging chunks, and which goes next: bookkeeping of the pump."""
 
 from __future__ import annotations
 
+import enum
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 
 from tiermem.core.block import Extent
-from tiermem.errors import StorageError
+from tiermem.errors import InvariantError, StorageError
 from tiermem.storage.swapfile import Piece
 from tiermem.transfer.driver import Signal
-
-if TYPE_CHECKING:
-    from tiermem.transfer.file.staging import Chunk
+from tiermem.transfer.file.copiers import Fence
 
 READS_PER_WRITE = 1
 """Read pieces that may start while a write waits, before one write piece goes first.
@@ -176,6 +175,76 @@ class Job:
         if a.nbytes == 0 or b.nbytes == 0:
             return False
         return a.offset < b.end and b.offset < a.end
+
+
+class Task(enum.Enum):
+    """What a helper thread does with a chunk."""
+
+    CHECK = "check"
+    """Compute the checksum."""
+    FILL = "fill"
+    """Copy the source into staging, then compute the checksum."""
+    LAND = "land"
+    """Compute the checksum and, where it is right, copy on to the target."""
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """One staging chunk, and the piece that is in it.
+
+    Attributes:
+        index: Number of the chunk; the token of its requests.
+        memory: Staging, as long as the piece.
+        address: Where the disk reads or writes: staging, or the source itself.
+        job: Whose piece it is.
+        piece: Where that is in the file and in the extent.
+        check: Whether its checksum is computed.
+        expected: What that has to be, or ``None`` for a write.
+        checksum: What it is, once computed.
+        on_disk: Whether the engine is at it.
+        task: What a helper is doing with it.
+        fence: Of the copy under way.
+        written: Whether the disk has taken all of it.
+        parked: Whether it waits for a target.
+        ended: Whether its piece has ended; a copy out of it that streams wait for may go on.
+        checksum_ns: Time spent in the checksum.
+        copy_ns: Time spent in the copy.
+    """
+
+    index: int
+    memory: torch.Tensor
+    address: int
+    job: Job
+    piece: Piece
+    check: bool = False
+    expected: int | None = None
+    checksum: int | None = None
+    on_disk: bool = False
+    task: Task | None = None
+    fence: Fence | None = None
+    written: bool = False
+    parked: bool = False
+    ended: bool = False
+    checksum_ns: int = 0
+    copy_ns: int = 0
+
+    @property
+    def rising(self) -> bool:
+        """Whether all that is left of its piece is a copy that streams wait for."""
+        fence = self.fence
+        return fence is not None and fence.event is not None
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the bytes read are known to be others than were written."""
+        return self.expected is not None and self.check and self.checksum != self.expected
+
+    def part(self) -> torch.Tensor:
+        """Returns the part of the target or source that belongs to the piece."""
+        tensor = self.job.tensor
+        if tensor is None:
+            raise InvariantError(f"the read of {self.job.transfer.label!r} has no target yet")
+        return tensor.narrow(0, self.piece.extent_offset, self.piece.nbytes)
 
 
 class JobQueue:

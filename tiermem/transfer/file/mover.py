@@ -15,16 +15,11 @@ from tiermem.errors import ClosedError
 from tiermem.io.engine import IoEngine
 from tiermem.storage.swapfile import SwapFile
 from tiermem.transfer.driver import Signal
+from tiermem.transfer.file.copiers import ChunkCopier, Fence, HostCopier, check_tensor
 from tiermem.transfer.file.helpers import HelperFactory
 from tiermem.transfer.file.jobs import FileTransfer, Job
 from tiermem.transfer.file.pump import Pump, failure
-from tiermem.transfer.file.staging import (
-    ChunkCopier,
-    Fence,
-    HostCopier,
-    check_staging,
-    check_tensor,
-)
+from tiermem.transfer.file.staging import check_staging
 from tiermem.transfer.file.switching import switch_interval
 
 __all__ = [

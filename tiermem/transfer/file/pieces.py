@@ -23,9 +23,10 @@ from tiermem.errors import IntegrityError, StorageError
 from tiermem.io.engine import IoCompletion, IoEngine, IoOp, IoRequest
 from tiermem.storage.swapfile import Piece, SwapFile
 from tiermem.transfer.driver import Signal
+from tiermem.transfer.file.copiers import ChunkCopier, Fence, HostCopier
 from tiermem.transfer.file.helpers import Helpers
-from tiermem.transfer.file.jobs import FileTransfer, Job, JobQueue
-from tiermem.transfer.file.staging import Chunk, ChunkCopier, Fence, HostCopier, Staging, Task
+from tiermem.transfer.file.jobs import Chunk, FileTransfer, Job, JobQueue, Task
+from tiermem.transfer.file.staging import Staging
 
 _FEW_CHUNKS = 8
 

@@ -17,10 +17,11 @@ import torch
 from tiermem.errors import ClosedError, StorageError
 from tiermem.io.engine import IoCompletion, IoEngine, start_threads
 from tiermem.storage.swapfile import SwapFile
+from tiermem.transfer.file.copiers import ChunkCopier, HostCopier
 from tiermem.transfer.file.helpers import HelperFactory, carry_out, threads
-from tiermem.transfer.file.jobs import FileTransfer, Job
+from tiermem.transfer.file.jobs import Chunk, FileTransfer, Job
 from tiermem.transfer.file.pieces import Pieces
-from tiermem.transfer.file.staging import Chunk, ChunkCopier, HostCopier, Staging
+from tiermem.transfer.file.staging import Staging
 from tiermem.transfer.file.switching import switch_interval
 
 _FIRST_LOOK = 50e-6
