@@ -47,7 +47,7 @@ class Mutation:
 
 _RUNTIME, _CORE = "tiermem/runtime/", "tiermem/core/"
 _PIECES, _SAVED = "tiermem/transfer/file/pieces.py", "tiermem/nn/saved.py"
-_COPY, _PARTS = "tiermem/transfer/copy.py", "tiermem/optim/parted.py"
+_COPY, _PARTS = "tiermem/transfer/copy.py", "tiermem/optim/units/parted.py"
 
 _ELSEWHERE = (
     # leases, aliases, dirty marks
@@ -357,7 +357,7 @@ _ELSEWHERE = (
     # files
     Mutation(
         "checksums are not compared",
-        "tiermem/transfer/file/staging.py",
+        "tiermem/transfer/file/jobs.py",
         "self.check and self.checksum != self.expected",
         "self.check and self.checksum is None",
         DISKS,
@@ -649,13 +649,13 @@ _LOOKS = (
     (
         "a kernel looks at a block in DRAM before what was written comes home",
         _IN_PLACE,
-        "        manager.copy.use(traffic.home_ready.get(block.id))\n",
+        "        parts.copy.use(traffic.home_ready.get(block.id))\n",
         "",
     ),
     (
         "what is owed to a block is not asked for",
         _IN_PLACE,
-        "            or block.id in manager.debts\n",
+        "            or block.id in parts.debts\n",
         "",
     ),
     (
@@ -729,7 +729,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a gradient that a step has unscaled is not written back",
-        "tiermem/optim/held.py",
+        "tiermem/optim/units/held.py",
         "        return unit.sees(self.gradients[index]) and (",
         "        return False and (",
         ("tests/unit/test_optim_parted.py",),

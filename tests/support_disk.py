@@ -103,7 +103,7 @@ class Sweep:
         cls = type("Timed", (TimedAdamW,), {"time": time, "seconds": seconds})
         mover = type("Mover", (SimulatedMover,), {"time": time})
         patch.setattr("tiermem.runtime.memory.opening.FileMover", mover)
-        patch.setattr("tiermem.optim.team.ThreadPoolExecutor", Later)
+        patch.setattr("tiermem.optim.host.team.ThreadPoolExecutor", Later)
         patch.setattr(
             "tiermem.runtime.memory.opening.choose_engine",
             lambda *_: (lambda: self.disk, "simulated", "a test"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tiermem.optim.host import HostSide, Job
+from tiermem.optim.host.side import HostSide, Job
 
 
 class Gate:

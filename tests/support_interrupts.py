@@ -34,8 +34,8 @@ from torch.utils.checkpoint import checkpoint
 import tiermem
 from tiermem.errors import InvariantError, TierError
 from tiermem.optim import tiered
-from tiermem.optim.probe import StateProbe
-from tiermem.optim.separable import check_separable
+from tiermem.optim.rules.probe import StateProbe
+from tiermem.optim.rules.separable import check_separable
 
 PACKAGE = str(Path(tiermem.__file__).parent) + os.sep
 _STEPS = 4

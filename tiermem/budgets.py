@@ -19,14 +19,14 @@ from tiermem.nn.partition import checked_homes
 from tiermem.nn.shapes import shape_of
 from tiermem.nn.wrapped import Blocks
 from tiermem.optim.classes import optimizer_class
-from tiermem.optim.groups import Params, floating, groups_of, with_defaults
-from tiermem.optim.host import with_fused
-from tiermem.optim.master import master_dtype_of
-from tiermem.optim.parted import ELEMENTWISE
-from tiermem.optim.plan import kept_of
-from tiermem.optim.probe import StateProbe, settings_of
+from tiermem.optim.host.side import with_fused
+from tiermem.optim.rules.groups import Params, floating, groups_of, with_defaults
+from tiermem.optim.rules.probe import StateProbe, settings_of
 from tiermem.optim.tiered import Overlap, Where
-from tiermem.optim.undo import cannot_fail_midway
+from tiermem.optim.units.master import master_dtype_of
+from tiermem.optim.units.parted import ELEMENTWISE
+from tiermem.optim.units.plan import kept_of
+from tiermem.optim.units.undo import cannot_fail_midway
 from tiermem.runtime.memory.hostmemory import available_memory
 from tiermem.runtime.services.host_staging import MOST_LOADS
 from tiermem.tier import Size, default_hbm, device_of

@@ -23,7 +23,7 @@ from tiermem.nn.outside import OUTSIDE
 from tiermem.nn.repair import entrance
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.wrapped import Blocks, WrappedModel
-from tiermem.optim.groups import Params
+from tiermem.optim.rules.groups import Params
 from tiermem.optim.tiered import Overlap, TieredOptimizer, Where
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.hostmemory import available_memory

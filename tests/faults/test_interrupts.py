@@ -39,10 +39,10 @@ import tiermem
 from tiermem.core.residency import ResidencyTable
 from tiermem.nn.giveback import Leaving
 from tiermem.nn.group import Group
-from tiermem.optim.held import Held
-from tiermem.optim.members import Membership
-from tiermem.optim.plan import _reserve
-from tiermem.optim.sides import _have_host_step
+from tiermem.optim.host.sides import _have_host_step
+from tiermem.optim.units.held import Held
+from tiermem.optim.units.members import Membership
+from tiermem.optim.units.plan import _reserve
 from tiermem.runtime.services.host_staging import HostStage
 from tiermem.transfer.file.mover import FileMover
 

@@ -14,8 +14,8 @@ from torch import nn
 from tiermem.core import parts
 from tiermem.errors import StorageError
 from tiermem.optim import tiered
-from tiermem.optim.parted import PartedUnit
-from tiermem.optim.undo import Undo
+from tiermem.optim.units.parted import PartedUnit
+from tiermem.optim.units.undo import Undo
 
 
 class Bang(Exception):

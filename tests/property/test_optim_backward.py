@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tiermem
-from tiermem.optim.unit import StepUnit
+from tiermem.optim.units.unit import StepUnit
 
 HOMES = ("hbm", "dram", "nvme", "auto")
 CLASSES: list[tuple[Any, dict[str, Any]]] = [

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tiermem
 from tiermem.optim.backward import InBackward
-from tiermem.optim.spread import Rates
+from tiermem.optim.host.spread import Rates
 
 HOMES = st.sampled_from(["dram", "dram", "nvme"])
 
@@ -124,7 +124,7 @@ def test_any_loop_and_any_order_of_ends(
     in_dram = homes["grads"] == "dram" and set(homes.values()) == {"dram"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "tiermem.optim.sides.measure_both", lambda *_: Rates(draw.random(), draw.random())
+            "tiermem.optim.host.sides.measure_both", lambda *_: Rates(draw.random(), draw.random())
         )
         with Twins(build, tiers, *chosen, overlap="backward", where=where, **options) as twins:
             optimizer = twins.optimizer

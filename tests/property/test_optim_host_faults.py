@@ -21,7 +21,7 @@ from support_optim import Net, Twins, two_groups
 import tiermem
 from tiermem.core.block import Tier
 from tiermem.io.engine import IoOp, IoRequest
-from tiermem.optim.host import HostSide
+from tiermem.optim.host.side import HostSide
 from tiermem.testing.io import Fault, ScriptedEngine
 
 FAULTS = {

@@ -22,8 +22,8 @@ from support_optim import (
 from torch import nn
 
 import tiermem
-from tiermem.optim.host import HostSide
-from tiermem.optim.spread import Rates
+from tiermem.optim.host.side import HostSide
+from tiermem.optim.host.spread import Rates
 
 DRAM = Tiers("dram")
 ADAMW = (torch.optim.AdamW, {"lr": 0.01, "foreach": False})
@@ -52,7 +52,7 @@ def test_every_unit_is_begun_in_backward(groups: Any) -> None:
 
 def test_steps_of_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = Rates(host=1.0, device=1.0)
-    monkeypatch.setattr("tiermem.optim.sides.measure_both", lambda *_: rates)
+    monkeypatch.setattr("tiermem.optim.host.sides.measure_both", lambda *_: rates)
     with tried(where="both") as pair:
         sides = {unit.host is None for unit in pair.optimizer._units}
         assert sides == {True, False}

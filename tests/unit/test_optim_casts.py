@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermem.optim.casts import Casts
+from tiermem.optim.rules.casts import Casts
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
 SHAPES = st.lists(st.integers(0, 7), max_size=3)

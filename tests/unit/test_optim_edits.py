@@ -13,7 +13,7 @@ from support_nn import Tiers
 from support_optim import Net, Twins
 
 from tiermem.core import parts
-from tiermem.optim.parted import PartedUnit
+from tiermem.optim.units.parted import PartedUnit
 
 LARGE = "layers.2.up.weight"
 Edit = Callable[[Any, torch.Tensor], None]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 import tiermem
-from tiermem.optim.plainstep import run_scaled
+from tiermem.optim.rules.plainstep import run_scaled
 
 
 class Bang(Exception):
@@ -287,7 +287,7 @@ def test_a_fused_step_under_a_grad_scaler_is_taken_back(monkeypatch: pytest.Monk
                 gradient.mul_(0.125)
             pair.by_hand.step()
             scaler.scale(torch.ones(()))
-            monkeypatch.setattr("tiermem.optim.unit.run_scaled", failing)
+            monkeypatch.setattr("tiermem.optim.units.unit.run_scaled", failing)
             Fuse.left = 2
             with pytest.raises(Bang):
                 scaler.step(pair.optimizer)
@@ -361,7 +361,7 @@ def test_where_there_is_no_memory_to_keep_what_was(
         raise torch.OutOfMemoryError("no memory")
 
     with twins("staying", tmp_path, False) as pair:
-        monkeypatch.setattr("tiermem.optim.attempt.Attempt._keep_bytes", none)
+        monkeypatch.setattr("tiermem.optim.units.attempt.Attempt._keep_bytes", none)
         pair.backward(0)
         pair.step()
         pair.check()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tiermem
-from tiermem.optim.share import choose_share
+from tiermem.optim.host.share import choose_share
 
 
 def build() -> nn.Sequential:

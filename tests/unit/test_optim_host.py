@@ -16,7 +16,7 @@ from support_optim import Net, Twins, loss_of, one_group, two_groups
 
 import tiermem
 from tiermem.core.block import Tier
-from tiermem.optim.share import Speeds, choose_host
+from tiermem.optim.host.share import Speeds, choose_host
 
 DRAM = Tiers("dram")
 HOMES = st.sampled_from(["dram", "nvme"])

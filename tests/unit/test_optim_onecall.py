@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import tiermem
-from tiermem.optim.undo import Undo
+from tiermem.optim.units.undo import Undo
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from torch import nn
 
 import tiermem
 from tiermem.core import parts
-from tiermem.optim import parted
-from tiermem.optim.parted import ELEMENTWISE, PartedUnit, parts_of
+from tiermem.optim.units import parted
+from tiermem.optim.units.parted import ELEMENTWISE, PartedUnit, parts_of
 
 HOMES = st.sampled_from(["dram", "nvme"])
 OPTIONS: dict[type, list[dict[str, Any]]] = {

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from tiermem.optim.plainstep import run
+from tiermem.optim.rules.plainstep import run
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

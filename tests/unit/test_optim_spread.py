@@ -12,7 +12,7 @@ from support_examples import examples
 from support_nn import Tiers
 from support_optim import Net, Twins
 
-from tiermem.optim.spread import Rates, Traffic, measure_both, spread
+from tiermem.optim.host.spread import Rates, Traffic, measure_both, spread
 
 SECONDS = st.floats(1e-12, 1e-8)
 RATES = st.builds(Rates, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS)
@@ -109,7 +109,7 @@ def test_bytes_that_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(args[5])
         return REFERENCE
 
-    monkeypatch.setattr("tiermem.optim.sides.measure_both", measured)
+    monkeypatch.setattr("tiermem.optim.host.sides.measure_both", measured)
     for grad_dtype in (None, torch.float32):
         options = {"where": "both", "overlap": "backward", "grad_dtype": grad_dtype}
         with Twins(Net, Tiers("dram"), **options) as pair:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tiermem.errors import CapacityError
-from tiermem.optim.team import as_team, team, team_size
+from tiermem.optim.host.team import as_team, team, team_size
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from torch import nn
 
 import tiermem
 from tiermem.core import parts
-from tiermem.optim import host, master
-from tiermem.optim.parted import PartedUnit
+from tiermem.optim.host import side as host
+from tiermem.optim.units import master
+from tiermem.optim.units.parted import PartedUnit
 
 WIDTH = 24
 

@@ -29,11 +29,11 @@ from tiermem.nn.lazy import LazyTensor, gone
 from tiermem.nn.outside import OUTSIDE
 from tiermem.nn.quiet import quiet, uncompiled
 from tiermem.nn.runtime import ModuleRuntime
-from tiermem.optim.finality import accumulates, grad_of, is_nested, is_own, marks_of
-from tiermem.optim.groups import frozen_settings
-from tiermem.optim.hoststeps import HostSteps
-from tiermem.optim.scaling import Scaling
-from tiermem.optim.unit import State, StepUnit
+from tiermem.optim.host.steps import HostSteps
+from tiermem.optim.rules.groups import frozen_settings
+from tiermem.optim.rules.scaling import Scaling
+from tiermem.optim.units.finality import accumulates, grad_of, is_nested, is_own, marks_of
+from tiermem.optim.units.unit import State, StepUnit
 from tiermem.runtime.services.sweep import Pipeline
 from tiermem.runtime.transfers.deferred import Debt
 

@@ -12,8 +12,8 @@ from torch import nn
 from tiermem.errors import StepError
 from tiermem.nn.inspect import owners
 from tiermem.nn.runtime import ModuleRuntime
-from tiermem.optim.separable import Nature
-from tiermem.optim.unit import StepUnit
+from tiermem.optim.rules.separable import Nature
+from tiermem.optim.units.unit import StepUnit
 
 _EXAMPLE = "tier.optimizer(model, torch.optim.AdamW, lr=1e-4)"
 

@@ -17,7 +17,7 @@ from tiermem.nn.grads import Change, Measure
 from tiermem.nn.norms import Kind, measure_of
 from tiermem.nn.outside import on_purpose
 from tiermem.nn.runtime import ModuleRuntime
-from tiermem.optim.unit import StepUnit
+from tiermem.optim.units.unit import StepUnit
 
 
 def total_norm(

@@ -9,10 +9,10 @@ import torch
 
 from tiermem.errors import StepError
 from tiermem.nn.runtime import ModuleRuntime
-from tiermem.optim.parted import PartedUnit
-from tiermem.optim.separable import Counter, Make, Nature, settings_of
-from tiermem.optim.trial import trial
-from tiermem.optim.unit import State, StepUnit
+from tiermem.optim.rules.separable import Counter, Make, Nature, settings_of
+from tiermem.optim.rules.trial import trial
+from tiermem.optim.units.parted import PartedUnit
+from tiermem.optim.units.unit import State, StepUnit
 
 Check = Callable[[dict[str, Any], str, Callable[[torch.optim.Optimizer], None]], Any]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from tiermem.nn.quiet import quiet, uncompiled
 from tiermem.nn.runtime import ModuleRuntime
-from tiermem.optim.groups import frozen_settings
 from tiermem.optim.rounds import Round
-from tiermem.optim.scaling import Scaling
-from tiermem.optim.unit import State, StepUnit
+from tiermem.optim.rules.groups import frozen_settings
+from tiermem.optim.rules.scaling import Scaling
+from tiermem.optim.units.unit import State, StepUnit
 from tiermem.runtime.services.sweep import Pipeline
 from tiermem.runtime.transfers.deferred import Debt
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiermem.optim.groups import frozen_settings
-from tiermem.optim.scaling import Scaling
-from tiermem.optim.unit import StepUnit
+from tiermem.optim.rules.groups import frozen_settings
+from tiermem.optim.rules.scaling import Scaling
+from tiermem.optim.units.unit import StepUnit
 
 
 @dataclass(slots=True, eq=False)

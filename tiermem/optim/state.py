@@ -15,9 +15,9 @@ from tiermem.nn.lazy import LazyTensor, forget
 from tiermem.nn.outside import outside
 from tiermem.nn.placeholder import shared_placeholder
 from tiermem.nn.runtime import ModuleRuntime
-from tiermem.optim.parted import PartedUnit
-from tiermem.optim.separable import Make, settings_of
-from tiermem.optim.unit import State, StepUnit
+from tiermem.optim.rules.separable import Make, settings_of
+from tiermem.optim.units.parted import PartedUnit
+from tiermem.optim.units.unit import State, StepUnit
 
 MASTER = "master"
 """Key of ``state_dict()`` beside ``state`` and ``param_groups``: masters by number of parameter."""

@@ -29,7 +29,14 @@ from tiermem.optim.classes import (
     refuse_draws,
     refuse_others,
 )
-from tiermem.optim.groups import (
+from tiermem.optim.host.share import Speeds
+from tiermem.optim.host.side import rooms_of
+from tiermem.optim.host.sides import choose_sides
+from tiermem.optim.host.steps import HostSteps, say_how_far
+from tiermem.optim.methods import Counts, Methods
+from tiermem.optim.putoff import PutOff
+from tiermem.optim.rounds import Round
+from tiermem.optim.rules.groups import (
     Params,
     floating,
     frozen_settings,
@@ -37,22 +44,15 @@ from tiermem.optim.groups import (
     told_of_duplicates,
     with_defaults,
 )
-from tiermem.optim.host import rooms_of
-from tiermem.optim.hoststeps import HostSteps, say_how_far
-from tiermem.optim.master import master_dtype_of
-from tiermem.optim.members import Membership
-from tiermem.optim.methods import Counts, Methods
-from tiermem.optim.parted import ELEMENTWISE
-from tiermem.optim.plan import Member, kept_of, plan_units
-from tiermem.optim.probe import StateProbe
-from tiermem.optim.putoff import PutOff
-from tiermem.optim.rounds import Round
-from tiermem.optim.scaling import Scaling
-from tiermem.optim.separable import Nature, check_separable, settings_of
-from tiermem.optim.share import Speeds
-from tiermem.optim.sides import choose_sides
+from tiermem.optim.rules.probe import StateProbe
+from tiermem.optim.rules.scaling import Scaling
+from tiermem.optim.rules.separable import Nature, check_separable, settings_of
 from tiermem.optim.state import MASTER, export_all, load_state, take_in_edits
-from tiermem.optim.unit import StepUnit
+from tiermem.optim.units.master import master_dtype_of
+from tiermem.optim.units.members import Membership
+from tiermem.optim.units.parted import ELEMENTWISE
+from tiermem.optim.units.plan import Member, kept_of, plan_units
+from tiermem.optim.units.unit import StepUnit
 from tiermem.runtime.services.sweep import Pipeline
 
 Where = Literal["device", "host", "both"]

@@ -10,15 +10,15 @@ from torch import nn
 
 from tiermem.core.block import Tier, align_up
 from tiermem.nn.runtime import ModuleRuntime
-from tiermem.optim.host import HostSide, can_be_on_host, rooms_of, with_fused
-from tiermem.optim.hostroom import HostRoom
-from tiermem.optim.parted import PartedUnit
-from tiermem.optim.probe import Make, settings_of
-from tiermem.optim.share import Speeds, choose_host, choose_share, measure
-from tiermem.optim.spread import Traffic, measure_both, spread
-from tiermem.optim.team import as_team
-from tiermem.optim.undo import cannot_fail_midway
-from tiermem.optim.unit import StepUnit
+from tiermem.optim.host.room import HostRoom
+from tiermem.optim.host.share import Speeds, choose_host, choose_share, measure
+from tiermem.optim.host.side import HostSide, can_be_on_host, rooms_of, with_fused
+from tiermem.optim.host.spread import Traffic, measure_both, spread
+from tiermem.optim.host.team import as_team
+from tiermem.optim.rules.probe import Make, settings_of
+from tiermem.optim.units.parted import PartedUnit
+from tiermem.optim.units.undo import cannot_fail_midway
+from tiermem.optim.units.unit import StepUnit
 from tiermem.runtime.services.host_staging import Load
 from tiermem.transfer.copy import CudaCopyEngine
 

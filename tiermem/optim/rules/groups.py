@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import StepError
-from tiermem.optim.probe import Make, settings_of
+from tiermem.optim.rules.probe import Make, settings_of
 
 Params = nn.Module | Iterable[Any]
 

@@ -17,7 +17,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as unchanged_version
 
 if TYPE_CHECKING:
-    from tiermem.optim.unit import StepUnit
+    from tiermem.optim.units.unit import StepUnit
 
 
 class CountedSteps:

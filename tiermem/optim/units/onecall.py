@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tiermem.optim.undo import cannot_fail_midway
+from tiermem.optim.units.undo import cannot_fail_midway
 
 _KERNELS: tuple[Any, ...] = (torch._fused_adam_, torch._fused_adamw_)
 

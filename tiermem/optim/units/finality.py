@@ -13,7 +13,7 @@ from torch.autograd import graph
 
 from tiermem.nn.group import Entry
 from tiermem.nn.need import accumulates
-from tiermem.optim.probe import settings_of
+from tiermem.optim.rules.probe import settings_of
 
 __all__ = ["accumulates", "grad_of", "is_nested", "is_own", "marks_of"]
 

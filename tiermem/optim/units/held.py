@@ -14,7 +14,7 @@ from tiermem.runtime.memory.slots import Slot
 
 if TYPE_CHECKING:
     from tiermem.nn.runtime import ModuleRuntime
-    from tiermem.optim.unit import StepUnit
+    from tiermem.optim.units.unit import StepUnit
 
 
 class Held:

@@ -11,10 +11,10 @@ import torch
 from tiermem.errors import StepError, StorageError
 from tiermem.nn.quiet import unrecorded
 from tiermem.nn.runtime import ModuleRuntime
-from tiermem.optim.host import HostSide, Job
-from tiermem.optim.scaling import Scaling
-from tiermem.optim.team import team
-from tiermem.optim.unit import State, StepUnit
+from tiermem.optim.host.side import HostSide, Job
+from tiermem.optim.host.team import team
+from tiermem.optim.rules.scaling import Scaling
+from tiermem.optim.units.unit import State, StepUnit
 from tiermem.runtime.transfers.deferred import Debt
 
 Explain = Callable[[BaseException, Sequence[str]], None]

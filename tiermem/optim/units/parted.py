@@ -27,13 +27,13 @@ from tiermem.nn.group import Group
 from tiermem.nn.lazy import LazyTensor, flush, forget, is_viewed, lazy, refresh
 from tiermem.nn.placeholder import is_placeholder, shared_placeholder
 from tiermem.nn.runtime import ModuleRuntime, UnderWay
-from tiermem.optim.attempt import Waiting
-from tiermem.optim.foreign import ForeignWrites
-from tiermem.optim.groups import frozen
-from tiermem.optim.held import Held
-from tiermem.optim.master import Masters
-from tiermem.optim.scaling import Scaling
-from tiermem.optim.unit import State, StepUnit
+from tiermem.optim.rules.groups import frozen
+from tiermem.optim.rules.scaling import Scaling
+from tiermem.optim.units.attempt import Waiting
+from tiermem.optim.units.foreign import ForeignWrites
+from tiermem.optim.units.held import Held
+from tiermem.optim.units.master import Masters
+from tiermem.optim.units.unit import State, StepUnit
 from tiermem.runtime.services.sweep import Pipeline
 
 __all__ = ["ELEMENTWISE", "Part", "PartedUnit", "parts_of"]

@@ -26,7 +26,7 @@ from tiermem.errors import StepError
 from tiermem.nn.placeholder import shared_placeholder
 from tiermem.nn.quiet import unrecorded
 from tiermem.nn.shapes import follow
-from tiermem.optim.counted import count_write
+from tiermem.optim.units.counted import count_write
 from tiermem.runtime.memory.slots import Slot
 
 

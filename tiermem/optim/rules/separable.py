@@ -17,8 +17,8 @@ from torch import nn
 
 from tiermem.errors import StepError
 from tiermem.nn.shells import insides, is_opaque
-from tiermem.optim.plainstep import run_unseen
-from tiermem.optim.trial import Draws, trial
+from tiermem.optim.rules.plainstep import run_unseen
+from tiermem.optim.rules.trial import Draws, trial
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes an optimizer of the class and settings in question from parameter groups."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tiermem.optim.plainstep import run_unseen
-from tiermem.optim.separable import Make, ready
+from tiermem.optim.rules.plainstep import run_unseen
+from tiermem.optim.rules.separable import Make, ready
 
 _ELEMENTS = 1 << 20
 _ROUNDS = 3

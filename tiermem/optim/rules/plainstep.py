@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tiermem.optim.scaling import Scaling
+from tiermem.optim.rules.scaling import Scaling
 
 _AUTOGRAD: Any = torch.autograd
 _BASE: Any = torch.optim.Optimizer

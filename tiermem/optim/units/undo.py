@@ -18,7 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 from tiermem.core.block import align_up
 from tiermem.nn.lazy import LazyTensor
 from tiermem.nn.shells import insides
-from tiermem.optim.separable import settings_of
+from tiermem.optim.rules.separable import settings_of
 from tiermem.transfer.copy import host_copy
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)

@@ -20,15 +20,15 @@ from tiermem.errors import REFUSALS, StepError
 from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import LazyTensor, refresh
 from tiermem.nn.placeholder import is_placeholder
-from tiermem.optim.held import Held
-from tiermem.optim.onecall import OneCall
-from tiermem.optim.undo import Undo, span_of
+from tiermem.optim.units.held import Held
+from tiermem.optim.units.onecall import OneCall
+from tiermem.optim.units.undo import Undo, span_of
 from tiermem.runtime.memory.slots import Slot
 from tiermem.runtime.transfers.deferred import Debt
 
 if TYPE_CHECKING:
     from tiermem.nn.runtime import ModuleRuntime
-    from tiermem.optim.unit import State, StepUnit
+    from tiermem.optim.units.unit import State, StepUnit
 
 
 class Waiting:

@@ -16,21 +16,21 @@ from tiermem.nn.group import Entry, Group
 from tiermem.nn.lazy import LazyTensor, flush, forget, is_viewed, lazy, refresh
 from tiermem.nn.outside import outside
 from tiermem.nn.runtime import ModuleRuntime
-from tiermem.optim.attempt import Attempt
-from tiermem.optim.counted import CountedSteps
-from tiermem.optim.foreign import ForeignWrites
-from tiermem.optim.gradients import UnitGradients
-from tiermem.optim.held import Held
-from tiermem.optim.master import Masters
-from tiermem.optim.onecall import writes_in_one_call
-from tiermem.optim.places import Place
-from tiermem.optim.plainstep import run, run_scaled, undoes_scale
-from tiermem.optim.scaling import Scaling
-from tiermem.optim.separable import Make, copied, settings_of
+from tiermem.optim.rules.plainstep import run, run_scaled, undoes_scale
+from tiermem.optim.rules.scaling import Scaling
+from tiermem.optim.rules.separable import Make, copied, settings_of
+from tiermem.optim.units.attempt import Attempt
+from tiermem.optim.units.counted import CountedSteps
+from tiermem.optim.units.foreign import ForeignWrites
+from tiermem.optim.units.gradients import UnitGradients
+from tiermem.optim.units.held import Held
+from tiermem.optim.units.master import Masters
+from tiermem.optim.units.onecall import writes_in_one_call
+from tiermem.optim.units.places import Place
 from tiermem.runtime.memory.slots import Slot
 
 if TYPE_CHECKING:
-    from tiermem.optim.host import HostSide
+    from tiermem.optim.host.side import HostSide
 
 State = dict[Any, Any]
 Shown = tuple[torch.Tensor | None, torch.Tensor]

@@ -10,8 +10,8 @@ from torch import nn
 
 from tiermem.errors import StepError
 from tiermem.nn.shells import insides, is_opaque
-from tiermem.optim.plainstep import run_unseen
-from tiermem.optim.separable import (
+from tiermem.optim.rules.plainstep import run_unseen
+from tiermem.optim.rules.separable import (
     Make,
     bits,
     copied,
@@ -21,7 +21,7 @@ from tiermem.optim.separable import (
     settings_of,
     tiny,
 )
-from tiermem.optim.trial import trial
+from tiermem.optim.rules.trial import trial
 
 __all__ = ["Make", "StateProbe", "StateTensor", "settings_of"]
 

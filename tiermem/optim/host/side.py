@@ -30,14 +30,14 @@ from tiermem.nn.lazy import LazyTensor, forget, is_viewed, refresh
 from tiermem.nn.placeholder import shared_placeholder
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.shapes import follow
-from tiermem.optim.casts import cast
-from tiermem.optim.held import versions
-from tiermem.optim.hostroom import HostRoom
-from tiermem.optim.plainstep import run, run_unseen
-from tiermem.optim.scaling import Scaling
-from tiermem.optim.separable import Make, ready
-from tiermem.optim.undo import Undo, cannot_fail_midway
-from tiermem.optim.unit import State, StepUnit
+from tiermem.optim.host.room import HostRoom
+from tiermem.optim.rules.casts import cast
+from tiermem.optim.rules.plainstep import run, run_unseen
+from tiermem.optim.rules.scaling import Scaling
+from tiermem.optim.rules.separable import Make, ready
+from tiermem.optim.units.held import versions
+from tiermem.optim.units.undo import Undo, cannot_fail_midway
+from tiermem.optim.units.unit import State, StepUnit
 from tiermem.runtime.services.host_staging import HostStage, Load, Order
 from tiermem.transfer.copy import Event
 

@@ -16,11 +16,11 @@ from tiermem.nn.group import Entry
 from tiermem.nn.need import Kept, check_gradients
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.nn.shapes import shape_of
-from tiermem.optim.master import Masters, master_dtype_of
-from tiermem.optim.parted import PartedUnit, parts_of
-from tiermem.optim.places import Place
-from tiermem.optim.probe import Make, StateProbe, settings_of
-from tiermem.optim.unit import StepUnit
+from tiermem.optim.rules.probe import Make, StateProbe, settings_of
+from tiermem.optim.units.master import Masters, master_dtype_of
+from tiermem.optim.units.parted import PartedUnit, parts_of
+from tiermem.optim.units.places import Place
+from tiermem.optim.units.unit import StepUnit
 from tiermem.runtime.services.host_staging import MOST_LOADS
 
 Wanted = tuple[str, Role, Sequence[TensorShape]]

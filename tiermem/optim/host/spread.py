@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from tiermem.core.block import Extent, Tier
-from tiermem.optim.casts import cast
-from tiermem.optim.plainstep import run_unseen
-from tiermem.optim.separable import Make, ready
-from tiermem.optim.share import Speeds
+from tiermem.optim.host.share import Speeds
+from tiermem.optim.rules.casts import cast
+from tiermem.optim.rules.plainstep import run_unseen
+from tiermem.optim.rules.separable import Make, ready
 from tiermem.storage.arena import HostArena
 
 _CHUNK = 32 << 20

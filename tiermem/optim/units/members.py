@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from tiermem.errors import StepError
-from tiermem.optim.plan import Member
-from tiermem.optim.unit import StepUnit
+from tiermem.optim.units.plan import Member
+from tiermem.optim.units.unit import StepUnit
 
 
 class Membership:
