@@ -80,8 +80,14 @@ def can_be_on_host(runtime: ModuleRuntime, unit: StepUnit) -> bool:
 
 def rooms_of(units: Sequence[StepUnit]) -> list[HostRoom]:
     """Returns what the host's steps of some units have in DRAM, each once."""
-    rooms = [unit.host.room for unit in units if unit.host is not None]
+    rooms = [host.room for host in map(side_of, units) if host is not None]
     return list({id(room): room for room in rooms if room is not None}.values())
+
+
+def side_of(unit: StepUnit) -> HostSide | None:
+    """Returns what steps a unit on the host; None where the device does."""
+    found = unit.host
+    return found if isinstance(found, HostSide) else None
 
 
 @dataclass(slots=True, eq=False)

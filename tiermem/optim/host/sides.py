@@ -12,7 +12,7 @@ from tiermem.core.block import Tier, align_up
 from tiermem.nn.runtime import ModuleRuntime
 from tiermem.optim.host.room import HostRoom
 from tiermem.optim.host.share import Speeds, choose_host, choose_share, measure
-from tiermem.optim.host.side import HostSide, can_be_on_host, rooms_of, with_fused
+from tiermem.optim.host.side import HostSide, can_be_on_host, rooms_of, side_of, with_fused
 from tiermem.optim.host.spread import Traffic, measure_both, spread
 from tiermem.optim.host.team import as_team
 from tiermem.optim.rules.probe import Make, settings_of
@@ -127,8 +127,9 @@ def _have_host_step(
     for unit in new:
         unit.step_on(HostSide(unit), make)
     for unit in units:
-        if unit.host is not None:
-            unit.host.room = room
+        host = side_of(unit)
+        if host is not None:
+            host.room = room
     for old in before:
         old.close()
 

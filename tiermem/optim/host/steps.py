@@ -11,7 +11,7 @@ import torch
 from tiermem.errors import StepError, StorageError
 from tiermem.nn.quiet import unrecorded
 from tiermem.nn.runtime import ModuleRuntime
-from tiermem.optim.host.side import HostSide, Job
+from tiermem.optim.host.side import HostSide, Job, side_of
 from tiermem.optim.host.team import team
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.units.unit import State, StepUnit
@@ -69,7 +69,7 @@ class HostSteps:
             StepError: If one cannot be stepped there now; none is begun then.
             StorageError: If what is in HBM alone cannot be written; none is begun then.
         """
-        hosts = [unit.host for unit in units if unit.host is not None]
+        hosts = [host for host in map(side_of, units) if host is not None]
         if scaling is not None:
             scaling = scaling.on_host()
         with self._manager.lock, unrecorded():
@@ -113,14 +113,15 @@ class HostSteps:
         """Gives up steps that failed; the others are waited for and taken up."""
         for unit, job in list(self._jobs.values()):
             job.wait()
-            if unit.host is None:
+            host = side_of(unit)
+            if host is None:
                 continue
             if job.computed:
                 self._manager.debts.pay(job.blocks[-1].id)
             else:
                 for debt in self._manager.debts.of(job):
                     self._manager.debts.cancel(debt)
-                unit.host.give_up(self._runtime, job)
+                host.give_up(self._runtime, job)
                 self._owed.discard(id(unit))
                 self._jobs.pop(id(unit), None)
 
@@ -131,7 +132,8 @@ class HostSteps:
 
     def can_begin(self, unit: StepUnit) -> bool:
         """Whether the step of a unit can be begun now, without a wait for a disk."""
-        return unit.host is not None and unit.host.at_rest(self._runtime)
+        host = side_of(unit)
+        return host is not None and host.at_rest(self._runtime)
 
     def is_begun(self, unit: StepUnit) -> bool:
         """Whether a step of a unit was begun and is still to be taken up."""
@@ -141,8 +143,9 @@ class HostSteps:
         """Begins steps anew that have failed; whoever needs their blocks waits for that."""
         with self._manager.lock:
             for unit, job in self._jobs.values():
-                if unit.host is not None and job.failed():
-                    unit.host.begin(self._runtime, job, self._pool)
+                host = side_of(unit)
+                if host is not None and job.failed():
+                    host.begin(self._runtime, job, self._pool)
 
     def _take_up(self, host: HostSide, job: Job, ticket: object) -> None:
         self._manager.guard()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,10 +27,8 @@ from tiermem.optim.units.held import Held
 from tiermem.optim.units.master import Masters
 from tiermem.optim.units.onecall import writes_in_one_call
 from tiermem.optim.units.places import Place
+from tiermem.optim.units.stepper import Stepper
 from tiermem.runtime.memory.slots import Slot
-
-if TYPE_CHECKING:
-    from tiermem.optim.host.side import HostSide
 
 State = dict[Any, Any]
 Shown = tuple[torch.Tensor | None, torch.Tensor]
@@ -49,7 +47,7 @@ class StepUnit(UnitGradients):
         counted: Has torch count its steps as writes.
         block: The block of their state, or None.
         masters: Their masters, or None where the parameters themselves are stepped.
-        host: Steps it on the host, or None.
+        host: Steps it on the host; None where the device does.
         make: Makes its plain optimizer.
         places: Where that block has each tensor of their state.
         spoils: Whether a step of the class may write the gradients that it is given.
@@ -76,7 +74,7 @@ class StepUnit(UnitGradients):
         self.counted = CountedSteps()
         self.block: Block | None = None
         self.masters: Masters | None = None
-        self.host: HostSide | None = None
+        self.host: Stepper | None = None
         self.places: list[Place] = []
         self.spoils = True
         self.private = False
@@ -256,7 +254,7 @@ class StepUnit(UnitGradients):
         by_own = self._optimizer.state
         return [(by_own.get(own), place) for own, place in self._placed]
 
-    def step_on(self, host: HostSide, make: Make) -> None:
+    def step_on(self, host: Stepper, make: Make) -> None:
         """Has the unit stepped on the host from now on; it has not been stepped yet."""
         self.host, self.make = host, make
 
