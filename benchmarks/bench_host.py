@@ -33,7 +33,7 @@ from llama import SHAPES, Call, Clock, budget_of, build, forward, nbytes_of
 
 import tiermem
 from tiermem.core.schedule import Planner
-from tiermem.nn.group import Group
+from tiermem.nn.groups.group import Group
 from tiermem.runtime.acquire import Uses
 from tiermem.runtime.lookahead.prefetcher import Prefetcher
 from tiermem.runtime.lookahead.replay import Steady

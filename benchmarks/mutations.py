@@ -46,7 +46,7 @@ class Mutation:
 
 
 _RUNTIME, _CORE = "tiermem/runtime/", "tiermem/core/"
-_PIECES, _SAVED = "tiermem/transfer/file/pieces.py", "tiermem/nn/saved.py"
+_PIECES, _SAVED = "tiermem/transfer/file/pieces.py", "tiermem/nn/passes/saved.py"
 _COPY, _PARTS = "tiermem/transfer/copy.py", "tiermem/optim/units/parted.py"
 
 _ELSEWHERE = (
@@ -130,42 +130,42 @@ _ELSEWHERE = (
     ),
     Mutation(
         "calls that are out of the way stay away though another thread comes in",
-        "tiermem/nn/scope.py",
+        "tiermem/nn/wrap/scope.py",
         "until all are out again\n                self.restore()\n",
         "until all are out again\n",
         INSIDE,
     ),
     Mutation(
         "calls go out of the way though a thread beside may come in unseen",
-        "tiermem/nn/scope.py",
+        "tiermem/nn/wrap/scope.py",
         "begins and not (other_threads() or is_grad_enabled())",
         "begins and not is_grad_enabled()",
         INSIDE,
     ),
     Mutation(
         "calls go out of the way when a module below is called by itself",
-        "tiermem/nn/scope.py",
+        "tiermem/nn/wrap/scope.py",
         "begins and not (other_threads() or is_grad_enabled())",
         "not (other_threads() or is_grad_enabled())",
         INSIDE,
     ),
     Mutation(
         "nothing is held for a thread that came in unseen",
-        "tiermem/nn/scope.py",
+        "tiermem/nn/wrap/scope.py",
         "self._callers() if other_threads() else set()",
         "set()",
         INSIDE,
     ),
     Mutation(
         "what is held for a thread is held for good",
-        "tiermem/nn/scope.py",
+        "tiermem/nn/wrap/scope.py",
         "        self._guests &= self._callers()\n",
         "",
         INSIDE,
     ),
     Mutation(
         "calls stay away though a weight is asked for that is not held",
-        "tiermem/nn/runtime.py",
+        "tiermem/nn/passes/runtime.py",
         "        if who.away:\n",
         "        if False:\n",
         INSIDE,
@@ -214,7 +214,7 @@ _ELSEWHERE = (
     ),
     Mutation(
         "letting go of weights forgets that they were written",
-        "tiermem/nn/group.py",
+        "tiermem/nn/groups/group.py",
         "self._release(self.block.id, dirty=written)",
         "self._release(self.block.id)",
         NN,
@@ -456,7 +456,7 @@ _ELSEWHERE = (
     ),
     Mutation(
         "a clipping is applied at every use",
-        "tiermem/nn/grads.py",
+        "tiermem/nn/groups/grads.py",
         "if tensor._version != version]\n        self._done",
         "if tensor._version < 0]\n        self._done",
         NN,
@@ -562,7 +562,7 @@ SAVED_TENSORS = (
     "tests/unit/test_nn_activation_options.py",
 )
 _COPIES = "tiermem/runtime/services/activation_store.py"
-_HANDLES = "tiermem/nn/activations.py"
+_HANDLES = "tiermem/nn/passes/activations.py"
 _ACTIVATIONS = (
     (
         "a saved tensor is let go while it is copied down",
@@ -638,7 +638,7 @@ LOOKUPS = (
     "tests/unit/test_runtime_inplace.py",
     "tests/unit/test_nn_lookup.py",
 )
-_IN_PLACE, _LOOKUP = "tiermem/runtime/loans/zero_copy.py", "tiermem/nn/lookup.py"
+_IN_PLACE, _LOOKUP = "tiermem/runtime/loans/zero_copy.py", "tiermem/nn/wrap/lookup.py"
 _LOOKS = (
     (
         "a kernel that looks at a block in DRAM leaves no event",

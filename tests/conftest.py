@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-import tiermem.nn.scope
+import tiermem.nn.wrap.scope
 
 # Tensors are tiny here. A team of threads for them waits for its slowest member, which on a
 # loaded machine is twenty times as long, and sums in an order that depends on the cores.
@@ -36,7 +36,7 @@ def _threads_of_the_test() -> int:
     return max(0, _thread._count() - _threads)
 
 
-tiermem.nn.scope.other_threads = _threads_of_the_test
+tiermem.nn.wrap.scope.other_threads = _threads_of_the_test
 
 
 def pytest_runtest_setup() -> None:

@@ -536,7 +536,7 @@ class Left(Exception):
 
 
 def _pair() -> Any:
-    from tiermem.nn.hookpair import top_pair
+    from tiermem.nn.compat.hookpair import top_pair
 
     return top_pair()
 

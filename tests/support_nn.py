@@ -15,7 +15,7 @@ from torch import nn
 
 import tiermem
 from tiermem.config import parse_size
-from tiermem.nn.need import check_gradients
+from tiermem.nn.groups.need import check_gradients
 
 Build = Callable[[], nn.Module]
 Settings = tuple[type[torch.optim.Optimizer], dict[str, Any]]

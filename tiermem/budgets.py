@@ -12,12 +12,12 @@ from torch import nn
 from tiermem.config import Home, Policy, Settings, parse_size
 from tiermem.core.block import align_up
 from tiermem.errors import StepError
-from tiermem.nn.blocks import Inventory
-from tiermem.nn.inspect import can_move, check_module, find, link_shared
-from tiermem.nn.need import DtypeFor, Kept, Program
-from tiermem.nn.partition import checked_homes
-from tiermem.nn.shapes import shape_of
-from tiermem.nn.wrapped import Blocks
+from tiermem.nn.compat.shapes import shape_of
+from tiermem.nn.groups.blocks import Inventory
+from tiermem.nn.groups.inspect import can_move, check_module, find, link_shared
+from tiermem.nn.groups.need import DtypeFor, Kept, Program
+from tiermem.nn.groups.partition import checked_homes
+from tiermem.nn.wrap.wrapped import Blocks
 from tiermem.optim.classes import optimizer_class
 from tiermem.optim.host.side import with_fused
 from tiermem.optim.rules.groups import Params, floating, groups_of, with_defaults

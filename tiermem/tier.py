@@ -16,13 +16,13 @@ from torch import nn
 from tiermem.config import Home, Policy, Settings, parse_size
 from tiermem.core.block import Role
 from tiermem.errors import REFUSALS, ConfigError, WrapError
-from tiermem.nn.giveback import Leaving, finish, give_back, prepare, say_beside
-from tiermem.nn.inspect import check_module
-from tiermem.nn.materialize import Target, materialize
-from tiermem.nn.outside import OUTSIDE
-from tiermem.nn.repair import entrance
-from tiermem.nn.runtime import ModuleRuntime
-from tiermem.nn.wrapped import Blocks, WrappedModel
+from tiermem.nn.compat.outside import OUTSIDE
+from tiermem.nn.groups.inspect import check_module
+from tiermem.nn.groups.repair import entrance
+from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.nn.wrap.giveback import Leaving, finish, give_back, prepare, say_beside
+from tiermem.nn.wrap.materialize import Target, materialize
+from tiermem.nn.wrap.wrapped import Blocks, WrappedModel
 from tiermem.optim.rules.groups import Params
 from tiermem.optim.tiered import Overlap, TieredOptimizer, Where
 from tiermem.runtime.manager import BlockManager

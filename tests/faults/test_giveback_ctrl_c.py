@@ -16,7 +16,14 @@ import tiermem
 
 STRIDE = int(os.environ.get("TIERMEM_CTRL_C_STRIDE", "19"))
 """Every so many lines are tried; with 1 all of them."""
-FILES = ["nn/giveback.py", "nn/group.py", "nn/grads.py", "nn/lazy.py", "nn/wrapped.py", "tier.py"]
+FILES = [
+    "nn/wrap/giveback.py",
+    "nn/groups/group.py",
+    "nn/groups/grads.py",
+    "nn/tensors/lazy.py",
+    "nn/wrap/wrapped.py",
+    "tier.py",
+]
 
 LEAVE: dict[str, Callable[[tiermem.TierManager, nn.Module], object]] = {
     "unwrap": lambda tier, model: tier.unwrap(model),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tiermem
-from tiermem.nn.norms import measure_of
+from tiermem.nn.tensors.norms import measure_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 

@@ -19,8 +19,8 @@ from torch import nn
 
 import tiermem
 from tiermem.io.engine import IoOp
-from tiermem.nn import giveback
-from tiermem.nn.group import Group
+from tiermem.nn.groups.group import Group
+from tiermem.nn.wrap import giveback
 from tiermem.testing.io import Fault, ScriptedEngine
 
 ORDINARY = (nn.Parameter, torch.Tensor)

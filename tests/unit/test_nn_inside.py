@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tiermem
-from tiermem.nn.scope import CallInterceptor
+from tiermem.nn.wrap.scope import CallInterceptor
 
 CALL = CallInterceptor.method
 
@@ -47,7 +47,7 @@ class Model(nn.Module):
 @contextmanager
 def wrapped(monkeypatch: pytest.MonkeyPatch, threads: int = 0) -> Iterator[tuple[Any, Any]]:
     """Yields a model in the tiers, one block a layer, and the manager's front."""
-    monkeypatch.setattr("tiermem.nn.scope.other_threads", lambda: threads)
+    monkeypatch.setattr("tiermem.nn.wrap.scope.other_threads", lambda: threads)
     model = Model()
     with tiermem.TierManager("cpu", hbm=4 * 4096, dram=1 << 20) as tier:
         yield tier.wrap(model, blocks=[f"layers.{i}" for i in range(4)]), tier
@@ -83,7 +83,7 @@ def test_calls_come_back_where_they_have_something_to_add(
         with torch.no_grad():
             model(torch.randn(3, 8))
         if how == "threads":
-            monkeypatch.setattr("tiermem.nn.scope.other_threads", lambda: 1)
+            monkeypatch.setattr("tiermem.nn.wrap.scope.other_threads", lambda: 1)
         seen: list[bool] = []
         for layer in model.layers:
             layer.meanwhile = lambda layer: seen.extend(intercepted(layer))
@@ -92,7 +92,7 @@ def test_calls_come_back_where_they_have_something_to_add(
         assert seen == [True] * 8 and all(all(intercepted(each)) for each in model.layers)
         for layer in model.layers:
             layer.meanwhile = lambda layer: None
-        monkeypatch.setattr("tiermem.nn.scope.other_threads", lambda: 0)
+        monkeypatch.setattr("tiermem.nn.wrap.scope.other_threads", lambda: 0)
         with torch.no_grad():
             model(torch.randn(3, 8))
         assert not any(any(intercepted(each)) for each in model.layers)
@@ -111,7 +111,7 @@ def test_calls_come_back_where_they_have_something_to_add(
 def test_modules_called_by_themselves_are_right_and_intercepted_again(
     monkeypatch: pytest.MonkeyPatch, hbm: int, use: Callable[[Layer, torch.Tensor], torch.Tensor]
 ) -> None:
-    monkeypatch.setattr("tiermem.nn.scope.other_threads", lambda: 0)
+    monkeypatch.setattr("tiermem.nn.wrap.scope.other_threads", lambda: 0)
     x = torch.randn(3, 8)
     model, plain = Model(), Model()
     plain.load_state_dict(model.state_dict())
@@ -127,7 +127,7 @@ def test_modules_called_by_themselves_are_right_and_intercepted_again(
 
 def test_calls_of_recurrent_modules_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """They use their weights by a list, where nobody sees it."""
-    monkeypatch.setattr("tiermem.nn.scope.other_threads", lambda: 0)
+    monkeypatch.setattr("tiermem.nn.wrap.scope.other_threads", lambda: 0)
     model = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 8)) for _ in range(2)])
     with tiermem.TierManager("cpu", hbm=1 << 16, dram=1 << 20) as tier, torch.no_grad():
         tier.wrap(model, blocks=["0", "1"])
@@ -205,7 +205,7 @@ def test_a_thread_that_came_in_unseen_keeps_its_block(
         other = threading.Thread(target=call)
         other.start()
         assert reached.wait(60)
-        monkeypatch.setattr("tiermem.nn.scope.other_threads", lambda: 1)
+        monkeypatch.setattr("tiermem.nn.wrap.scope.other_threads", lambda: 1)
         assert torch.equal(model(x), expected)
         assert group.holds == 1 and all(intercepted(layer))
         assert torch.equal(model(x), expected) and group.holds == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiermem.nn.lazy import is_held
+from tiermem.nn.tensors.lazy import is_held
 
 
 class Owner:

@@ -14,7 +14,7 @@ from support_nn import same_bits
 from torch import nn
 
 import tiermem
-from tiermem.nn import lookup
+from tiermem.nn.wrap import lookup
 
 ROWS, WIDTH, DEPTH = 256, 16, 6
 BLOCK = ROWS * WIDTH * 4
@@ -485,12 +485,12 @@ def test_an_unwrapped_model_has_its_weights() -> None:
         assert same_bits(again(FEW), plain(FEW))
 
 
-@pytest.mark.parametrize("file", ["runtime/loans/zero_copy.py", "nn/lookup.py"])
+@pytest.mark.parametrize("file", ["runtime/loans/zero_copy.py", "nn/wrap/lookup.py"])
 def test_ctrl_c_in_a_look_is_noted_and_the_next_call_repairs(file: str) -> None:
     """The call of the model around it takes an exception of its layers for the user's."""
     with twins() as (model, plain, tier):
         assert same_bits(model(FEW), plain(FEW))
-        number = {"runtime/loans/zero_copy.py": 14, "nn/lookup.py": 66}[file]
+        number = {"runtime/loans/zero_copy.py": 14, "nn/wrap/lookup.py": 66}[file]
         where = cut_short(lambda: model(FEW), number, [file])
         assert where and tier._manager.unsure, where
         assert same_bits(model(FEW), plain(FEW))

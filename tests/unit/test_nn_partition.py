@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tiermem
-from tiermem.nn.partition import largest_block, parameter_bytes, territories
+from tiermem.nn.groups.partition import largest_block, parameter_bytes, territories
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tiermem.nn.quiet import quiet, uncompiled, unrecorded
+from tiermem.nn.compat.quiet import quiet, uncompiled, unrecorded
 
 CPU = torch.device("cpu")
 

@@ -16,9 +16,9 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 from torch.utils.checkpoint import checkpoint
 
 import tiermem
-from tiermem.nn import refusing
-from tiermem.nn.hookpair import change_pushed
-from tiermem.nn.placeholder import placeholder
+from tiermem.nn.compat import refusing
+from tiermem.nn.compat.hookpair import change_pushed
+from tiermem.nn.tensors.placeholder import placeholder
 
 WIDTH = 32
 KEEP: Any = (lambda t: t, lambda t: t)

@@ -24,8 +24,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tiermem
-from tiermem.nn.hookpair import Pair, follow, top_pair
-from tiermem.nn.saved import WithBytes
+from tiermem.nn.compat.hookpair import Pair, follow, top_pair
+from tiermem.nn.passes.saved import WithBytes
 
 autograd = torch._C._autograd
 told = getattr(autograd, "_top_saved_tensors_default_hooks", None)

@@ -10,7 +10,7 @@ from support_nn import Tiers
 from support_optim import Net, Twins, made, watched
 from torch import nn
 
-from tiermem.nn.lazy import LazyTensor
+from tiermem.nn.tensors.lazy import LazyTensor
 
 ORDERS = [order for size in (1, 2, 3) for order in permutations("abc", size)]
 

@@ -16,7 +16,7 @@ from support_optim import Net, Twins, loss_of, one_group, two_groups
 from torch import nn
 
 import tiermem
-from tiermem.nn.shapes import follow
+from tiermem.nn.compat.shapes import follow
 
 CLASSES: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.AdamW, {"lr": 0.01}),

@@ -22,8 +22,8 @@ from tiermem.core.allocator import Allocator
 from tiermem.core.block import Block, Extent, Role
 from tiermem.core.layout import TensorShape
 from tiermem.core.residency import State
-from tiermem.nn.group import Group
-from tiermem.nn.names import HeldDict, TieredDict
+from tiermem.nn.groups.group import Group
+from tiermem.nn.groups.names import HeldDict, TieredDict
 from tiermem.runtime.lookahead.prefetcher import Prefetcher
 from tiermem.runtime.manager import BlockManager
 from tiermem.transfer.copy import Fences

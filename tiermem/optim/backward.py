@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from tiermem.errors import CapacityError, StepError, StorageError
-from tiermem.nn.group import Entry, Group
-from tiermem.nn.lazy import LazyTensor, gone
-from tiermem.nn.outside import OUTSIDE
-from tiermem.nn.quiet import quiet, uncompiled
-from tiermem.nn.runtime import ModuleRuntime
+from tiermem.nn.compat.outside import OUTSIDE
+from tiermem.nn.compat.quiet import quiet, uncompiled
+from tiermem.nn.groups.group import Entry, Group
+from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.nn.tensors.lazy import LazyTensor, gone
 from tiermem.optim.host.steps import HostSteps
 from tiermem.optim.rules.groups import frozen_settings
 from tiermem.optim.rules.scaling import Scaling

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tiermem.errors import StepError
-from tiermem.nn.inspect import owners
-from tiermem.nn.runtime import ModuleRuntime
+from tiermem.nn.groups.inspect import owners
+from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.rules.separable import Nature
 from tiermem.optim.units.unit import StepUnit
 

@@ -13,10 +13,10 @@ from torch.utils._foreach_utils import (
     _has_foreach_support,
 )
 
-from tiermem.nn.grads import Change, Measure
-from tiermem.nn.norms import Kind, measure_of
-from tiermem.nn.outside import on_purpose
-from tiermem.nn.runtime import ModuleRuntime
+from tiermem.nn.compat.outside import on_purpose
+from tiermem.nn.groups.grads import Change, Measure
+from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.nn.tensors.norms import Kind, measure_of
 from tiermem.optim.units.unit import StepUnit
 
 

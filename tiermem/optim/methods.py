@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tiermem.errors import StepError
-from tiermem.nn.runtime import ModuleRuntime
+from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.rules.separable import Counter, Make, Nature, settings_of
 from tiermem.optim.rules.trial import trial
 from tiermem.optim.units.parted import PartedUnit

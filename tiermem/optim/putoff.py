@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from tiermem.nn.quiet import quiet, uncompiled
-from tiermem.nn.runtime import ModuleRuntime
+from tiermem.nn.compat.quiet import quiet, uncompiled
+from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.rounds import Round
 from tiermem.optim.rules.groups import frozen_settings
 from tiermem.optim.rules.scaling import Scaling

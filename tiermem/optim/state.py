@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from tiermem.errors import CheckpointError
-from tiermem.nn.lazy import LazyTensor, forget
-from tiermem.nn.outside import outside
-from tiermem.nn.placeholder import shared_placeholder
-from tiermem.nn.runtime import ModuleRuntime
+from tiermem.nn.compat.outside import outside
+from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.nn.tensors.lazy import LazyTensor, forget
+from tiermem.nn.tensors.placeholder import shared_placeholder
 from tiermem.optim.rules.separable import Make, settings_of
 from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.unit import State, StepUnit

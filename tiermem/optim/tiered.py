@@ -14,12 +14,12 @@ import torch
 
 from tiermem.core.block import Block, Extent, Tier
 from tiermem.errors import CapacityError, StepError
-from tiermem.nn.lazy import end
-from tiermem.nn.need import Kept
-from tiermem.nn.outside import outside
-from tiermem.nn.quiet import quiet
-from tiermem.nn.repair import entrance
-from tiermem.nn.runtime import Keeper, ModuleRuntime, entries_of
+from tiermem.nn.compat.outside import outside
+from tiermem.nn.compat.quiet import quiet
+from tiermem.nn.groups.need import Kept
+from tiermem.nn.groups.repair import entrance
+from tiermem.nn.passes.runtime import Keeper, ModuleRuntime, entries_of
+from tiermem.nn.tensors.lazy import end
 from tiermem.optim import clip
 from tiermem.optim.backward import InBackward
 from tiermem.optim.classes import (

@@ -24,12 +24,12 @@ from torch import nn
 from tiermem.core.block import Block, Tier
 from tiermem.core.residency import State as Residency
 from tiermem.errors import StepError, TierError
-from tiermem.nn.grads import GradUnit, Pending
-from tiermem.nn.group import Entry
-from tiermem.nn.lazy import LazyTensor, forget, is_viewed, refresh
-from tiermem.nn.placeholder import shared_placeholder
-from tiermem.nn.runtime import ModuleRuntime
-from tiermem.nn.shapes import follow
+from tiermem.nn.compat.shapes import follow
+from tiermem.nn.groups.grads import GradUnit, Pending
+from tiermem.nn.groups.group import Entry
+from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.nn.tensors.lazy import LazyTensor, forget, is_viewed, refresh
+from tiermem.nn.tensors.placeholder import shared_placeholder
 from tiermem.optim.host.room import HostRoom
 from tiermem.optim.rules.casts import cast
 from tiermem.optim.rules.plainstep import run, run_unseen

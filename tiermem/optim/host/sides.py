@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tiermem.core.block import Tier, align_up
-from tiermem.nn.runtime import ModuleRuntime
+from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.host.room import HostRoom
 from tiermem.optim.host.share import Speeds, choose_host, choose_share, measure
 from tiermem.optim.host.side import HostSide, can_be_on_host, rooms_of, side_of, with_fused

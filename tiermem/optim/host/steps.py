@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tiermem.errors import StepError, StorageError
-from tiermem.nn.quiet import unrecorded
-from tiermem.nn.runtime import ModuleRuntime
+from tiermem.nn.compat.quiet import unrecorded
+from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.host.side import HostSide, Job, side_of
 from tiermem.optim.host.team import team
 from tiermem.optim.rules.scaling import Scaling

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import StepError
-from tiermem.nn.shells import insides, is_opaque
+from tiermem.nn.tensors.shells import insides, is_opaque
 from tiermem.optim.rules.plainstep import run_unseen
 from tiermem.optim.rules.trial import Draws, trial
 

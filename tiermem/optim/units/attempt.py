@@ -17,9 +17,9 @@ import torch
 from tiermem.core.block import Block, Tier
 from tiermem.core.residency import State as Residency
 from tiermem.errors import REFUSALS, StepError
-from tiermem.nn.group import Entry, Group
-from tiermem.nn.lazy import LazyTensor, refresh
-from tiermem.nn.placeholder import is_placeholder
+from tiermem.nn.groups.group import Entry, Group
+from tiermem.nn.tensors.lazy import LazyTensor, refresh
+from tiermem.nn.tensors.placeholder import is_placeholder
 from tiermem.optim.units.held import Held
 from tiermem.optim.units.onecall import OneCall
 from tiermem.optim.units.undo import Undo, span_of
@@ -27,7 +27,7 @@ from tiermem.runtime.memory.slots import Slot
 from tiermem.runtime.transfers.deferred import Debt
 
 if TYPE_CHECKING:
-    from tiermem.nn.runtime import ModuleRuntime
+    from tiermem.nn.passes.runtime import ModuleRuntime
     from tiermem.optim.units.unit import State, StepUnit
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.autograd import graph
 
-from tiermem.nn.group import Entry
-from tiermem.nn.need import accumulates
+from tiermem.nn.groups.group import Entry
+from tiermem.nn.groups.need import accumulates
 from tiermem.optim.rules.probe import settings_of
 
 __all__ = ["accumulates", "grad_of", "is_nested", "is_own", "marks_of"]

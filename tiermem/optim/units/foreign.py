@@ -6,7 +6,7 @@ weights). To look for it costs a pass over both, so one looks only where somethi
 
 from __future__ import annotations
 
-from tiermem.nn.group import Group
+from tiermem.nn.groups.group import Group
 
 
 class ForeignWrites:

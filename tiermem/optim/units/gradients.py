@@ -6,10 +6,10 @@ from collections.abc import Callable, Container, Sequence
 
 import torch
 
-from tiermem.nn.grads import Change, GradUnit, Pending
-from tiermem.nn.group import Entry
-from tiermem.nn.lazy import LazyTensor, ensure_there
-from tiermem.nn.runtime import ModuleRuntime
+from tiermem.nn.groups.grads import Change, GradUnit, Pending
+from tiermem.nn.groups.group import Entry
+from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.nn.tensors.lazy import LazyTensor, ensure_there
 
 
 class UnitGradients:

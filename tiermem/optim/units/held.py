@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tiermem.core.block import Block
-from tiermem.nn.grads import GradUnit
-from tiermem.nn.group import Group
+from tiermem.nn.groups.grads import GradUnit
+from tiermem.nn.groups.group import Group
 from tiermem.runtime.memory.slots import Slot
 
 if TYPE_CHECKING:
-    from tiermem.nn.runtime import ModuleRuntime
+    from tiermem.nn.passes.runtime import ModuleRuntime
     from tiermem.optim.units.unit import StepUnit
 
 

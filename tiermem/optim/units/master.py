@@ -23,9 +23,9 @@ from torch import nn
 
 from tiermem.core.block import Block
 from tiermem.errors import StepError
-from tiermem.nn.placeholder import shared_placeholder
-from tiermem.nn.quiet import unrecorded
-from tiermem.nn.shapes import follow
+from tiermem.nn.compat.quiet import unrecorded
+from tiermem.nn.compat.shapes import follow
+from tiermem.nn.tensors.placeholder import shared_placeholder
 from tiermem.optim.units.counted import count_write
 from tiermem.runtime.memory.slots import Slot
 

@@ -23,10 +23,10 @@ from torch import nn
 from tiermem.core.block import Block
 from tiermem.core.parts import parts_of
 from tiermem.errors import StepError
-from tiermem.nn.group import Group
-from tiermem.nn.lazy import LazyTensor, flush, forget, is_viewed, lazy, refresh
-from tiermem.nn.placeholder import is_placeholder, shared_placeholder
-from tiermem.nn.runtime import ModuleRuntime, UnderWay
+from tiermem.nn.groups.group import Group
+from tiermem.nn.passes.runtime import ModuleRuntime, UnderWay
+from tiermem.nn.tensors.lazy import LazyTensor, flush, forget, is_viewed, lazy, refresh
+from tiermem.nn.tensors.placeholder import is_placeholder, shared_placeholder
 from tiermem.optim.rules.groups import frozen
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.units.attempt import Waiting

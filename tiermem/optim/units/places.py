@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tiermem.nn.shells import Shell, insides
+from tiermem.nn.tensors.shells import Shell, insides
 
 
 @dataclass(slots=True, eq=False)

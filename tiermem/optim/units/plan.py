@@ -12,10 +12,10 @@ from tiermem.config import format_size
 from tiermem.core.block import Block, Extent, Role, Tier
 from tiermem.core.layout import TensorShape, pack
 from tiermem.errors import CapacityError
-from tiermem.nn.group import Entry
-from tiermem.nn.need import Kept, check_gradients
-from tiermem.nn.runtime import ModuleRuntime
-from tiermem.nn.shapes import shape_of
+from tiermem.nn.compat.shapes import shape_of
+from tiermem.nn.groups.group import Entry
+from tiermem.nn.groups.need import Kept, check_gradients
+from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.rules.probe import Make, StateProbe, settings_of
 from tiermem.optim.units.master import Masters, master_dtype_of
 from tiermem.optim.units.parted import PartedUnit, parts_of

@@ -16,8 +16,8 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from tiermem.core.block import align_up
-from tiermem.nn.lazy import LazyTensor
-from tiermem.nn.shells import insides
+from tiermem.nn.tensors.lazy import LazyTensor
+from tiermem.nn.tensors.shells import insides
 from tiermem.optim.rules.separable import settings_of
 from tiermem.transfer.copy import host_copy
 

@@ -11,11 +11,11 @@ import torch
 
 from tiermem.core.block import Block
 from tiermem.errors import StepError
-from tiermem.nn.grads import GradUnit
-from tiermem.nn.group import Entry, Group
-from tiermem.nn.lazy import LazyTensor, flush, forget, is_viewed, lazy, refresh
-from tiermem.nn.outside import outside
-from tiermem.nn.runtime import ModuleRuntime
+from tiermem.nn.compat.outside import outside
+from tiermem.nn.groups.grads import GradUnit
+from tiermem.nn.groups.group import Entry, Group
+from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.nn.tensors.lazy import LazyTensor, flush, forget, is_viewed, lazy, refresh
 from tiermem.optim.rules.plainstep import run, run_scaled, undoes_scale
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.rules.separable import Make, copied, settings_of

@@ -1,0 +1,37 @@
+"""Calls that lead out of tiermem, into a user's code or torch's, and what they raise.
+
+An exception is one of two kinds. It may have come between any two lines of ours (Ctrl-C, a signal
+handler's, no memory): then anything may be half done, and the next call repairs
+(:mod:`tiermem.nn.groups.repair`). Or it was raised by what we called, or on purpose: then our own
+lines were left in order, by their ``finally`` clauses, and there is nothing to repair. The class of
+an exception does not tell the two apart, so those of the second kind are marked where they come in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
+
+OUTSIDE = "_tiermem_outside"
+"""Key in the ``__dict__`` of an exception that came from outside."""
+
+
+def outside(call: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    """Makes a call that leads out of tiermem, and marks what it raises.
+
+    Only where an exception of that call leaves nothing of ours half done.
+    """
+    try:
+        return call(*args, **kwargs)
+    except BaseException as error:
+        error.__dict__[OUTSIDE] = True
+        raise
+
+
+def on_purpose(error: E) -> E:
+    """Marks an exception of torch's or Python's own classes that is about to be raised."""
+    error.__dict__[OUTSIDE] = True
+    return error

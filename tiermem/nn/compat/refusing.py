@@ -1,0 +1,121 @@
+"""Memory that cannot be read: torch raises where anything asks for its address.
+
+torch has a switch for that in each storage. Its CUDA graph trees set it, with a text of their
+own, on memory that was overwritten. A torch that was built without CUDA has the switch and not
+the function that sets it. There the switch is found: it lies beside two others that torch sets for
+whoever asks, and is only taken for found if reading a tensor fails with it and works again without
+it. They are bytes of an object whose address torch gives out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from tiermem.errors import ParameterError
+
+if TYPE_CHECKING:
+    from tiermem.nn.groups.group import Group
+
+_WITH_TEXT = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+_LOOKED_AT = 64  # bytes of a storage object, which is larger
+
+
+OURS = "tiermem: the bytes of a"
+"""How the text begins that torch is told, where it can be."""
+_TORCHS = "Cannot access data pointer of Storage that is invalid"
+
+
+def was_refused(error: BaseException) -> bool:
+    """Whether an error is torch's, of bytes that may not be read."""
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in (_TORCHS, OURS))
+
+
+def read_elsewhere(module: nn.Module, name: str, groups: Sequence[Group]) -> ParameterError:
+    """Returns the error of code in a call that has read a weight which is not there.
+
+    Args:
+        module: Whose call it was.
+        name: Its qualified name.
+        groups: What is in HBM for that call.
+    """
+    here = ", ".join(repr(group.block.name) for group in groups) or "none of its own"
+    return ParameterError(
+        f"code in the call of {name or type(module).__name__!r} has read a parameter of a wrapped "
+        "model that is not in HBM, in a way that torch does not show to tiermem (a C++ extension, "
+        f"say); blocks in HBM for this call: {here}. Give that code the weight as `module.weight` "
+        "and not from a list made before, or a clone of it, or make the call inside `with "
+        "tier.materialize(module)`"
+    )
+
+
+def refuse(tensor: torch.Tensor, text: str) -> bool:
+    """Has every access to the bytes of a tensor's storage raise from now on.
+
+    Args:
+        tensor: Whose storage; nothing else may look into it.
+        text: What the error says, where torch can be told.
+
+    Returns:
+        Whether it will; False where this torch has no way.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        handle: int = tensor._typed_storage()._cdata
+    if _WITH_TEXT is not None:
+        _WITH_TEXT(handle, text)
+        return True
+    found = _switches()
+    for offset in found:
+        _byte(handle, offset).value = 1
+    return bool(found)
+
+
+@cache
+def _switches() -> tuple[int, ...]:
+    """Returns where in a storage object the switch is, and the one that says to look for it.
+
+    Returns:
+        Offsets in bytes; none where they are not found.
+    """
+    known, tried = torch.zeros(1), torch.zeros(1)
+    handle = known.untyped_storage()._cdata
+    before = ctypes.string_at(handle, _LOOKED_AT)
+    torch._C._set_throw_on_mutable_data_ptr(known)
+    after = ctypes.string_at(handle, _LOOKED_AT)
+    changed = [i for i in range(_LOOKED_AT) if before[i] != after[i]]
+    flipped = [(before[i], after[i]) for i in changed]
+    if flipped != [(0, 1)] * 2 or changed[1] != changed[0] + 1 or changed[1] + 1 == _LOOKED_AT:
+        return ()
+    offsets = (changed[0], changed[1] + 1)
+    switches = [_byte(tried.untyped_storage()._cdata, offset) for offset in offsets]
+    if any(switch.value for switch in switches):
+        return ()
+    for switch in switches:
+        switch.value = 1
+    refused = not (_can_be_read(tried) or _has_address(tried))
+    for switch in switches:
+        switch.value = 0
+    return offsets if refused and _can_be_read(tried) and _has_address(tried) else ()
+
+
+def _byte(address: int, offset: int) -> ctypes.c_uint8:
+    return ctypes.c_uint8.from_address(address + offset)
+
+
+def _can_be_read(tensor: torch.Tensor) -> bool:
+    try:
+        return bool((tensor + 1).item() == 1)
+    except RuntimeError:
+        return False
+
+
+def _has_address(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.data_ptr() != 0
+    except RuntimeError:
+        return False

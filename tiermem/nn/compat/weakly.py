@@ -1,0 +1,58 @@
+"""Calls that keep nothing alive, for what torch keeps where the garbage collector sees it not."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tiermem.errors import ClosedError
+
+if TYPE_CHECKING:
+    from tiermem.nn.groups.group import Entry
+
+
+class Hook:
+    """Calls a method for a parameter, as long as its entry and the method's object are there.
+
+    torch shows the garbage collector nothing of what runs after accumulation: what that kept
+    would keep the parameter in turn, for ever.
+    """
+
+    __slots__ = ("_entry", "_method")
+
+    def __init__(self, method: Callable[[Entry, torch.Tensor], None], entry: Entry) -> None:
+        self._method = weakref.WeakMethod(method)
+        self._entry = weakref.ref(entry)
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        """Calls it, where both are there."""
+        method, entry = self._method(), self._entry()
+        if method is not None and entry is not None:
+            method(entry, tensor)
+
+
+class Weak:
+    """Calls a method for a parameter on behalf of its gradient, and keeps neither.
+
+    torch keeps what is in ``param.grad``, and the garbage collector does not see that it does.
+    """
+
+    __slots__ = ("_entry", "_given", "_method")
+
+    def __init__(self, method: Callable[..., Any], entry: Entry, *given: Any) -> None:
+        self._method = weakref.WeakMethod(method)
+        self._entry = weakref.ref(entry)
+        self._given = given
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls it; raises ClosedError where one of both is gone."""
+        method, entry = self._method(), self._entry()
+        if method is None or entry is None:
+            raise ClosedError(
+                "this gradient lived in the tiers of a model and a TierManager that are gone; "
+                "clone() it before, or keep the model"
+            )
+        return method(entry, *self._given, *args)

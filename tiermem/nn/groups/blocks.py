@@ -1,0 +1,161 @@
+"""Which tensors of a model share a block, and which blocks are held at once, for a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from tiermem.core.block import align_up
+from tiermem.core.layout import TensorShape, pack
+from tiermem.core.need import Home
+from tiermem.nn.compat.shapes import shape_of
+from tiermem.nn.groups.inspect import Found
+from tiermem.nn.groups.partition import (
+    Predicate,
+    home_of,
+    largest_block,
+    territories,
+    training_bytes,
+)
+
+_LARGE_BUFFER = 1 << 18
+
+
+class Inventory:
+    """What is known of a model before its blocks are chosen.
+
+    Attributes:
+        model: The model.
+        params: Its parameters.
+        buffers: Its buffers that can move.
+        homes: Homes of modules' weights that are not the policy's, by qualified name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: str | Iterable[str] | Predicate,
+        params: Sequence[Found],
+        buffers: Sequence[Found],
+        homes: Mapping[str, Home],
+    ) -> None:
+        """Looks at tensors while they have their own memory."""
+        self.model = model
+        self.homes = homes
+        self.blocks: Any = blocks
+        if not isinstance(blocks, str) and not callable(blocks):
+            self.blocks = list(blocks)
+        self.params, self.buffers = params, buffers
+        self._shapes = {id(f): shape_of(f.name, f.tensor) for f in [*params, *buffers]}
+
+    def shape(self, found: Found) -> TensorShape:
+        """Returns a tensor's shape as it was given to ``wrap``."""
+        return self._shapes[id(found)]
+
+    def packed(self, members: Iterable[Found]) -> int:
+        """Returns the bytes of a block of these tensors."""
+        return pack([self._shapes[id(f)] for f in members])[1]
+
+    def plan(self, hbm: int) -> BlockPlan:
+        """Returns the blocks for a budget in bytes."""
+        return BlockPlan(self, hbm)
+
+
+@dataclass(slots=True)
+class BlockPlan:
+    """The blocks of a model.
+
+    Attributes:
+        inventory: The model's tensors.
+        hbm: The budget in bytes.
+        roots: Modules at which a block begins, by qualified name.
+        territory: For every module, the name of the one at which its block begins.
+        params: Parameters that share a block, by that name; of those over the same memory one.
+        buffers: Large buffers, likewise.
+        small: Buffers that stay in HBM.
+    """
+
+    inventory: Inventory
+    hbm: int
+    roots: Mapping[str, nn.Module] = field(init=False)
+    territory: dict[str, str] = field(init=False)
+    params: dict[str, list[Found]] = field(init=False, default_factory=dict)
+    buffers: dict[str, list[Found]] = field(init=False, default_factory=dict)
+    small: list[Found] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Chooses."""
+        known = self.inventory
+        model = known.model
+        largest = largest_block(training_bytes(model), self.hbm)
+        roots = territories(model, known.blocks, largest)
+        modules = dict(model.named_modules())
+        self.roots = {**roots, **{name: modules[name] for name in known.homes}}
+        self.territory = {}
+        for name in modules:
+            root = name
+            while root and root not in self.roots:
+                root = root.rpartition(".")[0]
+            self.territory[name] = root
+        for found in known.params:
+            if found.same_as is None:
+                self.params.setdefault(self._root(found), []).append(found)
+        large, self.small = self._sort_buffers(known.buffers)
+        for found in large:
+            self.buffers.setdefault(self._root(found), []).append(found)
+
+    def _root(self, found: Found) -> str:
+        return self.territory[found.places[0][0]]
+
+    def _sort_buffers(self, buffers: Sequence[Found]) -> tuple[list[Found], list[Found]]:
+        """Divides buffers into those that travel and those that stay in HBM."""
+        allowed = self.hbm // 16
+        nbytes = {id(f): self.inventory.shape(f).nbytes for f in buffers}
+        small, total = set(), 0
+        for found in sorted(buffers, key=lambda f: nbytes[id(f)]):
+            total += nbytes[id(found)]
+            if nbytes[id(found)] > _LARGE_BUFFER or total > allowed:
+                break
+            small.add(id(found))
+        stay = [f for f in buffers if id(f) in small]
+        return [f for f in buffers if id(f) not in small], stay
+
+    def homes(self) -> list[Home | None]:
+        """Returns the home of each block, parameters' first, where it is not the policy's."""
+        return [home_of(root, self.inventory.homes) for root in (*self.params, *self.buffers)]
+
+    def fixed(self, policy: Home, root: str) -> bool:
+        """Whether the blocks that begin at a module are at home in HBM.
+
+        Args:
+            policy: The home of weights in general.
+            root: The module's qualified name.
+        """
+        return (home_of(root, self.inventory.homes) or policy) == "hbm"
+
+    def chain(self, policy: Home) -> int:
+        """Returns the most bytes that nested calls hold at once, less what is at home in HBM.
+
+        Args:
+            policy: The home of weights in general.
+        """
+        block_of: dict[int, tuple[str, str]] = {}
+        nbytes: dict[tuple[str, str], int] = {}
+        for kind, by_root in (("params", self.params), ("buffers", self.buffers)):
+            for root, members in by_root.items():
+                size = 0 if self.fixed(policy, root) else self.inventory.packed(members)
+                nbytes[kind, root] = align_up(size)
+                block_of.update((id(found), (kind, root)) for found in members)
+        needed: dict[str, set[tuple[str, str]]] = {root: set() for root in self.roots}
+        travel = [f for members in self.buffers.values() for f in members]
+        for found in [*self.inventory.params, *travel]:
+            for module, _ in found.places:
+                needed[self.territory[module]].add(block_of[id(found.same_as or found)])
+        held: dict[str, set[tuple[str, str]]] = {}
+        for root in sorted(self.roots, key=len):
+            above = held[self.territory[root.rpartition(".")[0]]] if root else set()
+            held[root] = above | needed[root]
+        return max(sum(nbytes[block] for block in blocks) for blocks in held.values())

@@ -1,0 +1,611 @@
+"""Gradients: taken from autograd as they arrive, packed into blocks, handed out lazily."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from tiermem.core.block import Block, Role
+from tiermem.core.layout import TensorShape, split
+from tiermem.errors import CapacityError, StepError
+from tiermem.nn.compat.quiet import quiet, unrecorded
+from tiermem.nn.compat.shapes import follow, shape_of
+from tiermem.nn.compat.weakly import Hook, Weak
+from tiermem.nn.groups.group import Entry, Group
+from tiermem.nn.groups.need import accumulates, beside_optimizer, check_gradients
+from tiermem.nn.groups.repair import inside
+from tiermem.nn.tensors.clipping import Clippable
+from tiermem.nn.tensors.lazy import (
+    LazyTensor,
+    flush,
+    is_elsewhere,
+    is_gone,
+    is_held,
+    lazy,
+    orphan,
+    refresh,
+)
+from tiermem.runtime.memory.slots import Slot
+from tiermem.runtime.services.sweep import Pipeline
+
+if TYPE_CHECKING:
+    from tiermem.nn.passes.runtime import ModuleRuntime
+
+
+Change = Callable[[list[torch.Tensor]], None]
+Measure = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Watcher(Protocol):
+    """Follows gradients as they arrive."""
+
+    def arriving(self, entry: Entry) -> bool:
+        """One is about to be accumulated; returns whether to leave ``param.grad`` as it is."""
+        ...
+
+    def arrived(self, entry: Entry) -> None:
+        """It is in the tiers."""
+        ...
+
+    def edited(self, entry: Entry) -> None:
+        """It was written by somebody else than autograd."""
+        ...
+
+
+class Pending:
+    """A change that gradients of one block await; it is made once of each, whatever comes between.
+
+    Attributes:
+        entries: Whose gradients.
+        change: What is done to them.
+    """
+
+    __slots__ = ("_done", "_under_way", "change", "entries")
+
+    def __init__(self, entries: Sequence[Entry], change: Change) -> None:
+        self.entries = list(entries)
+        self.change = change
+        self._done: list[Entry] = []
+        self._under_way: list[tuple[Entry, torch.Tensor, int]] = []
+
+    def make(self, found: dict[int, torch.Tensor]) -> None:
+        """Changes the gradients that are there and not changed yet; it may be called again.
+
+        Args:
+            found: Gradients by the id of their entry; each is changed in place with one call.
+        """
+        self.note_written()
+        left = [e for e in self.entries if id(e) in found and e not in self._done]
+        if not left:
+            return
+        self._under_way = [(e, found[id(e)], found[id(e)]._version) for e in left]
+        try:
+            self.change([found[id(entry)] for entry in left])
+        finally:  # Ctrl-C, no memory: torch has counted which are changed
+            self.note_written()
+
+    def copy(self) -> Pending:
+        """Returns the same change, for bytes read anew, which lack what is made of them now."""
+        found = Pending(self.entries, self.change)
+        found._done = list(self._done)
+        return found
+
+    def note_written(self) -> None:
+        """Notes which gradients have been changed by a call that may have been cut short."""
+        written = [e for e, tensor, version in self._under_way if tensor._version != version]
+        self._done = [*self._done, *(e for e in written if e not in self._done)]
+        self._under_way = []
+
+
+class GradUnit:
+    """One block of gradients: those of consecutive parameters of one group.
+
+    Attributes:
+        block: The block.
+        entries: Its parameters, in the order of the block's specs.
+        group: The group they are from.
+        pending: Changes that every gradient of it awaits (the factor of a clipping); made when
+            the block is next in HBM, so that they cost no sweep of their own.
+    """
+
+    __slots__ = ("block", "entries", "group", "pending")
+
+    def __init__(self, block: Block, entries: list[Entry], group: Group) -> None:
+        self.block = block
+        self.entries = entries
+        self.group = group
+        self.pending: list[Pending] = []
+
+
+def divide(group: Group, limit: int) -> list[list[Entry]]:
+    """Cuts a group's trainable parameters into units of at most ``limit`` bytes each."""
+    entries = [e for e in group.entries if e.param.requires_grad and e.unit is None]
+    sizes = [e.param.numel() * e.param.element_size() for e in entries]
+    return [[entries[i] for i in run] for run in split(sizes, limit)]
+
+
+class GradStore:
+    """Takes gradients into the tiers and gives them back.
+
+    Attributes:
+        manager: Where the gradients are.
+        watchers: Told of every gradient that arrives.
+    """
+
+    def __init__(self, runtime: ModuleRuntime) -> None:
+        """Serves ``runtime``."""
+        self._runtime = runtime
+        self.manager = runtime.manager
+        self._displaced: list[Entry] = []
+        self._dtypes: dict[int, torch.dtype] = {}
+        self.watchers: list[Watcher] = []
+        self._measures: dict[int, Measure] = {}
+        self.norms: list[Any] = []  # of every optimizer that is open
+        self._measured: dict[int, tuple[Measure, torch.Tensor]] = {}
+        self._arriving: GradUnit | None = None
+        self._pipeline: Pipeline | None = None
+        self._stored: dict[int, GradUnit] = {}  # what may have gradients, by id
+        self._unheard: dict[int, Entry] = {}  # whose gradients once came without being announced
+
+    def track(self, entry: Entry) -> None:
+        """Watches the gradients of a parameter from now on."""
+        if entry.tracked or not entry.param.requires_grad:
+            return
+        entry.tracked = True
+        entry.hooks += [
+            entry.param.register_hook(Hook(self._before, entry)),
+            entry.param.register_post_accumulate_grad_hook(Hook(self._after, entry)),
+        ]
+
+    def forget(self, entries: Iterable[Entry]) -> None:
+        """Watches the gradients of parameters no more, which leave the tiers."""
+        entries = list(entries)
+        gone = {id(entry) for entry in entries}
+        for key, unit in list(self._stored.items()):
+            if any(id(entry) in gone for entry in unit.entries):
+                del self._stored[key]
+        for entry in entries:
+            while entry.hooks:
+                entry.hooks.pop().remove()
+            self._unheard.pop(id(entry.param), None)
+            self._dtypes.pop(id(entry.param), None)
+            self._measures.pop(id(entry), None)
+            self._measured.pop(id(entry), None)
+
+    def keep_in(self, dtype: torch.dtype | None, params: Iterable[torch.Tensor]) -> None:
+        """Has gradients summed up and kept in another dtype than their parameters'.
+
+        ``param.grad`` has that dtype for whoever looks at it.
+
+        Args:
+            dtype: A floating dtype; None changes nothing.
+            params: Whose gradients; those that are not managed, or not floating, are passed over.
+
+        Raises:
+            StepError: If a gradient is there already in another dtype.
+        """
+        if dtype is None:
+            return
+        ids = {id(param) for param in params if param.is_floating_point()}
+        entries = [e for g in self._runtime.groups for e in g.entries if id(e.param) in ids]
+        units: dict[int, GradUnit] = {}
+        for entry in entries:
+            self.sync(entry)
+            unit = entry.unit
+            if unit is not None and unit.block.tensors[entry.unit_index].dtype is not dtype:
+                units[id(unit)] = unit
+        for unit in units.values():
+            if any(e.has_grad for e in unit.entries):
+                raise StepError(
+                    f"grad_dtype={dtype}: block {unit.block.name!r} has gradients already, in "
+                    "another dtype; make the optimizer before the first backward, or call "
+                    "zero_grad() on the model first"
+                )
+        for unit in units.values():
+            for entry in unit.entries:
+                entry.unit = None
+        self.manager.remove_blocks([unit.block for unit in units.values()])
+        self._dtypes.update((id(entry.param), dtype) for entry in entries)
+
+    def reserve(self, groups: Iterable[Group]) -> list[GradUnit]:
+        """Reserves homes for the gradients of every trainable parameter that has none yet.
+
+        Returns:
+            What is new.
+
+        Raises:
+            CapacityError: Before anything is changed.
+        """
+        wanted, units = [], []
+        for group in groups:
+            for entries in divide(group, self._runtime.unit_limit(group)):
+                name = f"{group.block.name}.grad[{entries[0].name}]"
+                shapes = [self._shape(e) for e in entries]
+                wanted.append((name, Role.GRAD, shapes))
+                units.append((entries, group))
+        made = []
+        for block, (entries, group) in zip(self.manager.add_blocks(wanted), units, strict=True):
+            unit = GradUnit(block, entries, group)
+            made.append(unit)
+            for index, entry in enumerate(entries):
+                entry.unit_index = index
+                entry.unit = unit
+        return made
+
+    def unreserve(self, units: Sequence[GradUnit]) -> None:
+        """Gives homes back that were reserved and are not used yet."""
+        for unit in units:
+            for entry in unit.entries:
+                entry.unit = None
+        self.manager.remove_blocks([unit.block for unit in units])
+
+    def measure(self, entries: Iterable[Entry], measure: Measure) -> None:
+        """Has something measured of every gradient that arrives from now on, while it is in HBM.
+
+        Args:
+            entries: Whose gradients.
+            measure: Returns a small tensor of its own.
+        """
+        self._measures.update((id(entry), measure) for entry in entries)
+
+    def stop_measuring(self, entries: Iterable[Entry], measure: Measure) -> None:
+        """Has it measured no more, where it still is what is measured, and forgets what was."""
+        for entry in entries:
+            if self._measures.get(id(entry)) is measure:
+                del self._measures[id(entry)]
+                self._measured.pop(id(entry), None)
+
+    def unmeasure(self, entries: Iterable[Entry]) -> None:
+        """Forgets what was measured of gradients that may be written now."""
+        if self._measured:
+            for entry in entries:
+                self._measured.pop(id(entry), None)
+
+    def measured(self, entry: Entry, measure: Measure) -> torch.Tensor | None:
+        """Returns what was measured of a gradient as it is now, or None."""
+        found = self._measured.get(id(entry))
+        unit = entry.unit
+        if found is None or found[0] is not measure or unit is None or unit.pending:
+            return None
+        return found[1] if entry.has_grad else None
+
+    def await_change(self, unit: GradUnit, entries: Sequence[Entry], change: Change) -> None:
+        """Has stored gradients of a unit changed when they are next in HBM."""
+        unit.pending.append(Pending(entries, change))
+        for entry in entries:
+            for watcher in self.watchers:
+                watcher.edited(entry)
+
+    def clear(self, entry: Entry) -> None:
+        """Forgets the gradient of one parameter; whoever still has it keeps its value."""
+        self.pay(entry.unit)
+        self._measured.pop(id(entry), None)
+        stand_in = entry.lazy
+        if isinstance(stand_in, LazyTensor):
+            if entry.param.grad is stand_in:
+                entry.param.grad = None
+            if entry.has_grad and (is_held(stand_in, besides=1) or is_elsewhere(stand_in)):
+                orphan(stand_in)
+        entry.lazy = None  # after others have the value
+        entry.has_grad = False
+        unit = entry.unit
+        if unit is not None and not any(e.has_grad for e in unit.entries):
+            unit.pending.clear()
+            self.manager.discard(unit.block)
+
+    def drop_forgotten(self) -> None:
+        """Forgets gradients that users have set to None (``model.zero_grad()``).
+
+        Otherwise they would be written home to make room, and come back with the first new one.
+        Those that a step is still to use go when it is made.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            for key, unit in list(self._stored.items()):
+                found = [e for e in unit.entries if e.has_grad]
+                if not found:
+                    del self._stored[key]
+                elif found[0].param.grad is None and not self.owed(found[0]):
+                    for entry in found:
+                        if entry.param.grad is None and not entry.materialized:
+                            self.clear(entry)
+
+    def hand_over(self, entry: Entry, gradient: torch.Tensor) -> None:
+        """Forgets the gradient of a parameter that leaves the tiers; cut short, it goes on.
+
+        Args:
+            entry: The parameter.
+            gradient: Its value in the dtype it was kept in; whoever still has the stand-in has it.
+        """
+        stand_in = entry.lazy
+        held = is_held(stand_in, besides=1) or (stand_in is not None and is_elsewhere(stand_in))
+        if isinstance(stand_in, LazyTensor) and held:
+            orphan(stand_in, gradient.to(self.manager.device, copy=True))
+        entry.lazy = None
+        entry.has_grad = False
+
+    def owed(self, entry: Entry) -> bool:
+        """Whether a step that uses the gradient of a parameter is still to be made."""
+        return entry.unit is not None and entry.unit.block.id in self.manager.debts
+
+    def pay(self, unit: GradUnit | None) -> None:
+        """Has a step made that uses the gradients of a unit and is still owed."""
+        if unit is not None and unit.block.id in self.manager.debts:
+            with self.manager.lock:
+                self.manager.debts.pay(unit.block.id)
+
+    def sync(self, entry: Entry) -> None:
+        """Takes up what a user did to ``param.grad``: another tensor or None ends our own."""
+        if self._displaced:
+            self.restore(unheard=torch._C._current_graph_task_id() == -1)
+        if entry.displaced:
+            return
+        self._follow(entry)
+        if entry.has_grad:
+            flush(entry.lazy)
+
+    def _follow(self, entry: Entry) -> None:
+        """Ends our own gradient where ``param.grad`` is another tensor, or None.
+
+        A stand-in put aside before, or another parameter's, becomes an ordinary gradient.
+        """
+        current = entry.param.grad
+        if current is entry.lazy:
+            return
+        if entry.has_grad:
+            self.clear(entry)
+        if isinstance(current, LazyTensor) and not is_gone(current):
+            flush(current)
+            entry.param.grad = current._load().to(entry.param.device, entry.param.dtype)
+
+    def begin_backward(self) -> None:
+        """A backward begins: makes way for gradients that are not going to be announced.
+
+        torch 2.6 forgets the hooks of a parameter when Python code (a compiled block's backward,
+        a ``torch.autograd.Function``) has looked at what was saved of it, under any pair of
+        saved-tensor hooks; what runs after it was accumulated is still called.
+        """
+        for entry in self._unheard.values():
+            self._before(entry)
+
+    def end_backward(self) -> None:
+        """A backward is over: nothing arrives any more."""
+        self.restore()
+        self._arrives(None)
+        self._pipeline = None
+
+    def restore(self, *, unheard: bool = True) -> None:
+        """Puts stand-ins back that made way for a gradient that was never accumulated.
+
+        ``torch.autograd.grad`` computes gradients of parameters and leaves ``param.grad`` alone.
+
+        Args:
+            unheard: Whether also for those that come unannounced, and may still.
+        """
+        waiting: list[Entry] = []
+        for entry in self._displaced:
+            if entry.displaced and not unheard and id(entry.param) in self._unheard:
+                waiting.append(entry)
+                continue
+            if entry.displaced and entry.has_grad and entry.param.grad is None:
+                self.expose(entry)
+            entry.displaced = False
+        self._displaced = waiting
+
+    def forget_backward(self) -> None:
+        """Forgets what is under way in a backward, which an exception has ended."""
+        self._arriving = self._pipeline = None
+        self._displaced = []
+
+    def dtype_of(self, entry: Entry) -> torch.dtype:
+        """Returns the dtype that gradients of a parameter are kept in."""
+        return self.dtype_for(entry.param)
+
+    def dtype_for(self, param: torch.Tensor) -> torch.dtype:
+        """Returns the same for a parameter that may not be managed yet."""
+        return self._dtypes.get(id(param), param.dtype)
+
+    @inside
+    def load(self, entry: Entry, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Returns a copy of a stored gradient in ordinary memory on the device.
+
+        Args:
+            entry: Its parameter.
+            dtype: Of the copy; None for the parameter's, as torch wants an ordinary gradient.
+        """
+        if entry.unit is None or not entry.has_grad:
+            raise RuntimeError(f"parameter {entry.name!r} has no gradient any more")
+        try:
+            slot = self.open(entry.unit)
+        except CapacityError as error:
+            raise beside_optimizer(error) from None
+        try:
+            with torch.no_grad():
+                return slot.views[entry.unit_index].to(dtype or entry.param.dtype, copy=True)
+        finally:
+            self.manager.release(entry.unit.block)
+
+    def open(self, unit: GradUnit) -> Slot:
+        """Acquires a unit's block and makes the changes that are pending; release it after use."""
+        slot = self.manager.acquire(unit.block)
+        try:
+            self.settle(unit, slot)
+        except BaseException:
+            self.manager.release(unit.block)
+            raise
+        return slot
+
+    def settle(self, unit: GradUnit, slot: Slot) -> None:
+        """Makes the changes that are pending on a unit whose block has been acquired."""
+        if not unit.pending:
+            return
+        found = {id(e): slot.views[e.unit_index] for e in unit.entries if e.has_grad}
+        if found:
+            self.manager.mark_dirty(unit.block)
+        self.unmeasure(unit.entries)
+        try:
+            with torch.no_grad():
+                while unit.pending:
+                    _make_first(unit.pending, found)
+        finally:
+            for entry in unit.entries:
+                refresh(entry.lazy, slot.views[entry.unit_index])
+
+    def store(self, entry: Entry, gradient: torch.Tensor, *, add: bool = False) -> None:
+        """Puts a dense gradient into the tiers, and its lazy stand-in into ``param.grad``."""
+        if entry.unit is None:
+            check_gradients(self._runtime)
+        unit = entry.unit
+        if unit is None:
+            raise RuntimeError(f"parameter {entry.name!r} is not tracked")
+        slot = self.open(unit)
+        written = False
+        try:
+            with unrecorded():
+                view = slot.views[entry.unit_index]
+                written = True
+                if add and entry.has_grad:
+                    view.add_(gradient)
+                elif entry.has_grad and view.dtype is not gradient.dtype:
+                    follow(view, gradient.to(view.device))  # it was shown in fewer bits
+                else:
+                    view.copy_(gradient)
+                refresh(entry.lazy, view)
+                self._measured.pop(id(entry), None)
+                if add and id(entry) in self._measures:
+                    with quiet(view.device):
+                        measure = self._measures[id(entry)]
+                        self._measured[id(entry)] = measure, measure(view)
+            entry.has_grad = True
+            self._stored[id(unit)] = unit
+        finally:
+            self.manager.release(unit.block, dirty=written)
+        self.expose(entry)
+        if not add:
+            for watcher in self.watchers:
+                watcher.edited(entry)
+
+    def expose(self, entry: Entry) -> None:
+        """Makes ``param.grad`` the lazy stand-in of the stored gradient."""
+        if entry.lazy is None:
+            dtype = self.dtype_of(entry)
+            entry.lazy = lazy(
+                entry.param.shape,
+                dtype,
+                self.manager.device,
+                Weak(self.load, entry, dtype),
+                Weak(self._written, entry),
+                formal=entry.param.dtype,
+            )
+            entry.lazy._clippable = Clippable(self, entry)
+        if entry.param.grad is not entry.lazy:
+            entry.param.grad = entry.lazy
+
+    @inside
+    def _written(self, entry: Entry, gradient: torch.Tensor) -> None:
+        """A user wrote to a stand-in, which need not be in ``param.grad`` any more."""
+        stand_in = entry.lazy
+        aside = entry.param.grad is not stand_in and not entry.displaced
+        if aside and isinstance(stand_in, LazyTensor):
+            self.clear(entry)
+            stand_in._store(gradient)
+        else:
+            self.store(entry, gradient)
+
+    def _shape(self, entry: Entry) -> TensorShape:
+        """Describes an entry's gradient: laid out as the parameter, in the dtype asked for."""
+        like = torch.empty(entry.param.shape, dtype=self.dtype_of(entry), device="meta")
+        return shape_of(entry.name, like, entry.group.block.tensors[entry.index].stride)
+
+    @inside
+    def _before(self, entry: Entry, _gradient: torch.Tensor | None = None) -> None:
+        """Runs before autograd accumulates: gets the lazy stand-in out of its way."""
+        entry.announced = True
+        if entry.materialized:
+            return
+        self._runtime.enter_backward()
+        if entry.unit is None and accumulates(entry):
+            check_gradients(self._runtime)
+        self.pay(entry.unit)  # while param.grad is what it was
+        for watcher in self.watchers:
+            if watcher.arriving(entry):
+                return
+        with torch._C.DisableTorchFunctionSubclass():
+            self._make_way(entry)
+
+    def _make_way(self, entry: Entry) -> None:
+        if entry.displaced and entry.param.grad is None:
+            return
+        if self._runtime.reduced.active:
+            self._runtime.reduced.make_ordinary(entry)
+            return
+        self._follow(entry)
+        current = entry.param.grad
+        if isinstance(current, LazyTensor):
+            flush(current)
+            entry.param.grad = None
+            if entry.has_grad:
+                entry.displaced = True
+                self._displaced.append(entry)
+
+    @inside
+    def _after(self, entry: Entry, _param: torch.Tensor) -> None:
+        """Runs after autograd has put a new gradient into ``param.grad``."""
+        if not entry.announced:
+            self._unheard[id(entry.param)] = entry
+            for watcher in self.watchers:
+                watcher.arriving(entry)
+        entry.announced = False
+        if self._runtime.reduced.active:
+            self._runtime.reduced.arrived = True
+        else:
+            self.take_over(entry)
+
+    def take_over(self, entry: Entry) -> None:
+        """Takes an ordinary gradient into the tiers, where that can be."""
+        with torch._C.DisableTorchFunctionSubclass():
+            stored = self._take_in(entry)
+        if stored:
+            for watcher in self.watchers:
+                watcher.arrived(entry)
+
+    def _take_in(self, entry: Entry) -> bool:
+        """Returns whether the gradient is in the tiers."""
+        entry.displaced = False
+        gradient = entry.param.grad
+        if gradient is None or entry.materialized:
+            return False
+        if (
+            gradient.layout is not torch.strided
+            or gradient.requires_grad
+            or gradient.dtype is not entry.param.dtype
+        ):
+            if entry.has_grad:  # part of it was dense: let torch join the two
+                joined = self.load(entry) + gradient
+                self.clear(entry)
+                entry.param.grad = joined
+            return False
+        self.store(entry, gradient, add=True)
+        if entry.unit is not self._arriving:
+            self._arrives(entry.unit)
+        return True
+
+    def _arrives(self, unit: GradUnit | None) -> None:
+        """Has the block that was filled before written home, where its gradients are kept.
+
+        Otherwise that would happen when its room is needed, and copies up would wait for it.
+        """
+        before, self._arriving = self._arriving, unit
+        if before is None or not any(entry.has_grad for entry in before.entries):
+            return
+        if self._pipeline is None:
+            self._pipeline = Pipeline(self.manager)
+        self._pipeline.write([before.block], gradients=True)
+
+
+def _make_first(pending: list[Pending], found: dict[int, torch.Tensor]) -> None:
+    """Makes the first of some changes, which is pending no more then."""
+    first = pending[0]
+    first.make(found)
+    del pending[0]

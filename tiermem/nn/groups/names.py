@@ -1,0 +1,109 @@
+"""What stands in for a module's ``_parameters`` and ``_buffers`` while it is wrapped."""
+
+from __future__ import annotations
+
+import sys
+import types
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+from tiermem.core.block import Role
+from tiermem.errors import ParameterError, WrapError
+
+if TYPE_CHECKING:
+    from tiermem.nn.groups.group import Group
+    from tiermem.nn.passes.runtime import ModuleRuntime
+
+_SWAPS = "torch.nn.utils._named_member_accessor"
+"""Where ``torch.func.functional_call`` puts other tensors in a module's, for one call."""
+
+_item = dict.__getitem__  # every use of a weight may come by: a name is found sooner than super()
+
+
+class HeldDict(dict[str, Any]):
+    """A module's ``_parameters`` or ``_buffers`` while the block of all its names is held.
+
+    Looking a name up is torch's own code then: it happens a dozen times in every layer.
+    """
+
+    def __init__(
+        self, plain: dict[str, Any], groups: dict[str, Group], runtime: ModuleRuntime
+    ) -> None:
+        """Copies ``plain``.
+
+        Args:
+            plain: The dictionary it takes the place of.
+            groups: The group of each managed name.
+            runtime: Where to ask for blocks.
+        """
+        super().__init__(plain)
+        self.groups = groups
+        self.runtime = runtime
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self.groups and value is not self.get(name):
+            self._let_go(name, value)
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        if name in self.groups:
+            self._let_go(name)
+        super().__delitem__(name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Removes a name that is not managed, or is a buffer's."""
+        if name in self.groups:
+            self._let_go(name)
+        return super().pop(name, *default)
+
+    def _let_go(self, name: str, value: Any = None) -> None:
+        """A name gets another tensor: a buffer's may, as in ``self.mean = 0.9 * self.mean + x``."""
+        if self.groups[name].block.role is not Role.PARAM:
+            del self.groups[name]
+        elif not _is_swap(sys._getframe(2)):
+            raise self._replaced(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        # a copied module is an ordinary one: a plain dictionary of ordinary tensors
+        copied: dict[str, Any] = {}
+        for name, value in self.items():
+            group = self.groups.get(name)
+            if group is not None and id(value) not in memo:
+                group.copy_into(memo)
+            copied[name] = deepcopy(value, memo)
+        return copied
+
+    def __reduce__(self) -> Any:
+        raise WrapError("the parameters of a wrapped module cannot be pickled; use state_dict()")
+
+    def _replaced(self, name: str) -> ParameterError:
+        return ParameterError(
+            f"{name!r} of block {self.groups[name].block.name!r} lives in the tiers and cannot be "
+            "replaced or removed behind the manager's back; change its values inside "
+            "`with tier.materialize(...)`; what puts other tensors in its place (weight_norm, "
+            "pruning, another library's offloading) belongs before tier.wrap, or after "
+            "tier.unwrap(module)"
+        )
+
+
+def _is_swap(frame: types.FrameType) -> bool:
+    """Whether a tensor is taken out for a call or put back: it is not used, and need not be there.
+
+    Putting back must not fail for want of room, else the other call's tensors would stay.
+    """
+    return frame.f_globals.get("__name__") == _SWAPS
+
+
+class TieredDict(HeldDict):
+    """The same while a block is not held, or names of several are in it: fetches what is asked for.
+
+    So a parameter that is used outside its own module's call (``F.linear(x,
+    self.embedding.weight)``) is there as well. A group changes the class of its dictionaries
+    when it is held and when it is let go.
+    """
+
+    def __getitem__(self, name: str) -> Any:
+        group = self.groups.get(name)
+        if group is not None and not group.holds and not _is_swap(sys._getframe(1)):
+            self.runtime.demand(group)
+        return _item(self, name)

@@ -1,0 +1,370 @@
+"""What a program needs of each budget: its models and optimizers, played through.
+
+Budgets are checked with real blocks; only where one does not do, the whole program is played
+through to say how much would: forward, backward and step, with the blocks that the larger budget
+would have. As long as no optimizer was made, AdamW stands for the one that will be.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from tiermem.config import Settings, format_size
+from tiermem.core.block import Role, align_up
+from tiermem.core.layout import TensorShape, pack, split
+from tiermem.core.need import Home, Played, StepNeed, least, unit_limit
+from tiermem.core.parts import parts_of
+from tiermem.errors import CapacityError
+from tiermem.nn.groups.blocks import BlockPlan, Inventory
+from tiermem.nn.groups.inspect import Found
+from tiermem.runtime.memory.homes import staging_size
+
+if TYPE_CHECKING:
+    from tiermem.nn.groups.grads import GradUnit
+    from tiermem.nn.groups.group import Entry
+    from tiermem.nn.passes.runtime import ModuleRuntime
+
+FREEZE = (
+    "gradients are part of that: none are kept under torch.no_grad(), nor of what "
+    "requires_grad_(False) was called on"
+)
+
+
+DtypeFor = Callable[[torch.Tensor], torch.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What an optimizer keeps for each parameter.
+
+    Attributes:
+        params: Ids of the parameters that it steps.
+        state: Returns the shapes of a parameter's state in the tiers, given the parameter and its
+            shape.
+        master: Returns the shape of its master, or None.
+        overlap: Whether steps are made while a forward holds blocks.
+        elementwise: Whether a large parameter may be stepped in parts.
+        grad_itemsize: Bytes of an element that gradients have at least; 0 for what is known.
+    """
+
+    params: frozenset[int]
+    state: Callable[[torch.Tensor, TensorShape], Sequence[TensorShape]]
+    master: Callable[[torch.Tensor, TensorShape], TensorShape | None] = lambda _param, _shape: None
+    overlap: bool = False
+    elementwise: bool = True
+    grad_itemsize: int = 0
+
+
+class Program:
+    """All that the user of one manager has said so far.
+
+    Attributes:
+        models: The wrapped models, in the order of ``wrap``.
+        optimizers: What their optimizers keep.
+    """
+
+    def __init__(self, settings: Settings, dtype_for: DtypeFor) -> None:
+        """Knows of nothing.
+
+        Args:
+            settings: Of the manager.
+            dtype_for: Returns the dtype of a parameter's gradient.
+        """
+        self._settings = settings
+        self._dtype_for = dtype_for
+        self.models: list[Inventory] = []
+        self.optimizers: list[Kept] = []
+
+    # -- played through --------------------------------------------------
+
+    def play(self, hbm: int, *, gradients: bool, optimizers: Sequence[Kept] = ()) -> Played:
+        """Returns the program as it runs with a budget of ``hbm`` bytes.
+
+        Args:
+            hbm: The budget.
+            gradients: Whether gradients are kept.
+            optimizers: Those that make steps.
+        """
+        policy = self._settings.policy
+        homes: list[tuple[Home, int]] = []
+        weights_at: Home = policy.home(Role.PARAM)
+        chain, plans = 0, [model.plan(hbm) for model in self.models]
+        for plan in plans:
+            members = [*plan.params.values(), *plan.buffers.values()]
+            homes += [
+                (own or weights_at, plan.inventory.packed(m))
+                for own, m in zip(plan.homes(), members, strict=True)
+            ]
+            if plan.small:
+                homes.append(("hbm", plan.inventory.packed(plan.small)))
+            chain = max(chain, plan.chain(weights_at))
+        if not gradients:
+            return Played(homes, chain)
+        at: Home = policy.home(Role.GRAD)
+        wide = max((kept.grad_itemsize for kept in optimizers), default=0)
+        units = [unit for plan in plans for unit in self._units(plan, wide)]
+        homes += [(at, unit.nbytes) for unit in units]
+        largest = 0 if at == "hbm" else max((unit.nbytes for unit in units), default=0)
+        steps: list[StepNeed] = []
+        for kept in optimizers:
+            room = hbm - sum(nbytes for home, nbytes in homes if home == "hbm")
+            states, masters = [], []
+            for unit in units:
+                step, state, master = self._step(unit, kept, room)
+                steps += step
+                states += [(policy.home(Role.OPTIMIZER), nbytes) for nbytes in state]
+                masters += [(policy.home(Role.MASTER), nbytes) for nbytes in master]
+            homes += states + masters
+        return Played(homes, chain, largest, steps)
+
+    def _units(self, plan: BlockPlan, wide: int) -> list[_Unit]:
+        """Returns the units of gradients of a model, their elements of ``wide`` bytes at least."""
+        found = []
+        known, dtype_of = plan.inventory, self._dtype_for
+        weights_at = self._settings.policy.home(Role.PARAM)
+        for root, members in plan.params.items():
+            fixed = plan.fixed(weights_at, root)
+            own = {id(f) for f in members}
+            entries = [f for f in known.params if id(f.same_as or f) in own]
+            block = known.packed(members)
+            limit = unit_limit(plan.hbm, block, [known.shape(f).nbytes for f in entries])
+            trained = [f for f in entries if f.tensor.requires_grad]
+            for run in split([known.shape(f).nbytes for f in trained], limit):
+                part = [trained[i] for i in run]
+                shapes = [known.shape(f) for f in part]
+                kept = [
+                    _of_itemsize(s, max(wide, dtype_of(f.tensor).itemsize))
+                    for f, s in zip(part, shapes, strict=True)
+                ]
+                found.append(_Unit(part, shapes, 0 if fixed else block, pack(kept)[1]))
+        return found
+
+    def _step(
+        self, unit: _Unit, kept: Kept, room: int
+    ) -> tuple[list[StepNeed], list[int], list[int]]:
+        """Returns the step of a unit, and the bytes of its blocks of state and of masters."""
+        policy = self._settings.policy
+        mine = [
+            (f.tensor, shape)
+            for f, shape in zip(unit.members, unit.shapes, strict=True)
+            if id(f.tensor) in kept.params
+        ]
+        if not mine:
+            return [], [], []
+        states = [shape for param, own in mine for shape in kept.state(param, own)]
+        masters = [m for param, own in mine if (m := kept.master(param, own)) is not None]
+        weights = unit.block
+        whole = weights + (0 if policy.home(Role.GRAD) == "hbm" else unit.nbytes)
+        runs = [(0, 1)]
+        if kept.elementwise and len(mine) == 1 == len(unit.members):
+            (_, own) = mine[0]
+            if all(shape.shape == own.shape for shape in states) and own.nbytes:
+                each = sum(shape.itemsize for shape in [*states, *masters])
+                elements = own.nbytes // own.itemsize
+                runs = parts_of(elements, elements * each, max(0, room - whole))
+        if len(runs) == 1:
+            state = [pack(states)[1]] if states else []
+            master = [pack(masters)[1]] if masters else []
+        else:
+            sizes = [end - begin for begin, end in runs]
+            state = [pack([_run(s, size) for s in states])[1] for size in sizes if states]
+            master = [pack([_run(s, size) for s in masters])[1] for size in sizes if masters]
+        loose = 0
+        loose += 0 if policy.home(Role.OPTIMIZER) == "hbm" else max(state, default=0)
+        loose += 0 if policy.home(Role.MASTER) == "hbm" else max(master, default=0)
+        nbytes = whole + loose * (1 if len(runs) == 1 else 3)
+        return [StepNeed(nbytes, weights, kept.overlap)], state, master
+
+    # -- what would do ---------------------------------------------------
+
+    def budgets(self, *, gradients: bool, optimizers: Sequence[Kept] = ()) -> dict[str, int]:
+        """Returns the budgets that do not do for the program, with the least bytes that would."""
+        settings = self._settings
+        now = settings.hbm // 4096 * 4096
+
+        def play(hbm: int) -> Played:
+            return self.play(hbm, gradients=gradients, optimizers=optimizers)
+
+        hbm = least(lambda budget: play(budget).hbm(), now)
+        dram, nvme = self.below_hbm(play(hbm), settings.dram)
+        found = {"hbm": hbm} if hbm > now else {}
+        if dram > settings.dram:
+            found["dram"] = align_up(dram)
+        if settings.nvme_bytes is not None and nvme > settings.nvme_bytes:
+            found["nvme_bytes"] = nvme
+        return found
+
+    def below_hbm(self, played: Played, dram: int = 0) -> tuple[int, int]:
+        """Returns the least DRAM budget from ``dram`` bytes on, and the bytes on disk."""
+        files = bool(self._settings.nvme)
+
+        def homes(budget: int) -> int:
+            return budget // 4096 * 4096 - (staging_size(budget) if files else 0)
+
+        found = least(
+            lambda budget: budget + align_up(played.short_of_dram(homes(budget), files=files)),
+            dram,
+        )
+        return found, played.on_disk(homes(found))
+
+    def _adamw(self) -> Kept:
+        trained = {id(f.tensor) for m in self.models for f in m.params if f.tensor.requires_grad}
+        return Kept(frozenset(trained), lambda _param, shape: [shape, shape])
+
+    def _most(self) -> Kept:
+        """Returns the same with a third state, float32 masters and gradients, and overlap."""
+
+        def wide(shape: TensorShape) -> TensorShape:
+            return _of_itemsize(shape, max(shape.itemsize, torch.float32.itemsize))
+
+        def master(param: torch.Tensor, shape: TensorShape) -> TensorShape | None:
+            narrow = param.is_floating_point() and shape.itemsize < torch.float32.itemsize
+            return wide(shape) if narrow else None
+
+        return Kept(
+            self._adamw().params,
+            lambda _param, shape: [wide(shape)] * 3,
+            master,
+            overlap=True,
+            grad_itemsize=torch.float32.itemsize,
+        )
+
+    def refuse_model(self, error: CapacityError) -> CapacityError:
+        """Returns the error of a model that does not fit, with what would do for all of it."""
+        forward = self.budgets(gradients=False)
+        kept = self._adamw()
+        if not kept.params:
+            return _refusal(error, forward)
+        whole = self.budgets(gradients=True, optimizers=[*self.optimizers, kept])
+        most = self.budgets(gradients=True, optimizers=[*self.optimizers, self._most()])
+        more = (
+            f" to train it with AdamW ({_listed(most)} with amsgrad, float32 masters and gradients "
+            f"and overlap=); {FREEZE}"
+        )
+        alone = f"; forward alone would do with {_listed(forward)}" if forward else ""
+        return _refusal(error, whole, more + alone)
+
+    def refuse_optimizer(self, error: CapacityError, kept: Kept) -> CapacityError:
+        """Returns the error of an optimizer that does not fit, with what would do for it all."""
+        optimizers = [*self.optimizers, kept]
+        return _refusal(error, self.budgets(gradients=True, optimizers=optimizers))
+
+    def refuse_gradients(self, error: CapacityError) -> CapacityError:
+        """Returns the error of gradients that do not fit, with what would do for them."""
+        found = self.budgets(gradients=True, optimizers=self.optimizers)
+        return _refusal(error, found, f"; {FREEZE}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """A unit of gradients.
+
+    Attributes:
+        members: Whose they are.
+        shapes: Of these parameters.
+        block: Bytes of their block of weights; 0 where that is fixed in HBM.
+        nbytes: Of the unit.
+    """
+
+    members: Sequence[Found]
+    shapes: Sequence[TensorShape]
+    block: int
+    nbytes: int
+
+
+def _of_itemsize(shape: TensorShape, itemsize: int) -> TensorShape:
+    return TensorShape(shape.name, shape.shape, shape.stride, None, itemsize)
+
+
+def _listed(budgets: dict[str, int]) -> str:
+    return " ".join(f"{name}={nbytes}" for name, nbytes in budgets.items())
+
+
+def _run(shape: TensorShape, elements: int) -> TensorShape:
+    return TensorShape(shape.name, (elements,), (1,), shape.dtype, shape.itemsize)
+
+
+def _refusal(error: CapacityError, budgets: dict[str, int], more: str = "") -> CapacityError:
+    """Returns an error that names what would do; the same one where the budgets do, as played."""
+    if not budgets:
+        return error
+    text = " and ".join(f"{name}= at least {nbytes}" for name, nbytes in budgets.items())
+    refused = CapacityError(error.what, f"give {text}{error.hint}{more}")
+    refused.hint = error.hint
+    return refused
+
+
+def check_gradients(runtime: ModuleRuntime) -> list[GradUnit]:
+    """Refuses budgets in which a backward could not run; homes of all gradients are reserved.
+
+    Returns:
+        The units whose homes are new.
+
+    Raises:
+        CapacityError: Before anything is moved.
+    """
+    program, table = runtime.program, runtime.manager.table
+    made: list[GradUnit] = []
+    try:
+        made = runtime.grads.reserve(runtime.groups)
+        units = {
+            id(e.unit): e.unit for g in runtime.groups for e in g.entries if e.unit is not None
+        }
+        loose = [u.block for u in units.values() if not table[u.block.id].fixed]
+        largest = max(loose, key=lambda block: block.nbytes, default=None)
+        if largest is None:
+            return made
+        need = table.fixed_nbytes() + runtime.worst_chain + largest.nbytes
+        if need > table.hbm.capacity:
+            raise CapacityError(
+                f"backward cannot run in tier hbm with a budget of "
+                f"{format_size(table.hbm.capacity)}: block {largest.name!r} of gradients "
+                f"({format_size(largest.nbytes)}) comes beside what a call holds; that takes "
+                f"{format_size(need)}",
+                f"give hbm= at least {need}",
+            )
+    except CapacityError as error:
+        runtime.grads.unreserve(made)
+        raise program.refuse_gradients(error) from None
+    return made
+
+
+def beside_optimizer(error: CapacityError) -> CapacityError:
+    """Returns an error that names ``tier.optimizer`` where a plain optimizer asks for the blocks.
+
+    Some of torch's optimizers give a kernel all parameters at once (``fused=True``).
+    """
+    found: list[torch.optim.Optimizer] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(owner, torch.optim.Optimizer):
+            found.append(owner)
+        frame = frame.f_back
+    if not found or hasattr(found[-1], "clip_grad_norm_"):  # that one is ours
+        return error
+    name = type(found[-1]).__name__
+    return CapacityError(
+        f"{error.what}, while a plain torch.optim.{name} asks for many parameters at once",
+        f"make it with tier.optimizer(model, torch.optim.{name}, ...), which steps block by block",
+    )
+
+
+def accumulates(entry: Entry) -> bool:
+    """Whether the backward under way adds to the gradient of a parameter."""
+    param = entry.param
+    if entry.materialized or not param.requires_grad:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        node = get_gradient_edge(param).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # it is autograd.grad that asks for this one
+        return False

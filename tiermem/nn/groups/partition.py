@@ -1,0 +1,182 @@
+"""Which modules share a block.
+
+The automatic choice looks at three things only: what repeats (the layers of a
+stack, the experts of a mixture), what a block may weigh at most, and what is
+called as one. A *territory* is a module together with its descendants, less
+the territories inside it; its parameters form one block.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import nn
+
+from tiermem.config import Home
+from tiermem.errors import ConfigError
+from tiermem.nn.compat.outside import outside
+
+Predicate = Callable[[str, nn.Module], bool]
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_SMALL = 1 << 16
+_FINEST = 32 << 20
+_COARSEST = 96 << 20
+_TRAINED = 16
+"""Bytes of a parameter that is trained by Adam: weight, gradient, master and two states, the weight
+of two bytes or of four (Rajbhandari et al., ZeRO, 2020, section 3.1)."""
+_AT_ONCE = 32  # in so many pieces HBM is divided, between the finest and the coarsest
+
+
+def largest_block(model_nbytes: int, hbm: int) -> int:
+    """Returns the bytes above which the automatic choice divides a block if it can.
+
+    Where the model streams, what is in use and what is on its way take room from what could
+    stay, so blocks shall be small beside the budget. They need not be smaller than what hides
+    the work of asking for them: 32 MiB take a bus of 64 GB/s half a millisecond. A step of an
+    optimizer is as much work for a small block as for a large one, so they are not as fine as that
+    where there is room.
+
+    Args:
+        model_nbytes: Bytes of all parameters, and of what training adds to them.
+        hbm: Device budget in bytes.
+    """
+    if model_nbytes <= hbm:
+        return max(1, hbm // 4)
+    return max(1, min(hbm // 4, max(_FINEST, min(hbm // _AT_ONCE, _COARSEST))))
+
+
+def parameter_bytes(module: nn.Module) -> int:
+    """Returns the bytes of a module's parameters, descendants included, shared ones once."""
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def training_bytes(module: nn.Module) -> int:
+    """Returns what :func:`parameter_bytes` does, with gradients and state of what is trained."""
+    return sum(
+        p.numel() * max(p.element_size(), _TRAINED if p.requires_grad else 0)
+        for p in module.parameters()
+    )
+
+
+def territories(
+    model: nn.Module, blocks: str | Iterable[str] | Predicate, largest: int
+) -> dict[str, nn.Module]:
+    """Chooses the modules at which a block begins.
+
+    Args:
+        model: The model.
+        blocks: ``"auto"``, qualified names of modules, or a predicate of name and module.
+        largest: Bytes above which a block is divided if it can be.
+
+    Returns:
+        Modules by qualified name; the root (``""``) is always among them.
+
+    Raises:
+        ConfigError: If a name is not one of a module.
+    """
+    modules = dict(model.named_modules())
+    if blocks == "auto":
+        chosen = _Automatic(largest).choose(model)
+    elif callable(blocks):
+        chosen = {name for name, module in modules.items() if outside(blocks, name, module)}
+    elif isinstance(blocks, str):
+        raise ConfigError(f"blocks={blocks!r}: give 'auto', a list of module names or a predicate")
+    else:
+        chosen = set(blocks)
+        unknown = sorted(chosen - set(modules))
+        if unknown:
+            raise ConfigError(f"blocks: the model has no modules named {unknown[:5]}")
+    chosen.add("")
+    return {name: module for name, module in modules.items() if name in chosen}
+
+
+def checked_homes(
+    homes: Mapping[str, Home] | None, modules: Mapping[str, nn.Module]
+) -> dict[str, Home]:
+    """Returns homes of modules' weights by qualified name.
+
+    Raises:
+        ConfigError: If one is of a module that the model does not have, or no tier.
+    """
+    found = dict(homes or {})
+    unknown = sorted(set(found) - set(modules))
+    if unknown:
+        raise ConfigError(f"homes: the model has no modules named {unknown[:5]}")
+    for name, home in found.items():
+        if home not in ("hbm", "dram", "nvme", "auto"):
+            raise ConfigError(
+                f"homes: {name!r} has the home {home!r}; it is one of 'hbm', 'dram', 'nvme', 'auto'"
+            )
+    return found
+
+
+def home_of(name: str, homes: Mapping[str, Home]) -> Home | None:
+    """Returns the home given for a module or for the nearest module around it; None for none."""
+    while name not in homes and name:
+        name = name.rpartition(".")[0]
+    return homes.get(name)
+
+
+class _Automatic:
+    """Walks down from the root and marks where blocks begin."""
+
+    def __init__(self, largest: int) -> None:
+        self._largest = largest
+        self._marked: set[str] = set()
+        self._sizes: dict[int, int] = {}
+
+    def choose(self, model: nn.Module) -> set[str]:
+        self._visit("", model, inside=False)
+        return self._marked
+
+    def _size(self, module: nn.Module) -> int:
+        key = id(module)
+        if key not in self._sizes:
+            self._sizes[key] = parameter_bytes(module)
+        return self._sizes[key]
+
+    def _visit(self, name: str, module: nn.Module, *, inside: bool) -> None:
+        """Marks blocks among the descendants of ``module``.
+
+        Args:
+            name: Qualified name.
+            module: Where to look.
+            inside: Whether a block has begun at it or above it, other than the root's.
+        """
+        whole = inside and self._size(module) <= self._largest
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            if not self._size(child):
+                continue
+            if isinstance(child, _CONTAINERS):
+                self._visit_list(path, child, inside=inside)
+            elif whole:
+                self._visit(path, child, inside=True)
+            elif isinstance(child, nn.Sequential) and not inside and self._repeats(child):
+                self._visit_list(path, child, inside=inside)
+            elif self._size(child) > _SMALL or not inside:
+                self._begin(path, child)
+            else:
+                self._visit(path, child, inside=inside)
+
+    def _visit_list(self, path: str, container: nn.Module, *, inside: bool) -> None:
+        """Begins a block at each item of a list whose items are called one by one."""
+        for name, child in container.named_children():
+            item = f"{path}.{name}"
+            if not self._size(child):
+                continue
+            if isinstance(child, _CONTAINERS):
+                self._visit_list(item, child, inside=inside)
+            elif self._size(child) > _SMALL // 16 or not inside:
+                self._begin(item, child)
+            else:
+                self._visit(item, child, inside=inside)
+
+    def _begin(self, path: str, module: nn.Module) -> None:
+        self._marked.add(path)
+        self._visit(path, module, inside=True)
+
+    def _repeats(self, container: nn.Module) -> bool:
+        kinds = Counter(type(child) for child in container.children() if self._size(child))
+        return any(count > 1 for count in kinds.values())

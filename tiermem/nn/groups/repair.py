@@ -1,0 +1,202 @@
+"""Makes modules, gradients and leases right again after an exception at a line of ours.
+
+Whoever lets a user in notes such an exception; the next call that comes from outside everything of
+ours begins with :func:`repair`. Nothing is held then: not by this thread, which is not inside any
+call of ours, nor by another, which is looked for. So what says that something is held is what is
+left of the call that was cut short. See :mod:`tiermem.runtime.repair` for the blocks themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+import torch
+
+from tiermem.core.block import Role
+from tiermem.errors import REFUSALS
+from tiermem.nn.compat.outside import OUTSIDE
+from tiermem.nn.groups.unfinished import finish_changes, repair_gradients
+from tiermem.runtime.repair import end_leases, repair_homes
+
+if TYPE_CHECKING:
+    from tiermem.nn.passes.runtime import ModuleRuntime
+    from tiermem.runtime.manager import BlockManager
+
+_PACKAGE = str(Path(__file__).parent.parent) + os.sep
+_ROOMS = (f"{_PACKAGE}nn{os.sep}", f"{_PACKAGE}optim{os.sep}", f"{_PACKAGE}tier.py")
+"""Code in which blocks are held from one call of the manager's to the next."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class HasRuntime(Protocol):
+    """Something that users call."""
+
+    _runtime: ModuleRuntime
+
+
+class HasManager(Protocol):
+    """Something that torch calls in the middle of a user's code."""
+
+    manager: BlockManager
+
+
+def entrance(method: F) -> F:
+    """Marks a method that users call, of something that :class:`HasRuntime`.
+
+    It begins with a repair where one is due, and notes an exception that was not raised on purpose
+    and did not come from outside (:mod:`tiermem.nn.compat.outside`).
+    """
+
+    @functools.wraps(method)
+    def enter(self: HasRuntime, /, *args: Any, **kwargs: Any) -> Any:
+        manager = self._runtime.manager
+        if manager.unsure:
+            repair(self._runtime)
+        try:
+            return method(self, *args, **kwargs)
+        except REFUSALS:
+            raise
+        except BaseException as error:  # no call in here: there may be no stack left for one
+            if OUTSIDE in error.__dict__:
+                del error.__dict__[OUTSIDE]
+            else:
+                manager.torn = manager.unsure = True
+            raise
+
+    return cast("F", enter)
+
+
+def inside(method: F) -> F:
+    """Marks a method that torch calls, of something that :class:`HasManager`.
+
+    It notes an exception as :func:`entrance` does; the repair is left to those.
+    """
+
+    @functools.wraps(method)
+    def enter(self: HasManager, /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except REFUSALS:
+            raise
+        except BaseException as error:
+            if OUTSIDE not in error.__dict__:
+                self.manager.torn = self.manager.unsure = True
+            raise
+
+    return cast("F", enter)
+
+
+def repair(runtime: ModuleRuntime) -> None:
+    """Makes everything right, as far as nothing is under way.
+
+    Called by what users call, before it does anything else. Inside another call of ours (a model
+    that caught the error goes on) only the blocks are made right; leases that nobody gives back any
+    more are ended by the next call from outside.
+    """
+    manager = runtime.manager
+    if manager.closed:
+        return
+    manager.guard()  # repairs the blocks
+    if not _is_alone():
+        return
+    with manager.lock:
+        manager.repair_blocks()
+        if runtime.wrapping is not None:
+            from tiermem.nn.wrap.originals import undo_wrap  # it needs groups, which need this
+
+            undo_wrap(runtime.wrapping)
+        while runtime.saved.on_top() and torch.is_grad_enabled():
+            runtime.saved.pop()
+        runtime.here.depth = 0
+        kept = _end_attempts(runtime)
+        for block_id, holder in list(manager.holders.items()):
+            if block_id not in kept:
+                holder.repair()
+        finish_changes(runtime)
+        end_leases(manager.parts, kept)
+        runtime.reset_backward()
+        repair_gradients(runtime)
+        if runtime.activations.store is not None:
+            runtime.activations.store.repair()
+        _drop_lost(runtime)
+        repair_homes(manager.parts)
+        manager.torn = manager.unsure = False
+    _take_back(runtime)
+
+
+def _end_attempts(runtime: ModuleRuntime) -> Counter[int]:
+    """Takes back steps that were cut short; returns the leases of those that cannot be yet.
+
+    Nothing that they hold may move: it is neither old nor new.
+    """
+    kept: Counter[int] = Counter()
+    holds: Counter[int] = Counter()
+    for attempt in list(runtime.attempts):
+        with suppress(*REFUSALS):  # the disk fails still: whoever needs the blocks is told
+            attempt.end()
+            continue
+        group, blocks = attempt.leased()
+        kept.update(block.id for block in blocks)
+        if group is not None:
+            holds[group.block.id] += 1
+    for group in runtime.groups:
+        if group.block.id in holds:
+            group.holds = holds[group.block.id]
+            kept[group.block.id] += 1  # a group has one lease, however many hold it
+            for inside in group.insides:
+                inside.reset()
+    return kept
+
+
+def _take_back(runtime: ModuleRuntime) -> None:
+    """Takes back what a user had as ordinary tensors when the exception came."""
+    if any(lending.left for lending in runtime.lendings):
+        from tiermem.nn.wrap.materialize import take_back_left  # it needs this module itself
+
+        take_back_left(runtime)
+
+
+def _drop_lost(runtime: ModuleRuntime) -> None:
+    """Takes out blocks of gradients that no parameter has, and of state that no optimizer has.
+
+    They were about to be given to some.
+    """
+    known = {e.unit.block.id for g in runtime.groups for e in g.entries if e.unit is not None}
+    known |= {block.id for keeper in runtime.keepers for block in keeper.blocks()}
+    kinds = (Role.GRAD, Role.OPTIMIZER, Role.MASTER)
+    records = list(runtime.manager.table)
+    lost = [r.block for r in records if r.block.role in kinds and r.block.id not in known]
+    if lost:
+        runtime.manager.remove_blocks(lost)
+
+
+def _is_alone() -> bool:
+    """Whether no thread is inside a call of ours, but for the one that asks, just begun."""
+    if torch._C._current_graph_task_id() != -1:
+        return False
+    here = sys._getframe(3)
+    mine = _inside(here)
+    others = (
+        _inside(frame)
+        for thread, frame in sys._current_frames().items()
+        if thread != threading.get_ident()
+    )
+    return not (mine or any(others))
+
+
+def _inside(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_ROOMS):
+            return True
+        frame = frame.f_back
+    return False

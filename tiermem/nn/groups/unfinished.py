@@ -1,0 +1,54 @@
+"""Gradients that an exception has left half changed, or half forgotten."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from tiermem.nn.groups.group import Entry
+    from tiermem.nn.passes.runtime import ModuleRuntime
+    from tiermem.runtime.manager import BlockManager
+
+
+def finish_changes(runtime: ModuleRuntime) -> None:
+    """Notes how far changes of gradients got that were cut short; the rest is made at next use.
+
+    Before anything else is written where the gradients are.
+    """
+    for group in runtime.groups:
+        for unit in {id(e.unit): e.unit for e in group.entries if e.unit is not None}.values():
+            for pending in unit.pending:
+                pending.note_written()
+
+
+def repair_gradients(runtime: ModuleRuntime) -> None:
+    """Makes entries agree with their blocks; no backward runs.
+
+    A gradient that was being forgotten, or handed out for the first time, is none: whoever cuts a
+    backward short sets the gradients to none before the next.
+    """
+    runtime.grads.forget_backward()
+    for group in runtime.groups:
+        for entry in group.entries:
+            entry.announced = entry.displaced = False
+            if not entry.materialized:
+                _repair(entry, runtime.manager)
+
+
+def _repair(entry: Entry, manager: BlockManager) -> None:
+    unit = entry.unit
+    lent = unit is not None and manager.lender.borrowers(unit.block) > 0  # to a step on the host
+    there = unit is not None and (lent or manager.table[unit.block.id].defined)
+    with torch._C.DisableTorchFunctionSubclass():
+        if entry.has_grad and (not there or entry.lazy is None):
+            entry.has_grad = False
+        if not entry.has_grad and entry.lazy is not None:
+            if entry.param.grad is entry.lazy:
+                entry.param.grad = None
+            entry.lazy = None
+    if unit is not None and there and not any(e.has_grad for e in unit.entries):
+        unit.pending.clear()
+        if not lent:
+            manager.discard(unit.block)

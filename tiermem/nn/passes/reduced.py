@@ -1,0 +1,157 @@
+"""Gradients under a ``DistributedDataParallel`` that is around the model.
+
+Its reducer, in C++, copies every gradient out of ``param.grad`` as soon as it was accumulated, and
+the mean over all processes back into it when backward is over. It knows nothing of stand-ins. So
+in a backward that it takes part in, gradients are ordinary tensors on the device, as they are for
+a resident model, and they go to the tiers when it is done. They take memory beside the budgets,
+as the reducer's own buckets do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tiermem.errors import CapacityError, StepError, WrapError
+from tiermem.nn.tensors.lazy import LazyTensor, flush, is_gone
+
+if TYPE_CHECKING:
+    from tiermem.nn.groups.group import Entry, Group
+    from tiermem.nn.passes.runtime import ModuleRuntime
+    from tiermem.nn.wrap.scope import Scope
+
+_NAME = DistributedDataParallel.__name__
+
+
+class ReducedGradients:
+    """Sees to it that the reducer finds ordinary gradients.
+
+    Attributes:
+        active: Whether gradients of the next backward (or of the one under way) are reduced.
+        arrived: Whether any was accumulated since the forward (``torch.autograd.grad`` does not).
+    """
+
+    active = False
+    arrived = False
+
+    def __init__(self, runtime: ModuleRuntime) -> None:
+        """Serves ``runtime``."""
+        self._runtime = runtime
+        self._held: list[Group] = []
+        self._inside: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
+
+    def hold_buffers(self, model: nn.Module) -> None:
+        """Has the buffers of a model stay in HBM: they are broadcast as each forward begins.
+
+        Raises:
+            CapacityError: If there is no room.
+        """
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+        ids = {id(tensor) for name, tensor in model.named_buffers() if name not in ignored}
+        for group in self._runtime.groups:
+            if group in self._held or not any(id(b.tensor) in ids for b in group.buffers):
+                continue
+            try:
+                group.hold()
+            except CapacityError as error:
+                raise CapacityError(
+                    f"{_NAME} broadcasts the buffers of its module in every forward, so those in "
+                    f"block {group.block.name!r} have to stay in HBM: {error}"
+                ) from error
+            self._held.append(group)
+            group.manager.mark_dirty(group.block)  # nobody sees it written there
+
+    def holds(self, group: Group) -> bool:
+        """Whether a group is held here, whether or not its module is being called."""
+        return group in self._held
+
+    def let_go(self, groups: Iterable[Group]) -> None:
+        """Gives up what is held of groups that leave the tiers."""
+        for group in groups:
+            if group in self._held:
+                self._held.remove(group)
+                group.let_go(dirty=True)
+
+    def begin_forward(self, scope: Scope) -> None:
+        """A wrapped module is called; a backward may follow.
+
+        Args:
+            scope: The module's.
+
+        Raises:
+            StepError: If an optimizer steps before gradients are reduced.
+            WrapError: If the reducer works in a way that cannot be followed.
+        """
+        around: Any = DistributedDataParallel._active_ddp_module
+        if around is None or not torch.is_grad_enabled() or not self._is_inside(scope, around):
+            return
+        if not around.require_backward_grad_sync:  # no_sync(): they are summed up here
+            # unless the backward of a forward outside of it is still to come
+            self.active = self.active and not self.arrived
+            return
+        self._check(around)
+        self.active, self.arrived = True, False
+        for group in self._runtime.groups:
+            for entry in group.entries:
+                if entry.tracked:
+                    self.make_ordinary(entry)
+
+    def _is_inside(self, scope: Scope, around: nn.Module) -> bool:
+        """Whether a module is a part of another, and not just called in its forward."""
+        if around not in self._inside:
+            self._inside[around] = {id(module) for module in around.modules()}
+        return id(scope.wrapped.model.get_submodule(scope.name)) in self._inside[around]
+
+    def _check(self, around: Any) -> None:
+        device = self._runtime.manager.device
+        if around.device != device:
+            raise WrapError(
+                f"{_NAME} was made while the model was on {around.device}, and its gradients are "
+                f"on {device}: wrap first, {_NAME}(tier.wrap(model))"
+            )
+        if around.gradient_as_bucket_view:
+            raise WrapError(
+                f"{_NAME}(gradient_as_bucket_view=True) keeps gradients in buckets of its own, "
+                "where they cannot go to the tiers; leave that option out"
+            )
+        if self._runtime.backwards:
+            raise StepError(
+                f"overlap='backward' makes steps before {_NAME} has reduced the gradients; use "
+                "overlap='forward' or none"
+            )
+
+    def make_ordinary(self, entry: Entry) -> None:
+        """Makes ``param.grad`` an ordinary tensor where it is a stand-in.
+
+        Raises:
+            StepError: If it is kept in another dtype, in which the reducer cannot sum it up.
+        """
+        grads, param = self._runtime.grads, entry.param
+        grads.sync(entry)
+        current = param.grad
+        if not isinstance(current, LazyTensor) or is_gone(current) or not entry.has_grad:
+            return
+        if grads.dtype_of(entry) is not param.dtype:
+            raise StepError(
+                f"the gradient of parameter {entry.name!r} is kept in {grads.dtype_of(entry)} "
+                f"(grad_dtype=), in which {_NAME} cannot add to it; "
+                "leave grad_dtype out, or make one backward per step"
+            )
+        flush(current)
+        gradient = grads.load(entry)
+        grads.clear(entry)
+        param.grad = gradient
+
+    def end_backward(self) -> None:
+        """Backward is over, and the reducer is done: gradients go to the tiers."""
+        if not self.active:
+            return
+        for group in self._runtime.groups:
+            for entry in group.entries:
+                if entry.tracked and not isinstance(entry.param.grad, LazyTensor):
+                    self._runtime.grads.take_over(entry)

@@ -1,0 +1,440 @@
+"""Tensors that autograd saves: views of weights become references, large ones leave HBM.
+
+autograd keeps views of weights (``weight.t()``) that look into an HBM slot.
+Kept as they are, they would hold the slot until backward. So they are packed
+as (block, offset, shape, stride) and unpacked from wherever the block is then.
+
+The parameter itself must never be what is kept: it shows whatever it points at by
+then, which may be nothing. It is packed by who it is, whatever class it has at the
+moment, and where somebody else kept it (a hook of the user's), it is replaced by
+its bytes when it comes back.
+
+Saved-tensor hooks do not chain: only the innermost pair sees a tensor. So each
+pair here remembers the pair it covers (``checkpoint``'s, or the user's). The user's
+sees every tensor, weights too, as it does without tiermem: what it returns may be
+another value. Those that only keep tensors elsewhere see those that are no weights.
+Where none is covered, what is no weight goes to :mod:`tiermem.nn.passes.activations`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tiermem.core.block import Block, Role
+from tiermem.errors import ParameterError
+from tiermem.nn.compat.hookpair import Pair, change_pushed, top_pair
+from tiermem.nn.groups.repair import inside
+from tiermem.nn.passes.activations import Kept, SavedActivation, check_version
+from tiermem.nn.tensors.away import group_of
+from tiermem.runtime.base.functorch import transforming, untransformed
+from tiermem.runtime.memory.slots import Slot, typed_view
+
+if TYPE_CHECKING:
+    from tiermem.nn.groups.group import Group
+    from tiermem.nn.passes.runtime import ModuleRuntime
+
+_REFERRED = (Role.PARAM, Role.BUFFER)
+
+
+class SavedView:
+    """A view of a block's bytes, without holding them.
+
+    Attributes:
+        block: The block.
+        offset: In elements of ``dtype``, from the first byte of the block.
+        hooks: Of the manager that has the block.
+        owner: The parameter or buffer whose bytes they are, if that is known.
+        version: Of the owner when the view was saved; -1 where changes are no error.
+    """
+
+    __slots__ = (
+        "block", "conj", "dtype", "hooks", "neg", "offset", "owner", "shape", "stride", "version"
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        hooks: SavedHooks,
+        block: Block,
+        tensor: torch.Tensor,
+        offset: int,
+        owner: torch.Tensor | None,
+    ) -> None:
+        self.hooks = hooks
+        self.block = block
+        self.offset = offset
+        self.shape = tuple(tensor.shape)
+        self.stride = tensor.stride()
+        self.dtype = tensor.dtype
+        self.conj = tensor.is_conj()
+        self.neg = tensor.is_neg()
+        self.owner = owner
+        # a tensor with a counter of its own (``weight.data``) is not said to be changed either
+        same = owner is not None and owner._version == tensor._version
+        self.version = tensor._version if same else -1
+
+
+def _passed_over(pack: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a pack hook that covers no other as none of a user's.
+
+    From torch 2.15 on, selective checkpoints hand what they keep to the user's hooks if they are
+    told to, and warn where they are not told. They pass over hooks of checkpoints, which they know
+    by these two names; and what is ours has to be passed over as well.
+    """
+    pack.__dict__.update(_checkpoint_internal=True, _user_hooks=None)
+    return pack
+
+
+class _Handed:
+    """What a covered pair made of a tensor, and how to undo it."""
+
+    __slots__ = ("packed", "unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
+        self.packed = packed
+        self.unpack = unpack
+
+
+class SavedHooks:
+    """Makes, pushes and pops the pairs of one runtime."""
+
+    def __init__(self, runtime: ModuleRuntime) -> None:
+        """Serves ``runtime``."""
+        self._runtime = runtime
+        self.manager = runtime.manager
+        self._plain: Pair = (self._pack_plain, self._unpack)
+
+    def on_top(self) -> bool:
+        """Whether a pair of ours sees what is saved, or nothing is."""
+        if not torch.is_grad_enabled():
+            return True
+        outer = top_pair()
+        return outer is not None and _hooks_of(outer) is self
+
+    def push_for_operation(self) -> bool:
+        """Pushes a pair for an operation outside every module, unless a checkpoint's is there.
+
+        A checkpoint runs such an operation once inside a module's call, where we do not see it,
+        and once more on its own: both times it has to see the same tensors.
+        """
+        outer = top_pair()
+        return not (outer is not None and _is_of_checkpoint(outer)) and self.push()
+
+    def push(self) -> bool:
+        """Puts a pair of ours on top, unless one is there or none can be.
+
+        Returns:
+            Whether one was pushed, and :meth:`pop` is owed.
+        """
+        if not torch.is_grad_enabled() or self.refused():
+            return False
+        outer = top_pair()
+        if outer is None:
+            pack, unpack = self._plain
+        elif _hooks_of(outer) is self:
+            return False
+        else:
+            pack, unpack = self.cover(outer)
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        return True
+
+    def cover(self, outer: Pair) -> Pair:
+        """Returns a pair of ours over another one."""
+        return _Covering(self, outer), self._unpack
+
+    def pop(self) -> None:
+        """Takes the pair pushed last off again."""
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    @staticmethod
+    def refused() -> bool:
+        """Whether torch takes no hooks now: in ``torch.func``, or where they are disabled."""
+        enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        return not enabled or transforming()
+
+    def hold_for(self, outputs: Sequence[torch.Tensor], groups: Iterable[Group]) -> None:
+        """Has blocks stay in HBM as long as a graph lives that no hook of ours has seen.
+
+        It has saved the parameters themselves. An alias of each block goes into the graph.
+
+        Args:
+            outputs: Of the module that has just used the blocks.
+            groups: The blocks; they are held now.
+        """
+        used = [group.block.id for group in groups if not group.is_replaced()]
+        with untransformed() if transforming() else nullcontext():
+            aliases = [_alias(self.manager.slots.current[block_id]) for block_id in used]
+        for tensor in outputs:
+            if tensor.grad_fn is not None:
+                kept: dict[str, Any] = tensor.grad_fn.metadata  # type: ignore[assignment]
+                kept.setdefault("tiermem", []).extend(aliases)
+
+    def reference(self, tensor: torch.Tensor) -> SavedView | None:
+        """Returns a reference in place of a weight, a large buffer or a view of one, or None."""
+        if type(tensor) not in _PLAIN_TYPES:
+            return _whole(tensor)
+        if tensor.layout is not torch.strided:
+            return None
+        slot = self._slot_of(tensor)
+        if slot is None or slot.block.role not in _REFERRED:
+            return None
+        owner = self._runtime.owner_of(slot.block, tensor)
+        return SavedView(self, slot.block, tensor, int(tensor.storage_offset()), owner)
+
+    def _slot_of(self, tensor: torch.Tensor) -> Slot | None:
+        """Returns the slot that a tensor looks into, or None."""
+        try:
+            address = tensor.untyped_storage().data_ptr()
+        except RuntimeError:  # zeros without memory, as forward-mode differentiation makes them
+            return None
+        return self.manager.by_address.get(address)
+
+    @_passed_over
+    @inside
+    def _pack_plain(self, tensor: torch.Tensor) -> Any:
+        found = self.reference(tensor)
+        if found is not None:
+            return found.hooks.beside(found, tensor) or found
+        if type(tensor) not in _PLAIN_TYPES:
+            return tensor
+        return self._runtime.activations.pack(tensor) or Kept(tensor)
+
+    def beside(self, saved: SavedView, tensor: torch.Tensor) -> Kept | None:
+        """Returns an alias of bytes that never leave HBM, which backward finds sooner; else None.
+
+        It looks through the storage that is only read, and has the tensor's version counter.
+        """
+        record = self.manager.table.get(saved.block.id)
+        if record is None or not record.fixed or saved.conj or saved.neg:
+            return None
+        slot = self.manager.slots.current[saved.block.id]
+        with torch._C.DisableTorchFunctionSubclass():
+            alias = tensor.detach()
+            alias.data = _view_of(slot, saved)
+        return Kept(alias)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if type(packed) is _Handed:
+            inner = packed.packed
+            if type(inner) is SavedView:
+                inner = inner.hooks.view(inner)
+            return _bytes_of(packed.unpack(inner))  # the user's: an exception there is no fault
+        if type(packed) is SavedView:
+            return packed.hooks.view(packed)
+        if type(packed) is Kept:
+            return _bytes_of(packed.open())
+        if type(packed) is SavedActivation:
+            check_version(packed.counter, packed.version, packed.shape)
+            return self._activation(packed)
+        return packed  # type: ignore[no-any-return]
+
+    @inside
+    def _activation(self, packed: SavedActivation) -> torch.Tensor:
+        self._runtime.enter_backward()
+        return self._runtime.activations.open(packed)
+
+    def view(self, saved: SavedView) -> torch.Tensor:
+        """Returns the view that was saved, in HBM.
+
+        Raises:
+            RuntimeError: If the weight was changed in place since.
+            ParameterError: If its module was unwrapped and the bytes are not known any more.
+            StorageError: If they cannot be read.
+            ClosedError: If the manager is closed.
+        """
+        if saved.block.id in self.manager.debts:
+            self.pay(saved.block.id)
+        owner = saved.owner  # an error that torch raises as well is no fault of ours
+        if owner is not None and saved.version not in (-1, owner._version):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a weight of block {saved.block.name!r} is at version "
+                f"{owner._version}; expected version {saved.version} instead"
+            )
+        return self._fetch(saved)
+
+    @inside
+    def pay(self, block_id: int) -> None:
+        """Makes the step that a block owes: it changes the weights, and is counted then."""
+        with self.manager.lock:
+            self.manager.debts.pay(block_id)
+
+    @inside
+    def _fetch(self, saved: SavedView) -> torch.Tensor:
+        self._runtime.enter_backward()
+        if self.manager.table.get(saved.block.id) is None and not self.manager.closed:
+            view = _taken_out(saved)
+        else:
+            slot = self.manager.acquire(saved.block)
+            try:
+                view = _view_of(slot, saved)
+            finally:
+                self.manager.release(saved.block)
+        if torch.is_grad_enabled():
+            # backward with a graph of its own saves this again, where no hook of ours sees it: a
+            # copy in ordinary memory does not hold the block in HBM
+            with torch.no_grad():
+                view = view.clone(memory_format=torch.preserve_format)
+        if saved.conj:
+            view = view.conj()
+        if saved.neg:
+            view = torch._neg_view(view)
+        return view
+
+
+def _alias(slot: Slot) -> torch.Tensor:
+    """Returns a view of a block's first byte: as long as it lives the block stays where it is."""
+    return typed_view(slot.sight.reading, torch.uint8, 0, (1,), (1,))
+
+
+def _view_of(slot: Slot, saved: SavedView) -> torch.Tensor:
+    """Returns a view of a block in HBM, through the storage that is only read."""
+    return typed_view(slot.sight.reading, saved.dtype, saved.offset, saved.shape, saved.stride)
+
+
+def _taken_out(saved: SavedView) -> torch.Tensor:
+    """Returns a view of a weight whose module was unwrapped since: the parameter has the bytes.
+
+    Raises:
+        ParameterError: If it is not known whose bytes they are, or the parameter has others.
+    """
+    owner, item = saved.owner, saved.dtype.itemsize
+    position = saved.offset * item
+    index = bisect_right(saved.block.tensors, position, key=lambda spec: spec.offset) - 1
+    spec = saved.block.tensors[index]
+    if owner is None or owner.stride() != spec.stride:
+        raise ParameterError(
+            f"backward needs a weight of block {saved.block.name!r}, which was taken out of the "
+            "tiers after forward; call tier.unwrap(module) after backward"
+        )
+    offset = (position - spec.offset + int(owner.storage_offset()) * owner.itemsize) // item
+    storage = owner.detach().untyped_storage()
+    return typed_view(storage, saved.dtype, offset, saved.shape, saved.stride)
+
+
+def _hooks_of(pair: Pair) -> SavedHooks | None:
+    """Returns whose pair of ours a pair is, None if it is none."""
+    found = getattr(pair[0], "__self__", None) or getattr(pair[0], "hooks", None)
+    return found if isinstance(found, SavedHooks) else None
+
+
+def _covered(pair: Pair) -> Pair:
+    """Returns what is pushed for a pair: one that covers it, if there are wrapped modules.
+
+    Checkpoints save nothing there, and have to see the same tensors when they recompute outside.
+    """
+    if not group_of or _hooks_of(pair) is not None or _is_of_checkpoint(pair):
+        return pair
+    outer = top_pair()
+    hooks = None if outer is None else _hooks_of(outer)
+    if hooks is not None:
+        return hooks.cover(pair)
+    pack, unpack = pair
+    return pack, WithBytes(unpack)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a managed tensor that may be away; any other tensor as it is."""
+    if type(tensor) in _PLAIN_TYPES:
+        return tensor
+    found = _whole(tensor)
+    if found is None:
+        return tensor
+    found.version = -1  # with hooks torch does not look for changes
+    return found.hooks.view(found)
+
+
+def _whole(tensor: torch.Tensor) -> SavedView | None:
+    """Returns a reference in place of a managed tensor, wherever it points; else None."""
+    group = group_of.get(id(tensor))
+    member = None if group is None else group.member_of(tensor)
+    if group is None or member is None or member.materialized:
+        return None
+    if group.block.id in group.manager.debts:
+        group.lender.saved.pay(group.block.id)
+    spec = group.block.tensors[member.index]
+    with torch._C.DisableTorchFunctionSubclass():
+        offset = spec.offset // tensor.dtype.itemsize
+        view = SavedView(group.lender.saved, group.block, tensor, offset, tensor)
+    view.stride = spec.stride
+    return view
+
+
+def _is_of_checkpoint(pair: Pair) -> bool:
+    """Whether a pair of saved-tensor hooks is one of ``torch.utils.checkpoint``'s."""
+    return getattr(pair[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def _only_keeps(pair: Pair) -> bool:
+    """Whether a pair returns what it is given, and would only make copies of weights."""
+    if isinstance(pair[0], _Covering):
+        return _only_keeps(pair[0].outer)
+    name = getattr(pair[0], "__qualname__", "")
+    return _hooks_of(pair) is not None or _is_of_checkpoint(pair) or name.startswith("save_on_cpu.")
+
+
+class WithBytes:
+    """An unpack hook over another one, for pairs that are pushed outside every wrapped module.
+
+    Attributes:
+        unpack: The other one. A parameter that it returns is replaced by its bytes.
+    """
+
+    __slots__ = ("unpack",)
+
+    def __init__(self, unpack: Callable[[Any], torch.Tensor]) -> None:
+        self.unpack = unpack
+
+    def __call__(self, packed: Any) -> torch.Tensor:
+        """Unpacks."""
+        return _bytes_of(self.unpack(packed))
+
+
+class _Covering:
+    """A pack hook over another pair."""
+
+    __slots__ = ("hooks", "manager", "only_keeps", "outer", "recomputes")
+
+    def __init__(self, hooks: SavedHooks, outer: Pair) -> None:
+        self.hooks = hooks
+        self.manager = hooks.manager
+        self.outer = outer
+        self.only_keeps = _only_keeps(outer)
+        # a checkpoint computes with the weights of then, changed or not
+        self.recomputes = _is_of_checkpoint(outer)
+
+    @property
+    def _checkpoint_internal(self) -> bool:
+        """As :func:`_passed_over` says, where it covers a checkpoint's pair."""
+        return getattr(self.outer[0], "_checkpoint_internal", False)
+
+    @property
+    def _user_hooks(self) -> Pair | None:
+        """The user's pair that such a pair covers."""
+        return getattr(self.outer[0], "_user_hooks", None)
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        found = self._reference(tensor)
+        if found is not None and self.recomputes:
+            found.version = -1
+        if found is not None and self.only_keeps:
+            return found
+        pack, unpack = self.outer
+        packed = pack(tensor)
+        if found is not None and packed is tensor:
+            found.version = -1  # with hooks torch does not look for changes
+            return _Handed(found, unpack)
+        return _Handed(packed, unpack)
+
+    @inside
+    def _reference(self, tensor: torch.Tensor) -> SavedView | None:
+        """Asks for a reference; the other pair's own exceptions (a checkpoint's stop) pass by."""
+        return self.hooks.reference(tensor)
+
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+change_pushed(_covered)

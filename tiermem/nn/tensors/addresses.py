@@ -1,0 +1,61 @@
+"""Addresses that users ask of tensors that come and go.
+
+Programs compare them to find tensors that share memory (tied weights), and take each memory once.
+Two tensors that were in HBM at the same place one after the other share nothing. So the address
+that another tensor was said to be at is not said again: it has become untrue for that one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import ReferenceType, ref
+
+import torch
+
+from tiermem.errors import ParameterError
+from tiermem.nn.tensors.away import group_of
+from tiermem.nn.tensors.replaced import named
+
+if TYPE_CHECKING:
+    from tiermem.nn.groups.group import Group
+
+
+class Addresses:
+    """Where users were told that tensors of one manager are."""
+
+    def __init__(self) -> None:
+        """Nobody has asked."""
+        self._at: dict[int, ReferenceType[torch.Tensor]] = {}
+        self._of: dict[int, int] = {}
+
+    def tell(self, group: Group, tensor: torch.Tensor, address: int) -> None:
+        """Notes that a user is told where a tensor is.
+
+        Args:
+            group: The tensor's.
+            tensor: Its block is there.
+            address: Of its first byte.
+
+        Raises:
+            ParameterError: If another was said to be there before, and not elsewhere since.
+        """
+        before = self._of.get(id(tensor))
+        other = self._at[address]() if address in self._at else None
+        if other is not None and other is not tensor and id(other) in group_of:
+            theirs, member = group_of[id(other)].member_of(other), group.member_of(tensor)
+            tied = theirs is not None and member is not None and theirs.index == member.index
+            if not (tied and group_of[id(other)] is group):
+                raise ParameterError(
+                    f"{named(group, tensor)} is in HBM where {named(group_of[id(other)], other)} "
+                    "was said to be, which has left since: addresses of tensors in the tiers "
+                    "cannot be compared or kept; compare the tensors with `is`, or ask for "
+                    "addresses inside `with tier.materialize(module)`"
+                )
+        if before is not None and before != address and self._is_at(before, tensor):
+            del self._at[before]
+        self._at[address] = ref(tensor)
+        self._of[id(tensor)] = address
+
+    def _is_at(self, address: int, tensor: torch.Tensor) -> bool:
+        found = self._at.get(address)
+        return found is not None and found() is tensor

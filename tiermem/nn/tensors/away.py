@@ -1,0 +1,258 @@
+"""Managed parameters and large buffers while their block is not held.
+
+Then the class of the very same object is one derived from its own, whose
+operations bring the block first. A parameter that is used outside every wrapped
+call (a penalty on the weights in the loss, an average of weights, a hand-written
+update) is there, wherever the reference to it was kept. While the block is held
+the object has its own class again, and no torch behaviour depends on us.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import distributed
+
+from tiermem.errors import CapacityError, ClosedError, ParameterError, WrapError
+from tiermem.nn.compat.quiet import unrecorded
+from tiermem.nn.tensors.placeholder import is_placeholder
+from tiermem.nn.tensors.replaced import named, why_not
+from tiermem.nn.tensors.standin import Opened, StandIn, writes
+
+if TYPE_CHECKING:
+    from tiermem.nn.groups.group import Group
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_UNSEEN_WRITES = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__}
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
+_BROADCAST = getattr(getattr(distributed, "_sync_module_states", None), "__code__", None)
+_classes: dict[type, type] = {}
+group_of: WeakValueDictionary[int, Group] = WeakValueDictionary()
+"""Managed tensors by id to their group, which keeps them; not kept on the tensors, since what is
+there is copied and pickled with them."""
+
+
+class _IsParameter:
+    """``tensor._is_param``: the last thing that ``nn.Parameter(tensor)`` sets on what it made.
+
+    From then on that is no tensor of ours in any way.
+    """
+
+    def __get__(self, tensor: Any, owner: type) -> Any:
+        if tensor is None or "_is_param" not in tensor.__dict__:
+            raise AttributeError("_is_param")
+        return tensor.__dict__["_is_param"]
+
+    def __set__(self, tensor: Any, value: Any) -> None:
+        if id(tensor) in group_of:
+            tensor.__dict__["_is_param"] = value
+        else:
+            tensor.__class__ = nn.Parameter
+
+
+class Away(StandIn):
+    """A parameter or buffer whose block is not held.
+
+    Users meet this class as ``type(param)``. Calling it makes what calling the parameter's own
+    class makes; and what torch makes of this class by itself (``tensor.as_subclass(type(param))``)
+    is an ordinary tensor over memory of its own, which gets its own class with its first use.
+    """
+
+    __slots__ = ()
+
+    _kind: type
+    _is_param = _IsParameter()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Makes an ordinary tensor."""
+        return cls._kind(*args, **kwargs)
+
+    def set_(self, *source: Any, **kwargs: Any) -> Any:
+        """Takes the values over, as ``data = ...`` does; torch sends this nowhere."""
+        away: Any = self
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            value = torch.empty(0, dtype=away.dtype, device=away.device)
+            _take_data(away, value.set_(*source, **kwargs))
+        return self
+
+    def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
+        if func == _SET_DATA:
+            _take_data(self, args[1])
+            return True, None
+        if func is torch.Tensor.requires_grad_ or func == _SET_REQUIRES_GRAD:
+            result = func(*args, **kwargs)
+            group = group_of.get(id(self))
+            if group is not None:
+                group.lender.thawed(args[0])
+            return True, result
+        if func is torch.Tensor.detach:
+            # who calls: nn.Parameter(), StandIn.__torch_function__(), dispatch(), this
+            return self._detach(sys._getframe(3).f_code)
+        if func is torch.Tensor.share_memory_ and id(self) in group_of:
+            raise ParameterError(
+                f"{named(_group(self), args[0])} comes and goes, and cannot be in memory that "
+                "processes share; call tier.unwrap(module) first"
+            )
+        if func is torch.Tensor.data_ptr and id(self) in group_of:
+            return True, self._located()
+        return False, None
+
+    def _located(self) -> int:
+        """Returns where the tensor is."""
+        use = _Held(self)
+        try:
+            address = use.tensor.data_ptr()
+            if use.tensor.numel():
+                use.group.lender.addresses.tell(use.group, use.tensor, address)
+            return address
+        finally:
+            use.close(torch.Tensor.data_ptr)
+
+    def _detach(self, caller: types.CodeType) -> tuple[bool, Any]:
+        if caller is _NEW_PARAMETER:
+            # it wants a tensor of the same class, and gives it the class nn.Parameter then
+            data = _ordinary(self, torch.Tensor, copy=False)
+            kind: Any = type(self)
+            return True, torch.Tensor._make_subclass(kind, data)
+        if caller is _BROADCAST:
+            try:
+                return True, _ordinary(self, torch.Tensor, copy=False).detach()
+            except CapacityError as error:
+                raise CapacityError(
+                    "DistributedDataParallel broadcasts all weights at once as it is made, and "
+                    "HBM has no room for them: start every process from the same weights and "
+                    f"pass init_sync=False to it ({error})"
+                ) from error
+        return False, None
+
+    def _open(self) -> Opened:
+        if id(self) in group_of:
+            return _Held(self)
+        itself: Any = self
+        if is_placeholder(itself):
+            _group(self)  # which raises: it was one of ours once
+        itself.__class__ = self._kind
+        return Opened(itself)
+
+    def _in_a_pass(self) -> Any:
+        return get_gradient_edge(self)  # type: ignore[arg-type]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            group = group_of.get(id(self))
+            if group is None:
+                memo[id(self)] = _ordinary(self, self._kind, copy=True)
+            else:
+                group.copy_into(memo)
+        return memo[id(self)]
+
+    def __copy__(self) -> Any:
+        """Returns another parameter over the same memory, as torch does."""
+        return _ordinary(self, self._kind, copy=False)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if id(self) in group_of:
+            raise WrapError(
+                "a parameter that lives in the tiers cannot be pickled; save the state_dict()"
+            )
+        return _ordinary(self, self._kind, copy=True).__reduce_ex__(protocol)
+
+
+class _Held(Opened):
+    """The block of a parameter is held for one operation."""
+
+    __slots__ = ("group", "pushed")
+
+    def __init__(self, away: Any) -> None:
+        super().__init__(away)
+        self.group = _group(away)
+        lender = self.group.lender
+        self.pushed = lender.lend(self.group)
+        if torch.is_grad_enabled() and away.requires_grad and lender.saved.refused():
+            # autograd keeps what it is given, where no hook of ours sees it: not the parameter
+            # itself then, which is pointed elsewhere one day, but a view that holds the bytes
+            self.tensor = away.view_as(away)
+
+    def close(self, func: Callable[..., Any]) -> None:
+        """Lets go; whoever got an address may write through it."""
+        self.group.lender.lent(
+            self.group, self.pushed, dirty=func in _UNSEEN_WRITES or writes(func)
+        )
+
+
+def _group(away: Any) -> Group:
+    """Returns the group of a tensor that is away.
+
+    Raises:
+        ClosedError: If nobody has its module or its manager any more.
+    """
+    found = group_of.get(id(away))
+    if found is None:
+        raise ClosedError(
+            "this parameter lived in the tiers of a model and a TierManager that are gone; keep "
+            "the model, or take it out with tier.unwrap(model) or tier.close() first"
+        )
+    return found
+
+
+def away_class(kind: type) -> type:
+    """Returns the class that a tensor of class ``kind`` has while it is away."""
+    found = _classes.get(kind)
+    if found is None:
+        found = _classes[kind] = type(kind)(
+            kind.__name__,
+            (Away, kind),
+            {"__module__": kind.__module__, "__slots__": (), "_kind": kind},
+        )
+    return found
+
+
+def _ordinary(away: Any, kind: Any, *, copy: bool) -> Any:
+    """Returns an ordinary tensor of class ``kind`` with the values of one that is away.
+
+    Args:
+        away: The tensor.
+        kind: What it would be, were it held.
+        copy: Whether in memory of its own, else in that of the block, which then stays in HBM as
+            long as the tensor lives.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        use = away._open()
+        try:
+            with unrecorded():
+                data = away.clone() if copy else away.detach()
+        finally:
+            use.close(torch.Tensor.detach)
+        made: Any = torch.Tensor._make_subclass(kind, data, away.requires_grad)
+    if kind is not torch.Tensor:
+        made.__dict__.update(away.__dict__)
+    return made
+
+
+def _share(first: torch.Tensor, second: torch.Tensor) -> bool:
+    same: bool = first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    return same
+
+
+def _take_data(away: Any, value: torch.Tensor) -> None:
+    """``param.data = value``: takes the values over, since the memory has to be the block's."""
+    refused = why_not(_group(away), away, away, value)
+    if refused is not None:
+        raise refused
+    with torch.no_grad():
+        use = _Held(away)
+        try:
+            own = away.detach()
+            if not isinstance(value, StandIn) and _share(own, value):
+                value = value.clone()  # ``param.data = param.data.t()``
+            own.copy_(value)
+        finally:
+            use.group.lender.lent(use.group, use.pushed, dirty=True)

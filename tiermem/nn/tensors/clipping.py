@@ -1,0 +1,154 @@
+"""torch's own clipping (``nn.utils.clip_grad_norm_``, ``clip_grad_value_``) over the tiers.
+
+It takes the norms of a list of gradients in one call and scales or clamps the list in another. For
+gradients in the tiers, the norms are those that were taken in backward, as the gradients arrived
+(from the second time on that norms of this order are asked for), and the change is made when a
+gradient is next in HBM, at the latest by the optimizer's step. So neither call moves anything.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _foreach_utils
+
+from tiermem.nn.tensors.lazy import ANSWERS, LazyTensor, flush, is_viewed
+from tiermem.nn.tensors.norms import measure_of
+from tiermem.nn.tensors.standin import dispatch
+
+if TYPE_CHECKING:
+    from tiermem.nn.groups.grads import Change, GradStore, GradUnit
+    from tiermem.nn.groups.group import Entry
+
+
+class Clippable:
+    """A gradient in the tiers, for its stand-in; it keeps nothing alive."""
+
+    __slots__ = ("_entry", "_grads")
+
+    def __init__(self, grads: GradStore, entry: Entry) -> None:
+        """Stands for the gradient of a parameter."""
+        self._grads = weakref.ref(grads)
+        self._entry = weakref.ref(entry)
+
+    def norm(self, stand_in: LazyTensor, order: float) -> torch.Tensor | None:
+        """Returns the norm if it is known; from now on it is taken of gradients that arrive."""
+        found = self._current(stand_in)
+        if found is None:
+            return None
+        grads, entry = found
+        measure = measure_of((order, None, None))
+        grads.measure([entry], measure)
+        return grads.measured(entry, measure)
+
+    def waits(self, stand_in: LazyTensor) -> tuple[GradStore, GradUnit, Entry] | None:
+        """Returns where a change can wait until the gradient is next in HBM, or None."""
+        found = self._current(stand_in)
+        if found is None or found[1].unit is None or is_viewed(stand_in):
+            return None
+        return found[0], found[1].unit, found[1]
+
+    def _current(self, stand_in: LazyTensor) -> tuple[GradStore, Entry] | None:
+        """Returns what has the gradient, if the stand-in is that of ``param.grad``."""
+        grads, entry = self._grads(), self._entry()
+        if grads is None or entry is None or entry.lazy is not stand_in:
+            return None
+        if not entry.has_grad or entry.displaced or entry.param.grad is not stand_in:
+            return None
+        flush(stand_in)
+        return grads, entry
+
+
+def _norms(tensors: Any, ord: Any = 2, dtype: Any = None) -> Any:
+    """Answers ``torch._foreach_norm``."""
+    if dtype is not None or not isinstance(tensors, list | tuple):
+        return NotImplemented
+    norms: list[torch.Tensor] = []
+    known: list[int] = []
+    for index, tensor in enumerate(tensors):
+        norm = None
+        if isinstance(tensor, LazyTensor) and tensor._clippable is not None:
+            norm = tensor._clippable.norm(tensor, float(ord))
+        if norm is None:
+            (norm,) = dispatch(torch._foreach_norm, ([tensor], ord), {})
+        else:
+            known.append(index)
+        norms.append(norm)
+    _separate(norms, known)
+    return norms
+
+
+def _separate(norms: list[torch.Tensor], known: Sequence[int]) -> None:
+    """Puts copies where norms are kept, which callers might write to; one kernel for all."""
+    if len({(norms[i].dtype, norms[i].device) for i in known}) == 1:
+        copies = torch.stack([norms[i] for i in known]).unbind()
+    else:
+        copies = tuple(norms[i].clone() for i in known)
+    for index, copy in zip(known, copies, strict=True):
+        norms[index] = copy
+
+
+def _change(func: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    """Answers a function that changes each tensor of a list by the same number."""
+    numbers = [*args, *kwargs.values()]
+    if not isinstance(tensors, list | tuple) or any(
+        isinstance(n, list | tuple | LazyTensor) for n in numbers
+    ):
+        return NotImplemented
+    stores: dict[int, GradStore] = {}
+    units: dict[int, tuple[GradUnit, list[Entry]]] = {}
+    for tensor in tensors:
+        asked = tensor._clippable if isinstance(tensor, LazyTensor) else None
+        place = None if asked is None else asked.waits(tensor)
+        if place is None:
+            dispatch(func, ([tensor], *args), kwargs)
+            continue
+        grads, unit, entry = place
+        grads.pay(unit)
+        stores[id(unit)] = grads
+        units.setdefault(id(unit), (unit, []))[1].append(entry)
+    given = [n.detach().clone() if isinstance(n, torch.Tensor) else n for n in args]
+    change = partial(_make, func=func, args=given, kwargs=kwargs)
+    _put_off([(stores[key], *units[key]) for key in units], change)
+    return None
+
+
+def _put_off(places: Sequence[tuple[GradStore, GradUnit, list[Entry]]], change: Change) -> None:
+    """Has gradients await a change: all of them, or none (Ctrl-C)."""
+    try:
+        for grads, unit, entries in places:
+            grads.await_change(unit, entries, change)
+    except BaseException:
+        for _, unit, _ in places:
+            unit.pending[:] = [found for found in unit.pending if found.change is not change]
+        raise
+
+
+def _make(
+    tensors: Sequence[torch.Tensor],
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> None:
+    for tensor in tensors:  # one at a time: dtypes may differ
+        moved = [a.to(tensor.device) if isinstance(a, torch.Tensor) else a for a in args]
+        func([tensor], *moved, **kwargs)
+
+
+_CHANGES: tuple[Callable[..., Any], ...] = (
+    torch._foreach_mul_,
+    torch._foreach_clamp_min_,
+    torch._foreach_clamp_max_,
+)
+
+ANSWERS[torch._foreach_norm] = _norms
+ANSWERS.update({func: partial(_change, func) for func in _CHANGES})
+
+# torch then calls these functions for stand-ins, too, as it does for ordinary gradients: on CUDA
+# those for single tensors round differently
+if LazyTensor not in _foreach_utils._foreach_supported_types:
+    _foreach_utils._foreach_supported_types.append(LazyTensor)

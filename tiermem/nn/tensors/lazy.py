@@ -1,0 +1,316 @@
+"""A tensor whose bytes are in the tiers, and that fetches itself when it is used.
+
+``param.grad`` and the optimizer's state are such tensors between their uses
+by tiermem itself. Any torch operation on one gets a copy of the real tensor
+instead; where the operation changed it, the change is written back.
+
+A gradient may be kept in another dtype than its parameter's. torch's C++ takes only a tensor
+of the parameter's dtype for ``param.grad``, so the stand-in is formally one; what Python is
+told, and what every operation is given, is the gradient as it is kept.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tiermem.nn.compat.quiet import unrecorded
+from tiermem.nn.tensors.placeholder import shared_placeholder
+from tiermem.nn.tensors.shells import insides
+from tiermem.nn.tensors.standin import Opened, StandIn, writes
+from tiermem.runtime.memory.slots import use_count
+
+if TYPE_CHECKING:
+    from tiermem.nn.tensors.clipping import Clippable
+
+_NOTHING = {torch.Tensor.detach_, torch.Tensor.requires_grad_}
+_OWN_REFERENCES = 2
+_TENSOR: Any = torch.Tensor
+_UNSCALE: Any = torch._amp_foreach_non_finite_check_and_unscale_
+
+ANSWERS: dict[Any, Callable[..., Any]] = {}
+"""Functions over lists that are done in another way; NotImplemented for as ever."""
+
+
+class LazyTensor(StandIn, torch.Tensor):
+    """Stands for a tensor in the tiers. Make it with :func:`lazy`."""
+
+    _load: Callable[[], torch.Tensor]
+    _store: Callable[[torch.Tensor], Any]
+    _kept: torch.Tensor | None
+    _dtype: torch.dtype
+    _gone = False
+    _shelled = False  # the real one is of a subclass that wraps others
+    _clippable: Clippable | None = None  # of the gradient of a parameter
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Answers for the dtype of the real tensor; runs everything else on that."""
+        if func in _OF_DTYPE and args and isinstance(args[0], LazyTensor):
+            return _OF_DTYPE[func](args[0])
+        if func == _UNSCALE and _only_looks(*args, **kwargs or {}):
+            return _look(*args, **kwargs or {})
+        if func in ANSWERS:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = ANSWERS[func](*args, **kwargs or {})
+            if result is not NotImplemented:
+                return result
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Gives what the class of the real tensor has beyond torch's own."""
+        if not self._shelled or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        flush(self)
+        with unrecorded():
+            self._kept = kept = self._load() if self._kept is None else self._kept
+            found = getattr(kept, name)
+            # an alias, so that it is seen whether somebody has it
+            return found.detach() if isinstance(found, torch.Tensor) else found
+
+    def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
+        return (True, self) if func in _NOTHING else (False, None)
+
+    def _open(self) -> Opened:
+        flush(self)
+        if self._kept is not None:
+            return _Copy(self, self._kept)
+        with unrecorded():  # what inference mode makes does not count its changes
+            return _Copy(self, self._load())
+
+    def _in_a_pass(self) -> Any:
+        flush(self)
+        return self._load()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copy = self._load()
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._load().__reduce_ex__(protocol)
+
+
+_OF_DTYPE: dict[Any, Callable[[LazyTensor], Any]] = {
+    _TENSOR.dtype.__get__: lambda tensor: tensor._dtype,
+    _TENSOR.itemsize.__get__: lambda tensor: tensor._dtype.itemsize,
+    _TENSOR.element_size: lambda tensor: tensor._dtype.itemsize,
+    _TENSOR.nbytes.__get__: lambda tensor: tensor._dtype.itemsize * tensor.numel(),
+}
+"""What depends on the dtype alone, as ``__torch_function__`` is given it."""
+
+
+def _only_looks(
+    tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> bool:
+    """Whether a GradScaler looks for infinities and leaves the gradients as they are."""
+    return inv_scale.item() == 1.0  # a wait for the device; step() waits for the answer anyway
+
+
+def _look(
+    tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> None:
+    """Looks for infinities in copies, one at a time, so that nothing has to be written back."""
+    for tensor in tensors:
+        with torch._C.DisableTorchFunctionSubclass():
+            copy = tensor._open().tensor if isinstance(tensor, LazyTensor) else tensor
+            _UNSCALE([copy], found_inf, inv_scale)
+
+
+class _Copy(Opened):
+    """A copy of a lazy tensor, in use by an operation."""
+
+    __slots__ = ("lazy", "version")
+
+    def __init__(self, stand_in: LazyTensor, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
+        self.lazy = stand_in
+        self.version = tensor._version
+
+    def close(self, func: Callable[..., Any]) -> None:
+        """Writes a change back; keeps the copy while something else looks into it."""
+        if self.tensor._version != self.version or writes(func):
+            self.lazy._store(self.tensor.detach())
+        self.lazy._kept = self.tensor if _seen(self.tensor) else None
+
+
+def _seen(tensor: torch.Tensor) -> bool:
+    if type(tensor) is not torch.Tensor:  # of a subclass: what it wraps
+        inner = insides(tensor)
+        if len(inner) != 1 or inner[0][1] is not tensor:
+            return any(_seen(plain) for _, plain in inner)
+    storage = tensor.untyped_storage()  # counts as well, as long as it is here
+    return use_count(storage._cdata) > _OWN_REFERENCES
+
+
+def flush(tensor: torch.Tensor | None) -> None:
+    """Writes back what was changed through a view of a lazy tensor (``p.grad[0].zero_()``).
+
+    Not every change is counted (``p.grad.data``, numpy), so one is assumed.
+    """
+    if not isinstance(tensor, LazyTensor) or tensor._kept is None:
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        kept, tensor._kept = tensor._kept, None
+        tensor._store(kept.detach())
+        if _seen(kept):
+            tensor._kept = kept
+
+
+def forget(tensor: Any) -> None:
+    """Lets the views of a lazy tensor be."""
+    if isinstance(tensor, LazyTensor):
+        tensor._kept = None
+
+
+def ordinary(gradient: torch.Tensor, param: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns a gradient as an ordinary tensor that torch takes for ``param.grad``."""
+    if isinstance(gradient, LazyTensor):
+        return gradient.to(device, param.dtype)
+    return gradient.to(device)
+
+
+def is_viewed(tensor: Any) -> bool:
+    """Whether somebody may have a view of a copy that a lazy tensor made."""
+    return isinstance(tensor, LazyTensor) and tensor._kept is not None
+
+
+def is_gone(tensor: Any) -> bool:
+    """Whether a lazy tensor stands for what is kept nowhere any more; it says so when used."""
+    return isinstance(tensor, LazyTensor) and tensor._gone
+
+
+def ensure_there(tensor: Any) -> None:
+    """Has a lazy tensor say so if what it stands for is kept nowhere any more."""
+    if is_gone(tensor):
+        tensor._load()
+
+
+def orphan(tensor: LazyTensor, value: torch.Tensor | None = None) -> None:
+    """Gives a lazy tensor its value for good: what it stood for is about to be forgotten.
+
+    Args:
+        tensor: The lazy tensor.
+        value: Its value, if the caller has it; it is not copied.
+    """
+    kept = tensor._kept
+    if kept is None:
+        kept = tensor._load() if value is None else value
+    tensor._load = lambda: kept
+    tensor._store = kept.copy_
+    tensor._kept = None
+
+
+def is_held(thing: object, *, besides: int = 0) -> bool:
+    """Whether anybody has a reference to an object besides one local variable of the caller.
+
+    Args:
+        thing: The object.
+        besides: How many more references the caller knows of.
+    """
+    return sys.getrefcount(thing) > _ALONE + besides
+
+
+def is_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether torch has a reference to a tensor, besides the object that Python has.
+
+    Another parameter's ``grad`` has one, which not every version of torch counts as Python's too.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        count: int = tensor._use_count()  # type: ignore[attr-defined]
+    return count > 1
+
+
+def _alone() -> int:
+    thing = object()
+    return _counted(thing)
+
+
+def _counted(thing: object, *, besides: int = 0) -> int:
+    """Counts just as :func:`is_held` does: what a call adds differs between versions of Python."""
+    return sys.getrefcount(thing)
+
+
+_ALONE = _alone()
+
+
+def refresh(tensor: torch.Tensor | None, value: torch.Tensor) -> None:
+    """Shows a change of what is stored in the views of a lazy tensor that are still seen."""
+    if isinstance(tensor, LazyTensor) and tensor._kept is not None:
+        kept = tensor._kept
+        tensor._kept = kept if _seen(kept) else None
+        if tensor._kept is not None:
+            with torch.no_grad():
+                for (_, mine), (_, theirs) in zip(insides(kept), insides(value), strict=True):
+                    mine.copy_(theirs)
+
+
+def lazy(
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    load: Callable[[], torch.Tensor],
+    store: Callable[[torch.Tensor], Any],
+    formal: torch.dtype | None = None,
+) -> LazyTensor:
+    """Makes a lazy tensor.
+
+    Args:
+        shape: Of the real tensor.
+        dtype: Of the real tensor.
+        device: Of the real tensor.
+        load: Returns a copy of the real tensor, in ordinary memory.
+        store: Takes a changed copy back.
+        formal: The dtype that torch's C++ is to see, if another.
+    """
+    stand_in = shared_placeholder(shape, formal or dtype, device)
+    tensor: LazyTensor = torch.Tensor._make_subclass(LazyTensor, stand_in)
+    tensor._dtype = dtype
+    tensor._load = load
+    tensor._store = store
+    tensor._kept = None
+    return tensor
+
+
+def gone(
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    refuse: Callable[..., Any],
+    formal: torch.dtype | None = None,
+) -> LazyTensor:
+    """Makes a stand-in for a tensor that is kept nowhere.
+
+    Args:
+        shape: Of the tensor that was.
+        dtype: Of it.
+        device: Of it.
+        refuse: Raises, with the reason, when its values are asked for or written.
+        formal: The dtype that torch's C++ is to see, if another.
+    """
+    tensor = lazy(shape, dtype, device, refuse, refuse, formal)
+    end(tensor, refuse)
+    return tensor
+
+
+def end(tensor: Any, refuse: Callable[..., Any]) -> None:
+    """Has a lazy tensor stand for what is kept nowhere any more.
+
+    Args:
+        tensor: Any other is left as it is.
+        refuse: Raises, with the reason, when its values are asked for or written.
+    """
+    if isinstance(tensor, LazyTensor):
+        tensor._load = tensor._store = refuse
+        tensor._kept = None
+        tensor._gone = True

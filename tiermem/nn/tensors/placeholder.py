@@ -1,0 +1,74 @@
+"""What a parameter holds while its block is elsewhere: nothing that could be read.
+
+Shape, dtype and device stay right. Whoever asks for the bytes, by whatever way, gets an error of
+torch's (:mod:`tiermem.nn.compat.refusing`). There is one element behind it, with all bits set,
+which is NaN: on a torch that cannot be told to refuse, a use that escaped everything shows at least.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakValueDictionary
+
+import torch
+
+from tiermem.nn.compat.quiet import unrecorded
+from tiermem.nn.compat.refusing import OURS, refuse
+
+_TEXT = (
+    OURS + " {what} of shape {shape} and dtype {dtype} were asked for while they were not "
+    "in HBM: it belongs to a wrapped model, and code that torch does not show to tiermem has kept "
+    "the tensor itself. Call that code inside `with tier.materialize(module)`, where parameters "
+    "are ordinary tensors, or give it a clone"
+)
+_shared: WeakValueDictionary[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = (
+    WeakValueDictionary()
+)
+
+
+def poison_element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns a new 0-d tensor with every bit set (True for bool)."""
+    with unrecorded():
+        if dtype is torch.bool:
+            return torch.ones((), dtype=dtype, device=device)
+        # made there: a copy from ordinary host memory would wait for the device
+        raw = torch.full((dtype.itemsize,), 0xFF, dtype=torch.uint8, device=device)
+        return raw.view(dtype).reshape(())
+
+
+def is_placeholder(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, looked at with its own class aside, is one of these.
+
+    Args:
+        tensor: With memory of its own or of somebody's, on any device; its bytes are not read.
+    """
+    if not tensor.numel():
+        return False
+    storage = tensor.untyped_storage()
+    try:
+        storage.data_ptr()
+    except RuntimeError:  # it is refused
+        return True
+    found = _shared.get((tensor.shape, tensor.dtype, tensor.device))  # on a torch that cannot
+    return found is not None and found.untyped_storage()._cdata == storage._cdata
+
+
+def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns a tensor of this shape that takes one element of memory and cannot be read."""
+    with unrecorded():
+        found = poison_element(dtype, device).expand(shape)
+    if found.numel():  # of nothing nothing is read
+        refuse(found, _TEXT.format(what="parameter or gradient", shape=tuple(shape), dtype=dtype))
+    return found
+
+
+def shared_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns the same, one tensor for all who ask for it.
+
+    Layers are alike, and what was just looked at is in the processor's caches. For who sets
+    ``data`` to it, or makes a subclass of it, which both copy what it says of itself.
+    """
+    key = (shape, dtype, device)
+    found = _shared.get(key)
+    if found is None:
+        found = _shared[key] = placeholder(shape, dtype, device)
+    return found

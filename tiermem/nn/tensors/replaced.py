@@ -1,0 +1,124 @@
+"""What users put in place of a tensor's memory: ``weight.data = ...``.
+
+The memory has to stay the block's, so the values are taken over. What has another shape, dtype or
+device cannot be: another library that moves weights to a device for each call would find them
+where they were, and put copies of its own in the place of trained ones.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tiermem.core.block import ALIGNMENT, Extent
+from tiermem.errors import ParameterError
+from tiermem.nn.tensors.placeholder import is_placeholder
+from tiermem.runtime.memory.slots import Slot
+
+if TYPE_CHECKING:
+    from tiermem.nn.groups.group import Group
+
+
+def why_not(
+    group: Group, tensor: torch.Tensor, own: torch.Tensor, value: torch.Tensor
+) -> ParameterError | None:
+    """Returns why the values of ``value`` cannot be taken over, or None where they can.
+
+    Args:
+        group: The tensor's.
+        tensor: A parameter or buffer that lives in the tiers.
+        own: Of its shape and dtype.
+        value: What ``tensor.data`` was set to, or is about to be.
+    """
+    what, here = named(group, tensor), group.manager.device
+    if value.shape != own.shape or value.dtype is not own.dtype:
+        return ParameterError(
+            f"{what} cannot become {tuple(value.shape)} {value.dtype} behind the manager's back, "
+            f"it is {tuple(own.shape)} {own.dtype}; call tier.unwrap(module) first"
+        )
+    indices = {value.device.index, here.index} - {None}
+    if value.device.type != here.type or len(indices) > 1:
+        return ParameterError(
+            f"{what} lives in the tiers of device {str(here)!r} and cannot be moved to "
+            f"{str(value.device)!r} by `.data = ...`; where that is another library's offloading, "
+            "use one of the two: remove its hooks, or call tier.unwrap(module) first; where only "
+            f"the values are meant, use `.data.copy_(value)` or `.data = value.to({str(here)!r})`"
+        )
+    return None
+
+
+def reshaped(group: Group, slot: Slot) -> ParameterError | None:
+    """Returns why a tensor cannot have the form that an operation gave it, None where none did.
+
+    ``resize_``, ``t_``, ``squeeze_`` and the like change what a tensor says of itself.
+
+    Args:
+        group: Of the tensors.
+        slot: Where its block is.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        for member in group.members():
+            if member.materialized:
+                continue
+            tensor, view = member.tensor, slot.views[member.index]
+            if tensor.shape == view.shape and tensor.stride() == view.stride():
+                continue
+            if not is_placeholder(tensor):
+                return why_not(group, tensor, view, tensor) or ParameterError(
+                    f"{named(group, tensor)} cannot have strides {tensor.stride()}, its memory has "
+                    f"{view.stride()}; call tier.unwrap(module) first"
+                )
+    return None
+
+
+def named(group: Group, tensor: torch.Tensor) -> str:
+    """Says which tensor it is, for messages."""
+    name = getattr(group.member_of(tensor), "name", "") or "a tensor"
+    return f"{name} of block {group.block.name!r}"
+
+
+def bring_home(group: Group, slot: Slot) -> ParameterError | None:
+    """Takes over values of tensors that were pointed elsewhere (``w.data = w.data * 2``).
+
+    Args:
+        group: Of the tensors.
+        slot: Where its block is.
+
+    Returns:
+        Why those of one cannot be; it has the values of before then.
+    """
+    refused = None
+    with torch.inference_mode(False), torch.no_grad():
+        for member in group.members():
+            if member.materialized:
+                continue
+            data, view = member.tensor.data, slot.views[member.index]
+            if is_placeholder(data) or data.untyped_storage().data_ptr() == slot.address:
+                continue
+            found = why_not(group, member.tensor, view, data)
+            if found is None:
+                view.copy_(data)
+            refused = refused or found
+    return refused
+
+
+def take_home(group: Group, slot: Slot) -> bool:
+    """Does the same after an exception anywhere; what is in the arena is a block's.
+
+    Returns:
+        Whether values were taken over.
+    """
+    arena = group.manager.arena
+    base = arena.bytes_of(Extent(0, ALIGNMENT)).data_ptr()
+    found = False
+    for member in group.members():
+        data, view = member.tensor.data, slot.views[member.index]
+        if member.materialized or is_placeholder(data):
+            continue
+        if base <= data.untyped_storage().data_ptr() < base + arena.capacity:
+            continue
+        if why_not(group, member.tensor, view, data) is None:
+            view.copy_(data)
+            found = True
+    return found

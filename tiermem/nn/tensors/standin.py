@@ -1,0 +1,218 @@
+"""Tensors whose bytes are elsewhere, and that are there as soon as an operation uses them.
+
+Two kinds share this module: a managed parameter while its block is not held
+(:mod:`tiermem.nn.tensors.away`), and a gradient or a piece of optimizer state in the
+tiers (:mod:`tiermem.nn.tensors.lazy`). Every torch operation on one comes to
+:func:`dispatch`, which has the real tensors stand in for the time of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tiermem.errors import CapacityError
+from tiermem.runtime.placement.no_room import MANY
+
+_GETTERS = [
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "ndim",
+    "requires_grad",
+    "grad_fn",
+    "grad",
+    "name",
+    "is_leaf",
+    "is_sparse",
+    "is_sparse_csr",
+    "is_cuda",
+    "is_cpu",
+    "is_mps",
+    "is_xpu",
+    "is_mkldnn",
+    "is_nested",
+    "is_quantized",
+    "is_meta",
+    "itemsize",
+    "nbytes",
+    "_version",
+    "retains_grad",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+]
+_SETTERS = ("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_METHODS = [
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "element_size",
+    "is_floating_point",
+    "is_complex",
+    "is_signed",
+    "is_inference",
+    "get_device",
+    "__len__",
+    "__hash__",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+]
+_FUNCTIONS = ("is_floating_point", "is_complex", "is_inference", "numel")
+
+
+def _metadata() -> set[Any]:
+    """Returns the operations that need no bytes, as ``__torch_function__`` is given them."""
+    kind: Any = torch.Tensor
+    found = {getattr(kind, name).__get__ for name in _GETTERS if hasattr(kind, name)}
+    found |= {getattr(kind, name).__set__ for name in _SETTERS if hasattr(kind, name)}
+    found |= {getattr(kind, name) for name in _METHODS if hasattr(kind, name)}
+    found |= {getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)}
+    return found | {kind.grad.__delete__}
+
+
+_METADATA = _metadata()
+_PASSES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
+_LISTS = ("_foreach_", "_amp_foreach_")
+
+
+class Opened:
+    """A real tensor in use by one operation."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def close(self, func: Callable[..., Any]) -> None:
+        """Ends the use; ``func`` is what was done with it."""
+
+
+class StandIn:
+    """What both kinds have in common. Comes before a tensor class among the bases."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs ``func`` on the real tensors."""
+        if func in _PASSES:
+            return _pass(func, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _METADATA:
+                return func(*args, **kwargs or {})
+            return dispatch(func, args, kwargs or {})
+
+    def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
+        """Answers an operation on ``self`` in another way than by running it."""
+        return False, None
+
+    def _open(self) -> Opened:
+        raise NotImplementedError
+
+    def _in_a_pass(self) -> Any:
+        """Returns what stands for the tensor among the arguments of a backward pass."""
+        raise NotImplementedError
+
+
+def _pass(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Runs a backward pass, which names parameters and does not need them all at once."""
+
+    def known(value: Any) -> Any:
+        if isinstance(value, StandIn):
+            with torch._C.DisableTorchFunctionSubclass():
+                return value._in_a_pass()
+        if type(value) in (list, tuple):
+            return type(value)(known(item) for item in value)
+        return value
+
+    return func(*known(args), **{key: known(value) for key, value in kwargs.items()})
+
+
+def writes(func: Callable[..., Any]) -> bool:
+    """Whether an operation works in place by its name; not all of them are counted."""
+    name = getattr(func, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def dispatch(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Runs an operation some of whose arguments are stand-ins."""
+    if args and isinstance(args[0], StandIn):
+        answered, result = args[0]._answer(func, args, kwargs)
+        if answered:
+            return result
+    name = getattr(func, "__name__", "")
+    if name.startswith(_LISTS) and args and isinstance(args[0], list | tuple):
+        return _one_by_one(func, args, kwargs)
+    return _run(func, args, kwargs)
+
+
+def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    opened: dict[int, tuple[StandIn, Opened]] = {}
+
+    def real(value: Any) -> Any:
+        if isinstance(value, StandIn):
+            if id(value) not in opened:
+                opened[id(value)] = (value, value._open())
+            return opened[id(value)][1].tensor
+        if isinstance(value, list | tuple):
+            items = [real(item) for item in value]
+            return type(value)(items) if type(value) in (list, tuple) else items
+        if isinstance(value, dict):
+            return {key: real(item) for key, item in value.items()}
+        return value
+
+    try:
+        result = func(*real(args), **real(kwargs))
+    except CapacityError as error:
+        if len(opened) < 2 or str(error).endswith(MANY):
+            raise
+        raise CapacityError(f"{error}{MANY}") from error
+    finally:
+        _close([use for _, use in opened.values()], func)
+    for value, use in opened.values():
+        if use.tensor is result:
+            return value  # an operation in place returns the tensor it was called on
+    return result
+
+
+def _close(uses: list[Opened], func: Callable[..., Any]) -> None:
+    """Ends uses, the last first; what the end of one raises keeps none of the others."""
+    while uses:
+        try:
+            uses.pop().close(func)
+        except BaseException:
+            _close(uses, func)
+            raise
+
+
+def _one_by_one(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Runs an operation on lists of tensors one tensor at a time, so that one is here at a time."""
+    first = args[0]
+    length = len(first)
+
+    def pick(value: Any, index: int) -> Any:
+        if isinstance(value, list | tuple) and len(value) == length:
+            return type(value)([value[index]])
+        return value
+
+    results: list[Any] = []
+    for index in range(length):
+        one = _run(
+            func,
+            tuple(pick(arg, index) for arg in args),
+            {key: pick(arg, index) for key, arg in kwargs.items()},
+        )
+        if one is not None:
+            results.extend(one)
+    return type(first)(results) if results else None

@@ -1,0 +1,38 @@
+"""Weights that are given to a transform of ``torch.func`` as such: ``grad(loss)(weight)``.
+
+A transform begins by wrapping its tensors, in C++, where no operation is seen: it would go on with
+what a weight that is away points at. So the two functions that wrap are followed, and get a tensor
+that is there, for as long as the transform keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._functorch import eager_transforms, vmap
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+
+from tiermem.nn.tensors.standin import StandIn
+
+_WRAP = ((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim"))
+_followed: list[str] = []
+
+
+def follow_transforms() -> None:
+    """Has transforms find weights in place from now on; does nothing the second time."""
+    for module, name in _WRAP:
+        if name not in _followed:
+            _followed.append(name)
+            setattr(module, name, _following(getattr(module, name)))
+
+
+def _following(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    def follow(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(tensor, StandIn):
+            with temporarily_pop_interpreter_stack():  # outside the transform that begins
+                tensor = tensor.view_as(tensor)  # an operation: the block comes, and stays
+        return wrap(tensor, *args, **kwargs)
+
+    return follow

@@ -1,0 +1,108 @@
+"""``module.to()``, ``half()``, ``share_memory()`` and the like, where tensors are away.
+
+All of them are ``module._apply(fn)``. What leaves every tensor as it is does nothing, as with a
+resident module (trainers call ``model.to(device)`` whatever the model); anything else is refused,
+before any tensor is touched. To find out, ``fn`` is given small tensors that look like those of the
+module: of the same dtype and device, laid out alike, with at most two elements in each dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from tiermem.errors import ParameterError
+from tiermem.nn.wrap.scope import Interceptor
+
+Fn = Callable[[torch.Tensor], torch.Tensor]
+
+
+class ApplyInterceptor(Interceptor):
+    """Refuses ``_apply`` where it would change a tensor that lives in the tiers."""
+
+    __slots__ = ()
+
+    method = "_apply"
+
+    def __call__(self, fn: Fn, recurse: bool = True) -> Any:
+        """Returns the module where ``fn`` changes nothing that is managed.
+
+        Tensors that are not (sparse buffers, say) become what ``fn`` makes of them.
+
+        Raises:
+            ParameterError: Where it changes a managed tensor; nothing is changed then.
+        """
+        managed, device = self.scope.wrapped.managed(), self.runtime.manager.device
+        tried: set[Any] = set()
+        ours = list(self._tensors(recurse))
+        for name, _, _, tensor in ours:
+            if id(tensor) not in managed:
+                continue
+            shape, stride = _small(tensor)
+            key = shape, stride, tensor.dtype, isinstance(tensor, torch.nn.Parameter)
+            if key not in tried:
+                tried.add(key)
+                _try(fn, name, torch.empty_strided(shape, stride, dtype=key[2], device=device))
+        with torch.no_grad():
+            for _, holder, own, tensor in ours:
+                if id(tensor) not in managed:
+                    holder[own] = fn(tensor)
+        return self.module
+
+    def _tensors(self, recurse: bool) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
+        """Yields qualified name, dictionary, name there, and tensor."""
+        modules = self.module.named_modules() if recurse else [("", self.module)]
+        for prefix, module in modules:
+            for holder in (module._parameters, module._buffers):
+                for own, tensor in list(holder.items()):
+                    if tensor is not None:
+                        yield f"{prefix}.{own}" if prefix else own, holder, own, tensor
+
+
+def _small(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns shape and strides of a small tensor that is laid out like a large one."""
+    shape = tuple(min(size, 2) for size in tensor.shape)
+    stride, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda d: (tensor.stride(d), tensor.shape[d])):
+        stride[dim], step = step, step * max(shape[dim], 1)
+    return shape, tuple(stride)
+
+
+def _try(fn: Fn, name: str, probe: torch.Tensor) -> None:
+    """Refuses ``fn`` if it does anything to a tensor.
+
+    Raises:
+        ParameterError: Then.
+    """
+    probe.zero_()
+    before = _looks(probe)
+    with torch.no_grad():
+        changed = fn(probe)
+    if isinstance(changed, torch.Tensor) and _looks(changed) == _looks(probe) == before:
+        return
+    into = "something else"
+    if isinstance(changed, torch.Tensor):
+        into = f"{changed.dtype} on {changed.device}"
+        if changed.dtype is before[0] and changed.device == before[1]:
+            into = "another tensor (another memory format, shared or empty memory, other values)"
+    raise ParameterError(
+        f"parameter or buffer {name!r} lives in the tiers as {before[0]} on {before[1]}: to(), "
+        f"half(), cpu(), share_memory() and the like cannot make it {into}; do that before "
+        "tier.wrap, or call tier.unwrap(model) first (with device= for another device)"
+    )
+
+
+def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Returns all that ``fn`` might change."""
+    return (
+        tensor.dtype,
+        tensor.device,
+        tensor.shape,
+        tensor.stride(),
+        tensor.layout,
+        tensor.data_ptr(),
+        tensor._version,
+        tensor.device.type == "cpu" and tensor.is_shared(),
+    )

@@ -1,0 +1,89 @@
+"""Modules that are put around a wrapped one, seen as they are made.
+
+torch tells of every module that becomes another's child. Three kinds of parents matter here: a
+``DistributedDataParallel``, which broadcasts buffers behind Python's back; a ``DataParallel``,
+which copies all weights to several devices in each call; and what ``torch.compile`` returns, where
+one graph of the whole is asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from tiermem.errors import WrapError
+from tiermem.nn.compat.compiler import WHOLE_GRAPH
+from tiermem.nn.passes.reduced import ReducedGradients
+from tiermem.nn.wrap.scope import LoadAllInterceptor
+
+_COMPILED = "OptimizedModule"
+_FRAMES = 5
+_everybody: WeakSet[ReducedGradients] = WeakSet()
+
+
+def follow(reduced: ReducedGradients) -> None:
+    """Tells ``reduced`` of every ``DistributedDataParallel`` from now on."""
+    _everybody.add(reduced)
+
+
+def _surrounded(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    """A module gets a child.
+
+    Raises:
+        CapacityError: If what a ``DistributedDataParallel`` broadcasts has no room in HBM.
+        WrapError: If one graph is asked for of a wrapped model, or copies of it on several devices.
+    """
+    if child is None:
+        return
+    if isinstance(parent, DistributedDataParallel):
+        for reduced in list(_everybody):
+            reduced.hold_buffers(child)
+    elif isinstance(parent, DataParallel) and is_wrapped(child):
+        devices = _local_of_a_caller("device_ids") or ()
+        if len(devices) > 1:
+            raise WrapError(
+                f"DataParallel copies all weights of a wrapped model to {len(devices)} devices in "
+                "each call, where they have no tiers: name one with DataParallel(tier.wrap(model), "
+                "device_ids=[0]), or run a process for each device with "
+                "DistributedDataParallel(tier.wrap(model))"
+            )
+    elif type(parent).__name__ == _COMPILED and is_wrapped(child) and _is_whole():
+        raise WrapError(f"torch.compile: {WHOLE_GRAPH}")
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    """Whether any module of a tree is wrapped."""
+    method = LoadAllInterceptor.method
+    return any(isinstance(m.__dict__.get(method), LoadAllInterceptor) for m in model.modules())
+
+
+def _is_whole() -> bool:
+    """Whether the compiler that is being put around a module was asked for one graph.
+
+    It says so nowhere else than in an argument of a function that is running (``dynamo_ctx``).
+    """
+    return bool(getattr(_local_of_a_caller("dynamo_ctx"), "fullgraph", False))
+
+
+def _local_of_a_caller(name: str) -> Any:
+    """Returns what the nearest caller that knows ``name`` knows it as; None if none near does."""
+    frame: types.FrameType | None = sys._getframe(2)
+    for _ in range(_FRAMES):
+        if frame is None:
+            return None
+        found: Any = frame.f_locals.get(name)
+        if found is not None:
+            return found
+        frame = frame.f_back
+    return None
+
+
+_hook: Callable[..., Any] = _surrounded
+register_module_module_registration_hook(_hook)

@@ -1,0 +1,299 @@
+"""Makes wrapped models ordinary again: their tensors leave the tiers, block by block.
+
+In two stages. :meth:`Leaving.read` may fail (a disk, too little memory) and changes nothing:
+it makes the steps that are owed, and reads gradients and all blocks that are not at home in DRAM.
+:meth:`Leaving.finish` cannot fail for such reasons: it makes the tensors ordinary and copies
+blocks out of DRAM one at a time, giving the pages back behind each. So what is needed beyond the
+DRAM budget is one block, and what was in HBM or in files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch
+
+from tiermem.config import format_size
+from tiermem.core.block import Tier
+from tiermem.errors import CapacityError, StorageError, TierError, WrapError
+from tiermem.nn.groups.grads import GradUnit
+from tiermem.nn.groups.group import Entry, Group, Member
+from tiermem.nn.tensors.lazy import is_gone, ordinary
+from tiermem.runtime.memory.hostmemory import available_memory
+
+if TYPE_CHECKING:
+    from tiermem.nn.wrap.wrapped import WrappedModel
+    from tiermem.runtime.manager import BlockManager
+
+_HOST = torch.device("cpu")
+
+
+class Leaving:
+    """One wrapped model on its way out of the tiers.
+
+    Attributes:
+        wrapped: The model.
+    """
+
+    def __init__(self, wrapped: WrappedModel, device: torch.device | None = None) -> None:
+        """Reads nothing yet.
+
+        Args:
+            wrapped: The model.
+            device: Where its tensors go; None for host memory.
+        """
+        self.wrapped = wrapped
+        self._target = device or _HOST
+        self._runtime = wrapped.runtime
+        self._manager = wrapped.manager
+        self._values: dict[int, list[torch.Tensor]] = {}
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._not_ours: set[int] = set()  # what a user has as ordinary tensors, or has got already
+
+    # -- what it takes ---------------------------------------------------
+
+    def nbytes(self) -> int:
+        """Returns the bytes of the tensors and gradients that are to be given back."""
+        groups = self._groups()
+        units = self._units()
+        blocks = [*(g.block for g in groups), *(u.block for u in units)]
+        return sum(block.nbytes for block in blocks)
+
+    def host_bytes(self, *, closing: bool) -> int:
+        """Returns the bytes of host memory that it takes beyond the DRAM budget.
+
+        Args:
+            closing: Whether the manager closes with it, so that page-locked memory is given back.
+        """
+        groups = self._groups()
+        largest = max((g.block.nbytes for g in groups), default=0)
+        if self._target.type != "cpu":
+            return 2 * largest
+        frees = closing or not self._manager.homes.arena.locked
+        new = sum(g.block.nbytes for g in groups if not (frees and self._in_dram(g)))
+        return new + largest + sum(unit.block.nbytes for unit in self._units())
+
+    def _groups(self) -> list[Group]:
+        return [group for group in self.wrapped.groups if not group.freed]
+
+    def _units(self) -> list[GradUnit]:
+        """Returns the blocks of gradients that hold any."""
+        entries = [e for e in self.wrapped.entries if e.has_grad]
+        entries = [e for e in entries if not e.materialized or self._is_begun(e)]
+        units = [e.unit for e in entries if e.unit is not None]
+        return list({id(unit): unit for unit in units}.values())
+
+    def _in_dram(self, group: Group) -> bool:
+        return self._manager.record(group.block).home is Tier.DRAM
+
+    # -- the two stages --------------------------------------------------
+
+    def read(self) -> None:
+        """Reads what can fail to be read; the model stays as it is.
+
+        Raises:
+            StorageError: Naming every block that could not be read.
+            StepError: If a step inside backward waits for ``optimizer.step()``.
+            WrapError: If the model is in use just now.
+        """
+        self._values.clear()
+        self._gradients.clear()
+        members = [member for group in self._groups() for member in group.members()]
+        self._not_ours = {id(m) for m in members if m.materialized and not self._is_begun(m)}
+        with self._manager.lock:
+            for scope in self.wrapped.scopes.values():
+                scope.inside.empty()
+            for group in self._groups():
+                with suppress(StorageError):  # named below, with all others
+                    self._manager.debts.pay(group.block.id)
+                waits = group.block.id in self._manager.debts  # for a disk
+                if not waits and group.holds > self._runtime.reduced.holds(group):
+                    raise WrapError(
+                        f"block {group.block.name!r} is in use (its module is being called); take "
+                        "the model out of the tiers once the call has returned"
+                    )
+        lost: dict[str, StorageError] = {}
+        for group in self._groups():
+            group.unpoint()
+            try:
+                with self._manager.lock:
+                    self._manager.debts.pay(group.block.id)
+                if not self._in_dram(group):
+                    self._values[group.block.id] = self._tensors(group)
+            except StorageError as error:
+                lost[group.block.name] = error
+        for entry in self.wrapped.entries:
+            if not entry.materialized and not entry.group.freed:
+                self._runtime.grads.sync(entry)
+        for unit in self._units():
+            try:
+                self._read_gradients(unit)
+            except StorageError as error:
+                lost[unit.block.name] = error
+        if lost:
+            raise _lost(self.wrapped, lost)
+
+    def _read_gradients(self, unit: GradUnit) -> None:
+        if unit.pending:
+            self._runtime.grads.open(unit)
+            self._manager.release(unit.block)
+        tensors = self._manager.read(unit.block)
+        for entry in unit.entries:
+            if entry.has_grad:
+                self._gradients[id(entry)] = tensors[entry.unit_index].clone()
+
+    def _tensors(self, group: Group) -> list[torch.Tensor]:
+        """Returns a group's tensors where they are to be, each in memory of its own."""
+        with self._manager.lock, torch.inference_mode(False), torch.no_grad():
+            return self._manager.contents.clone(group.block, self._target)
+
+    def finish(self) -> None:
+        """Makes the tensors ordinary; goes on where it was cut short (by Ctrl-C)."""
+        self._runtime.reduced.let_go(self._groups())
+        small = self.wrapped.resident
+        for group in (*self.wrapped.groups, *([] if small is None else [small])):
+            group.sort_members()  # an exception may have come between a tensor and this
+        for group in self._groups():
+            values = self._values.get(group.block.id) or self._tensors(group)
+            for member in group.members():
+                if id(member) not in self._not_ours:
+                    self._free(member, values[member.index])
+                    self._not_ours.add(id(member))
+            group.freed = True
+            self._values.pop(group.block.id, None)
+            extent = self._manager.record(group.block).home_extent
+            if self._in_dram(group) and extent is not None:
+                self._manager.homes.arena.give_back(extent)
+        for member in small.buffers if small is not None else ():
+            if id(member) not in self._not_ours:
+                self._free(member, member.tensor.detach().clone().to(self._target))
+                self._not_ours.add(id(member))
+        self._gradients.clear()
+        self.wrapped.uninstall()
+
+    def _is_begun(self, member: Member) -> bool:
+        """Whether a tensor was being made ordinary when that was cut short."""
+        return id(member) in self.wrapped.leaving
+
+    def _free(self, member: Member, value: torch.Tensor) -> None:
+        """Makes a tensor an ordinary one, and its gradient; cut short, it is done once more.
+
+        The tiers have the gradient until the parameter has it.
+        """
+        self.wrapped.leaving.add(id(member))
+        if not isinstance(member, Entry):
+            if not member.materialized:
+                member.group.free(member, value)
+            return
+        own = member.param.grad
+        if member.has_grad and (not member.materialized or own is member.lazy):
+            own = self._gradients[id(member)].to(member.param.dtype)
+        elif is_gone(own):
+            own = None
+        if not member.materialized:
+            member.group.free(member, value)
+        # in one assignment: whoever comes again finds the stand-in, or the gradient
+        member.param.grad = None if own is None else ordinary(own, member.param, value.device)
+        if member.has_grad:
+            self._runtime.grads.hand_over(member, self._gradients[id(member)])
+
+
+def give_back(wrapped: WrappedModel, device: torch.device | None) -> None:
+    """Takes one model out of the tiers of a manager that stays open.
+
+    Raises:
+        CapacityError: If host memory has no room for it; it is as it was, like with the others.
+        StorageError: If blocks of it cannot be read.
+        StepError: If a step inside backward waits for ``optimizer.step()``.
+        WrapError: If it is in use just now.
+    """
+    leaving = Leaving(wrapped, device)
+    _check_room([leaving], closing=False)
+    leaving.read()
+    leaving.finish()
+
+
+def prepare(models: Iterable[WrappedModel]) -> list[Leaving]:
+    """Reads what all models of a manager need to leave with it, or raises and changes nothing.
+
+    Where blocks of some models cannot be read, the others leave at once.
+
+    Raises:
+        CapacityError: If host memory has no room for all of them.
+        StorageError: If blocks of some cannot be read; these stay in the tiers.
+        StepError: If a step inside backward waits for ``optimizer.step()``.
+        WrapError: If a model is in use just now.
+    """
+    leaving = [Leaving(model) for model in models]
+    _check_room(leaving, closing=True)
+    failed: StorageError | None = None
+    ready = []
+    for each in leaving:
+        try:
+            each.read()
+            ready.append(each)
+        except StorageError as error:
+            failed = failed or error
+    if failed is None:
+        return leaving
+    for each in ready:
+        try:
+            _check_room([each], closing=False)
+        except CapacityError:
+            continue
+        each.finish()
+    raise failed
+
+
+def finish(manager: BlockManager, leaving: Sequence[Leaving]) -> None:
+    """Stops what moves, so that page-locked memory can go, and makes the models ordinary."""
+    manager.stop()
+    for each in leaving:
+        if not each.wrapped.given_back:
+            each.finish()
+
+
+def _check_room(leaving: Sequence[Leaving], *, closing: bool) -> None:
+    """Refuses to give models back for which host memory has no room.
+
+    Raises:
+        CapacityError: Naming the models and their bytes.
+    """
+    needed = sum(each.host_bytes(closing=closing) for each in leaving)
+    available = available_memory()
+    if needed <= available:
+        return
+    names = ", ".join(f"{each.wrapped.name!r} ({format_size(each.nbytes())})" for each in leaving)
+    raise CapacityError(
+        f"{names} cannot be given back as ordinary tensors: that takes {format_size(needed)} of "
+        f"host memory, and {format_size(available)} are available. Nothing was changed, the tiers "
+        "are open still. Free some memory (zero_grad(), optimizer.close()), or save the model part "
+        "by part: torch.save(part.state_dict(), path) for each part of it; then "
+        "tier.close(discard=True) closes without giving it back"
+    )
+
+
+def _lost(wrapped: WrappedModel, lost: dict[str, StorageError]) -> StorageError:
+    """Returns the error of blocks that could not be read, the first one's, which names all."""
+    error = next(iter(lost.values()))
+    error.message += (
+        f"; so {len(lost)} blocks of model {wrapped.name!r} cannot be given back: "
+        f"{', '.join(map(repr, list(lost)[:8]))}{', ...' if len(lost) > 8 else ''}. Its tiers stay "
+        "open, and everything else of it can be read: save it part by part with "
+        "torch.save(part.state_dict(), path), then tier.close(discard=True)"
+    )
+    return error
+
+
+def say_beside(first: BaseException, second: BaseException) -> None:
+    """Has an error under way tell of another, which came on the way out and must not hide it."""
+    what = str(second) if isinstance(second, TierError) else f"{type(second).__name__}: {second}"
+    text = f"tiermem: on the way out of `with`: {what}"
+    if hasattr(first, "add_note"):
+        first.add_note(text)
+    else:  # Python 3.10 has no notes
+        import sys
+
+        print(text, file=sys.stderr)

@@ -1,0 +1,159 @@
+"""Embeddings, of which few rows are looked at: those are read where they lie.
+
+At one token an embedding of 32,000 rows is looked at in one of them. Were it brought up as
+other blocks are, all of it would move, or stay in HBM in the place of what is used whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules import module as modules
+from torch.utils._device import DeviceContext
+
+from tiermem.nn.groups.group import ORDINARY, Entry
+from tiermem.nn.groups.repair import inside, repair
+from tiermem.nn.wrap.scope import CallInterceptor, Scope
+from tiermem.runtime.manager import BlockManager
+
+_SHARE = 2
+"""How many times a block must have the bytes of the rows. They move while the device waits for
+them, which a block does not that is fetched ahead; but a loop that changes its mind from call to
+call has to be learned anew each time."""
+_LEAST = 4 << 20
+"""Bytes of a block below which it is not worth another kernel's way over the bus and back."""
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+"""Those that may look at the weight as they like; the others see what comes out."""
+_GLOBAL_HOOKS = (
+    modules._global_forward_hooks,
+    modules._global_forward_pre_hooks,
+    modules._global_backward_hooks,
+    modules._global_backward_pre_hooks,
+)
+"""Those of all modules; torch adds to them and takes from them."""
+_ASKED_FOR = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+_item = dict.get  # a name is looked at, and nothing brought up for it
+_TORCHS = (nn.Embedding.forward, functional.embedding, torch.embedding)
+"""What an embedding's call comes to, unless somebody has put something else in its place."""
+
+
+class LookupInterceptor(CallInterceptor):
+    """Of an embedding that is a block of its own."""
+
+    __slots__ = ("_entry", "_row")
+
+    def __init__(self, module: nn.Module, scope: Scope) -> None:
+        """Finds the weight; see :func:`is_lookup`."""
+        super().__init__(module, scope)
+        weight: Any = _item(module.__dict__["_parameters"], "weight")
+        self._entry: Entry = next(e for e in scope.groups[0].entries if e.param is weight)
+        self._row: int = weight.shape[1] * weight.element_size()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Looks rows up where they lie in DRAM, or calls the module as any other."""
+        if self._manager.unsure:
+            repair(self.runtime)
+        ids = args[0] if len(args) == 1 and not kwargs else None
+        if self._here.depth and isinstance(ids, torch.Tensor) and self._may(ids):
+            found = self._found(ids)
+            if found is not None:
+                if self.runtime.unwritten:
+                    self.runtime.got_further(self.scope)
+                return self._hooked(ids, found)
+        return super().__call__(*args, **kwargs)
+
+    @property
+    def manager(self) -> BlockManager:
+        """Where the block is."""
+        return self._manager
+
+    @inside  # the calls around this one take an exception of it for the user's
+    def _found(self, ids: torch.Tensor) -> torch.Tensor | None:
+        """Looks rows up where they lie; returns None where the block is to be brought up."""
+
+        def look(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+            return self._look(ids, tensors[self._entry.index])
+
+        nbytes, frozen = ids.numel() * self._row, not self._entry.param.requires_grad
+        self._manager.guard()  # before the lock: a forked child may find it taken for ever
+        with self._manager.lock:
+            in_place = self._manager.in_place
+            return in_place.read(self._groups[0].block, look, nbytes, again=frozen)
+
+    def _may(self, ids: torch.Tensor) -> bool:
+        """Whether a call comes to a look at few rows of the weight of now, and to nothing else.
+
+        Whoever may see or keep the weight in the call has to have it in HBM: most hooks, modes of
+        torch's, transforms, a compiler; so has what takes its gradient.
+        """
+        module: Any = self.module
+        names, entry, group = module.__dict__, self._entry, self._groups[0]
+        padding = names.get("padding_idx")
+        return (
+            type(module) is nn.Embedding
+            and (nn.Embedding.forward, functional.embedding, torch.embedding) == _TORCHS
+            and type(ids) is torch.Tensor
+            and ids.device == self._manager.device
+            and ids.numel() * self._row * _SHARE <= group.block.nbytes
+            and not (torch.is_grad_enabled() and entry.param.requires_grad)
+            and all(name in names for name in _ASKED_FOR)
+            and module.max_norm is None
+            and (padding is None or 0 <= padding < entry.param.shape[0])
+            and "forward" not in names
+            and "weight" not in names
+            and self.compiled is None
+            and _item(names["_parameters"], "weight") is entry.param
+            and not (entry.materialized or group.may_be_written())
+            and not any(names[hooks] for hooks in _HOOKS)
+            and not any(_GLOBAL_HOOKS)
+            and not _has_modes()
+            and not torch._C._len_torch_dispatch_stack()
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and torch._C._get_tracing_state() is None
+        )
+
+    def _look(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Does what the module's forward does (``torch.nn.functional.embedding``)."""
+        module: Any = self.module
+        padding = -1 if module.padding_idx is None else module.padding_idx
+        return torch.embedding(weight, ids, padding, module.scale_grad_by_freq, module.sparse)
+
+    def _hooked(self, ids: torch.Tensor, found: Any) -> Any:
+        """Has hooks see what comes out (as those do that have inputs of layers take gradients).
+
+        They run when the look is over: one that reaches for the weight has it brought up.
+        """
+        for hook in tuple(self.module._forward_hooks.values()):
+            changed = hook(self.module, (ids,), found)
+            if changed is not None:
+                found = changed
+        return found
+
+
+def is_lookup(module: nn.Module, scope: Scope) -> bool:
+    """Whether a module is an embedding that is a block of its own, large enough to matter."""
+    if type(module) is not nn.Embedding or not scope.begins or len(scope.groups) != 1:
+        return False
+    group, weight = scope.groups[0], _item(module.__dict__["_parameters"], "weight")
+    if len(group.block.tensors) != 1 or group.block.nbytes < _LEAST or group.suspect:
+        return False
+    if weight is None or weight.dim() != 2:
+        return False
+    return any(entry.param is weight and entry.kind in ORDINARY for entry in group.entries)
+
+
+def _has_modes() -> bool:
+    """Whether any of torch's function modes sees every call, other than the default device."""
+    number = torch._C._len_torch_function_stack()
+    get = torch._C._get_function_stack_at
+    return any(type(get(index)) is not DeviceContext for index in range(number))

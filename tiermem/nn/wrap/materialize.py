@@ -1,0 +1,272 @@
+"""``with tier.materialize(...)``: managed parameters as ordinary tensors, for a while."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.errors import REFUSALS, ParameterError, StorageError
+from tiermem.nn.groups.group import Entry, Group
+from tiermem.nn.groups.repair import repair
+from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.nn.tensors.lazy import LazyTensor, is_gone, ordinary
+
+_NOT_READ = object()
+
+Target = nn.Module | nn.Parameter | Iterable[nn.Parameter]
+
+
+def entries_for(runtime: ModuleRuntime, target: Target) -> list[Entry]:
+    """Returns the managed parameters that ``target`` names.
+
+    Raises:
+        ParameterError: If there is none among them.
+    """
+    if isinstance(target, nn.Module):
+        wanted = list(target.parameters())
+    elif isinstance(target, torch.Tensor):
+        wanted = [target]  # type: ignore[list-item]
+    else:
+        wanted = list(target)
+    ids = {id(param) for param in wanted}
+    found = [e for g in runtime.groups for e in g.entries if id(e.param) in ids]
+    if wanted and not found:
+        raise ParameterError("none of these parameters is managed here; wrap their module first")
+    return found
+
+
+class Opened:
+    """One parameter that a user has as an ordinary tensor.
+
+    Attributes:
+        entry: The parameter.
+        before: What its ``grad`` was before.
+        gradient: What it was at the end, once that has been looked at.
+    """
+
+    __slots__ = ("before", "entry", "gradient")
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.before: Any = entry.param.grad
+        self.gradient: Any = _NOT_READ
+
+
+class Lending:
+    """What one ``with`` block has; entered with the runtime, so that nothing of it gets lost.
+
+    Attributes:
+        opened: What is still to be taken back.
+        over: Whether the block has been left.
+    """
+
+    __slots__ = ("_block", "opened", "over")
+
+    def __init__(self, block: _Block) -> None:
+        self._block = weakref.ref(block)
+        self.opened: list[Opened] = []
+        self.over = False
+
+    @property
+    def left(self) -> bool:
+        """Whether the block has been left, maybe by an exception at the very first line after."""
+        return self.over or self._block() is None
+
+
+class _Block:
+    """Lives as long as a ``with`` block is not left."""
+
+    __slots__ = ("__weakref__",)
+
+
+@contextmanager
+def materialize(
+    runtime: ModuleRuntime, target: Target, device: torch.device | None = None
+) -> Iterator[None]:
+    """Gives parameters and gradients as ordinary tensors, and takes changes back.
+
+    Args:
+        runtime: The modules' runtime.
+        target: A module, a parameter, or several.
+        device: Where the tensors are; None for host memory.
+
+    Raises:
+        ParameterError: At the end, if a parameter has another shape or dtype by then; its old
+            value is kept, the others' changes are taken.
+    """
+    if runtime.manager.unsure:
+        repair(runtime)
+    runtime.manager.guard()
+    block = _Block()
+    lending = Lending(block)
+    try:
+        take_back_left(runtime)
+        entries = [e for e in entries_for(runtime, target) if not e.materialized]
+        runtime.lendings.append(lending)
+        _open(runtime, entries, device or torch.device("cpu"), lending.opened)
+    except BaseException as error:
+        if not isinstance(error, REFUSALS):
+            runtime.manager.cut_short()
+        _put_back(lending.opened)
+        if lending in runtime.lendings:
+            runtime.lendings.remove(lending)
+        raise
+    try:
+        yield
+    finally:
+        lending.over = True
+        try:
+            _close(runtime, lending)
+        except REFUSALS:
+            raise
+        except BaseException:
+            runtime.manager.torn = runtime.manager.unsure = True
+            raise
+
+
+def take_back_left(runtime: ModuleRuntime) -> None:
+    """Takes back what a failed disk, or an exception, kept from being taken back.
+
+    Raises:
+        StorageError: If the disk fails still.
+        ParameterError: If a parameter has another shape or dtype by now.
+    """
+    for lending in list(runtime.lendings):
+        if lending.left:
+            _close(runtime, lending)
+
+
+def _by_block(entries: list[Entry]) -> dict[int, list[Entry]]:
+    found: dict[int, list[Entry]] = {}
+    for entry in entries:
+        found.setdefault(entry.group.block.id, []).append(entry)
+    return found
+
+
+def _open(
+    runtime: ModuleRuntime, entries: list[Entry], place: torch.device, opened: list[Opened]
+) -> None:
+    for members in _by_block(entries).values():
+        group = members[0].group
+        tensors = runtime.manager.read(group.block)
+        shared: dict[int, torch.Tensor] = {}
+        for entry in members:
+            runtime.grads.sync(entry)
+            gradient = runtime.grads.load(entry) if entry.has_grad else None
+            own = entry.param.grad if gradient is None else gradient
+            if entry.index not in shared:
+                shared[entry.index] = tensors[entry.index].clone().to(place)
+            opened.append(Opened(entry))
+            entry.param.grad = None
+            group.free(entry, shared[entry.index])
+            if own is not None:
+                entry.param.grad = own if is_gone(own) else ordinary(own, entry.param, place)
+
+
+def _put_back(opened: list[Opened]) -> None:
+    """Undoes what was opened; the user has seen none of it."""
+    while opened:
+        use = opened[-1]
+        with torch._C.DisableTorchFunctionSubclass():
+            if use.entry.materialized:
+                use.entry.param.grad = None
+                use.entry.group.recapture(use.entry)
+            use.entry.param.grad = use.before
+        opened.pop()
+
+
+def _close(runtime: ModuleRuntime, lending: Lending) -> None:
+    """Takes everything back that can be; the rest stays ordinary, to be tried again later."""
+    wrong: list[str] = []
+    failed: StorageError | None = None
+    opened = lending.opened
+    for use in [use for use in opened if use.entry.group.freed]:
+        opened.remove(use)
+    for members in _by_block([use.entry for use in opened]).values():
+        try:
+            _close_block(runtime, lending, members[0].group, wrong)
+        except StorageError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
+    if lending in runtime.lendings:
+        runtime.lendings.remove(lending)
+    if wrong:
+        raise ParameterError(wrong[0])
+
+
+def _close_block(runtime: ModuleRuntime, lending: Lending, group: Group, wrong: list[str]) -> None:
+    """Takes the tensors of one block back; cut short anywhere, it can be called again."""
+    mine = [use for use in lending.opened if use.entry.group is group]
+    slot = runtime.manager.acquire(group.block)
+    dirty = False
+    try:
+        for use in mine:
+            entry = use.entry
+            if not entry.materialized:
+                continue
+            view = slot.views[entry.index]
+            value = entry.param.data
+            if value.shape != view.shape or value.dtype is not view.dtype:
+                wrong.append(
+                    f"parameter {entry.name!r} became {tuple(value.shape)} {value.dtype} inside "
+                    f"materialize, it was {tuple(view.shape)} {view.dtype}; its old value is kept"
+                )
+            elif _differ(view, value):
+                dirty = True
+                with torch.no_grad():
+                    view.copy_(value)
+            if use.gradient is _NOT_READ:
+                use.gradient = entry.param.grad
+            entry.param.grad = None
+            group.recapture(entry)
+        group.point_softly(dirty=False)  # a graph made inside may have saved the parameters
+        group.rest()
+    finally:
+        runtime.manager.release(group.block, dirty=dirty)
+    for use in mine:
+        try:
+            _take_gradient(runtime, use.entry, use.gradient)
+        except StorageError:
+            for left in mine:
+                if left in lending.opened:
+                    _show_gradient(left)
+            raise
+        lending.opened.remove(use)
+
+
+def _show_gradient(use: Opened) -> None:
+    """Gives a gradient back as an ordinary tensor: it could not be taken into the tiers."""
+    param = use.entry.param
+    if use.gradient is not None and param.grad is None:
+        param.grad = ordinary(use.gradient, param, param.device)
+
+
+def _take_gradient(runtime: ModuleRuntime, entry: Entry, gradient: torch.Tensor | None) -> None:
+    if gradient is None:
+        if entry.has_grad:
+            runtime.grads.clear(entry)
+    elif is_gone(gradient):
+        entry.param.grad = gradient
+    elif (
+        (entry.unit is not None or entry.param.requires_grad)  # else it has no place for one
+        and gradient.layout is torch.strided
+        and gradient.shape == entry.param.shape
+        and gradient.dtype is entry.param.dtype
+        and not isinstance(gradient, LazyTensor)
+    ):
+        runtime.grads.store(entry, gradient.detach())
+    else:
+        entry.param.grad = ordinary(gradient, entry.param, entry.param.device)
+
+
+def _differ(view: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype differ in any bit."""
+    mine = view.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    theirs = value.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    return not torch.equal(mine, theirs)

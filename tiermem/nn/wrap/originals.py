@@ -1,0 +1,80 @@
+"""What a model was before it was wrapped, so that a wrap that is cut short can be undone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tiermem.core.block import Role
+from tiermem.nn.groups.inspect import owners
+from tiermem.nn.tensors.away import group_of
+
+if TYPE_CHECKING:
+    from tiermem.nn.groups.group import Group, Member
+    from tiermem.nn.wrap.wrapped import WrappedModel
+
+_MISSING = object()
+
+
+class Originals:
+    """The tensors of some groups, and some names of some modules, as they are now.
+
+    It keeps the tensors' own memory: let it go once the wrap is made.
+    """
+
+    def __init__(
+        self, groups: Iterable[Group], modules: Iterable[nn.Module], names: Iterable[str]
+    ) -> None:
+        """Notes everything; changes nothing.
+
+        Args:
+            groups: Whose tensors are about to be pointed at their blocks.
+            modules: In whose dictionaries names are about to be replaced.
+            names: Those names.
+        """
+        members = [m for g in groups for m in (*g.entries, *g.buffers)]
+        self._tensors: list[tuple[Member, torch.Tensor, Any]] = [
+            (member, member.tensor.detach(), member.tensor.grad) for member in members
+        ]
+        self._names = [
+            (m.__dict__, name, m.__dict__.get(name, _MISSING)) for m in modules for name in names
+        ]
+
+    def restore(self) -> None:
+        """Makes everything what it was; can be called again where it is cut short."""
+        for names, name, value in self._names:
+            if value is _MISSING:
+                names.pop(name, None)
+            else:
+                names[name] = value
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for member, data, grad in self._tensors:
+                member.materialized = True
+                member.tensor.grad = None
+                member.point(data, member.kind)
+                member.tensor.grad = grad
+                group_of.pop(id(member.tensor), None)
+                owners.pop(member.tensor, None)
+
+
+def undo_wrap(wrapped: WrappedModel) -> None:
+    """Undoes a wrap that an exception cut short anywhere; can be called again."""
+    manager, runtime = wrapped.manager, wrapped.runtime
+    manager.guard()
+    runtime.models.pop(id(wrapped.model), None)
+    if wrapped.before is not None:
+        wrapped.before.restore()
+    runtime.grads.forget(wrapped.entries)
+    runtime.remove(wrapped.groups)
+    with manager.lock:
+        known = {block_id for model in runtime.models.values() for block_id in model.blocks()}
+        kinds = (Role.PARAM, Role.BUFFER)
+        ours = [r for r in manager.table if r.block.role in kinds and r.block.id not in known]
+        for record in ours:  # also those that came at the very moment and no group has yet
+            manager.holders.pop(record.block.id, None)
+            record.leases = 0
+        manager.remove_blocks([record.block for record in ours])
+    runtime.wrapping = None

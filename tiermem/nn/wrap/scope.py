@@ -1,0 +1,503 @@
+"""What stands in front of a module's methods while it is wrapped.
+
+A module's call is intercepted at ``_call_impl`` in its instance dictionary,
+not with forward hooks: torch's own fast paths switch themselves off where
+hooks are attached, user's hooks then run inside as they should, and an
+exception passes through a plain ``finally``.
+"""
+
+from __future__ import annotations
+
+import _thread
+import sys
+import time
+import types
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import partial
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import is_grad_enabled, nn
+
+from tiermem.errors import REFUSALS, WrapError
+from tiermem.nn.compat.compiler import WHOLE_GRAPH
+from tiermem.nn.compat.outside import OUTSIDE, outside
+from tiermem.nn.compat.refusing import read_elsewhere, was_refused
+from tiermem.nn.groups.group import Group
+from tiermem.nn.groups.repair import entrance, repair
+from tiermem.nn.passes.runtime import ModuleRuntime, outputs_with_grad
+from tiermem.nn.wrap.statedict import check_state, given_values
+from tiermem.runtime.base.functorch import transforming
+
+if TYPE_CHECKING:
+    from tiermem.nn.wrap.wrapped import WrappedModel
+
+_CALL = "_call_impl"
+_MOST_CALLS = 32  # of a block of many modules (experts) few are called at a time
+_CALLS = {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}
+
+other_threads: Callable[[], int] = _thread._count
+"""Returns how many threads of Python's there are beside the main one."""
+
+
+class Inside:
+    """Who is inside the modules of one block, all of which need the same groups.
+
+    As long as the only thread there is comes by the module where the block begins, and takes no
+    gradients, the calls of those below have nothing to add: they are out of the way, from the
+    first such call on. They are back with the first that is another, and as soon as a weight is
+    asked for that is not held: somebody may be calling a module below by itself.
+
+    Attributes:
+        thread: The thread that is inside, if it is one alone; else 0, which no thread is called.
+        away: Whether the calls are out of the way.
+    """
+
+    __slots__ = ("_calls", "_depth", "_groups", "_guests", "_may_go", "away", "thread")
+
+    def __init__(self, groups: Sequence[Group] = ()) -> None:
+        """Begins with no module.
+
+        Args:
+            groups: What all of them need.
+        """
+        self.thread = 0
+        self.away = False
+        self._depth = 0
+        self._groups = groups
+        self._guests: set[int] = set()
+        self._calls: list[CallInterceptor] = []
+        self._may_go = False
+        for group in groups:
+            group.insides.append(self)
+
+    def add(self, call: CallInterceptor) -> None:
+        """Has a module's call go out of the way as well, where it may."""
+        self._calls.append(call)
+        self._see()
+
+    def drop(self, call: CallInterceptor) -> None:
+        """Has a call go nowhere any more; it is about to be taken out or changed."""
+        self.restore()
+        self._calls = [other for other in self._calls if other is not call]
+        self._see()
+
+    def enter(self, begins: bool) -> None:
+        """This thread holds the groups from now on; called under the manager's lock.
+
+        Args:
+            begins: Whether it comes by the module where the block begins.
+        """
+        self._depth += 1
+        try:
+            if self._depth == 1:
+                self.thread = get_ident()
+                alone = begins and not (other_threads() or is_grad_enabled())
+                if alone is not self.away and self._may_go:
+                    self._go() if alone else self._come_back()
+                if self._guests:
+                    self._see_guests_off()
+            elif self.thread != get_ident():
+                self.thread = 0  # until all are out again
+                self.restore()
+        except BaseException:  # Ctrl-C
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        """It does so no more."""
+        self._depth -= 1
+        if not self._depth:
+            self.thread = 0
+
+    def empty(self) -> None:
+        """Holds nothing on anybody's behalf any more; the modules are about to be taken out."""
+        self.restore()
+        if self._guests:
+            self._guests = set()
+            self._let_go()
+
+    def reset(self) -> None:
+        """Forgets who is inside, after an exception anywhere; nobody is."""
+        self.thread = self._depth = 0
+        self._guests = set()
+        for call in self._calls:
+            call.module.__dict__.setdefault(_CALL, call)
+        self.away = False
+
+    def restore(self) -> None:
+        """Puts the calls back that are out of the way."""
+        if self.away:
+            for call in self._calls:
+                call.module.__dict__.setdefault(_CALL, call)
+            self.away = False
+
+    def _go(self) -> None:
+        """Takes the calls out of the way; what somebody else has put there stays."""
+        self.away = True
+        for call in self._calls:
+            names = call.module.__dict__
+            if names.get(_CALL) is call:
+                del names[_CALL]
+
+    def _come_back(self) -> None:
+        """Puts the calls back, and sees to who came in unseen while they were away.
+
+        A thread that called a module then, and is in it still, held the groups for each of its
+        operations; now that this one holds them, it would not. So they are held on its behalf.
+        """
+        self.restore()
+        guests = self._callers() if other_threads() else set()
+        if guests:
+            for group in self._groups:
+                group.hold_locked()
+            self._guests = guests
+
+    def _see_guests_off(self) -> None:
+        """Lets go of what is held on behalf of threads, once all of them are out."""
+        self._guests &= self._callers()
+        if not self._guests:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        for group in self._groups:
+            group.let_go_locked()
+
+    def _callers(self) -> set[int]:
+        """Returns the other threads that are in a call of these modules."""
+        modules = {id(call.module) for call in self._calls}
+        found = set()
+        for thread, frame in sys._current_frames().items():
+            step: types.FrameType | None = frame
+            while step is not None and thread != get_ident():
+                if step.f_code in _CALLS and id(step.f_locals.get("self")) in modules:
+                    found.add(thread)
+                step = step.f_back
+        return found
+
+    def _see(self) -> None:
+        """Sees whether there is anything to go out of the way, and whether it may.
+
+        Recurrent modules use their weights by a list, where nobody sees it.
+        """
+        self._may_go = 0 < len(self._calls) <= _MOST_CALLS and not any(
+            isinstance(call.module, nn.RNNBase) for call in self._calls
+        )
+
+
+_NOBODY = Inside()
+
+
+class Scope:
+    """The groups that a module's call needs.
+
+    Attributes:
+        name: The module's qualified name.
+        number: Which wrapped model of the manager it belongs to.
+        groups: Held during the call.
+        inside: Who is inside the modules that need the same groups.
+        begins: Whether a block begins at this module.
+    """
+
+    __slots__ = ("_order", "begins", "groups", "inside", "name", "number", "wrapped")
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        groups: Sequence[Group],
+        wrapped: WrappedModel,
+        inside: Inside,
+        *,
+        begins: bool,
+    ) -> None:
+        self.name = name
+        self.number = number
+        self.groups = tuple(groups)
+        self.wrapped = wrapped
+        self.inside = inside
+        self.begins = begins
+        self._order: tuple[int, ...] | None = None
+
+    def order(self) -> tuple[int, ...]:
+        """Returns the blocks at and below this module, in the order of the modules."""
+        if self._order is None:
+            prefix = f"{self.name}." if self.name else ""
+            scopes = self.wrapped.scopes.items()
+            below = [s for name, s in scopes if name == self.name or name.startswith(prefix)]
+            self._order = tuple(dict.fromkeys(g.block.id for s in below for g in s.groups))
+        return self._order
+
+
+class Interceptor:
+    """Stands in a module's ``__dict__`` for one of its methods.
+
+    A deep copy of the module gets its plain method back.
+    """
+
+    __slots__ = ("inner", "module", "runtime", "scope")
+
+    method: ClassVar[str]
+
+    def __init__(self, module: nn.Module, scope: Scope) -> None:
+        """Takes the place of ``method`` on ``module``."""
+        self.module = module
+        self.scope = scope
+        self.runtime: ModuleRuntime = scope.wrapped.runtime
+        self.inner: Callable[..., Any] = getattr(type(module), self.method).__get__(module)
+
+    @property
+    def _runtime(self) -> ModuleRuntime:
+        return self.runtime
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the method."""
+        return self.inner(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module = memo.get(id(self.module), self.module)
+        return types.MethodType(getattr(type(module), self.method), module)
+
+    def __reduce__(self) -> Any:
+        raise WrapError(
+            "a wrapped module cannot be pickled; save its state_dict(), or take it out of the "
+            "tiers first with tier.unwrap(module)"
+        )
+
+
+class CallInterceptor(Interceptor):
+    """Holds a module's groups while it runs."""
+
+    __slots__ = ("_begins", "_groups", "_here", "_inside", "_manager", "_quick", "compiled")
+
+    method = _CALL
+
+    def __init__(self, module: nn.Module, scope: Scope) -> None:
+        """Takes over a module that ``module.compile()`` was called on, too."""
+        super().__init__(module, scope)
+        self.compiled: Any = module.__dict__.pop("_compiled_call_impl", None)
+        if self.compiled is not None:
+            self.inner = self.compiled
+        # looked up in every call, in caches that the kernels in between have emptied
+        self._manager, self._here = self.runtime.manager, self.runtime.here
+        self._groups, self._begins = scope.groups, scope.begins
+        self._inside = scope.inside
+        # only where a block begins there is something to do although its groups are held
+        self._quick = _NOBODY if scope.begins else scope.inside
+        if not scope.begins and self.compiled is None:
+            scope.inside.add(self)
+
+    def give_back(self) -> None:
+        """Leaves the module as it was found, compiled or not."""
+        self.scope.inside.drop(self)
+        if self.compiled is not None:
+            self.module.__dict__["_compiled_call_impl"] = self.compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module, hooks and all."""
+        if self._quick.thread == get_ident() and (
+            not is_grad_enabled() or self.runtime.saved.on_top()
+        ):
+            return self.inner(*args, **kwargs)
+        runtime, manager, groups, here = self.runtime, self._manager, self._groups, self._here
+        if manager.unsure:
+            repair(runtime)
+        began = held = 0
+        depth = here.depth
+        pushed = entered = inside = theirs = ended = False
+        try:
+            if not depth:
+                manager.guard()
+                runtime.begin_forward(self.scope)
+                began = time.perf_counter_ns()
+            elif runtime.unwritten and groups:
+                runtime.got_further(self.scope)
+            here.depth = depth + 1
+            try:
+                if self._begins and runtime.activations.store is not None:
+                    entered = runtime.activations.enter(self.scope)
+                with manager.lock:
+                    for group in groups:
+                        group.hold_locked()
+                        held += 1
+                    self._inside.enter(self._begins)
+                    inside = True
+                pushed = is_grad_enabled() and runtime.saved.push()
+                theirs = True
+                result = self.inner(*args, **kwargs)
+                theirs = False
+                if pushed or is_grad_enabled():
+                    self._watch(self.scope, runtime, result, pushed)
+                return result
+            finally:
+                if pushed:
+                    runtime.saved.pop()
+                if entered:
+                    runtime.activations.leave()
+                here.depth = depth
+                with manager.lock:
+                    if inside:
+                        self._inside.leave()
+                    while held:
+                        held -= 1
+                        groups[held].let_go_locked()
+                if began:
+                    runtime.busy(self.scope.name or "forward", began)
+                ended = True
+        except REFUSALS:
+            raise
+        except BaseException as error:
+            if not (ended and (theirs or OUTSIDE in error.__dict__)):
+                # it came at a line of ours; no call: see entrance
+                manager.torn = manager.unsure = True
+                here.depth = depth
+            elif was_refused(error):
+                raise read_elsewhere(self.module, self.scope.name, groups) from error
+            raise
+
+    @staticmethod
+    def _watch(scope: Scope, runtime: ModuleRuntime, result: Any, pushed: bool) -> None:
+        """Has backward announce itself when it reaches this module."""
+        if not pushed and runtime.saved.refused():
+            runtime.saved.hold_for(outputs_with_grad(result), scope.groups)
+        if not scope.begins or transforming():
+            return
+        for tensor in outputs_with_grad(result)[:1]:
+            tensor.register_hook(partial(_announce, runtime, scope))
+
+
+def _announce(runtime: ModuleRuntime, scope: Scope, _gradient: torch.Tensor) -> None:
+    runtime.before_backward(scope)
+
+
+class CompileInterceptor(Interceptor):
+    """Has ``module.compile()`` compile what runs while the blocks are held, and nothing of us."""
+
+    __slots__ = ()
+
+    method = "compile"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the module's call.
+
+        Raises:
+            WrapError: If one graph is asked for, and there are blocks in it.
+        """
+        whole = kwargs.get("fullgraph", args[0] if args else False)
+        if whole and any(block not in self._own() for block in self.scope.order()):
+            name = self.scope.name or type(self.module).__name__
+            raise WrapError(f"compile() of {name!r}: {WHOLE_GRAPH}")
+        self.scope.inside.restore()
+        call = self.module.__dict__[CallInterceptor.method]
+        self.scope.inside.drop(call)
+        plain = getattr(type(self.module), CallInterceptor.method).__get__(self.module)
+        call.inner = call.compiled = torch.compile(plain, *args, **kwargs)
+        self.scope.wrapped.leave_to_compiler(self.scope.name)
+
+    def _own(self) -> set[int]:
+        return {group.block.id for group in self.scope.groups}
+
+
+class CopyInterceptor(Interceptor):
+    """Makes an ordinary module where a wrapped one is copied: nothing of ours is in its way."""
+
+    __slots__ = ()
+
+    method = "__deepcopy__"
+
+    def __init__(self, module: nn.Module, scope: Scope) -> None:
+        """Takes over from the module's own ``__deepcopy__``, where it has one."""
+        self.module = module
+        self.scope = scope
+        self.runtime = scope.wrapped.runtime
+        own = getattr(type(module), self.method, None)
+        self.inner = partial(_copy, module) if own is None else own.__get__(module)
+
+    def __call__(self, memo: dict[int, Any]) -> Any:
+        """Returns the copy, in host memory."""
+        stay = self.scope.wrapped.staying()
+        for tensor in self.module._buffers.values():
+            if tensor is not None and id(tensor) in stay and id(tensor) not in memo:
+                memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
+        copied = self.inner(memo)
+        for name in INTERCEPTED:
+            getattr(copied, "__dict__", {}).pop(name, None)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """What a class copies by itself, our own names among it, is taken out afterwards."""
+
+
+def _copy(module: nn.Module, memo: dict[int, Any]) -> Any:
+    """Does what ``copy.deepcopy`` does with a module that has no ``__deepcopy__``."""
+    reduced: Any = module.__reduce_ex__(4)
+    make, arguments, state = reduced[:3]
+    copied = make(*deepcopy(arguments, memo))
+    memo[id(module)] = copied  # before what may refer to it
+    if isinstance(state, dict):
+        state = {name: value for name, value in state.items() if name not in INTERCEPTED}
+    copied.__setstate__(deepcopy(state, memo))
+    return copied
+
+
+class SaveInterceptor(Interceptor):
+    """Puts real tensors into ``state_dict()``."""
+
+    __slots__ = ()
+
+    method = "_save_to_state_dict"
+
+    @entrance
+    def __call__(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Fills ``destination`` with copies in host memory."""
+        outside(self.inner, destination, prefix, keep_vars)
+        self.scope.wrapped.export(self.module, destination, prefix)
+
+
+class LoadInterceptor(Interceptor):
+    """Has a module's blocks at hand while its state is loaded."""
+
+    __slots__ = ()
+
+    method = "_load_from_state_dict"
+
+    @entrance
+    def __call__(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
+        """Loads into the blocks."""
+        with self.scope.wrapped.holding(self.module):
+            return outside(self.inner, state_dict, prefix, *args, **kwargs)
+
+
+class LoadAllInterceptor(Interceptor):
+    """Refuses a checkpoint of another shape before anything of it is loaded."""
+
+    __slots__ = ()
+
+    method = "load_state_dict"
+
+    @entrance
+    def __call__(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """Checks every shape, then loads."""
+        self.runtime.manager.guard()
+        check_state(self.module, state_dict, *args, **kwargs)
+        wrapped = self.scope.wrapped
+        wrapped.given = given_values(self.module, state_dict)
+        try:
+            return outside(self.inner, state_dict, *args, **kwargs)
+        finally:
+            wrapped.given = {}
+
+
+OF_SCOPES: tuple[type[Interceptor], ...] = (
+    CallInterceptor,
+    CompileInterceptor,
+    SaveInterceptor,
+    LoadInterceptor,
+)
+"""What stands in modules whose calls are intercepted."""
+OF_ALL: tuple[type[Interceptor], ...] = (LoadAllInterceptor, CopyInterceptor)
+"""What stands in every module of a wrapped model, beside ``ApplyInterceptor``."""
+INTERCEPTED = frozenset(["_apply", *(kind.method for kind in OF_SCOPES + OF_ALL)])
+"""Names in a module's ``__dict__`` that are tiermem's."""
