@@ -16,12 +16,13 @@ from torch import nn
 from tiermem.config import Home, Policy, Settings, parse_size
 from tiermem.core.block import Role
 from tiermem.errors import REFUSALS, ConfigError, WrapError
+from tiermem.nn.compat.entrances import entrance
 from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.groups.inspect import check_module
-from tiermem.nn.groups.repair import entrance
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.wrap.giveback import Leaving, finish, give_back, prepare, say_beside
 from tiermem.nn.wrap.materialize import Target, materialize
+from tiermem.nn.wrap.repair import repair
 from tiermem.nn.wrap.wrapped import Blocks, WrappedModel
 from tiermem.optim.rules.groups import Params
 from tiermem.optim.tiered import Overlap, TieredOptimizer, Where
@@ -104,7 +105,7 @@ class TierManager:
             )
         )
         try:
-            self._runtime = ModuleRuntime(self._manager)
+            self._runtime = ModuleRuntime(self._manager, repair)
             self._wrapped = self._runtime.models
             self._wraps = 0
             self._optimizers = 0

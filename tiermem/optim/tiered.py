@@ -14,10 +14,10 @@ import torch
 
 from tiermem.core.block import Block, Extent, Tier
 from tiermem.errors import CapacityError, StepError
+from tiermem.nn.compat.entrances import entrance
 from tiermem.nn.compat.outside import outside
 from tiermem.nn.compat.quiet import quiet
 from tiermem.nn.groups.need import Kept
-from tiermem.nn.groups.repair import entrance
 from tiermem.nn.passes.runtime import Keeper, ModuleRuntime, entries_of
 from tiermem.nn.tensors.lazy import end
 from tiermem.optim import clip

@@ -2,7 +2,7 @@
 
 An exception is one of two kinds. It may have come between any two lines of ours (Ctrl-C, a signal
 handler's, no memory): then anything may be half done, and the next call repairs
-(:mod:`tiermem.nn.groups.repair`). Or it was raised by what we called, or on purpose: then our own
+(:mod:`tiermem.nn.wrap.repair`). Or it was raised by what we called, or on purpose: then our own
 lines were left in order, by their ``finally`` clauses, and there is nothing to repair. The class of
 an exception does not tell the two apart, so those of the second kind are marked where they come in.
 """

@@ -10,12 +10,12 @@ import torch
 from tiermem.core.block import Block, Role
 from tiermem.core.layout import TensorShape, split
 from tiermem.errors import CapacityError, StepError
+from tiermem.nn.compat.entrances import inside
 from tiermem.nn.compat.quiet import quiet, unrecorded
 from tiermem.nn.compat.shapes import follow, shape_of
 from tiermem.nn.compat.weakly import Hook, Weak
 from tiermem.nn.groups.group import Entry, Group
 from tiermem.nn.groups.need import accumulates, beside_optimizer, check_gradients
-from tiermem.nn.groups.repair import inside
 from tiermem.nn.tensors.clipping import Clippable
 from tiermem.nn.tensors.lazy import (
     LazyTensor,

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,10 +18,10 @@ import torch
 from tiermem.core.block import Block, Extent, Role, Tier
 from tiermem.core.need import unit_limit
 from tiermem.errors import CapacityError, WrapError
+from tiermem.nn.compat.entrances import inside
 from tiermem.nn.groups.grads import GradStore
 from tiermem.nn.groups.group import Entry, Group
 from tiermem.nn.groups.need import Program, beside_optimizer
-from tiermem.nn.groups.repair import inside
 from tiermem.nn.passes.activations import Activations
 from tiermem.nn.passes.reduced import ReducedGradients
 from tiermem.nn.passes.saved import SavedHooks
@@ -133,9 +134,15 @@ class ModuleRuntime:
             the tiers.
     """
 
-    def __init__(self, manager: BlockManager) -> None:
-        """Starts with no module."""
+    def __init__(self, manager: BlockManager, repair: Callable[[ModuleRuntime], None]) -> None:
+        """Starts with no module.
+
+        Args:
+            manager: Of the blocks.
+            repair: :func:`tiermem.nn.wrap.repair.repair`, for those below that begin with it.
+        """
         self.manager = manager
+        self.repair = partial(repair, self)  # no frame of Python's own: it looks who calls
         self.groups: list[Group] = []
         self.here = _Here()
         self.grads = GradStore(self)

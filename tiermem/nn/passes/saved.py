@@ -27,8 +27,8 @@ import torch
 
 from tiermem.core.block import Block, Role
 from tiermem.errors import ParameterError
+from tiermem.nn.compat.entrances import inside
 from tiermem.nn.compat.hookpair import Pair, change_pushed, top_pair
-from tiermem.nn.groups.repair import inside
 from tiermem.nn.passes.activations import Kept, SavedActivation, check_version
 from tiermem.nn.tensors.away import group_of
 from tiermem.runtime.base.functorch import transforming, untransformed

@@ -2,7 +2,8 @@
 
 Shape, dtype and device stay right. Whoever asks for the bytes, by whatever way, gets an error of
 torch's (:mod:`tiermem.nn.compat.refusing`). There is one element behind it, with all bits set,
-which is NaN: on a torch that cannot be told to refuse, a use that escaped everything shows at least.
+which is NaN: on a torch that cannot be told to refuse, a use that escaped everything shows at
+least.
 """
 
 from __future__ import annotations

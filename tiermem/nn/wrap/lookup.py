@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.nn.modules import module as modules
 from torch.utils._device import DeviceContext
 
+from tiermem.nn.compat.entrances import inside
 from tiermem.nn.groups.group import ORDINARY, Entry
-from tiermem.nn.groups.repair import inside, repair
 from tiermem.nn.wrap.scope import CallInterceptor, Scope
 from tiermem.runtime.manager import BlockManager
 
@@ -62,7 +62,7 @@ class LookupInterceptor(CallInterceptor):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Looks rows up where they lie in DRAM, or calls the module as any other."""
         if self._manager.unsure:
-            repair(self.runtime)
+            self.runtime.repair()
         ids = args[0] if len(args) == 1 and not kwargs else None
         if self._here.depth and isinstance(ids, torch.Tensor) and self._may(ids):
             found = self._found(ids)

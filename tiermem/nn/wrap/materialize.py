@@ -12,7 +12,6 @@ from torch import nn
 
 from tiermem.errors import REFUSALS, ParameterError, StorageError
 from tiermem.nn.groups.group import Entry, Group
-from tiermem.nn.groups.repair import repair
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, is_gone, ordinary
 
@@ -100,7 +99,7 @@ def materialize(
             value is kept, the others' changes are taken.
     """
     if runtime.manager.unsure:
-        repair(runtime)
+        runtime.repair()
     runtime.manager.guard()
     block = _Block()
     lending = Lending(block)

@@ -23,10 +23,10 @@ from torch import is_grad_enabled, nn
 
 from tiermem.errors import REFUSALS, WrapError
 from tiermem.nn.compat.compiler import WHOLE_GRAPH
+from tiermem.nn.compat.entrances import entrance
 from tiermem.nn.compat.outside import OUTSIDE, outside
 from tiermem.nn.compat.refusing import read_elsewhere, was_refused
 from tiermem.nn.groups.group import Group
-from tiermem.nn.groups.repair import entrance, repair
 from tiermem.nn.passes.runtime import ModuleRuntime, outputs_with_grad
 from tiermem.nn.wrap.statedict import check_state, given_values
 from tiermem.runtime.base.functorch import transforming
@@ -303,7 +303,7 @@ class CallInterceptor(Interceptor):
             return self.inner(*args, **kwargs)
         runtime, manager, groups, here = self.runtime, self._manager, self._groups, self._here
         if manager.unsure:
-            repair(runtime)
+            runtime.repair()
         began = held = 0
         depth = here.depth
         pushed = entered = inside = theirs = ended = False

@@ -1,99 +1,35 @@
 """Makes modules, gradients and leases right again after an exception at a line of ours.
 
-Whoever lets a user in notes such an exception; the next call that comes from outside everything of
-ours begins with :func:`repair`. Nothing is held then: not by this thread, which is not inside any
-call of ours, nor by another, which is looked for. So what says that something is held is what is
-left of the call that was cut short. See :mod:`tiermem.runtime.repair` for the blocks themselves.
+Whoever lets a user in notes such an exception (:mod:`tiermem.nn.compat.entrances`); the next call
+that comes from outside everything of ours begins with :func:`repair`. Nothing is held then: not by
+this thread, which is not inside any call of ours, nor by another, which is looked for. So what says
+that something is held is what is left of the call that was cut short. See
+:mod:`tiermem.runtime.repair` for the blocks themselves.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 
 from tiermem.core.block import Role
 from tiermem.errors import REFUSALS
-from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.groups.unfinished import finish_changes, repair_gradients
+from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.nn.wrap.materialize import take_back_left
+from tiermem.nn.wrap.originals import undo_wrap
 from tiermem.runtime.repair import end_leases, repair_homes
 
-if TYPE_CHECKING:
-    from tiermem.nn.passes.runtime import ModuleRuntime
-    from tiermem.runtime.manager import BlockManager
-
-_PACKAGE = str(Path(__file__).parent.parent) + os.sep
+_PACKAGE = str(Path(__file__).parent.parent.parent) + os.sep
 _ROOMS = (f"{_PACKAGE}nn{os.sep}", f"{_PACKAGE}optim{os.sep}", f"{_PACKAGE}tier.py")
 """Code in which blocks are held from one call of the manager's to the next."""
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-class HasRuntime(Protocol):
-    """Something that users call."""
-
-    _runtime: ModuleRuntime
-
-
-class HasManager(Protocol):
-    """Something that torch calls in the middle of a user's code."""
-
-    manager: BlockManager
-
-
-def entrance(method: F) -> F:
-    """Marks a method that users call, of something that :class:`HasRuntime`.
-
-    It begins with a repair where one is due, and notes an exception that was not raised on purpose
-    and did not come from outside (:mod:`tiermem.nn.compat.outside`).
-    """
-
-    @functools.wraps(method)
-    def enter(self: HasRuntime, /, *args: Any, **kwargs: Any) -> Any:
-        manager = self._runtime.manager
-        if manager.unsure:
-            repair(self._runtime)
-        try:
-            return method(self, *args, **kwargs)
-        except REFUSALS:
-            raise
-        except BaseException as error:  # no call in here: there may be no stack left for one
-            if OUTSIDE in error.__dict__:
-                del error.__dict__[OUTSIDE]
-            else:
-                manager.torn = manager.unsure = True
-            raise
-
-    return cast("F", enter)
-
-
-def inside(method: F) -> F:
-    """Marks a method that torch calls, of something that :class:`HasManager`.
-
-    It notes an exception as :func:`entrance` does; the repair is left to those.
-    """
-
-    @functools.wraps(method)
-    def enter(self: HasManager, /, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except REFUSALS:
-            raise
-        except BaseException as error:
-            if OUTSIDE not in error.__dict__:
-                self.manager.torn = self.manager.unsure = True
-            raise
-
-    return cast("F", enter)
 
 
 def repair(runtime: ModuleRuntime) -> None:
@@ -112,8 +48,6 @@ def repair(runtime: ModuleRuntime) -> None:
     with manager.lock:
         manager.repair_blocks()
         if runtime.wrapping is not None:
-            from tiermem.nn.wrap.originals import undo_wrap  # it needs groups, which need this
-
             undo_wrap(runtime.wrapping)
         while runtime.saved.on_top() and torch.is_grad_enabled():
             runtime.saved.pop()
@@ -161,8 +95,6 @@ def _end_attempts(runtime: ModuleRuntime) -> Counter[int]:
 def _take_back(runtime: ModuleRuntime) -> None:
     """Takes back what a user had as ordinary tensors when the exception came."""
     if any(lending.left for lending in runtime.lendings):
-        from tiermem.nn.wrap.materialize import take_back_left  # it needs this module itself
-
         take_back_left(runtime)
 
 

@@ -1,0 +1,83 @@
+"""Where users and torch come in: what passes at a line of ours is noted, and repaired later."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
+
+from tiermem.errors import REFUSALS
+from tiermem.nn.compat.outside import OUTSIDE
+from tiermem.runtime.manager import BlockManager
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Repairable(Protocol):
+    """What a repair puts right: the modules of a manager.
+
+    Attributes:
+        manager: Of their blocks.
+        repair: Makes everything right; see :mod:`tiermem.nn.wrap.repair`.
+    """
+
+    manager: BlockManager
+    repair: Callable[[], None]
+
+
+class HasRuntime(Protocol):
+    """Something that users call."""
+
+    _runtime: Repairable
+
+
+class HasManager(Protocol):
+    """Something that torch calls in the middle of a user's code."""
+
+    manager: BlockManager
+
+
+def entrance(method: F) -> F:
+    """Marks a method that users call, of something that :class:`HasRuntime`.
+
+    It begins with a repair where one is due, and notes an exception that was not raised on purpose
+    and did not come from outside (:mod:`tiermem.nn.compat.outside`).
+    """
+
+    @functools.wraps(method)
+    def enter(self: HasRuntime, /, *args: Any, **kwargs: Any) -> Any:
+        manager = self._runtime.manager
+        if manager.unsure:
+            self._runtime.repair()
+        try:
+            return method(self, *args, **kwargs)
+        except REFUSALS:
+            raise
+        except BaseException as error:  # no call in here: there may be no stack left for one
+            if OUTSIDE in error.__dict__:
+                del error.__dict__[OUTSIDE]
+            else:
+                manager.torn = manager.unsure = True
+            raise
+
+    return cast("F", enter)
+
+
+def inside(method: F) -> F:
+    """Marks a method that torch calls, of something that :class:`HasManager`.
+
+    It notes an exception as :func:`entrance` does; the repair is left to those.
+    """
+
+    @functools.wraps(method)
+    def enter(self: HasManager, /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except REFUSALS:
+            raise
+        except BaseException as error:
+            if OUTSIDE not in error.__dict__:
+                self.manager.torn = self.manager.unsure = True
+            raise
+
+    return cast("F", enter)
