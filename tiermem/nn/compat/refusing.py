@@ -12,15 +12,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from tiermem.core.block import Block
 from tiermem.errors import ParameterError
-
-if TYPE_CHECKING:
-    from tiermem.nn.groups.group import Group
 
 _WITH_TEXT = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 _LOOKED_AT = 64  # bytes of a storage object, which is larger
@@ -36,15 +33,15 @@ def was_refused(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in (_TORCHS, OURS))
 
 
-def read_elsewhere(module: nn.Module, name: str, groups: Sequence[Group]) -> ParameterError:
+def read_elsewhere(module: nn.Module, name: str, blocks: Sequence[Block]) -> ParameterError:
     """Returns the error of code in a call that has read a weight which is not there.
 
     Args:
         module: Whose call it was.
         name: Its qualified name.
-        groups: What is in HBM for that call.
+        blocks: What is in HBM for that call.
     """
-    here = ", ".join(repr(group.block.name) for group in groups) or "none of its own"
+    here = ", ".join(repr(block.name) for block in blocks) or "none of its own"
     return ParameterError(
         f"code in the call of {name or type(module).__name__!r} has read a parameter of a wrapped "
         "model that is not in HBM, in a way that torch does not show to tiermem (a C++ extension, "

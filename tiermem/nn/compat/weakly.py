@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tiermem.errors import ClosedError
-
-if TYPE_CHECKING:
-    from tiermem.nn.groups.group import Entry
 
 
 class Hook:
@@ -23,7 +20,7 @@ class Hook:
 
     __slots__ = ("_entry", "_method")
 
-    def __init__(self, method: Callable[[Entry, torch.Tensor], None], entry: Entry) -> None:
+    def __init__(self, method: Callable[[Any, torch.Tensor], None], entry: object) -> None:
         self._method = weakref.WeakMethod(method)
         self._entry = weakref.ref(entry)
 
@@ -42,7 +39,7 @@ class Weak:
 
     __slots__ = ("_entry", "_given", "_method")
 
-    def __init__(self, method: Callable[..., Any], entry: Entry, *given: Any) -> None:
+    def __init__(self, method: Callable[..., Any], entry: object, *given: Any) -> None:
         self._method = weakref.WeakMethod(method)
         self._entry = weakref.ref(entry)
         self._given = given

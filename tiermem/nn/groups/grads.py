@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -14,9 +14,10 @@ from tiermem.nn.compat.entrances import inside
 from tiermem.nn.compat.quiet import quiet, unrecorded
 from tiermem.nn.compat.shapes import follow, shape_of
 from tiermem.nn.compat.weakly import Hook, Weak
+from tiermem.nn.groups.above import Passes
+from tiermem.nn.groups.clipping import Clippable
 from tiermem.nn.groups.group import Entry, Group
 from tiermem.nn.groups.need import accumulates, beside_optimizer, check_gradients
-from tiermem.nn.tensors.clipping import Clippable
 from tiermem.nn.tensors.lazy import (
     LazyTensor,
     flush,
@@ -29,10 +30,6 @@ from tiermem.nn.tensors.lazy import (
 )
 from tiermem.runtime.memory.slots import Slot
 from tiermem.runtime.services.sweep import Pipeline
-
-if TYPE_CHECKING:
-    from tiermem.nn.passes.runtime import ModuleRuntime
-
 
 Change = Callable[[list[torch.Tensor]], None]
 Measure = Callable[[torch.Tensor], torch.Tensor]
@@ -134,7 +131,7 @@ class GradStore:
         watchers: Told of every gradient that arrives.
     """
 
-    def __init__(self, runtime: ModuleRuntime) -> None:
+    def __init__(self, runtime: Passes) -> None:
         """Serves ``runtime``."""
         self._runtime = runtime
         self.manager = runtime.manager

@@ -10,19 +10,18 @@ from torch import is_inference_mode_enabled, nn
 from torch.utils.hooks import RemovableHandle
 
 from tiermem.core.block import Block
+from tiermem.nn.groups.above import Calls, WeightViews
+from tiermem.nn.groups.away import away_class, group_of
 from tiermem.nn.groups.names import HeldDict, TieredDict
-from tiermem.nn.tensors.away import away_class, group_of
+from tiermem.nn.groups.replaced import bring_home, reshaped, take_home
 from tiermem.nn.tensors.placeholder import shared_placeholder
-from tiermem.nn.tensors.replaced import bring_home, reshaped, take_home
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.slots import Holder, Slot
 from tiermem.runtime.services.verify import differs_from_home
 
 if TYPE_CHECKING:
+    from tiermem.nn.groups.addresses import Addresses
     from tiermem.nn.groups.grads import GradUnit
-    from tiermem.nn.passes.saved import SavedHooks
-    from tiermem.nn.tensors.addresses import Addresses
-    from tiermem.nn.wrap.scope import Inside
 
 ORDINARY = (nn.Parameter, torch.Tensor)
 """Classes that add nothing to what torch does with a tensor."""
@@ -139,7 +138,7 @@ class Lender(Protocol):
         ...
 
     @property
-    def saved(self) -> SavedHooks:
+    def saved(self) -> WeightViews:
         """What saves tensors of its groups for backward."""
         ...
 
@@ -192,7 +191,7 @@ class Group(Holder):
         self.entries: list[Entry] = []
         self.buffers: list[Member] = []
         self.holds = 0
-        self.insides: list[Inside] = []
+        self.insides: list[Calls] = []
         self.soft = False
         self.suspect = False
         self._names: list[HeldDict] = []

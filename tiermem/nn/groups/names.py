@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from tiermem.core.block import Role
 from tiermem.errors import ParameterError, WrapError
+from tiermem.nn.groups.above import Passes
 
 if TYPE_CHECKING:
     from tiermem.nn.groups.group import Group
-    from tiermem.nn.passes.runtime import ModuleRuntime
 
 _SWAPS = "torch.nn.utils._named_member_accessor"
 """Where ``torch.func.functional_call`` puts other tensors in a module's, for one call."""
@@ -26,9 +26,7 @@ class HeldDict(dict[str, Any]):
     Looking a name up is torch's own code then: it happens a dozen times in every layer.
     """
 
-    def __init__(
-        self, plain: dict[str, Any], groups: dict[str, Group], runtime: ModuleRuntime
-    ) -> None:
+    def __init__(self, plain: dict[str, Any], groups: dict[str, Group], runtime: Passes) -> None:
         """Copies ``plain``.
 
         Args:

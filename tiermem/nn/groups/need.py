@@ -22,6 +22,7 @@ from tiermem.core.layout import TensorShape, pack, split
 from tiermem.core.need import Home, Played, StepNeed, least, unit_limit
 from tiermem.core.parts import parts_of
 from tiermem.errors import CapacityError
+from tiermem.nn.groups.above import Passes
 from tiermem.nn.groups.blocks import BlockPlan, Inventory
 from tiermem.nn.groups.inspect import Found
 from tiermem.runtime.memory.homes import staging_size
@@ -29,7 +30,6 @@ from tiermem.runtime.memory.homes import staging_size
 if TYPE_CHECKING:
     from tiermem.nn.groups.grads import GradUnit
     from tiermem.nn.groups.group import Entry
-    from tiermem.nn.passes.runtime import ModuleRuntime
 
 FREEZE = (
     "gradients are part of that: none are kept under torch.no_grad(), nor of what "
@@ -301,7 +301,7 @@ def _refusal(error: CapacityError, budgets: dict[str, int], more: str = "") -> C
     return refused
 
 
-def check_gradients(runtime: ModuleRuntime) -> list[GradUnit]:
+def check_gradients(runtime: Passes) -> list[GradUnit]:
     """Refuses budgets in which a backward could not run; homes of all gradients are reserved.
 
     Returns:

@@ -12,20 +12,17 @@ counter outlives the tensor in an alias of it that has no bytes.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
 
 from tiermem.config import Home
 from tiermem.errors import CapacityError
+from tiermem.nn.passes.scopes import PassScope
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.slots import typed_view
 from tiermem.runtime.metrics.counters import ActivationStats, ResidencyRow
 from tiermem.runtime.services.activation_store import ActivationStore, Copy
-
-if TYPE_CHECKING:
-    from tiermem.nn.wrap.scope import Scope
 
 _ALIGNED = 64
 _UNIT = 512
@@ -181,7 +178,7 @@ class Activations:
             with self._manager.lock:
                 self.store.reap()
 
-    def enter(self, scope: Scope) -> bool:
+    def enter(self, scope: PassScope) -> bool:
         """A module at which a block begins is called; returns whether ``leave`` is owed."""
         if self.store is None or torch._C._current_graph_task_id() != -1:
             return False
@@ -203,7 +200,7 @@ class Activations:
         self._largest = max(self._largest, self._since)
         self._since = 0
 
-    def _number_of(self, scope: Scope) -> int | None:
+    def _number_of(self, scope: PassScope) -> int | None:
         """Returns which layer a module is, None if it is none.
 
         Layers are the numbered items of lists at which a block begins, in the order of the

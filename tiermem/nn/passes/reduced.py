@@ -18,12 +18,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tiermem.errors import CapacityError, StepError, WrapError
+from tiermem.nn.passes.scopes import PassScope
 from tiermem.nn.tensors.lazy import LazyTensor, flush, is_gone
 
 if TYPE_CHECKING:
     from tiermem.nn.groups.group import Entry, Group
     from tiermem.nn.passes.runtime import ModuleRuntime
-    from tiermem.nn.wrap.scope import Scope
 
 _NAME = DistributedDataParallel.__name__
 
@@ -77,7 +77,7 @@ class ReducedGradients:
                 self._held.remove(group)
                 group.let_go(dirty=True)
 
-    def begin_forward(self, scope: Scope) -> None:
+    def begin_forward(self, scope: PassScope) -> None:
         """A wrapped module is called; a backward may follow.
 
         Args:
@@ -101,7 +101,7 @@ class ReducedGradients:
                 if entry.tracked:
                     self.make_ordinary(entry)
 
-    def _is_inside(self, scope: Scope, around: nn.Module) -> bool:
+    def _is_inside(self, scope: PassScope, around: nn.Module) -> bool:
         """Whether a module is a part of another, and not just called in its forward."""
         if around not in self._inside:
             self._inside[around] = {id(module) for module in around.modules()}

@@ -19,19 +19,19 @@ from tiermem.core.block import Block, Extent, Role, Tier
 from tiermem.core.need import unit_limit
 from tiermem.errors import CapacityError, WrapError
 from tiermem.nn.compat.entrances import inside
+from tiermem.nn.groups.addresses import Addresses
 from tiermem.nn.groups.grads import GradStore
 from tiermem.nn.groups.group import Entry, Group
 from tiermem.nn.groups.need import Program, beside_optimizer
 from tiermem.nn.passes.activations import Activations
 from tiermem.nn.passes.reduced import ReducedGradients
 from tiermem.nn.passes.saved import SavedHooks
-from tiermem.nn.tensors.addresses import Addresses
+from tiermem.nn.passes.scopes import PassScope
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.services.sweep import Pipeline
 
 if TYPE_CHECKING:
     from tiermem.nn.wrap.materialize import Lending
-    from tiermem.nn.wrap.scope import Scope
     from tiermem.nn.wrap.wrapped import WrappedModel
 
 _SOFT_IN_BACKWARD = 2
@@ -219,7 +219,7 @@ class ModuleRuntime:
 
     # -- forward ---------------------------------------------------------
 
-    def begin_forward(self, scope: Scope) -> None:
+    def begin_forward(self, scope: PassScope) -> None:
         """A wrapped module is called while none is running."""
         if torch._C._current_graph_task_id() != -1:
             self.enter_backward()  # recomputation
@@ -250,7 +250,7 @@ class ModuleRuntime:
                 self._home_gradients()
             self.activations.begin_forward()
 
-    def got_further(self, scope: Scope) -> None:
+    def got_further(self, scope: PassScope) -> None:
         """A block is used in forward; has what is unwritten go home if the first one was before.
 
         Modules around both may be called, and have blocks of their own, before either. And not
@@ -353,7 +353,7 @@ class ModuleRuntime:
         self.grads.begin_backward()
 
     @inside
-    def before_backward(self, scope: Scope) -> None:
+    def before_backward(self, scope: PassScope) -> None:
         """The gradient of a module's output is there: its backward comes next."""
         if self.manager.closed:
             return

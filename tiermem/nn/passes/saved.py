@@ -29,8 +29,9 @@ from tiermem.core.block import Block, Role
 from tiermem.errors import ParameterError
 from tiermem.nn.compat.entrances import inside
 from tiermem.nn.compat.hookpair import Pair, change_pushed, top_pair
+from tiermem.nn.groups.above import WeightViews
+from tiermem.nn.groups.away import group_of
 from tiermem.nn.passes.activations import Kept, SavedActivation, check_version
-from tiermem.nn.tensors.away import group_of
 from tiermem.runtime.base.functorch import transforming, untransformed
 from tiermem.runtime.memory.slots import Slot, typed_view
 
@@ -58,7 +59,7 @@ class SavedView:
 
     def __init__(
         self,
-        hooks: SavedHooks,
+        hooks: WeightViews,
         block: Block,
         tensor: torch.Tensor,
         offset: int,

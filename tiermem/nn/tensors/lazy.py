@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,9 +22,6 @@ from tiermem.nn.tensors.placeholder import shared_placeholder
 from tiermem.nn.tensors.shells import insides
 from tiermem.nn.tensors.standin import Opened, StandIn, writes
 from tiermem.runtime.memory.slots import use_count
-
-if TYPE_CHECKING:
-    from tiermem.nn.tensors.clipping import Clippable
 
 _NOTHING = {torch.Tensor.detach_, torch.Tensor.requires_grad_}
 _OWN_REFERENCES = 2
@@ -44,7 +41,7 @@ class LazyTensor(StandIn, torch.Tensor):
     _dtype: torch.dtype
     _gone = False
     _shelled = False  # the real one is of a subclass that wraps others
-    _clippable: Clippable | None = None  # of the gradient of a parameter
+    _clippable: Any = None  # of the gradient of a parameter
 
     @classmethod
     def __torch_function__(

@@ -1,7 +1,7 @@
 """Tensors whose bytes are elsewhere, and that are there as soon as an operation uses them.
 
 Two kinds share this module: a managed parameter while its block is not held
-(:mod:`tiermem.nn.tensors.away`), and a gradient or a piece of optimizer state in the
+(:mod:`tiermem.nn.groups.away`), and a gradient or a piece of optimizer state in the
 tiers (:mod:`tiermem.nn.tensors.lazy`). Every torch operation on one comes to
 :func:`dispatch`, which has the real tensors stand in for the time of it.
 """

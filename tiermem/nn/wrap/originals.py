@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tiermem.core.block import Role
+from tiermem.nn.groups.away import group_of
 from tiermem.nn.groups.inspect import owners
-from tiermem.nn.tensors.away import group_of
 
 if TYPE_CHECKING:
     from tiermem.nn.groups.group import Group, Member

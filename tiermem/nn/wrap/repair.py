@@ -21,10 +21,10 @@ import torch
 
 from tiermem.core.block import Role
 from tiermem.errors import REFUSALS
-from tiermem.nn.groups.unfinished import finish_changes, repair_gradients
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.wrap.materialize import take_back_left
 from tiermem.nn.wrap.originals import undo_wrap
+from tiermem.nn.wrap.unfinished import finish_changes, repair_gradients
 from tiermem.runtime.repair import end_leases, repair_homes
 
 _PACKAGE = str(Path(__file__).parent.parent.parent) + os.sep

@@ -354,7 +354,8 @@ class CallInterceptor(Interceptor):
                 manager.torn = manager.unsure = True
                 here.depth = depth
             elif was_refused(error):
-                raise read_elsewhere(self.module, self.scope.name, groups) from error
+                there = [group.block for group in groups]
+                raise read_elsewhere(self.module, self.scope.name, there) from error
             raise
 
     @staticmethod

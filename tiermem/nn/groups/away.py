@@ -22,8 +22,8 @@ from torch.nn.parallel import distributed
 
 from tiermem.errors import CapacityError, ClosedError, ParameterError, WrapError
 from tiermem.nn.compat.quiet import unrecorded
+from tiermem.nn.groups.replaced import named, why_not
 from tiermem.nn.tensors.placeholder import is_placeholder
-from tiermem.nn.tensors.replaced import named, why_not
 from tiermem.nn.tensors.standin import Opened, StandIn, writes
 
 if TYPE_CHECKING:

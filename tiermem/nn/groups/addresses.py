@@ -13,8 +13,8 @@ from weakref import ReferenceType, ref
 import torch
 
 from tiermem.errors import ParameterError
-from tiermem.nn.tensors.away import group_of
-from tiermem.nn.tensors.replaced import named
+from tiermem.nn.groups.away import group_of
+from tiermem.nn.groups.replaced import named
 
 if TYPE_CHECKING:
     from tiermem.nn.groups.group import Group

@@ -1,0 +1,110 @@
+"""What groups, gradients and dictionaries ask of the passes above them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from tiermem.runtime.manager import BlockManager
+
+if TYPE_CHECKING:
+    from tiermem.nn.groups.grads import GradStore
+    from tiermem.nn.groups.group import Entry, Group
+    from tiermem.nn.groups.need import Program
+
+
+class Calls(Protocol):
+    """The calls of a module under way; see :class:`tiermem.nn.wrap.scope.Inside`.
+
+    Attributes:
+        away: Whether they are not intercepted for now.
+    """
+
+    away: bool
+
+    def reset(self) -> None:
+        """Nobody is inside a call any more."""
+        ...
+
+    def restore(self) -> None:
+        """Has them intercepted again."""
+        ...
+
+
+class WeightViews(Protocol):
+    """Packs views of weights that autograd saves; see :mod:`tiermem.nn.passes.saved`."""
+
+    def beside(self, saved: Any, tensor: torch.Tensor) -> Any:
+        """Returns an alias of bytes that never leave HBM, in place of a reference; else None."""
+        ...
+
+    def refused(self) -> bool:
+        """Whether torch takes no hooks now."""
+        ...
+
+    def pay(self, block_id: int) -> None:
+        """Makes the step that a block owes."""
+        ...
+
+    def view(self, saved: Any) -> torch.Tensor:
+        """Returns the view that a reference stands for."""
+        ...
+
+
+class Reduced(Protocol):
+    """Gradients that somebody else reduces; see :mod:`tiermem.nn.passes.reduced`.
+
+    Attributes:
+        active: Whether the backward under way is such a one.
+        arrived: Whether a gradient has arrived in it.
+    """
+
+    active: bool
+    arrived: bool
+
+    def make_ordinary(self, entry: Entry) -> None:
+        """Makes the gradient of a parameter an ordinary tensor."""
+        ...
+
+
+class Passes(Protocol):
+    """The passes of the modules of one manager; see :mod:`tiermem.nn.passes.runtime`.
+
+    Attributes:
+        manager: Of the blocks.
+        program: What is played to know what a budget needs.
+        worst_chain: Bytes of weights that are held at once, at most.
+    """
+
+    manager: BlockManager
+    program: Program
+    worst_chain: int
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """All groups, in the order of the models."""
+        ...
+
+    @property
+    def grads(self) -> GradStore:
+        """Their gradients."""
+        ...
+
+    @property
+    def reduced(self) -> Reduced:
+        """Gradients that somebody else reduces."""
+        ...
+
+    def unit_limit(self, group: Group) -> int:
+        """Returns how many bytes of gradients of a group may share a block."""
+        ...
+
+    def enter_backward(self) -> None:
+        """A backward has come to a gradient."""
+        ...
+
+    def demand(self, group: Group) -> None:
+        """Brings a group up for code outside its own module's call."""
+        ...

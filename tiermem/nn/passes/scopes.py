@@ -1,0 +1,57 @@
+"""What passes know of the modules that they are passes of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import nn
+
+from tiermem.nn.groups.group import Group
+
+
+class ScopedModel(Protocol):
+    """A wrapped model; see :mod:`tiermem.nn.wrap.wrapped`."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model itself."""
+        ...
+
+    @property
+    def scopes(self) -> Mapping[str, PassScope]:
+        """Those of its modules, by qualified name."""
+        ...
+
+
+class PassScope(Protocol):
+    """One module of a wrapped model; see :class:`tiermem.nn.wrap.scope.Scope`."""
+
+    @property
+    def name(self) -> str:
+        """The module's qualified name; empty for the model itself."""
+        ...
+
+    @property
+    def number(self) -> int:
+        """Of the model."""
+        ...
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """What the module's call needs."""
+        ...
+
+    @property
+    def begins(self) -> bool:
+        """Whether a block begins at the module."""
+        ...
+
+    @property
+    def wrapped(self) -> ScopedModel:
+        """The model."""
+        ...
+
+    def order(self) -> tuple[int, ...]:
+        """Returns the ids of the blocks below the module, in the order of the model."""
+        ...
