@@ -238,6 +238,23 @@ class Twins:
         check_table(self.tier)
 
 
+class Refused(Exception):
+    """What a user's code raises."""
+
+
+class FailsMidway(torch.optim.SGD):
+    """Raises once it has written weights, in the first step that is asked for once it is lit."""
+
+    lit = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        if FailsMidway.lit:
+            FailsMidway.lit = False
+            raise Refused
+
+
 def _stand_ins(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Returns tensors whose ``grad`` is given, for torch's functions over parameters."""
     found = []

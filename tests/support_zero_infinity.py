@@ -72,15 +72,20 @@ def started(settings: Any, model: nn.Module | None = None, **more: Any) -> Itera
         engine.destroy()
 
 
-def train(engine: Any, count: int, dtype: torch.dtype = torch.float32) -> list[float]:
-    """A DeepSpeed loop: its losses."""
+def losses_of(engine: Any, numbers: range, dtype: torch.dtype = torch.float32) -> list[float]:
+    """A DeepSpeed loop over the batches of these numbers: its losses."""
     losses = []
-    for number in range(count):
+    for number in numbers:
         loss = loss_of(engine, batch(number, dtype))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
     return losses
+
+
+def train(engine: Any, count: int, dtype: torch.dtype = torch.float32) -> list[float]:
+    """The same over the first batches."""
+    return losses_of(engine, range(count), dtype)
 
 
 def plain(

@@ -228,9 +228,10 @@ class _Stepped:
         self._cls = cls
         self._settings = settings
         self._master_dtype = floating("master_dtype", master_dtype)
-        self._groups, _ = with_defaults(self._make, groups, self._dtype)
+        self._groups, optimizer = with_defaults(self._make, groups, self._dtype)
+        eager = bool(optimizer.state)  # made with the optimizer: that of frozen parameters, too
         numbered = [(p, n) for n, group in enumerate(self._groups) for p in group["params"]]
-        self._members = [(param, number) for param, number in numbered if param.requires_grad]
+        self._members = [(p, n) for p, n in numbered if eager or p.requires_grad]
 
     def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return self._cls(groups, **self._settings)

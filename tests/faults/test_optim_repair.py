@@ -8,7 +8,7 @@ import pytest
 import torch
 from support_ctrl_c import cut_short
 from support_nn import Tiers, check_table
-from support_optim import Layer, Twins
+from support_optim import FailsMidway, Layer, Twins
 from torch import nn
 
 from tiermem.core import parts
@@ -16,23 +16,6 @@ from tiermem.errors import StorageError
 from tiermem.optim import tiered
 from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.undo import Undo
-
-
-class Bang(Exception):
-    """What the class raises."""
-
-
-class Failing(torch.optim.SGD):
-    """Raises in the middle of the first step that is asked for after :attr:`lit`."""
-
-    lit = False
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step(closure)
-        if Failing.lit:
-            Failing.lit = False
-            raise Bang
 
 
 class Small(nn.Module):
@@ -70,7 +53,7 @@ def _broken(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(Undo, "take_back", take_back)
     yield broken
-    Failing.lit = False
+    FailsMidway.lit = False
 
 
 @pytest.mark.parametrize("place", [*PLACES, "in parts"])
@@ -83,16 +66,16 @@ def test_a_step_that_waits_to_be_taken_back_survives_a_repair(
         monkeypatch.setattr(parts, "_ALIGNED", 16)
         monkeypatch.setattr(parts, "_LEAST", 0)
         monkeypatch.setattr(parts, "_MOST", 0.05)
-        monkeypatch.setattr(tiered, "ELEMENTWISE", (Failing,))
+        monkeypatch.setattr(tiered, "ELEMENTWISE", (FailsMidway,))
     settings = {"lr": 0.1, "momentum": 0.9}
-    with Twins(Small, PLACES[place], Failing, settings, master_dtype=None) as pair:
+    with Twins(Small, PLACES[place], FailsMidway, settings, master_dtype=None) as pair:
         stepped = [type(unit) for unit in pair.optimizer._units]
-        assert (PartedUnit in stepped) == (Failing in tiered.ELEMENTWISE)
+        assert (PartedUnit in stepped) == (FailsMidway in tiered.ELEMENTWISE)
         pair.backward(0)
         pair.step()
         pair.backward(1)
         pair.by_hand.step()
-        Failing.lit = True
+        FailsMidway.lit = True
         with pytest.raises(StorageError):
             pair.optimizer.step()
         with torch.no_grad():

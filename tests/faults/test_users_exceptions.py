@@ -12,26 +12,10 @@ from typing import Any
 import pytest
 import torch
 from support_nn import check_table, same_bits
+from support_optim import FailsMidway, Refused
 from torch import nn
 
 import tiermem
-
-
-class Refused(Exception):
-    """What the user's code raises."""
-
-
-class Class(torch.optim.SGD):
-    """Raises once it has written weights, when told to."""
-
-    lit = False
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step(closure)
-        if Class.lit:
-            Class.lit = False
-            raise Refused
 
 
 class Loop:
@@ -43,9 +27,9 @@ class Loop:
         self.plain = nn.Sequential(*[nn.Linear(48, 48) for _ in range(5)])
         self.model = nn.Sequential(*[nn.Linear(48, 48) for _ in range(5)])
         self.model.load_state_dict(self.plain.state_dict())
-        self.by_hand = Class(self.plain.parameters(), lr=0.1, momentum=0.9)
+        self.by_hand = FailsMidway(self.plain.parameters(), lr=0.1, momentum=0.9)
         tier.wrap(self.model)
-        self.optimizer = tier.optimizer(self.model, Class, lr=0.1, momentum=0.9, **options)
+        self.optimizer = tier.optimizer(self.model, FailsMidway, lr=0.1, momentum=0.9, **options)
 
     def backward(self) -> None:
         for net in (self.plain, self.model):
@@ -84,7 +68,7 @@ def wrong_shape(loop: Loop) -> None:
 def optimizer_class(loop: Loop) -> None:
     loop.backward()
     loop.by_hand.step()
-    Class.lit = True
+    FailsMidway.lit = True
     loop.optimizer.step()
 
 
@@ -109,7 +93,7 @@ def same_parameter_again(loop: Loop) -> None:
 
 
 def bad_setting(loop: Loop) -> None:
-    loop.tier.optimizer(loop.model, Class, lr=-1.0)
+    loop.tier.optimizer(loop.model, FailsMidway, lr=-1.0)
 
 
 def predicate(loop: Loop) -> None:
@@ -181,7 +165,7 @@ def test_an_exception_of_the_class_in_an_owed_step() -> None:
         loop.by_hand.step()
         loop.optimizer.step()
         loop.zero_grad()
-        Class.lit = True
+        FailsMidway.lit = True
         with pytest.raises(Refused):
             loop.model(torch.ones(2, 48))
         assert not tier._manager.torn and not tier._manager.unsure

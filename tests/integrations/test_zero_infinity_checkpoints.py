@@ -8,22 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support_zero_infinity import batch, build, config, loss_of, plain, started
+from support_zero_infinity import build, config, losses_of, plain, started
 
 import tiermem
 from tiermem.integrations.zero_infinity import checkpoints
-
-
-def run(engine: Any, numbers: range, dtype: torch.dtype = torch.float32) -> list[float]:
-    """Losses of some steps of the loop."""
-    losses = []
-    for number in numbers:
-        loss = loss_of(engine, batch(number, dtype))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
 
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_max_lr": 0.05}}
 
@@ -34,10 +22,10 @@ def test_a_run_goes_on_where_it_was_saved(half: str | None, tmp_path: Path) -> N
     settings = config(scheduler=SCHEDULE, **more)
     dtype = {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[half]
     with started(settings) as engine:
-        run(engine, range(3), dtype)
+        losses_of(engine, range(3), dtype)
         state = {"epoch": 7, "args": argparse.Namespace(seed=1)}
         assert engine.save_checkpoint(tmp_path, client_state=state) is True
-        expected = run(engine, range(3, 6), dtype)
+        expected = losses_of(engine, range(3, 6), dtype)
         scale = engine.loss_scale()
     assert (tmp_path / "latest").read_text() == "global_step3"
     with started(settings) as engine:
@@ -46,14 +34,14 @@ def test_a_run_goes_on_where_it_was_saved(half: str | None, tmp_path: Path) -> N
         assert client["epoch"] == 7
         assert client["args"].seed == 1
         assert engine.global_steps == 3
-        assert run(engine, range(3, 6), dtype) == expected
+        assert losses_of(engine, range(3, 6), dtype) == expected
         assert engine.loss_scale() == scale
         assert engine.global_steps == 6
 
 
 def test_parts_of_a_checkpoint(tmp_path: Path) -> None:
     with started(config(scheduler=SCHEDULE)) as engine:
-        run(engine, range(3))
+        losses_of(engine, range(3))
         engine.save_checkpoint(tmp_path, tag="mine", save_latest=False)
         weights = engine.module_state_dict()
     with started(config(scheduler=SCHEDULE)) as engine:
@@ -89,7 +77,7 @@ def test_a_crash_while_saving_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with started(config()) as engine:
-        run(engine, range(1))
+        losses_of(engine, range(1))
         engine.save_checkpoint(tmp_path, "a")
         before = (tmp_path / "a" / checkpoints.MODEL).read_bytes()
 
@@ -136,7 +124,7 @@ def test_frozen_weights_may_be_left_out(tmp_path: Path) -> None:
 
 def test_a_loader_of_ones_own(tmp_path: Path) -> None:
     with started(config()) as engine:
-        run(engine, range(2))
+        losses_of(engine, range(2))
         engine.save_checkpoint(tmp_path)
     with started(config()) as engine:
 
@@ -146,4 +134,4 @@ def test_a_loader_of_ones_own(tmp_path: Path) -> None:
                     param.copy_(src[name])
 
         engine.load_checkpoint(tmp_path, custom_load_fn=take)
-        assert run(engine, range(2, 4)) == plain(4)[2:]
+        assert losses_of(engine, range(2, 4)) == plain(4)[2:]

@@ -18,7 +18,7 @@ from support_deepspeed_files import (
     stages_1_and_2,
     universal,
 )
-from support_zero_infinity import batch, build, config, loss_of, started
+from support_zero_infinity import build, config, losses_of, started
 
 import tiermem
 from tiermem.integrations.zero_infinity import checkpoints
@@ -61,16 +61,6 @@ def engine_of(half: str = "bf16", *, frozen: bool = False, **more: Any) -> Itera
         yield engine
 
 
-def losses_of(engine: Any, numbers: range, dtype: torch.dtype = torch.bfloat16) -> list[float]:
-    losses = []
-    for number in numbers:
-        loss = loss_of(engine, batch(number, dtype))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
 @pytest.mark.parametrize("writer", WRITERS)
 def test_training_goes_on_from_what_deepspeed_wrote(writer: str, tmp_path: Path) -> None:
     run = PlainRun()
@@ -89,7 +79,7 @@ def test_training_goes_on_from_what_deepspeed_wrote(writer: str, tmp_path: Path)
             for mine, theirs in zip(engine.optimizer.param_groups, run.optimizer.param_groups,
                                     strict=True):  # fmt: skip
                 mine.update({key: theirs[key] for key in ("lr", "weight_decay")})
-        assert losses_of(engine, range(3, 5)) == expected
+        assert losses_of(engine, range(3, 5), torch.bfloat16) == expected
 
 
 def test_stage_0_has_its_state_in_the_models_file(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tiermem.core.block import Extent, Tier, align_up
 from tiermem.errors import CapacityError
 from tiermem.runtime.memory.homes import HomeRequest, Homes
+from tiermem.storage.pagelock import CudaPageLocks, PageLocks
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -57,7 +59,45 @@ class FakeLocks:
         )
 
 
-def homes_of(dram: int, locks: FakeLocks) -> Homes:
+class FakeCuda:
+    """The calls that lock pages, and a launch: it raises what the last call that failed left."""
+
+    def __init__(self, locks: FakeLocks) -> None:
+        self.locks = locks
+        self.error = 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        try:
+            self.locks.lock(address, nbytes)
+        except CapacityError:
+            self.error = 2
+            return 2
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        code = 0 if address in self.locks.runs else 713
+        self.error = code or self.error
+        self.locks.unlock(address)
+        return code
+
+    def launch(self, *_: object) -> None:
+        code, self.error = self.error, 0
+        if code:
+            raise RuntimeError(f"CUDA error {code}")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """Stands for CUDA."""
+    fake = FakeCuda(FakeLocks())
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", fake.launch)
+    return fake
+
+
+def homes_of(dram: int, locks: PageLocks) -> Homes:
     return Homes(dram, (), None, CPU, locks)
 
 
@@ -217,3 +257,38 @@ def test_interrupted_anywhere_it_goes_on(what: str, when: str) -> None:
         assert bool((homes.bytes_of(extent) == index).all())
     homes.close()
     assert not locks.runs
+
+
+def test_an_unlock_that_is_made_again_leaves_no_error_for_the_next_kernel(cuda: FakeCuda) -> None:
+    homes = homes_of(8 * MIB, CudaPageLocks(CPU))
+    kept = [homes.reserve([HomeRequest("one", 2 * MIB, "dram")])[0][1] for _ in range(4)]
+    for extent in kept[1:3]:
+        assert extent is not None
+        homes.release(Tier.DRAM, extent)
+
+    def stop(call: str) -> None:
+        if call == "unlock":
+            cuda.locks.after = lambda call: None
+            raise KeyboardInterrupt
+
+    cuda.locks.after = stop
+    before = set(homes.dram.extents())
+    with pytest.raises(KeyboardInterrupt):
+        homes.reserve([HomeRequest("large", 4 * MIB, "dram")])
+    homes.repair([(Tier.DRAM, extent) for extent in before])
+    homes.reserve([HomeRequest("large", 4 * MIB, "dram")])
+    check(homes, cuda.locks)
+    cuda.launch()
+    homes.close()
+    assert not cuda.locks.runs
+    cuda.launch()
+
+
+def test_nor_do_pages_that_cannot_be_locked(cuda: FakeCuda) -> None:
+    cuda.locks.most = 4 * MIB
+    homes = homes_of(16 * MIB, CudaPageLocks(CPU))
+    with pytest.raises(CapacityError, match=r"error 2\)"):
+        homes.reserve([HomeRequest("large", 6 * MIB, "dram")])
+    cuda.launch()
+    homes.close()
+    cuda.launch()

@@ -42,6 +42,8 @@ def opened(found: tiermem.Budgets, policy: Any = POLICY, **more: Any) -> tiermem
         (torch.optim.AdamW, {"amsgrad": True}, MASTERS),
         (torch.optim.SGD, {"momentum": 0.9}, {**MASTERS, "grad_dtype": torch.float32}),
         (torch.optim.Adafactor, {}, {}),
+        (torch.optim.Adagrad, {}, {}),
+        (torch.optim.Adagrad, {}, MASTERS),
         (torch.optim.AdamW, {}, {"where": "host"}),
         (torch.optim.AdamW, {}, {"overlap": "backward"}),
     ],
@@ -75,6 +77,34 @@ def test_homes_in_hbm_and_in_files(tmp_path: Path) -> None:
         used = tier.stats().used
         assert used["nvme"] == found.nvme_bytes
         assert used["dram"] <= found.dram
+
+
+def test_state_that_is_made_with_the_optimizer_counts_for_what_is_frozen() -> None:
+    """The frozen layer is most of it, and its weights and state are there at once."""
+
+    def model() -> nn.Module:
+        large = nn.Linear(256, 256, bias=False).requires_grad_(False)
+        return nn.Sequential(nn.Linear(256, 8), nn.Linear(8, 256), large, nn.Linear(256, 8))
+
+    def said(hbm: int) -> tiermem.Budgets:
+        return tiermem.budgets_for(
+            model(), torch.optim.Adagrad, device="cpu", hbm=hbm, policy=POLICY
+        )
+
+    least = said(64 << 10).least_hbm
+    least = said(least).least_hbm
+    assert said(least).least_hbm == least == 2 * 256 * 256 * 4
+    for short in (0, 4096):
+        trained = model()
+        with opened(said(least - short)) as tier:
+            tier.wrap(trained)
+            if short:
+                with pytest.raises(tiermem.CapacityError, match=f"give hbm= at least {least}"):
+                    tier.optimizer(trained, torch.optim.Adagrad)
+                continue
+            optimizer = tier.optimizer(trained, torch.optim.Adagrad)
+            trained(torch.ones(2, 256)).sum().backward()
+            optimizer.step()
 
 
 def test_nothing_is_moved_and_the_least_of_hbm_is_said() -> None:

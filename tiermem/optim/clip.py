@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch.utils._foreach_utils import (
@@ -84,23 +83,24 @@ class Norms:
     tiers, on the device, while it is in HBM. A gradient that grows by another micro-batch has it
     taken again; one that is written otherwise loses it. So clipping need not bring all
     gradients up.
+
+    Attributes:
+        measure: What takes the norm that was last asked for, or None.
+        taken: How many norms the last total had from backward.
+        swept: How many it had to take itself.
     """
 
     def __init__(self, runtime: ModuleRuntime, number: int) -> None:
         """Serves the optimizer of this number."""
         self._runtime = runtime
         self._number = number
-        self._measure: Measure | None = None
-        self._open: list[Any] = runtime.grads.norms
-        self._open.append(self)
+        self.measure: Measure | None = None
         self.taken = self.swept = 0
+        runtime.grads.add_norms(self)
 
     def close(self, units: Sequence[StepUnit]) -> None:
         """Has nothing measured any more, but for what another optimizer asks for as well."""
-        self._open.remove(self)
-        if self._measure is not None and self._measure not in [o._measure for o in self._open]:
-            entries = (entry for unit in units for entry in unit.entries)
-            self._runtime.grads.stop_measuring(entries, self._measure)
+        self._runtime.grads.remove_norms(self, [e for unit in units for e in unit.entries])
 
     def forget(self, units: Sequence[StepUnit]) -> None:
         """Forgets what was measured."""
@@ -180,6 +180,6 @@ class Norms:
 
     def _measure_for(self, units: Sequence[StepUnit], kind: Kind) -> Measure:
         """Returns what takes a norm, and has it taken of all gradients to come."""
-        self._measure = measure_of(kind)
-        self._runtime.grads.measure((e for u in units for e in u.entries), self._measure)
-        return self._measure
+        self.measure = measure_of(kind)
+        self._runtime.grads.measure((e for u in units for e in u.entries), self.measure)
+        return self.measure

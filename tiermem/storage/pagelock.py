@@ -7,6 +7,7 @@ left, these become one first, which takes as long as locking them anew.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -58,18 +59,29 @@ class CudaPageLocks:
         with torch.cuda.device(self._device):  # torch takes it for memory of the device of now
             code = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
         if int(code) != 0:
+            self._forget_error()
             raise CapacityError(
                 f"tier dram: CUDA cannot page-lock {nbytes} bytes (error {int(code)}); "
                 "lower dram= or raise the limit of locked memory (ulimit -l)"
             )
 
     def unlock(self, address: int) -> None:
-        """Unregisters a run of pages."""
-        torch.cuda.cudart().cudaHostUnregister(address)
+        """Unregisters a run of pages; one that is not registered is let be."""
+        code = torch.cuda.cudart().cudaHostUnregister(address)
+        if int(code) != 0:
+            self._forget_error()
 
     def synchronize(self) -> None:
         """Waits for the device."""
         torch.cuda.synchronize(self._device)
+
+    def _forget_error(self) -> None:
+        """Has torch take up the error of a call that failed, which CUDA keeps.
+
+        Otherwise the next kernel, whoever launches it, would seem to have failed.
+        """
+        with torch.cuda.device(self._device), contextlib.suppress(RuntimeError):
+            torch.cuda._sleep(0)  # torch has no call that does only that; this checks its launch
 
 
 class LockedPrefix:

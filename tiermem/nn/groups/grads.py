@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -48,6 +48,15 @@ class Watcher(Protocol):
 
     def edited(self, entry: Entry) -> None:
         """It was written by somebody else than autograd."""
+        ...
+
+
+class Norms(Protocol):
+    """Takes the norms of one optimizer's gradients."""
+
+    @property
+    def measure(self) -> Measure | None:
+        """What it has measured of them, or None."""
         ...
 
 
@@ -139,7 +148,7 @@ class GradStore:
         self._dtypes: dict[int, torch.dtype] = {}
         self.watchers: list[Watcher] = []
         self._measures: dict[int, Measure] = {}
-        self.norms: list[Any] = []  # of every optimizer that is open
+        self._norms: list[Norms] = []  # of every optimizer that is open
         self._measured: dict[int, tuple[Measure, torch.Tensor]] = {}
         self._arriving: GradUnit | None = None
         self._pipeline: Pipeline | None = None
@@ -247,8 +256,21 @@ class GradStore:
         """
         self._measures.update((id(entry), measure) for entry in entries)
 
-    def stop_measuring(self, entries: Iterable[Entry], measure: Measure) -> None:
-        """Has it measured no more, where it still is what is measured, and forgets what was."""
+    def add_norms(self, norms: Norms) -> None:
+        """Knows of the norms of an optimizer that is open."""
+        self._norms.append(norms)
+
+    def remove_norms(self, norms: Norms, entries: Iterable[Entry]) -> None:
+        """Has nothing measured for them any more, but for what others ask for as well.
+
+        Args:
+            norms: Of an optimizer that is closed.
+            entries: Whose gradients it used.
+        """
+        self._norms.remove(norms)
+        measure = norms.measure
+        if measure is None or any(other.measure is measure for other in self._norms):
+            return
         for entry in entries:
             if self._measures.get(id(entry)) is measure:
                 del self._measures[id(entry)]

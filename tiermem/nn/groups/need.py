@@ -45,7 +45,7 @@ class Kept:
     """What an optimizer keeps for each parameter.
 
     Attributes:
-        params: Ids of the parameters that it steps.
+        params: Ids of the parameters that it steps, or keeps state for while they are frozen.
         state: Returns the shapes of a parameter's state in the tiers, given the parameter and its
             shape.
         master: Returns the shape of its master, or None.
@@ -125,7 +125,7 @@ class Program:
         return Played(homes, chain, largest, steps)
 
     def _units(self, plan: BlockPlan, wide: int) -> list[_Unit]:
-        """Returns the units of gradients of a model, their elements of ``wide`` bytes at least."""
+        """Returns the units of a model, the elements of gradients of ``wide`` bytes at least."""
         found = []
         known, dtype_of = plan.inventory, self._dtype_for
         weights_at = self._settings.policy.home(Role.PARAM)
@@ -135,6 +135,7 @@ class Program:
             entries = [f for f in known.params if id(f.same_as or f) in own]
             block = known.packed(members)
             limit = unit_limit(plan.hbm, block, [known.shape(f).nbytes for f in entries])
+            here: list[_Unit] = []
             trained = [f for f in entries if f.tensor.requires_grad]
             for run in split([known.shape(f).nbytes for f in trained], limit):
                 part = [trained[i] for i in run]
@@ -143,7 +144,13 @@ class Program:
                     _of_itemsize(s, max(wide, dtype_of(f.tensor).itemsize))
                     for f, s in zip(part, shapes, strict=True)
                 ]
-                found.append(_Unit(part, shapes, 0 if fixed else block, pack(kept)[1]))
+                here.append(_Unit(part, shapes, 0 if fixed else block, pack(kept)[1]))
+            frozen = [f for f in entries if not f.tensor.requires_grad]
+            if frozen:  # an optimizer may keep state for them all the same, together
+                shapes = [known.shape(f) for f in frozen]
+                here.append(_Unit(frozen, shapes, 0 if fixed else block, 0))
+            order = {id(f): number for number, f in enumerate(entries)}
+            found += sorted(here, key=lambda unit: order[id(unit.members[0])])
         return found
 
     def _step(
@@ -163,7 +170,7 @@ class Program:
         weights = unit.block
         whole = weights + (0 if policy.home(Role.GRAD) == "hbm" else unit.nbytes)
         runs = [(0, 1)]
-        if kept.elementwise and len(mine) == 1 == len(unit.members):
+        if kept.elementwise and unit.nbytes and len(mine) == 1 == len(unit.members):
             (_, own) = mine[0]
             if all(shape.shape == own.shape for shape in states) and own.nbytes:
                 each = sum(shape.itemsize for shape in [*states, *masters])
@@ -264,13 +271,13 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """A unit of gradients.
+    """Parameters of one block that share a unit of gradients; or the frozen ones, which have none.
 
     Attributes:
-        members: Whose they are.
+        members: They.
         shapes: Of these parameters.
         block: Bytes of their block of weights; 0 where that is fixed in HBM.
-        nbytes: Of the unit.
+        nbytes: Of their gradients; 0 for frozen ones.
     """
 
     members: Sequence[Found]

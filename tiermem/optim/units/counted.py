@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as unchanged_version
 
 if TYPE_CHECKING:
@@ -64,8 +63,3 @@ class CountedSteps:
             for param, _ in unit.members if self._ahead is ticket else ():
                 stack.enter_context(unchanged_version(param))
             yield
-
-
-def count_write(tensor: torch.Tensor) -> None:
-    """Has torch count a write that it does not see."""
-    torch.autograd.graph.increment_version(tensor)

@@ -20,13 +20,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from tiermem.core.block import Block
 from tiermem.errors import StepError
 from tiermem.nn.compat.quiet import unrecorded
 from tiermem.nn.compat.shapes import follow
 from tiermem.nn.tensors.placeholder import shared_placeholder
-from tiermem.optim.units.counted import count_write
 from tiermem.runtime.memory.slots import Slot
 
 
@@ -139,7 +139,7 @@ class Masters:
         with unrecorded():
             torch._foreach_copy_([p.data for p, _ in written], [own.data for _, own in written])
         for param, _ in written:
-            count_write(param)
+            increment_version(param)  # torch has not seen it, nor has the block's group
 
     def rederive(self, slot: Slot | None) -> None:
         """Makes every work weight the cast of its master, which is what it was before a step.
@@ -193,7 +193,7 @@ class Masters:
                 if id(param) in loaded:
                     own.data.copy_(loaded[id(param)])
                     param.data.copy_(own.data)
-                    count_write(param)
+                    increment_version(param)
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, nn.Parameter]]:
         for param in self._params:
