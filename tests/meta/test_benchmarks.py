@@ -407,3 +407,11 @@ def test_planning(tmp_path) -> None:
 def test_mutation_check(tmp_path) -> None:
     """Only its list: a run of it runs the tests, for minutes."""
     assert len(output("mutation_check.py", tmp_path, "--list").splitlines()) > 1
+
+
+def test_the_index_names_every_script_and_every_result_once() -> None:
+    text = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    linked = re.findall(r"\(results/([^)]+)\)", text)
+    assert sorted(linked) == sorted(p.name for p in (BENCHMARKS / "results").glob("*.md"))
+    scripts = [p.name for p in BENCHMARKS.glob("*.py") if "__main__" in p.read_text()]
+    assert [name for name in scripts if f"`{name}" not in text] == []
