@@ -34,12 +34,12 @@ from llama import SHAPES, Call, Clock, budget_of, build, forward, nbytes_of
 import tiermem
 from tiermem.core.schedule import Planner
 from tiermem.nn.groups.group import Group
-from tiermem.runtime.acquire import Uses
+from tiermem.runtime.acquire import Acquirer
 from tiermem.runtime.lookahead.prefetcher import Prefetcher
-from tiermem.runtime.lookahead.replay import Steady
+from tiermem.runtime.lookahead.replay import Replay
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.placement.evictor import Space
-from tiermem.runtime.transfers.transfers import Traffic
+from tiermem.runtime.placement.evictor import Evictor
+from tiermem.runtime.transfers.transfers import Transfers
 from tiermem.transfer.copy import CudaCopyEngine, HostCopyEngine, StreamCopyEngine
 
 PARTS: tuple[tuple[type, str], ...] = (
@@ -48,15 +48,15 @@ PARTS: tuple[tuple[type, str], ...] = (
     (Group, "_point"),
     (Group, "_away"),
     (BlockManager, "begin_pass"),
-    (Uses, "take"),
-    (Steady, "take"),
-    (Steady, "repeat"),
-    (Traffic, "exchange"),
+    (Acquirer, "take"),
+    (Replay, "take"),
+    (Replay, "repeat"),
+    (Transfers, "exchange"),
     (Planner, "touch"),
     (Prefetcher, "run"),
-    (Space, "place"),
-    (Traffic, "fill"),
-    (Traffic, "leave"),
+    (Evictor, "place"),
+    (Transfers, "fill"),
+    (Transfers, "leave"),
     (StreamCopyEngine, "up"),
     (StreamCopyEngine, "use"),
     (HostCopyEngine, "up"),

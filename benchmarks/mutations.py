@@ -7,7 +7,7 @@ from dataclasses import dataclass
 MANAGER = ("tests/unit/test_runtime_space.py", "tests/stateful/test_manager.py")
 TABLE = ("tests/stateful/test_residency.py",)
 FAULTS = ("tests/faults/test_manager_faults.py", "tests/faults/test_manager_ctrl_c.py")
-STEADY = ("tests/unit/test_runtime_steady.py",)
+STEADY = ("tests/unit/test_runtime_replay.py",)
 INSIDE = ("tests/unit/test_nn_inside.py",)
 PLANNER = ("tests/property/test_core_planner.py",)
 FILES = (
@@ -175,7 +175,7 @@ _ELSEWHERE = (
         _RUNTIME + "lookahead/replay.py",
         "            holder.unpoint()\n",
         "            pass\n",
-        ("tests/unit/test_steady_loop.py",),
+        ("tests/unit/test_replay_loop.py",),
     ),
     Mutation(
         "a use goes on as foreseen though a block has left",
@@ -194,7 +194,7 @@ _ELSEWHERE = (
     Mutation(
         "a use goes on as foreseen though work is owed to the block",
         _RUNTIME + "lookahead/replay.py",
-        "            or self._debts.owed\n",
+        "            or self._deferred.owed\n",
         "",
         STEADY,
     ),
@@ -208,7 +208,7 @@ _ELSEWHERE = (
     Mutation(
         "a pass that repeats is measured without its copies",
         _RUNTIME + "transfers/transfers.py",
-        "after, sampling = self.home_ready.get(came), self.pacing.sampling",
+        "after, sampling = self.home_ready.get(came), self.pass_timer.sampling",
         "after, sampling = self.home_ready.get(came), False",
         STEADY,
     ),
@@ -296,21 +296,21 @@ _ELSEWHERE = (
         _RUNTIME + "services/sweep.py",
         "                if manager.space.division.stays(record):\n                    continue\n",
         "",
-        ("tests/unit/test_runtime_turns.py",),
+        ("tests/unit/test_runtime_ring.py",),
     ),
     Mutation(
         "the circle goes over what stays",
         _RUNTIME + "placement/ring.py",
         "end = self._hbm, block.nbytes, self._space.division.border",
         "end = self._hbm, block.nbytes, self._hbm.capacity",
-        ("tests/unit/test_runtime_turns.py",),
+        ("tests/unit/test_runtime_ring.py",),
     ),
     Mutation(
         "a pass that foresees no state forgets what stays",
         _RUNTIME + "lookahead/plan_maker.py",
         "        if not state.keys() <= known:\n",
         "        if state.keys() != known:\n",
-        ("tests/unit/test_runtime_turns.py",),
+        ("tests/unit/test_runtime_ring.py",),
     ),
     Mutation(
         "a block that was moved is not pointed anew",
@@ -635,7 +635,7 @@ _PARTED = (
 
 LOOKUPS = (
     "tests/property/test_streams.py",
-    "tests/unit/test_runtime_inplace.py",
+    "tests/unit/test_runtime_zero_copy.py",
     "tests/unit/test_nn_lookup.py",
 )
 _IN_PLACE, _LOOKUP = "tiermem/runtime/loans/zero_copy.py", "tiermem/nn/wrap/lookup.py"
@@ -655,7 +655,7 @@ _LOOKS = (
     (
         "what is owed to a block is not asked for",
         _IN_PLACE,
-        "            or block.id in parts.debts\n",
+        "            or block.id in parts.deferred\n",
         "",
     ),
     (
@@ -697,7 +697,7 @@ _LOOKS = (
 )
 """Rows of an embedding that are read where they lie."""
 
-PACE = ("tests/unit/test_pacing.py", "tests/property/test_core_pace.py")
+PACE = ("tests/unit/test_pass_timer.py", "tests/property/test_core_pace.py")
 _MEASURING = (
     (
         "what measuring takes the host counts as a change",

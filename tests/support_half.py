@@ -149,8 +149,8 @@ def forward(hbm: int, host: Host | None = None) -> Iterator[Forward]:
         manager.copy = manager.traffic.copy = manager.uses._copy = bus  # type: ignore[assignment]
         manager.traffic._poison = False
         manager.prefetcher._dram = manager.prefetcher._works = True
-        manager.pacing.estimates = Estimates(lambda link, _: {"dram->hbm": BUS}.get(link))
-        manager.pacing._clock = Clock(world)  # type: ignore[assignment]
+        manager.pass_timer.estimates = Estimates(lambda link, _: {"dram->hbm": BUS}.get(link))
+        manager.pass_timer._clock = Clock(world)  # type: ignore[assignment]
         blocks = manager.add_blocks(
             [
                 (f"b{n}", Role.PARAM, [TensorShape("t", (p * PAGE,), (1,), torch.uint8, 1)])

@@ -472,8 +472,8 @@ def streamed(
         traffic._poison = False
         manager.prefetcher._dram = True
         rates = {"dram->hbm": machine.bus, "nvme->hbm": machine.in_place}
-        manager.pacing.estimates = Estimates(lambda link, _: rates.get(link))
-        manager.pacing._clock = Clock(world)
+        manager.pass_timer.estimates = Estimates(lambda link, _: rates.get(link))
+        manager.pass_timer._clock = Clock(world)
         manager.homes.chunk = machine.chunk
         manager.homes.staging = torch.empty(machine.chunk * machine.chunks, dtype=torch.uint8)
         yield Streamed(manager, world, pages)

@@ -274,12 +274,12 @@ class TierManager:
         with self._manager.lock:
             self._manager.counters.reset()
             self._manager.timeline.clear()
-            self._manager.pacing.reset()
+            self._manager.pass_timer.reset()
 
     def pace(self) -> list[PaceRow]:
         """Returns what was learned: for each pass and block, its compute and its transfer."""
         with self._manager.lock:
-            return self._manager.pacing.rows(self._manager.table)
+            return self._manager.pass_timer.rows(self._manager.table)
 
     def residency(self) -> list[ResidencyRow]:
         """Returns where every block is, and every saved tensor that left HBM."""

@@ -159,7 +159,7 @@ def test_ctrl_c_at_every_line_of_a_use_in_a_loop_that_repeats() -> None:
         with rig(3, [(1, "dram")] * 7, depth=1) as made:
             manager = made.manager
             manager.prefetcher._dram = manager.prefetcher._works = True
-            while not manager.steady.repeating:
+            while not manager.replay.repeating:
                 manager.begin_pass("loop")
                 for block in made.blocks:
                     made.use(block)
@@ -176,7 +176,7 @@ def test_ctrl_c_at_every_line_of_a_use_in_a_loop_that_repeats() -> None:
                 while record.leases:
                     manager.release(record.block)
             if not hit:
-                assert manager.stats().evictions > evictions and manager.steady.repeating
+                assert manager.stats().evictions > evictions and manager.replay.repeating
                 break
             made.check()
             for block in made.blocks[3:]:

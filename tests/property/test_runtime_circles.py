@@ -59,7 +59,7 @@ def go(made: Rig, rounds: Sequence[Sequence[tuple[str, int]]]) -> list[tuple[str
     """Goes through rounds of uses and of what else happens to blocks; returns the copies."""
     manager = made.manager
     manager.prefetcher._dram = manager.prefetcher._works = True
-    manager.pacing.estimates.wants = lambda _: False  # type: ignore[method-assign]
+    manager.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
     found = copies_of(made)
     for script in rounds:
         manager.begin_pass("loop")

@@ -305,13 +305,13 @@ def test_nothing_is_written_in_dram_while_a_kernel_looks_at_it_there(case: Case)
 def test_nothing_is_read_too_soon_in_a_loop_that_repeats(case: Case) -> None:
     """The same where copies go into the places of blocks that leave for them, events and all."""
     bench, blocks = Streamed(case), case.blocks
-    bench.manager.pacing.estimates.wants = lambda _: False  # type: ignore[method-assign]
+    bench.manager.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
     random = Random(case.seed + 1)
     repeated = 0
     try:
         for round_number in range(8):
             bench.manager.begin_pass("loop")
-            repeated += bench.manager.steady.repeating
+            repeated += bench.manager.replay.repeating
             for number in range(blocks):
                 written = round_number == 6 and number == blocks - 1
                 bench.use(number, write=written, discard=False)

@@ -31,7 +31,7 @@ from tiermem.core.layout import TensorShape
 from tiermem.core.residency import State
 from tiermem.errors import CapacityError, IntegrityError, StorageError
 from tiermem.io.engine import IoOp, IoRequest
-from tiermem.runtime.lookahead.plan_maker import Outlook
+from tiermem.runtime.lookahead.plan_maker import StreamPlan
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.slots import Holder, Slot
 from tiermem.testing.io import Fault, ScriptedEngine
@@ -328,7 +328,7 @@ class Manager(RuleBasedStateMachine):
         maker = prefetcher._maker
         make = type(maker).make
 
-        def shared(*args: Any, **settings: Any) -> Outlook:
+        def shared(*args: Any, **settings: Any) -> StreamPlan:
             outlook = make(maker, *args, **settings)
             kept = None if picks is None else frozenset(self.pick(n)[0].id for n in picks)
             plan = replace(outlook.plan, in_dram=kept, ahead=slots if kept is not None else 0)

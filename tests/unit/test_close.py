@@ -140,7 +140,7 @@ def test_steps_that_were_put_off_are_made_first(tmp_path: Path, options: dict[st
         tier.wrap(model)
         optimizer = tier.optimizer(model, torch.optim.SGD, **settings, **options)
         steps(model, optimizer, range(2))
-        assert tier._manager.debts
+        assert tier._manager.deferred
     for mine, theirs in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
     if "where" not in options:

@@ -13,7 +13,7 @@ from torch import nn
 
 import tiermem
 from tiermem.core.residency import State
-from tiermem.runtime.services.sweep import Pipeline
+from tiermem.runtime.services.sweep import BlockSweep
 
 NVME = {"optimizer": "nvme", "master": "nvme", "grads": "dram", "params": "dram"}
 
@@ -49,13 +49,13 @@ class Even(nn.Module):
 def test_the_next_is_read_and_the_last_is_written(
     tmp_path: Path, room: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Pipeline.fetch
+    real = BlockSweep.fetch
 
-    def after_the_writes(pipeline: Pipeline, blocks: Any) -> None:
+    def after_the_writes(pipeline: BlockSweep, blocks: Any) -> None:
         pipeline._manager.flush()  # a disk that is quick enough; the order is what counts
         real(pipeline, blocks)
 
-    monkeypatch.setattr(Pipeline, "fetch", after_the_writes)
+    monkeypatch.setattr(BlockSweep, "fetch", after_the_writes)
     extra = {"two units": 160 << 10, "everything": 16 << 20}[room]
     tiers = Tiers("nvme", nvme=str(tmp_path), policy=NVME, extra_hbm=extra)
     with Twins(Even, tiers, Watched) as twins:

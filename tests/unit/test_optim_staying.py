@@ -32,7 +32,7 @@ def staying(**options: Any) -> Iterator[Twins]:
         manager = pair.tier._manager
         manager.prefetcher._dram = manager.prefetcher._works = True
         # a link that is slow beside such small blocks: they set the size of the circle
-        manager.pacing.estimates.rate = lambda *_: 1.0  # type: ignore[method-assign]
+        manager.pass_timer.estimates.rate = lambda *_: 1.0  # type: ignore[method-assign]
         yield pair
 
 

@@ -13,20 +13,20 @@ from torch import nn
 import tiermem
 from tiermem.core.block import Role
 from tiermem.core.residency import State
-from tiermem.runtime.services.sweep import Pipeline
+from tiermem.runtime.services.sweep import BlockSweep
 
 DRAM = Tiers("dram", extra_hbm=1 << 17)
 
 
 def test_kept_gradients_go_home_as_others_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where copies hide behind compute; those that are used at once never do."""
-    real = Pipeline.__init__
+    real = BlockSweep.__init__
 
-    def beside(pipeline: Pipeline, manager: Any) -> None:
+    def beside(pipeline: BlockSweep, manager: Any) -> None:
         real(pipeline, manager)
         pipeline._dram = True
 
-    monkeypatch.setattr(Pipeline, "__init__", beside)
+    monkeypatch.setattr(BlockSweep, "__init__", beside)
     with Twins(lambda: Net(layers=8), DRAM, overlap="forward") as pair:
         manager, drain = pair.tier._manager, pair.tier._manager.traffic.drain
         found: list[str] = []

@@ -47,7 +47,7 @@ def test_half_of_the_weights_cost_half_of_the_copies(tokens: int, share: float, 
         assert seconds <= COPIED / 2 / share
         assert made.plan.lanes == LANES
         assert moved <= WEIGHTS / 2 + sum(LANES) / PAGE + SMALL
-        assert made.manager.steady.repeating
+        assert made.manager.replay.repeating
         made.manager.counters.reset()
         made.passes(tokens, warm=0)
         assert made.manager.counters.misses == 0

@@ -34,8 +34,8 @@ from tiermem.optim.rules.groups import frozen_settings
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.units.finality import accumulates, grad_of, is_nested, is_own, marks_of
 from tiermem.optim.units.unit import State, StepUnit
-from tiermem.runtime.services.sweep import Pipeline
-from tiermem.runtime.transfers.deferred import Debt
+from tiermem.runtime.services.sweep import BlockSweep
+from tiermem.runtime.transfers.deferred import Deferred
 
 _ELSE = "or make the optimizer with overlap='forward'"
 _TRIALS = 2
@@ -75,7 +75,7 @@ class InBackward:
         self._consumed: set[int] = set()
         self._settings: list[dict[str, Any]] = []
         self._marks: object = None
-        self._debts: list[Debt] = []
+        self._deferred: list[Deferred] = []
         self._late: set[int] = set()
         # the steps that are only watched
         self._trials = 0
@@ -89,7 +89,7 @@ class InBackward:
         self._there: dict[int, set[int]] = {}  # what has arrived, by block
         self._awaited: dict[int, Entry] = {}  # one that is still to come
         self._last: dict[int, Entry] = {}  # the last one in the backward before
-        self._pipeline = Pipeline(self._manager)
+        self._pipeline = BlockSweep(self._manager)
         self._held_back: set[int] = set()  # blocks that go home in the next forward
         runtime.backwards.append(self)
         runtime.grads.watchers.append(self)
@@ -250,9 +250,9 @@ class InBackward:
     def settle(self) -> None:
         """Lets everybody look at all blocks again."""
         with self._manager.lock:
-            for debt in self._debts:
-                self._manager.debts.cancel(debt)
-            self._debts.clear()
+            for debt in self._deferred:
+                self._manager.deferred.cancel(debt)
+            self._deferred.clear()
 
     # -- what backward calls ---------------------------------------------
 
@@ -371,7 +371,7 @@ class InBackward:
             self._steps, self._watches = self._tried, not self._tried
             self._settings = frozen_settings(self._groups)
             self._marks = marks_of(self._groups)
-            self._pipeline = Pipeline(self._manager)
+            self._pipeline = BlockSweep(self._manager)
             self._runtime.unwritten = []
             self._hold_back()
             self._edited.clear()
@@ -489,10 +489,10 @@ class InBackward:
     def _owe(
         self, name: str, blocks: Sequence[int], work: Callable[[], None], *, first: bool = False
     ) -> None:
-        debt = Debt(name, blocks, work)
+        debt = Deferred(name, blocks, work)
         with self._manager.lock:
-            self._manager.debts.add(debt, first=first)
-        self._debts.append(debt)
+            self._manager.deferred.add(debt, first=first)
+        self._deferred.append(debt)
 
     def _refuse_look(self, group: Group) -> None:
         raise StepError(

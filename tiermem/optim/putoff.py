@@ -13,8 +13,8 @@ from tiermem.optim.rounds import Round
 from tiermem.optim.rules.groups import frozen_settings
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.units.unit import State, StepUnit
-from tiermem.runtime.services.sweep import Pipeline
-from tiermem.runtime.transfers.deferred import Debt
+from tiermem.runtime.services.sweep import BlockSweep
+from tiermem.runtime.transfers.deferred import Deferred
 
 
 class PutOff:
@@ -40,14 +40,14 @@ class PutOff:
         self._owed = owed
         self._state = state
         self._explain = explain
-        self._debts: dict[int, list[Debt]] = {}
+        self._deferred: dict[int, list[Deferred]] = {}
 
     def owe(self, units: Sequence[StepUnit], current: Round) -> list[StepUnit]:
         """Puts off the step of every unit that can wait, settings as now; returns the others."""
         settings = frozen_settings(current.groups)
         scaling = None if current.scaling is None else current.scaling.frozen()
         now = []
-        pipeline = Pipeline(self._manager)
+        pipeline = BlockSweep(self._manager)
         with self._manager.lock:
             for unit in units:
                 for gradients in unit.grad_units():  # another optimizer's: one may clear them
@@ -60,11 +60,11 @@ class PutOff:
                 unit.group.unpoint()
                 blocks = [block.id for block in unit.blocks()]
                 work = partial(self._pay, unit, settings, scaling, current.ticket, pipeline)
-                debt = Debt(unit.name, blocks, work)
+                debt = Deferred(unit.name, blocks, work)
                 self.cancel(unit)
                 unit.counted.ahead(unit, current.ticket)
-                self._debts[id(unit)] = [debt]
-                self._manager.debts.add(debt)
+                self._deferred[id(unit)] = [debt]
+                self._manager.deferred.add(debt)
                 self._owed.add(id(unit))
         return now
 
@@ -74,11 +74,11 @@ class PutOff:
         Returns:
             Whether it was owed.
         """
-        found = self._debts.get(id(unit), ())
+        found = self._deferred.get(id(unit), ())
         for debt in found:
-            self._manager.debts.cancel(debt)
+            self._manager.deferred.cancel(debt)
             self._owed.discard(id(unit))
-        self._debts.pop(id(unit), None)
+        self._deferred.pop(id(unit), None)
         return bool(found)
 
     def _pay(
@@ -87,7 +87,7 @@ class PutOff:
         settings: Sequence[dict[str, Any]],
         scaling: Scaling | None,
         ticket: object,
-        pipeline: Pipeline,
+        pipeline: BlockSweep,
     ) -> None:
         """Makes a step that was put off, wherever we are by now."""
         began = time.perf_counter_ns()
@@ -99,6 +99,6 @@ class PutOff:
                 self._explain(error)
                 raise
         self._owed.discard(id(unit))
-        self._debts.pop(id(unit), None)
+        self._deferred.pop(id(unit), None)
         pipeline.write(unit.kept_blocks())
         self._manager.timeline.add("optimizer", unit.name, began, time.perf_counter_ns())

@@ -53,7 +53,7 @@ from tiermem.optim.units.members import Membership
 from tiermem.optim.units.parted import ELEMENTWISE
 from tiermem.optim.units.plan import Member, kept_of, plan_units
 from tiermem.optim.units.unit import StepUnit
-from tiermem.runtime.services.sweep import Pipeline
+from tiermem.runtime.services.sweep import BlockSweep
 
 Where = Literal["device", "host", "both"]
 Overlap = bool | Literal["forward", "backward"]
@@ -295,7 +295,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         began = time.perf_counter_ns()
         if units or not self._owed:
             self._manager.begin_pass(("optimizer", self._number), guess)
-        pipeline = Pipeline(self._manager)
+        pipeline = BlockSweep(self._manager)
         try:
             with torch.no_grad(), pipeline.sweeping():
                 for unit, following in zip_longest(units, units[1:]):
@@ -327,7 +327,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         with self._manager.lock:
             for unit in self._units if unfinished else ():
                 if id(unit) in unfinished and unit.group is not None:
-                    self._manager.debts.pay(unit.group.block.id)
+                    self._manager.deferred.pay(unit.group.block.id)
 
     def _unfinished(self) -> set[int]:
         """Returns units that are owed a step, of those that were asked for."""

@@ -8,16 +8,16 @@ from tiermem.errors import ConfigError, InvariantError
 from tiermem.runtime.base.functorch import modes, without_modes
 from tiermem.runtime.base.gate import CallGate
 from tiermem.runtime.lookahead.prefetcher import Prefetcher
-from tiermem.runtime.lookahead.replay import Steady
+from tiermem.runtime.lookahead.replay import Replay
 from tiermem.runtime.memory.slots import Slot
 from tiermem.runtime.parts import Parts
 
 
-class Uses:
+class Acquirer:
     """What :meth:`BlockManager.acquire` does under the manager's lock."""
 
     def __init__(
-        self, parts: Parts, gate: CallGate, prefetcher: Prefetcher, steady: Steady
+        self, parts: Parts, gate: CallGate, prefetcher: Prefetcher, replay: Replay
     ) -> None:
         """Works on ``parts``.
 
@@ -25,14 +25,14 @@ class Uses:
             parts: Of the manager.
             gate: Stands before every use.
             prefetcher: Begins the fetches that come next.
-            steady: Repeats what passes before did.
+            replay: Repeats what passes before did.
         """
         self._gate = gate
         self._table = parts.table
         self._get = parts.table.get
         self._planner = parts.planner
-        self._debts = parts.debts
-        self._pacing = parts.pacing
+        self._deferred = parts.deferred
+        self._pass_timer = parts.pass_timer
         self._counters = parts.counters
         self._copy = parts.copy
         self._space = parts.space
@@ -41,13 +41,13 @@ class Uses:
         self._ready = parts.traffic.ready
         self._current = parts.slots.current
         self._prefetcher = prefetcher
-        self._steady = steady
+        self._replay = replay
 
     def take(self, block: Block) -> Slot:
         """Brings a block into HBM and leases it; see :meth:`BlockManager.acquire`."""
-        gate, debts, block_id = self._gate, self._debts, block.id
-        if self._steady.swift:
-            slot = self._steady.take(block_id)
+        gate, deferred, block_id = self._gate, self._deferred, block.id
+        if self._replay.swift:
+            slot = self._replay.take(block_id)
             if slot is not None:
                 return slot
         if modes():
@@ -55,19 +55,19 @@ class Uses:
                 return self.take(block)
         if gate.closed or gate.torn:
             gate.guard()
-        if debts.owed:
-            if block_id in debts.owed:
-                debts.pay(block_id)
-            debts.collect()
+        if deferred.owed:
+            if block_id in deferred.owed:
+                deferred.pay(block_id)
+            deferred.collect()
         record = self._get(block_id) or self._table[block_id]
         leases = record.leases
         if self._copy.capturing():
             return self._captured(record)
         try:
-            pacing = self._pacing
+            pass_timer = self._pass_timer
             moved_on = self._planner.touch(block_id)
-            if moved_on and pacing.sampling:
-                pacing.arrived()
+            if moved_on and pass_timer.sampling:
+                pass_timer.arrived()
             state = record.in_hbm
             if state is State.VALID or state is State.DIRTY:
                 self._counters.hits += 1
@@ -78,11 +78,11 @@ class Uses:
             self._table.lease(block_id)
             self._copy.use(self._ready.get(block_id))
             if moved_on:
-                if not self._steady.repeat():
+                if not self._replay.repeat():
                     self._moved.add(block_id)
                     self._prefetcher.run()
-                if pacing.sampling:
-                    pacing.started(record, self._ready.get(block_id))
+                if pass_timer.sampling:
+                    pass_timer.started(record, self._ready.get(block_id))
             return self._current[block_id]
         except BaseException:
             if record.leases > leases:

@@ -23,26 +23,26 @@ from tiermem.core.residency import Record, ResidencyTable
 from tiermem.core.schedule import Planner
 from tiermem.errors import REFUSALS, ClosedError, InvariantError
 from tiermem.io.engine import IoEngine
-from tiermem.runtime.acquire import Uses
+from tiermem.runtime.acquire import Acquirer
 from tiermem.runtime.base.forks import generation, tell_of_forks
-from tiermem.runtime.loans.host_loans import HomeLender
-from tiermem.runtime.loans.zero_copy import InPlace
+from tiermem.runtime.loans.host_loans import HostLoans
+from tiermem.runtime.loans.zero_copy import ZeroCopy
 from tiermem.runtime.lookahead.prefetcher import Prefetcher
-from tiermem.runtime.lookahead.replay import Steady
+from tiermem.runtime.lookahead.replay import Replay
 from tiermem.runtime.memory.homes import HomeRequest, Homes
 from tiermem.runtime.memory.hostheap import HostHeap
 from tiermem.runtime.memory.opening import open_hbm, open_homes, open_mover
 from tiermem.runtime.memory.slots import Holder, Slot, SlotCache
 from tiermem.runtime.metrics.counters import Counters, ResidencyRow, Stats, row_of, stats_of
-from tiermem.runtime.metrics.pass_timer import open_pacing
+from tiermem.runtime.metrics.pass_timer import open_pass_timer
 from tiermem.runtime.metrics.timeline import Timeline
 from tiermem.runtime.parts import Parts
-from tiermem.runtime.placement.evictor import Space
+from tiermem.runtime.placement.evictor import Evictor
 from tiermem.runtime.placement.no_room import too_much_for_good
 from tiermem.runtime.repair import repair_blocks
-from tiermem.runtime.transfers.block_io import Contents
-from tiermem.runtime.transfers.deferred import Debts
-from tiermem.runtime.transfers.transfers import Traffic
+from tiermem.runtime.transfers.block_io import BlockIo
+from tiermem.runtime.transfers.deferred import DeferredWork
+from tiermem.runtime.transfers.transfers import Transfers
 from tiermem.transfer.copy import CopyEngine, CudaCopyEngine, HostCopyEngine
 from tiermem.transfer.file.mover import FileMover
 
@@ -75,7 +75,7 @@ class BlockManager:
         self.timeline = Timeline()
         self.planner = Planner()
         self.holders: dict[int, Holder] = {}
-        self.debts = Debts()
+        self.deferred = DeferredWork()
         self.closers: list[Callable[[], object]] = []  # what others have open, by the time of close
         self._generation = generation()
         self.torn = False  # whether an exception came at a line of ours; see cut_short
@@ -95,31 +95,32 @@ class BlockManager:
             # what leaves the stand-in for HBM is overwritten, so that a wrong residency shows;
             # on a GPU that costs bandwidth, and is for tests
             poison = not cuda or os.environ.get("TIERMEM_POISON") == "1"
-            self.pacing = open_pacing(self.copy, self.counters, self.device)
-            self.traffic = Traffic(
+            self.pass_timer = open_pass_timer(self.copy, self.counters, self.device)
+            self.traffic = Transfers(
                 self.table,
                 self.slots,
                 self.homes,
                 self.copy,
                 self.counters,
                 self.timeline,
-                self.pacing,
+                self.pass_timer,
                 poison=poison,
             )
-            self.space = Space(
+            self.space = Evictor(
                 self.table, self.slots, self.traffic, self.planner, self.holders, self.counters
             )
-            self.contents = Contents(self.traffic)
+            self.contents = BlockIo(self.traffic)
             self.parts = Parts(
-                settings, self.device, self.table, self.slots, self.homes, self.copy, self.planner,
-                self.pacing, self.counters, self.holders, self.debts, self.traffic, self.space,
+                settings, self.device, self.table, self.slots, self.homes, self.copy,
+                self.planner, self.pass_timer, self.counters, self.holders, self.deferred,
+                self.traffic, self.space,
             )  # fmt: skip
-            self.lender = HomeLender(self.parts)
-            self.in_place = InPlace(self.parts, self)
+            self.lender = HostLoans(self.parts)
+            self.in_place = ZeroCopy(self.parts, self)
             open_mover(self.homes, self.copy, self.device, engine, self._take_mover)
             self.prefetcher = Prefetcher(self.parts, self.lender, self.try_fill)
-            self.steady = Steady(self.parts, self.prefetcher)
-            self.uses = Uses(self.parts, self, self.prefetcher, self.steady)
+            self.replay = Replay(self.parts, self.prefetcher)
+            self.uses = Acquirer(self.parts, self, self.prefetcher, self.replay)
             self._heap = None if cuda else HostHeap()
         except BaseException:
             self._give_back()
@@ -269,13 +270,13 @@ class BlockManager:
     def slot_at_hand(self, block: Block) -> Slot | None:
         """Returns the slot of a block that is in HBM and usable, without leasing it."""
         with self.lock:
-            self.debts.pay(block.id)
+            self.deferred.pay(block.id)
             return self.slots.current[block.id] if self.table[block.id].usable else None
 
     def discard(self, block: Block) -> None:
         """Forgets what a block holds; who still looks at its bytes keeps them as they were."""
         with self.lock:
-            self.debts.pay(block.id)
+            self.deferred.pay(block.id)
             self.traffic.settle(block.id)
             self.traffic.ahead.drop(block.id)
             self.space.forget(self.table[block.id], gone=False)
@@ -290,7 +291,7 @@ class BlockManager:
         self.guard()
         with self.lock, torch.inference_mode(False), torch.no_grad():
             self.guard()
-            self.debts.pay(block.id)
+            self.deferred.pay(block.id)
             return self.contents.read(block)
 
     def read_home(self, block: Block) -> torch.Tensor:
@@ -306,7 +307,7 @@ class BlockManager:
             return self.contents.read_home(block)
 
     def restore(self, block: Block, begin: int, end: int) -> None:
-        """Copies home bytes over a leased copy once more; see :meth:`Contents.restore`."""
+        """Copies home bytes over a leased copy once more; see :meth:`BlockIo.restore`."""
         with self.lock, torch.inference_mode(False), torch.no_grad():
             self.contents.restore(block, begin, end)
 
@@ -317,7 +318,7 @@ class BlockManager:
             return self.slots.current[block.id].bytes
 
     def write_home(self, block: Block, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Writes a block without data straight to its home; see :class:`Contents`."""
+        """Writes a block without data straight to its home; see :class:`BlockIo`."""
         self.guard()
         with self.lock, torch.inference_mode(False), torch.no_grad():
             self.guard()
@@ -334,18 +335,18 @@ class BlockManager:
                 return  # nothing runs now; replays are not seen at all
             if self._heap is not None:
                 self._heap.look()
-            self.pacing.begin(key)
+            self.pass_timer.begin(key)
             self.prefetcher.end_pass()
             self.planner.begin(key, guess)
             self.space.settle(self.planner.schedule)
-            if not self.steady.begin(*self.prefetcher.plan()):
+            if not self.replay.begin(*self.prefetcher.plan()):
                 self.prefetcher.run()
 
     def end_pass(self) -> None:
         """Says that the pass under way has ended; without it, it ends when the next begins."""
-        if self.pacing.sampling:
+        if self.pass_timer.sampling:
             with self.lock:
-                self.pacing.ended()
+                self.pass_timer.ended()
 
     def poll(self) -> None:
         """Takes up every transfer that has finished."""
@@ -374,7 +375,7 @@ class BlockManager:
         if extent is None:
             return False
         self.traffic.fill(record, extent)
-        self.steady.note(record, extent, position)
+        self.replay.note(record, extent, position)
         self.space.moved.add(record.block.id)
         self.counters.prefetches += 1
         return True
@@ -393,7 +394,7 @@ class BlockManager:
                 peak=(self.table.hbm.peak, homes.dram.peak, homes.nvme_peak),
                 io=self._io(),
                 direct=homes.swap is not None and homes.swap.direct,
-                efficiency=self.pacing.efficiency(),
+                efficiency=self.pass_timer.efficiency(),
                 ahead=(self.prefetcher.reads_into, self.traffic.ahead.kept),
                 kept=self.space.division.kept,
             )
@@ -431,7 +432,7 @@ class BlockManager:
             steps.callback(self.copy.synchronize)
             if self.mover is not None:
                 steps.callback(self.mover.close)
-            steps.callback(self.debts.wait)
+            steps.callback(self.deferred.wait)
 
     def _give_back(self) -> None:
         """Closes whatever was opened, each thing however the others fare."""
@@ -452,7 +453,7 @@ class BlockManager:
                 steps.callback(holder.unpoint)
             for close in self.closers:
                 steps.callback(close)
-            steps.callback(self.debts.wait)
+            steps.callback(self.deferred.wait)
 
     def before_fork(self) -> None:
         """Lets a child see what somebody else looks at in HBM (CPU); the rest it will not have."""
@@ -515,7 +516,7 @@ class BlockManager:
 
     def repair_blocks(self) -> None:
         """Makes table, slots and transfers agree; see :mod:`tiermem.runtime.repair`."""
-        repair_blocks(self.parts, self.lender, self.in_place, self.prefetcher, self.steady)
+        repair_blocks(self.parts, self.lender, self.in_place, self.prefetcher, self.replay)
 
     # -- inside ----------------------------------------------------------
 

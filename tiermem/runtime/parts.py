@@ -12,10 +12,10 @@ from tiermem.core.schedule import Planner
 from tiermem.runtime.memory.homes import Homes
 from tiermem.runtime.memory.slots import Holder, SlotCache
 from tiermem.runtime.metrics.counters import Counters
-from tiermem.runtime.metrics.pass_timer import Pacing
-from tiermem.runtime.placement.evictor import Space
-from tiermem.runtime.transfers.deferred import Debts
-from tiermem.runtime.transfers.transfers import Traffic
+from tiermem.runtime.metrics.pass_timer import PassTimer
+from tiermem.runtime.placement.evictor import Evictor
+from tiermem.runtime.transfers.deferred import DeferredWork
+from tiermem.runtime.transfers.transfers import Transfers
 from tiermem.transfer.copy import CopyEngine
 from tiermem.transfer.file.mover import FileMover
 
@@ -32,10 +32,10 @@ class Parts:
         homes: Space below HBM.
         copy: Copies between HBM and host memory.
         planner: The order of uses.
-        pacing: Times of passes, links and blocks.
+        pass_timer: Times of passes, links and blocks.
         counters: What happened.
         holders: Who points at blocks in HBM, by the id of the block.
-        debts: Work that is owed to blocks.
+        deferred: Work that is owed to blocks.
         traffic: Transfers under way.
         space: Places in HBM.
     """
@@ -47,12 +47,12 @@ class Parts:
     homes: Homes
     copy: CopyEngine
     planner: Planner
-    pacing: Pacing
+    pass_timer: PassTimer
     counters: Counters
     holders: dict[int, Holder]
-    debts: Debts
-    traffic: Traffic
-    space: Space
+    deferred: DeferredWork
+    traffic: Transfers
+    space: Evictor
 
     @property
     def mover(self) -> FileMover | None:

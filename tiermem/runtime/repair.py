@@ -15,15 +15,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tiermem.core.block import Role
-from tiermem.runtime.loans.host_loans import HomeLender
-from tiermem.runtime.loans.zero_copy import InPlace
+from tiermem.runtime.loans.host_loans import HostLoans
+from tiermem.runtime.loans.zero_copy import ZeroCopy
 from tiermem.runtime.lookahead.prefetcher import Prefetcher
-from tiermem.runtime.lookahead.replay import Steady
+from tiermem.runtime.lookahead.replay import Replay
 from tiermem.runtime.parts import Parts
 
 
 def repair_blocks(
-    parts: Parts, lender: HomeLender, in_place: InPlace, prefetcher: Prefetcher, steady: Steady
+    parts: Parts, lender: HostLoans, in_place: ZeroCopy, prefetcher: Prefetcher, replay: Replay
 ) -> None:
     """Makes table, slots and transfers agree; leases and whoever has them are left alone.
 
@@ -36,10 +36,10 @@ def repair_blocks(
     lender.repair()
     parts.planner.reset()
     prefetcher.reset()
-    steady.reset()
-    parts.pacing.cut_short()
+    replay.reset()
+    parts.pass_timer.cut_short()
     in_place.clear()
-    parts.debts.repair()
+    parts.deferred.repair()
     parts.space.reap()
 
 

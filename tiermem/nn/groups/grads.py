@@ -29,7 +29,7 @@ from tiermem.nn.tensors.lazy import (
     refresh,
 )
 from tiermem.runtime.memory.slots import Slot
-from tiermem.runtime.services.sweep import Pipeline
+from tiermem.runtime.services.sweep import BlockSweep
 
 Change = Callable[[list[torch.Tensor]], None]
 Measure = Callable[[torch.Tensor], torch.Tensor]
@@ -151,7 +151,7 @@ class GradStore:
         self._norms: list[Norms] = []  # of every optimizer that is open
         self._measured: dict[int, tuple[Measure, torch.Tensor]] = {}
         self._arriving: GradUnit | None = None
-        self._pipeline: Pipeline | None = None
+        self._pipeline: BlockSweep | None = None
         self._stored: dict[int, GradUnit] = {}  # what may have gradients, by id
         self._unheard: dict[int, Entry] = {}  # whose gradients once came without being announced
 
@@ -346,13 +346,13 @@ class GradStore:
 
     def owed(self, entry: Entry) -> bool:
         """Whether a step that uses the gradient of a parameter is still to be made."""
-        return entry.unit is not None and entry.unit.block.id in self.manager.debts
+        return entry.unit is not None and entry.unit.block.id in self.manager.deferred
 
     def pay(self, unit: GradUnit | None) -> None:
         """Has a step made that uses the gradients of a unit and is still owed."""
-        if unit is not None and unit.block.id in self.manager.debts:
+        if unit is not None and unit.block.id in self.manager.deferred:
             with self.manager.lock:
-                self.manager.debts.pay(unit.block.id)
+                self.manager.deferred.pay(unit.block.id)
 
     def sync(self, entry: Entry) -> None:
         """Takes up what a user did to ``param.grad``: another tensor or None ends our own."""
@@ -619,7 +619,7 @@ class GradStore:
         if before is None or not any(entry.has_grad for entry in before.entries):
             return
         if self._pipeline is None:
-            self._pipeline = Pipeline(self.manager)
+            self._pipeline = BlockSweep(self.manager)
         self._pipeline.write([before.block], gradients=True)
 
 

@@ -265,8 +265,8 @@ class Group(Holder):
 
     def hold_locked(self) -> None:
         """Does that for who has the manager's lock."""
-        if self.holds and self.manager.debts.owed:  # of a step that could not be taken back
-            self.manager.debts.pay(self.block.id)
+        if self.holds and self.manager.deferred.owed:  # of a step that could not be taken back
+            self.manager.deferred.pay(self.block.id)
         if self.holds == 0:
             slot = self._uses.take(self.block)
             _change(self._shown)  # ordinary ones, since their block is held

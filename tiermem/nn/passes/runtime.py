@@ -28,7 +28,7 @@ from tiermem.nn.passes.reduced import ReducedGradients
 from tiermem.nn.passes.saved import SavedHooks
 from tiermem.nn.passes.scopes import PassScope
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.services.sweep import Pipeline
+from tiermem.runtime.services.sweep import BlockSweep
 
 if TYPE_CHECKING:
     from tiermem.nn.wrap.materialize import Lending
@@ -239,12 +239,12 @@ class ModuleRuntime:
             self._drop(self._ambient)
             self._ambient = []
             # with optimizer steps in it the pass uses other blocks: it is learned as another
-            stepping = self.manager.debts.here
+            stepping = self.manager.deferred.here
             key = ("forward", scope.name, scope.number, training, stepping)
             self._last_forward = key
             guess: Sequence[int] = ()
             if not self.manager.planner.knows(key):
-                guess = self.manager.debts.order(scope.order())
+                guess = self.manager.deferred.order(scope.order())
             self.manager.begin_pass(key, guess)
             if self.activations.store is not None and training:
                 self._home_gradients()
@@ -271,7 +271,7 @@ class ModuleRuntime:
             self._past = -1
         if len(self.unwritten) < len(blocks):
             used = {block.id for block in self.unwritten}
-            Pipeline(self.manager).write([block for block in blocks if block.id not in used])
+            BlockSweep(self.manager).write([block for block in blocks if block.id not in used])
 
     def _owned(self) -> list[tuple[Tier, Extent]]:
         """Returns the space below HBM that optimizers have beside blocks."""

@@ -247,7 +247,7 @@ class SavedHooks:
             StorageError: If they cannot be read.
             ClosedError: If the manager is closed.
         """
-        if saved.block.id in self.manager.debts:
+        if saved.block.id in self.manager.deferred:
             self.pay(saved.block.id)
         owner = saved.owner  # an error that torch raises as well is no fault of ours
         if owner is not None and saved.version not in (-1, owner._version):
@@ -262,7 +262,7 @@ class SavedHooks:
     def pay(self, block_id: int) -> None:
         """Makes the step that a block owes: it changes the weights, and is counted then."""
         with self.manager.lock:
-            self.manager.debts.pay(block_id)
+            self.manager.deferred.pay(block_id)
 
     @inside
     def _fetch(self, saved: SavedView) -> torch.Tensor:
@@ -355,7 +355,7 @@ def _whole(tensor: torch.Tensor) -> SavedView | None:
     member = None if group is None else group.member_of(tensor)
     if group is None or member is None or member.materialized:
         return None
-    if group.block.id in group.manager.debts:
+    if group.block.id in group.manager.deferred:
         group.lender.saved.pay(group.block.id)
     spec = group.block.tensors[member.index]
     with torch._C.DisableTorchFunctionSubclass():

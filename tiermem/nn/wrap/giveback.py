@@ -107,8 +107,8 @@ class Leaving:
                 scope.inside.empty()
             for group in self._groups():
                 with suppress(StorageError):  # named below, with all others
-                    self._manager.debts.pay(group.block.id)
-                waits = group.block.id in self._manager.debts  # for a disk
+                    self._manager.deferred.pay(group.block.id)
+                waits = group.block.id in self._manager.deferred  # for a disk
                 if not waits and group.holds > self._runtime.reduced.holds(group):
                     raise WrapError(
                         f"block {group.block.name!r} is in use (its module is being called); take "
@@ -119,7 +119,7 @@ class Leaving:
             group.unpoint()
             try:
                 with self._manager.lock:
-                    self._manager.debts.pay(group.block.id)
+                    self._manager.deferred.pay(group.block.id)
                 if not self._in_dram(group):
                     self._values[group.block.id] = self._tensors(group)
             except StorageError as error:

@@ -15,7 +15,7 @@ from tiermem.optim.host.side import HostSide, Job, side_of
 from tiermem.optim.host.team import team
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.units.unit import State, StepUnit
-from tiermem.runtime.transfers.deferred import Debt
+from tiermem.runtime.transfers.deferred import Deferred
 
 Explain = Callable[[BaseException, Sequence[str]], None]
 """Has an error name the units that it left unmade."""
@@ -75,7 +75,7 @@ class HostSteps:
         with self._manager.lock, unrecorded():
             for host in hosts:  # weights in files may be in the staging of another optimizer
                 for block in host.in_files(self._runtime):
-                    self._manager.debts.pay(block.id)
+                    self._manager.deferred.pay(block.id)
             for host in hosts:
                 host.check(self._runtime)
             for host in hosts:
@@ -99,7 +99,7 @@ class HostSteps:
                     waiting[0].begin(self._runtime, waiting[1], self._pool)
             for host in hosts:
                 if host.unit.is_viewed():  # who looks through a view waits for nothing
-                    self._manager.debts.pay(host.unit.blocks()[-1].id)
+                    self._manager.deferred.pay(host.unit.blocks()[-1].id)
 
     def _register(self, host: HostSide, ticket: object, job: Job) -> None:
         """Owes the end of a step to its blocks; does no harm a second time."""
@@ -107,7 +107,7 @@ class HostSteps:
         self._owed.add(id(host.unit))
         blocks = [block.id for block in job.blocks]
         work = partial(self._take_up, host, job, ticket)
-        self._manager.debts.add(Debt(host.unit.name, blocks, work, job))
+        self._manager.deferred.add(Deferred(host.unit.name, blocks, work, job))
 
     def abandon(self) -> None:
         """Gives up steps that failed; the others are waited for and taken up."""
@@ -117,10 +117,10 @@ class HostSteps:
             if host is None:
                 continue
             if job.computed:
-                self._manager.debts.pay(job.blocks[-1].id)
+                self._manager.deferred.pay(job.blocks[-1].id)
             else:
-                for debt in self._manager.debts.of(job):
-                    self._manager.debts.cancel(debt)
+                for debt in self._manager.deferred.of(job):
+                    self._manager.deferred.cancel(debt)
                 host.give_up(self._runtime, job)
                 self._owed.discard(id(unit))
                 self._jobs.pop(id(unit), None)

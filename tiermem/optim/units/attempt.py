@@ -24,7 +24,7 @@ from tiermem.optim.units.held import Held
 from tiermem.optim.units.onecall import OneCall
 from tiermem.optim.units.undo import Undo, span_of
 from tiermem.runtime.memory.slots import Slot
-from tiermem.runtime.transfers.deferred import Debt
+from tiermem.runtime.transfers.deferred import Deferred
 
 if TYPE_CHECKING:
     from tiermem.nn.passes.runtime import ModuleRuntime
@@ -47,15 +47,15 @@ class Waiting:
         self._manager = runtime.manager
         self._unit = unit
         self._take_back = take_back
-        self._debt: Debt | None = None
+        self._debt: Deferred | None = None
 
     def begin(self) -> None:
         """It could not be taken back; the unit's blocks are held."""
         with self._manager.lock:
             if self._debt is None:
                 blocks = [block.id for block in self._unit.blocks()]
-                self._debt = Debt(self._unit.name, blocks, self._take_back)
-                self._manager.debts.add(self._debt)
+                self._debt = Deferred(self._unit.name, blocks, self._take_back)
+                self._manager.deferred.add(self._debt)
             if self._unit.group is not None:
                 self._unit.group.hide()
 
@@ -67,7 +67,7 @@ class Waiting:
     def end(self) -> None:
         """It is taken back."""
         if self._debt is not None:
-            self._manager.debts.cancel(self._debt)
+            self._manager.deferred.cancel(self._debt)
             self._debt = None
 
 

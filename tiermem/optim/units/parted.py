@@ -34,7 +34,7 @@ from tiermem.optim.units.foreign import ForeignWrites
 from tiermem.optim.units.held import Held
 from tiermem.optim.units.master import Masters
 from tiermem.optim.units.unit import State, StepUnit
-from tiermem.runtime.services.sweep import Pipeline
+from tiermem.runtime.services.sweep import BlockSweep
 
 __all__ = ["ELEMENTWISE", "Part", "PartedUnit", "parts_of"]
 
@@ -315,7 +315,7 @@ class PartedUnit(StepUnit):
             fetch = meanwhile
             if meanwhile is not None and following is not None:
                 coming = following.unit.kept_blocks()
-                fetch = partial(Pipeline(runtime.manager).fetch, coming)
+                fetch = partial(BlockSweep(runtime.manager).fetch, coming)
             part.take_numbers(numbers)
             part.point_at(self._param, self._gradient)
             part.unit.step(runtime, groups, part.state, scaling, ticket=ticket, meanwhile=fetch)

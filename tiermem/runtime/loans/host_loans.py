@@ -14,7 +14,7 @@ from tiermem.runtime.transfers.block_io import view_of
 from tiermem.transfer.copy import Event
 
 
-class HomeLender:
+class HostLoans:
     """Lends the home copies of blocks, and knows which are out.
 
     A block that is lent is nowhere in HBM and holds no data as far as the table knows, so nothing

@@ -21,7 +21,7 @@ from tiermem.runtime.transfers.block_io import view_of
 Found = TypeVar("Found")
 
 
-class InPlace:
+class ZeroCopy:
     """Lends kernels the home copies of blocks; under the manager's lock."""
 
     def __init__(self, parts: Parts, gate: CallGate) -> None:
@@ -61,7 +61,7 @@ class InPlace:
         record = parts.table[block.id]
         if (
             record.home is not Tier.DRAM
-            or block.id in parts.debts
+            or block.id in parts.deferred
             or parts.table.nbytes <= parts.table.hbm.capacity
             or parts.copy.capturing()
             or not self._at_home(record, again=again)

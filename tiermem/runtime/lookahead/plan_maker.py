@@ -39,7 +39,7 @@ _READ_ONLY = (Role.PARAM, Role.BUFFER, Role.QUANT)
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class StreamPlan:
     """What was decided for one schedule.
 
     Attributes:
@@ -61,7 +61,7 @@ class Outlook:
     lanes: Lanes | None = None
 
 
-class Outlooks:
+class PlanMaker:
     """Makes outlooks from what was measured."""
 
     def __init__(self, parts: Parts, least: int) -> None:
@@ -85,7 +85,7 @@ class Outlooks:
         """Returns what an outlook depends on, besides the schedule; it changes with that."""
         parts = self._parts
         return (
-            parts.pacing.estimates.version,
+            parts.pass_timer.estimates.version,
             len(parts.table),
             self._waste.changes,
             len(held),
@@ -94,7 +94,7 @@ class Outlooks:
 
     def make(
         self, schedule: Schedule, made_of: tuple[int, ...], held: set[int], *, beside: bool
-    ) -> Outlook:
+    ) -> StreamPlan:
         """Makes an outlook.
 
         Args:
@@ -146,7 +146,7 @@ class Outlooks:
         if plan.lanes:
             moving = {b: size for b, size in sizes.items() if b not in plan.residents}
             lanes = self._lanes(schedule.order[: _length(schedule)], plan, moving, compute, fetch)
-        return Outlook(made_of, plan, ahead, timetable, through, turn, lanes)
+        return StreamPlan(made_of, plan, ahead, timetable, through, turn, lanes)
 
     def _lanes(
         self,
@@ -179,7 +179,7 @@ class Outlooks:
             sizes = {b: align_up(r.block.nbytes) for b, r in loose.items()}
             weights = {b: sizes[b] for b, r in loose.items() if r.block.role is Role.PARAM}
             own = {b: sizes[b] for b in state}
-            rate = self._parts.pacing.estimates.rate(LINK_UP[Tier.DRAM])
+            rate = self._parts.pass_timer.estimates.rate(LINK_UP[Tier.DRAM])
             kept = choose_to_stay(order, weights, own, max(sizes.values()), room, rate)
             known = known | state.keys()
         kept = frozenset(b for b in kept if (r := table.get(b)) is not None and not r.fixed)
@@ -239,7 +239,7 @@ class Outlooks:
         known = [seconds for seconds in compute if seconds is not None]
         learned = self._parts.settings.prefetch_depth == "auto"
         learned = learned and len(known) == len(schedule) <= _MOST_STEPS and all(fetch.values())
-        version = self._parts.pacing.estimates.version if learned else None
+        version = self._parts.pass_timer.estimates.version if learned else None
         files = any(found and found[0] == LINK_UP[Tier.NVME] for found in fetch.values())
         spare = self._spare() if beside and files else 0
         steady = alone and beside and not files and self._left < _MOST_LEFT
@@ -294,7 +294,7 @@ class Outlooks:
         on_disk = [b for b, found in fetch.items() if found and found[0] == link and b in sizes]
         files = None
         if on_disk:
-            estimates = self._parts.pacing.estimates
+            estimates = self._parts.pass_timer.estimates
             # a disk that was held up is no slower for it
             rate = max(estimates.rate(link), estimates.best_rate(link) or 0.0)
             disk = {block: sizes[block] / rate for block in on_disk}
@@ -352,7 +352,7 @@ class Outlooks:
 
     def _compute(self, schedule: Schedule, order: Sequence[int]) -> list[float | None]:
         """Returns the seconds of each use; None where the pass is not known."""
-        estimates = self._parts.pacing.estimates
+        estimates = self._parts.pass_timer.estimates
         found: list[float | None] = []
         bounds = [begin for begin, _ in schedule.passes[1:]] + [len(order)]
         for (begin, key), end in zip(schedule.passes, bounds, strict=False):
@@ -365,12 +365,12 @@ class Outlooks:
         if link is None or not (beside or record.home is not Tier.DRAM):
             return None
         block = record.block
-        return link, self._parts.pacing.estimates.transfer(link, block.id, block.nbytes)
+        return link, self._parts.pass_timer.estimates.transfer(link, block.id, block.nbytes)
 
     def _from_dram(self, record: Record) -> tuple[str, float]:
         """Returns the same for one whose copy is in DRAM by then."""
         link, block = LINK_UP[Tier.DRAM], record.block
-        return link, self._parts.pacing.estimates.transfer(link, block.id, block.nbytes)
+        return link, self._parts.pass_timer.estimates.transfer(link, block.id, block.nbytes)
 
 
 def _length(schedule: Schedule) -> int:

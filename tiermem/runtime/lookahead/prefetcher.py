@@ -11,8 +11,8 @@ from tiermem.core.cost import Timetable
 from tiermem.core.lanes import LaneWalk
 from tiermem.core.residency import Record, State
 from tiermem.core.schedule import Planner, Schedule
-from tiermem.runtime.loans.host_loans import HomeLender
-from tiermem.runtime.lookahead.plan_maker import Outlook, Outlooks
+from tiermem.runtime.loans.host_loans import HostLoans
+from tiermem.runtime.lookahead.plan_maker import PlanMaker, StreamPlan
 from tiermem.runtime.parts import Parts
 from tiermem.transfer.file.mover import FileMover
 
@@ -37,7 +37,7 @@ class Prefetcher:
     """
 
     def __init__(
-        self, parts: Parts, lender: HomeLender, fill: Callable[[Record, int], bool]
+        self, parts: Parts, lender: HostLoans, fill: Callable[[Record, int], bool]
     ) -> None:
         """Works on ``parts``.
 
@@ -52,7 +52,7 @@ class Prefetcher:
         self._planner = parts.planner
         self._traffic = parts.traffic
         self._turns = parts.space.turns
-        self._pacing = parts.pacing
+        self._pass_timer = parts.pass_timer
         self._waste = parts.traffic.waste
         depth = parts.settings.prefetch_depth
         self._auto = depth == "auto"
@@ -65,8 +65,8 @@ class Prefetcher:
         self._least = min(_AUTO_BYTES, self._capacity // 4)
         self._number = 0
         self._planned: Schedule | None = None
-        self._outlooks: dict[Schedule, Outlook] = {}
-        self._maker = Outlooks(parts, self._least)
+        self._outlooks: dict[Schedule, StreamPlan] = {}
+        self._maker = PlanMaker(parts, self._least)
         self._held: set[int] = set()
         self._previous: Record | None = None
         self._timetable = Timetable((), ())
@@ -105,14 +105,14 @@ class Prefetcher:
 
     def run(self) -> None:
         """Begins every fetch that is due."""
-        planner, pacing = self._planner, self._pacing
-        if pacing.pending:
-            pacing.harvest(_HARVEST)
+        planner, pass_timer = self._planner, self._pass_timer
+        if pass_timer.pending:
+            pass_timer.harvest(_HARVEST)
         if planner.last in self._waste.pending:
             self._waste.used(planner.last)
         if self._parts.mover is not None:
             self._follow_disk(planner)
-        if pacing.sampling:
+        if pass_timer.sampling:
             self.look_back(planner.last)
         self.look_ahead()
 

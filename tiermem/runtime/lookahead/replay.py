@@ -7,7 +7,7 @@ else: a block that is written, held, seen by somebody or not there any more stay
 the rest of the pass is decided as the first one was.
 
 Most passes are neither measured nor disturbed. A use in one of those is done by
-:meth:`Steady.take` in one go, with nothing asked that cannot have changed.
+:meth:`Replay.take` in one go, with nothing asked that cannot have changed.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _Pass:
     swaps: list[tuple[int, Swap]] = field(default_factory=list)
 
 
-class Steady:
+class Replay:
     """Writes down what passes do, and does it again; under the manager's lock.
 
     Attributes:
@@ -118,10 +118,10 @@ class Steady:
         self._space = parts.space
         self._traffic = parts.traffic
         self._waste = parts.traffic.waste
-        self._pacing = parts.pacing
+        self._pass_timer = parts.pass_timer
         self._counters = parts.counters
         self._copy = parts.copy
-        self._debts = parts.debts
+        self._deferred = parts.deferred
         self._current = parts.slots.current
         self._holders = parts.holders
         self._ready = parts.traffic.ready
@@ -160,8 +160,8 @@ class Steady:
                 del self._tapes[next(iter(self._tapes))]
         if not undisturbed:
             tape.done = tape.steps = None
-        tape.measured += self._pacing.sampling
-        check = self._pacing.sampling and not tape.measured % _CHECKED
+        tape.measured += self._pass_timer.sampling
+        check = self._pass_timer.sampling and not tape.measured % _CHECKED
         if tape.steps is None or check or self._disk_at_work():
             self._open = _Pass(schedule, tape, self._space.places)
             return False
@@ -169,7 +169,7 @@ class Steady:
         self._cursor, self._number, self._changes = -1, number, self._traffic.changes
         self._traffic.quiet = True
         self._space.lose_track()
-        self.swift = not (self._pacing.sampling or self._pacing.pending)
+        self.swift = not (self._pass_timer.sampling or self._pass_timer.pending)
         return self.repeat()
 
     def take(self, block_id: int) -> Slot | None:
@@ -185,7 +185,7 @@ class Steady:
             or cursor >= len(steps)
             or not self._traffic.quiet
             or planner.cursor + 1 != cursor
-            or self._debts.owed
+            or self._deferred.owed
             or self._copy.capturing()
         ):
             return None
@@ -249,9 +249,9 @@ class Steady:
         ):
             return self._stop()
         self._cursor = cursor
-        if self._pacing.pending:
-            self._pacing.harvest(_HARVEST)
-        if self._pacing.sampling:
+        if self._pass_timer.pending:
+            self._pass_timer.harvest(_HARVEST)
+        if self._pass_timer.sampling:
             self._prefetcher.look_back(planner.last)
         return self._follow(steps[cursor])
 

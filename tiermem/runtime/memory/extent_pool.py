@@ -34,7 +34,7 @@ class Place:
         self.transfer: FileTransfer | None = None
 
 
-class PlacePool:
+class ExtentPool:
     """Hands out places, and keeps what comes back for the next of the same size.
 
     A training step asks for the same sizes as the one before, so that from the second step on

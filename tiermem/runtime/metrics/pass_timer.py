@@ -65,7 +65,7 @@ class _Sample:
     waits: dict[str, float] = field(default_factory=dict)
 
 
-class Pacing:
+class PassTimer:
     """Stamps the passes that are to be measured, and hands what they say to the estimates.
 
     Every use has two stamps on the compute stream: one where the compute before it ends, one
@@ -363,7 +363,7 @@ class Pacing:
                 self._clock.free(stamp)
 
 
-def open_pacing(copy: CopyEngine, counters: Counters, device: torch.device) -> Pacing:
+def open_pass_timer(copy: CopyEngine, counters: Counters, device: torch.device) -> PassTimer:
     """Opens the pacing of a manager, on the clock of its device.
 
     Args:
@@ -372,7 +372,7 @@ def open_pacing(copy: CopyEngine, counters: Counters, device: torch.device) -> P
         device: Whose machine profile gives the first estimates, where there is one.
     """
     clock = CudaClock(copy) if isinstance(copy, CudaCopyEngine) else HostClock()
-    return Pacing(clock, counters, estimates_from(load(device=device_name(device)).profile))
+    return PassTimer(clock, counters, estimates_from(load(device=device_name(device)).profile))
 
 
 def estimates_from(profile: MachineProfile | None) -> Estimates:

@@ -19,7 +19,7 @@ from tiermem.runtime.memory.slots import Slot
 
 if TYPE_CHECKING:
     from tiermem.runtime.metrics.counters import Counters
-    from tiermem.runtime.placement.evictor import Space
+    from tiermem.runtime.placement.evictor import Evictor
 
 _BOUNCE = 4 << 20
 
@@ -46,7 +46,7 @@ class _Slide:
 class Compactor:
     """Joins free pieces of HBM."""
 
-    def __init__(self, space: Space, counters: Counters) -> None:
+    def __init__(self, space: Evictor, counters: Counters) -> None:
         """Works for ``space``, under its lock."""
         self._space = space
         self._counters = counters

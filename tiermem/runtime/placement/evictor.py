@@ -16,9 +16,9 @@ from tiermem.runtime.memory.slots import Holder, Slot, SlotCache
 from tiermem.runtime.metrics.counters import Counters
 from tiermem.runtime.placement.compaction import Compactor
 from tiermem.runtime.placement.no_room import too_small
-from tiermem.runtime.placement.regions import Division
-from tiermem.runtime.placement.ring import Turns
-from tiermem.runtime.transfers.transfers import Traffic
+from tiermem.runtime.placement.regions import Regions
+from tiermem.runtime.placement.ring import Ring
+from tiermem.runtime.transfers.transfers import Transfers
 
 _CANDIDATES = 4
 _ATTEMPTS = 3
@@ -27,7 +27,7 @@ _RESIDENT = 1e12
 _SOFT = 1e15
 
 
-class Space:
+class Evictor:
     """Hands out HBM, evicting what is needed last.
 
     What is leased, fixed, under way or seen by anything but parameters stays.
@@ -47,7 +47,7 @@ class Space:
         self,
         table: ResidencyTable,
         slots: SlotCache,
-        traffic: Traffic,
+        traffic: Transfers,
         planner: Planner,
         holders: dict[int, Holder],
         counters: Counters,
@@ -57,7 +57,7 @@ class Space:
         self.slots = slots
         self.traffic = traffic
         self.holders = holders
-        self.division = Division(table)
+        self.division = Regions(table)
         self.largest_later = 0
         self._attempts = 0
         self._rounds: dict[object, None] = {}
@@ -71,7 +71,7 @@ class Space:
         self._orphans: list[Slot] = []
         self._queue = NextUseQueue()
         self._followed = 0
-        self.turns = Turns(self, planner)
+        self.turns = Ring(self, planner)
 
     # -- who stays -------------------------------------------------------
 
@@ -81,7 +81,7 @@ class Space:
         return self.division.residents
 
     def keep(self, residents: frozenset[int], slot: int, lanes: tuple[int, ...] = ()) -> None:
-        """Has blocks stay from now on, and HBM divided for that; see :meth:`Division.keep`."""
+        """Has blocks stay from now on, and HBM divided for that; see :meth:`Regions.keep`."""
         if self.division.keep(residents, slot, lanes):
             self._attempts = 0
 
@@ -215,7 +215,7 @@ class Space:
         return free
 
     def lose_track(self) -> None:
-        """Says that blocks change places and ``moved`` is not told; see :class:`Steady`."""
+        """Says that blocks change places and ``moved`` is not told; see :class:`Replay`."""
         self._queue.schedule = None
 
     def _window(

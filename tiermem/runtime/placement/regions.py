@@ -11,7 +11,7 @@ from tiermem.core.residency import Record, ResidencyTable
 Part = tuple[int, int]
 
 
-class Division:
+class Regions:
     """Knows where what stays lies, and in which runs of the rest what streams may lie.
 
     Attributes:

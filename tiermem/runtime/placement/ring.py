@@ -15,20 +15,20 @@ from tiermem.core.block import Block, Extent
 from tiermem.core.schedule import Planner, Schedule
 
 if TYPE_CHECKING:
-    from tiermem.runtime.placement.evictor import Space
+    from tiermem.runtime.placement.evictor import Evictor
 
 
 _MOST_STARTS = 32
 
 
-class Turns:
+class Ring:
     """The circle through HBM.
 
     Attributes:
         uses: What is used again within so many uses stays; 0 where there is no circle.
     """
 
-    def __init__(self, space: Space, planner: Planner) -> None:
+    def __init__(self, space: Evictor, planner: Planner) -> None:
         """Begins at the first byte.
 
         Args:
@@ -92,7 +92,7 @@ class Turns:
         return extent
 
     def _leaves(self, offset: int) -> bool:
-        """Whether the block at an offset may leave; what :meth:`Space.price` asks, and no more."""
+        """Whether the block at an offset may leave; what :meth:`Evictor.price` asks."""
         record = self._at_offset(offset)
         if record is None or record.leases or record.fixed or not record.usable:
             return False

@@ -27,7 +27,7 @@ from tiermem.config import Home
 from tiermem.core.block import ALIGNMENT, Extent, Tier
 from tiermem.errors import StorageError
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.memory.extent_pool import Place, PlacePool
+from tiermem.runtime.memory.extent_pool import ExtentPool, Place
 from tiermem.runtime.memory.slots import typed_view, use_count
 from tiermem.runtime.metrics.counters import ActivationCounters
 from tiermem.transfer.copy import POISON, Event
@@ -151,7 +151,7 @@ class ActivationStore:
         self.manager = manager
         self.home = home
         self.window = window
-        self.pool = PlacePool(manager.homes, self._settle)
+        self.pool = ExtentPool(manager.homes, self._settle)
         self._live: dict[int, ref[Copy]] = {}
         self._of_storage: WeakValueDictionary[int, Copy] = WeakValueDictionary()
         self._held: OrderedDict[int, tuple[ref[Copy], int]] = OrderedDict()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tiermem.runtime.manager import BlockManager
 
 
-class Pipeline:
+class BlockSweep:
     """Keeps the links busy while one step of a sweep is worked on.
 
     What a step has written would otherwise be written back only when its room is needed, and the
@@ -50,7 +50,7 @@ class Pipeline:
                     continue
                 if record.home is Tier.DRAM and not self._dram:
                     continue
-                if block.id in manager.debts or not manager.try_fill(record, position + 1):
+                if block.id in manager.deferred or not manager.try_fill(record, position + 1):
                     return
 
     def write(self, blocks: Sequence[Block], *, gradients: bool = False) -> None:

@@ -10,13 +10,13 @@ from tiermem.core.block import Block, TensorSpec, Tier
 from tiermem.core.residency import State
 from tiermem.errors import InvariantError
 from tiermem.runtime.memory.slots import typed_view
-from tiermem.runtime.transfers.transfers import Traffic
+from tiermem.runtime.transfers.transfers import Transfers
 
 
-class Contents:
+class BlockIo:
     """Looks into blocks without taking them into HBM."""
 
-    def __init__(self, traffic: Traffic) -> None:
+    def __init__(self, traffic: Transfers) -> None:
         """Uses the same table and stores as ``traffic``, under the same lock."""
         self._traffic = traffic
 

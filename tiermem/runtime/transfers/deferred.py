@@ -21,7 +21,7 @@ class Elsewhere(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Debt:
+class Deferred:
     """One piece of work.
 
     Attributes:
@@ -39,7 +39,7 @@ class Debt:
     elsewhere: Elsewhere | None = None
 
 
-class Debts:
+class DeferredWork:
     """What is owed, by block; used under the manager's lock.
 
     Whoever is about to see a block pays what is owed to it first. So nobody can see it as it was
@@ -48,9 +48,9 @@ class Debts:
 
     def __init__(self) -> None:
         """Owes nothing."""
-        self.owed: dict[int, list[Debt]] = {}
-        self._elsewhere: deque[Debt] = deque()
-        self._paying: list[Debt] = []
+        self.owed: dict[int, list[Deferred]] = {}
+        self._elsewhere: deque[Deferred] = deque()
+        self._paying: list[Deferred] = []
 
     def __bool__(self) -> bool:
         return bool(self.owed)
@@ -63,7 +63,7 @@ class Debts:
         """Whether anything is owed that is not going on elsewhere already."""
         return any(debt.elsewhere is None for owed in self.owed.values() for debt in owed)
 
-    def add(self, debt: Debt, *, first: bool = False) -> None:
+    def add(self, debt: Deferred, *, first: bool = False) -> None:
         """Owes a piece of work to each of its blocks.
 
         Args:
@@ -76,11 +76,11 @@ class Debts:
         if debt.elsewhere is not None:
             self._elsewhere.append(debt)
 
-    def cancel(self, debt: Debt) -> None:
+    def cancel(self, debt: Deferred) -> None:
         """Forgets a piece of work that need not be done any more."""
         self._strike(debt)
 
-    def of(self, elsewhere: Elsewhere) -> list[Debt]:
+    def of(self, elsewhere: Elsewhere) -> list[Deferred]:
         """Returns the pieces of work that take up what goes on elsewhere."""
         owed = (debt for found in self.owed.values() for debt in found)
         return list({id(d): d for d in owed if d.elsewhere is elsewhere}.values())
@@ -123,22 +123,22 @@ class Debts:
             found.append(block_id)
         return list(dict.fromkeys(found))
 
-    def _settle(self, debts: list[Debt]) -> None:
-        self._paying.extend(debts)
+    def _settle(self, deferred: list[Deferred]) -> None:
+        self._paying.extend(deferred)
         try:
-            for debt in debts:  # all first: the work of one may use the block, and pays no others
+            for debt in deferred:  # all first: the work of one may use the block
                 self._strike(debt)
-            while debts:
-                debts[0].work()
-                self._paying.remove(debts[0])
-                del debts[0]
+            while deferred:
+                deferred[0].work()
+                self._paying.remove(deferred[0])
+                del deferred[0]
         except BaseException:
-            self._owe_again(debts)
+            self._owe_again(deferred)
             raise
 
-    def _owe_again(self, debts: Sequence[Debt]) -> None:
+    def _owe_again(self, deferred: Sequence[Deferred]) -> None:
         """Owes what was about to be done once more; what was done by then knows that it was."""
-        for debt in debts:
+        for debt in deferred:
             self._strike(debt)
             self.add(debt)
             if debt in self._paying:
@@ -148,7 +148,7 @@ class Debts:
         """Owes what an exception kept from being done; nothing of it is under way."""
         self._owe_again(list(self._paying))
 
-    def _strike(self, debt: Debt) -> None:
+    def _strike(self, debt: Deferred) -> None:
         for block_id in dict.fromkeys(debt.blocks):
             left = [other for other in self.owed.get(block_id, ()) if other is not debt]
             if left:

@@ -20,7 +20,7 @@ from tiermem.errors import InvariantError, StorageError
 from tiermem.runtime.memory.homes import Homes
 from tiermem.runtime.memory.slots import SlotCache
 from tiermem.runtime.metrics.counters import Counters
-from tiermem.runtime.metrics.pass_timer import Pacing
+from tiermem.runtime.metrics.pass_timer import PassTimer
 from tiermem.runtime.metrics.timeline import Timeline
 from tiermem.runtime.transfers.early_reads import ReadAhead
 from tiermem.transfer.copy import CopyEngine, Event
@@ -37,7 +37,7 @@ class Flight:
     move: Move
 
 
-class Traffic:
+class Transfers:
     """Moves blocks between HBM and their homes, and keeps the table informed.
 
     Attributes:
@@ -46,12 +46,12 @@ class Traffic:
         home_ready: The same of the last copy down.
         failing: Blocks whose last write-back failed; they are not written ahead of need.
         changes: Grows whenever a block leaves HBM.
-        quiet: Whether nobody but :class:`Steady` has sent a block away since it set this.
+        quiet: Whether nobody but :class:`Replay` has sent a block away since it set this.
         gone: Blocks that have left HBM, were lent, or had their homes written without it, and
             that the prefetcher's walk has not gone back to since.
         patient: Whether what is waited for goes no sooner than the rest: in a sweep that reads
             and writes every block, whatever goes first holds up what has to be made as well.
-        pacing: Measures the copies of passes that are measured.
+        pass_timer: Measures the copies of passes that are measured.
         waste: Knows of fetches ahead of use, and of blocks that leave without it.
         ahead: What has been read from files and waits in DRAM for room.
     """
@@ -64,7 +64,7 @@ class Traffic:
         copy: CopyEngine,
         counters: Counters,
         timeline: Timeline,
-        pacing: Pacing,
+        pass_timer: PassTimer,
         *,
         poison: bool,
     ) -> None:
@@ -82,7 +82,7 @@ class Traffic:
         self.quiet = False
         self.gone: set[int] = set()
         self.patient = False
-        self.pacing = pacing
+        self.pass_timer = pass_timer
         self.waste = Waste()
         self.ahead = ReadAhead(homes, self.wait)
         self._counters = counters
@@ -116,12 +116,12 @@ class Traffic:
                     source = self.homes.bytes_of(move.source_extent)
                 else:
                     source = self.homes.arena.bytes_of(staged)
-                after, sampling = self.home_ready.get(block_id), self.pacing.sampling
+                after, sampling = self.home_ready.get(block_id), self.pass_timer.sampling
                 if sampling:
-                    self.pacing.rising(extent, after)
+                    self.pass_timer.rising(extent, after)
                 event = self.copy.up(slot.bytes, source, extent, after)
                 if sampling:
-                    self.pacing.risen(block)
+                    self.pass_timer.risen(block)
                 if event is not None:
                     self.ready[block_id] = event
                 if staged is not None:
@@ -176,12 +176,12 @@ class Traffic:
             started = time.perf_counter_ns()
             slot = self.slots.exchange(went, block, extent)
             source = self.homes.bytes_of(comes.home_extent)  # type: ignore[arg-type]
-            after, sampling = self.home_ready.get(came), self.pacing.sampling
+            after, sampling = self.home_ready.get(came), self.pass_timer.sampling
             if sampling:
-                self.pacing.rising(extent, after)
+                self.pass_timer.rising(extent, after)
             event = self.copy.up(slot.bytes, source, extent, after, again)
             if sampling:
-                self.pacing.risen(block)
+                self.pass_timer.risen(block)
             if event is not None:
                 ready[came] = event
             self._copied("dram->hbm", block, started)
@@ -389,9 +389,9 @@ class Traffic:
             return
         begun = (transfer.started_ns or transfer.submitted_ns) + transfer.rested_ns
         self._counters.moved(link, block.nbytes, transfer.finished_ns - begun)
-        if self.pacing.sampling:
+        if self.pass_timer.sampling:
             disk = "nvme->hbm" if transfer.is_read else "hbm->nvme"
-            self.pacing.landed(disk, block.nbytes, begun, transfer.finished_ns)
+            self.pass_timer.landed(disk, block.nbytes, begun, transfer.finished_ns)
         self._timeline.add(link, block.name, begun, transfer.finished_ns, block.nbytes)
 
     def _staged(self, record: Record, meanwhile: Callable[[], None] | None) -> Extent | None:

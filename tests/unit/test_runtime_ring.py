@@ -11,8 +11,8 @@ import pytest
 from support_runtime import PAGE, Rig, rig
 
 from tiermem.core.block import Block, Extent, Role
-from tiermem.runtime.lookahead.plan_maker import Outlooks
-from tiermem.runtime.services.sweep import Pipeline
+from tiermem.runtime.lookahead.plan_maker import PlanMaker
+from tiermem.runtime.services.sweep import BlockSweep
 
 
 def page_of(made: Rig, number: int) -> int:
@@ -100,7 +100,7 @@ def test_only_loops_that_write_beside_the_compute_go_in_circles(role: Role, circ
             made.manager.begin_pass("f")
             for block in made.blocks:
                 made.use(block)
-        schedule, maker = made.manager.planner.schedule, Outlooks(made.manager.parts, PAGE)
+        schedule, maker = made.manager.planner.schedule, PlanMaker(made.manager.parts, PAGE)
         for beside in (False, True):
             outlook = maker.make(schedule, maker.made_of(set()), set(), beside=beside)
             assert (outlook.turn > 0) == (circles and beside)
@@ -141,7 +141,7 @@ def steps(made: Rig, count: int) -> None:
             made.use(block)
             made.write(own)
             made.write(block)
-            Pipeline(made.manager).write([block, own])
+            BlockSweep(made.manager).write([block, own])
 
 
 @contextmanager
@@ -150,8 +150,8 @@ def stepping(hbm: int, count: int) -> Iterator[Rig]:
     with rig(hbm) as made:
         manager = made.manager
         manager.prefetcher._dram = manager.prefetcher._works = True
-        manager.pacing.estimates.wants = lambda _: False  # type: ignore[method-assign]
-        manager.pacing.estimates.rate = lambda *_: 1.0  # type: ignore[method-assign]
+        manager.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
+        manager.pass_timer.estimates.rate = lambda *_: 1.0  # type: ignore[method-assign]
         for role in (Role.PARAM, Role.OPTIMIZER):
             for _ in range(count):
                 made.add(1, "dram", role)

@@ -18,7 +18,7 @@ from tiermem.core.residency import Record, State
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.metrics.counters import Counters
 from tiermem.runtime.metrics.machine_profile import MachineProfile, save
-from tiermem.runtime.metrics.pass_timer import Pacing, estimates_from
+from tiermem.runtime.metrics.pass_timer import PassTimer, estimates_from
 
 EXTENT = Extent(0, PAGE)
 
@@ -85,36 +85,36 @@ class Player:
         self.clock = FakeClock(rng)
         self.counters = Counters()
         self.estimates = Estimates()
-        self.pacing = Pacing(self.clock, self.counters, self.estimates)
+        self.pass_timer = PassTimer(self.clock, self.counters, self.estimates)
 
     def use(self, number: int, wait: float, compute: float, home: Tier = Tier.DRAM) -> None:
-        if self.pacing.sampling:
-            self.pacing.arrived()
+        if self.pass_timer.sampling:
+            self.pass_timer.arrived()
         self.clock.now += wait
-        if self.pacing.sampling:
-            self.pacing.started(record(number, home), object() if wait else None)  # type: ignore[arg-type]
+        if self.pass_timer.sampling:
+            self.pass_timer.started(record(number, home), object() if wait else None)  # type: ignore[arg-type]
         self.clock.now += compute
 
     def copy(self, number: int, seconds: float) -> None:
         self.counters.moved("dram->hbm", PAGE, 1)
-        if self.pacing.sampling:
-            self.pacing.rising(EXTENT, None)
+        if self.pass_timer.sampling:
+            self.pass_timer.rising(EXTENT, None)
         self.clock.copies += seconds
-        if self.pacing.sampling:
-            self.pacing.risen(record(number).block)
+        if self.pass_timer.sampling:
+            self.pass_timer.risen(record(number).block)
 
     def sweep(self, key: str = "f", scale: float = 1.0) -> None:
-        self.pacing.begin(key)
+        self.pass_timer.begin(key)
         for number in range(4):
             self.use(number, 0.5 if number == 2 else 0.0, scale * (number + 1))
-        if self.pacing.sampling:
-            self.pacing.ended()
+        if self.pass_timer.sampling:
+            self.pass_timer.ended()
 
     def read_all(self) -> None:
         for _ in range(10_000):
-            if not self.pacing.pending:
+            if not self.pass_timer.pending:
                 return
-            self.pacing.harvest(3)
+            self.pass_timer.harvest(3)
         raise AssertionError("stamps have passed, and are not read")
 
 
@@ -123,11 +123,11 @@ def test_uses_are_told_apart_in_whatever_order_stamps_pass(seed: int) -> None:
     player = Player(random.Random(seed))
     for _ in range(3):
         player.sweep()
-        player.pacing.harvest(2)
+        player.pass_timer.harvest(2)
     player.read_all()
     for number in range(4):
         assert player.estimates.compute("f", number) == number + 1
-    found = player.pacing.efficiency()
+    found = player.pass_timer.efficiency()
     assert found is not None
     assert found.measured == pytest.approx(2 * 10.5), "the first pass does not count"
     assert found.bound == 20.0 and found.limit == "compute"
@@ -140,11 +140,11 @@ def test_what_has_not_passed_is_not_waited_for() -> None:
     player.clock.rng.random = lambda: 1.0  # type: ignore[union-attr]
     for _ in range(20):
         player.sweep()
-        player.pacing.harvest(100)
-    assert player.pacing.pending and player.pacing.efficiency() is None
+        player.pass_timer.harvest(100)
+    assert player.pass_timer.pending and player.pass_timer.efficiency() is None
     assert len(player.clock.times) < 5 * 9, "and no more passes are measured meanwhile"
-    player.pacing.reset()
-    assert not player.clock.times and not player.pacing.pending
+    player.pass_timer.reset()
+    assert not player.clock.times and not player.pass_timer.pending
 
 
 def test_without_sampling_the_clock_is_not_asked() -> None:
@@ -157,7 +157,7 @@ def test_without_sampling_the_clock_is_not_asked() -> None:
     for _ in range(15):
         player.sweep()
         player.copy(1, 1.0)
-        assert not player.pacing.pending
+        assert not player.pass_timer.pending
     assert player.clock.calls == calls
     player.sweep()
     assert player.clock.calls == calls + 9
@@ -166,67 +166,67 @@ def test_without_sampling_the_clock_is_not_asked() -> None:
 def test_copies_are_timed_and_waits_for_them_told_from_others() -> None:
     player = Player()
     player.sweep()
-    player.pacing.begin("f")
+    player.pass_timer.begin("f")
     player.clock.now = player.clock.copies = 100.0
     player.copy(1, 3.0)
     player.use(1, 5.0, 1.0)  # 3 for the copy, 2 for the host
     player.copy(2, 1.0)
     player.use(2, 0.5, 1.0)  # the copy was over long before
-    player.pacing.ended()
+    player.pass_timer.ended()
     player.read_all()
     assert player.estimates.transfer("dram->hbm", 1, PAGE) == 3.0
     assert player.estimates.best_rate("dram->hbm") == 2 * PAGE / 4.0
-    found = player.pacing.efficiency()
+    found = player.pass_timer.efficiency()
     assert found is not None and found.measured == 7.5
     assert found.losses == {"dram->hbm": 3.0, "host": 2.5}
     assert found.bound == 4.0 and found.limit == "dram->hbm"
-    player.pacing.begin("f")
-    player.pacing.begin("f")
+    player.pass_timer.begin("f")
+    player.pass_timer.begin("f")
     assert not player.clock.times
 
 
 def test_host_waits_are_for_files_or_for_room() -> None:
     player = Player()
     player.sweep()
-    player.pacing.begin("f")
-    player.pacing.arrived()
+    player.pass_timer.begin("f")
+    player.pass_timer.arrived()
     player.clock.now += 4.0
     player.counters.stall_ns += 3 * 10**9
-    player.pacing.started(record(1, Tier.NVME), None)
-    player.pacing.arrived()
+    player.pass_timer.started(record(1, Tier.NVME), None)
+    player.pass_timer.arrived()
     player.clock.now += 2.0
     player.counters.stall_ns += 10**9
-    player.pacing.started(record(2, Tier.HBM), None)
-    player.pacing.ended()
+    player.pass_timer.started(record(2, Tier.HBM), None)
+    player.pass_timer.ended()
     player.read_all()
-    found = player.pacing.efficiency()
+    found = player.pass_timer.efficiency()
     assert found is not None
     assert found.losses == {"nvme->hbm": 3.0, "host wait": 1.0, "host": 2.0}
 
 
 def test_files_that_are_read_beside_each_other_count_once() -> None:
     player = Player()
-    player.pacing.begin("f")
-    player.pacing.landed("nvme->hbm", 300, 0, 10**9)
-    player.pacing.landed("nvme->hbm", 100, 0, 2 * 10**9)
-    player.pacing.landed("nvme->hbm", 100, 5 * 10**9, 6 * 10**9)
+    player.pass_timer.begin("f")
+    player.pass_timer.landed("nvme->hbm", 300, 0, 10**9)
+    player.pass_timer.landed("nvme->hbm", 100, 0, 2 * 10**9)
+    player.pass_timer.landed("nvme->hbm", 100, 5 * 10**9, 6 * 10**9)
     player.use(1, 0.0, 1.0)
-    player.pacing.ended()
+    player.pass_timer.ended()
     player.read_all()
     assert player.estimates.best_rate("nvme->hbm") == pytest.approx(500 / 3)
 
 
 def test_a_use_that_fails_leaves_nothing_behind() -> None:
     player = Player()
-    player.pacing.begin("f")
-    player.pacing.arrived()
-    player.pacing.rising(EXTENT, None)
-    player.pacing.arrived()
-    player.pacing.rising(EXTENT, None)
+    player.pass_timer.begin("f")
+    player.pass_timer.arrived()
+    player.pass_timer.rising(EXTENT, None)
+    player.pass_timer.arrived()
+    player.pass_timer.rising(EXTENT, None)
     player.use(1, 0.0, 1.0)
-    player.pacing.begin("g")  # and the pass has no end
+    player.pass_timer.begin("g")  # and the pass has no end
     player.read_all()
-    player.pacing.begin("h")
+    player.pass_timer.begin("h")
     assert not player.clock.times
     assert player.estimates.samples("f") == 1 and player.estimates.compute("f", 1) is None
 
@@ -235,7 +235,7 @@ def test_where_stamps_cannot_be_set_there_are_none() -> None:
     player = Player()
     player.clock.able = False
     player.sweep()
-    assert not player.pacing.sampling and player.clock.calls == 0
+    assert not player.pass_timer.sampling and player.clock.calls == 0
     player.clock.able = True
     player.clock.most = 4
     player.sweep()
@@ -246,15 +246,15 @@ def test_where_stamps_cannot_be_set_there_are_none() -> None:
 def test_fetches_of_a_pass_that_is_not_measured_further_are_let_go() -> None:
     player = Player()
     for number in range(40):
-        player.pacing.begin("f")
+        player.pass_timer.begin("f")
         player.use(0, 0.0, 1.0)
         player.copy(number, 1.0)
         player.read_all()
-    player.pacing.reset()
+    player.pass_timer.reset()
     for _ in range(2):
-        player.pacing.begin("never")
-        player.pacing.reset()
-    player.pacing.begin("f")
+        player.pass_timer.begin("never")
+        player.pass_timer.reset()
+    player.pass_timer.begin("f")
     assert len(player.clock.times) == 0
 
 
@@ -278,7 +278,7 @@ def test_a_manager_reads_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TIERMEM_PROFILE", str(path))
     save(MachineProfile("cpu", "d", "t", "t", h2d=3e9), path)
     with rig(4, [(1, "dram")]) as made:
-        assert made.manager.pacing.estimates.best_rate("dram->hbm") == 3e9
+        assert made.manager.pass_timer.estimates.best_rate("dram->hbm") == 3e9
 
 
 def loop(made: Rig, order: list[int], rounds: int) -> None:
@@ -298,14 +298,14 @@ def test_a_loop_is_measured_on_the_host(tmp_path: Path) -> None:
         assert stats.efficiency == stats.bound_seconds / stats.measured_seconds
         assert set(stats.losses) <= {"dram->hbm", "nvme->hbm", "host wait", "host"}
         assert sum(stats.losses.values()) <= stats.measured_seconds * (1 + 1e-9)
-        rows = {row.block: row for row in made.manager.pacing.rows(made.manager.table)}
+        rows = {row.block: row for row in made.manager.pass_timer.rows(made.manager.table)}
         assert set(rows) == {block.name for block in made.blocks}
         assert all(row.compute_seconds > 0 and row.samples >= 2 for row in rows.values())
         assert all(row.transfer_seconds > 0 and row.during == "f" for row in rows.values())
-        made.manager.pacing.reset()
+        made.manager.pass_timer.reset()
         stats = made.manager.stats()
         assert stats.efficiency is None and stats.losses == {} and stats.limit is None
-        assert len(made.manager.pacing.rows(made.manager.table)) == 4, "what was learned stays"
+        assert len(made.manager.pass_timer.rows(made.manager.table)) == 4, "what was learned stays"
         loop(made, [0, 1, 2, 3], 1)
         assert made.manager.stats().efficiency is not None, "the next pass is measured"
 
@@ -313,9 +313,9 @@ def test_a_loop_is_measured_on_the_host(tmp_path: Path) -> None:
 def test_a_steady_loop_is_left_alone() -> None:
     """Of forty passes the first ones are measured, until they are read, and each sixteenth."""
     with rig(4, [(1, "dram")] * 8) as made:
-        pacing = made.manager.pacing
+        pass_timer = made.manager.pass_timer
         calls: list[str] = []
-        estimates = pacing.estimates
+        estimates = pass_timer.estimates
         observe = estimates.observe
 
         def alike(key, compute, flows, fills) -> None:  # type: ignore[no-untyped-def]
@@ -323,13 +323,13 @@ def test_a_steady_loop_is_left_alone() -> None:
 
         estimates.observe = alike  # type: ignore[method-assign]
         for name in ("arrived", "started", "rising", "risen", "harvest"):
-            method = getattr(pacing, name)
+            method = getattr(pass_timer, name)
 
             def counting(*args, name=name, method=method):  # type: ignore[no-untyped-def]
                 calls.append(name)
                 return method(*args)
 
-            setattr(pacing, name, counting)
+            setattr(pass_timer, name, counting)
         per_pass = []
         for _ in range(40):
             before = calls.count("arrived")
@@ -380,7 +380,7 @@ def test_the_depth_follows_the_estimates(tmp_path: Path) -> None:
         manager = made.manager
         # gradients are in the loop, so that nothing stays for good
         made.add(1, "dram", Role.GRAD)
-        estimates = manager.pacing.estimates
+        estimates = manager.pass_timer.estimates
         observe, speed = estimates.observe, [1e12]
 
         def fixed(key, compute, flows, fills) -> None:  # type: ignore[no-untyped-def]
@@ -470,8 +470,8 @@ def test_experts_that_change_are_no_longer_fetched_ahead(tmp_path: Path) -> None
         late = play(changing)
         assert late[1] <= 2
         play([3] * 8)
-        steady = play([3] * 8)
-        assert steady[1] == 0 and steady[0] >= 8, "what is used again is fetched again"
+        replay = play([3] * 8)
+        assert replay[1] == 0 and replay[0] >= 8, "what is used again is fetched again"
 
 
 @torch.no_grad()
@@ -482,7 +482,7 @@ def test_a_pass_of_a_model_ends_with_its_last_module() -> None:
         tier.wrap(model, blocks=[str(n) for n in range(4)])
         for _ in range(3):
             model(torch.zeros(2, 64))
-            assert not tier._manager.pacing.sampling
+            assert not tier._manager.pass_timer.sampling
         assert len(tier.pace()) == 4
         assert tier.stats().efficiency > 0.0
         tier.reset_stats()
@@ -528,18 +528,18 @@ def sampled(lengths: list[tuple[float, float]]) -> list[bool]:
         lengths: Seconds on the host's clock, and how many more where a pass is measured.
     """
     clock = FakeClock()
-    pacing = Pacing(clock, Counters(), Estimates())
+    pass_timer = PassTimer(clock, Counters(), Estimates())
     measured = []
     for seconds, longer in lengths:
-        pacing.begin("loop")
-        measured.append(pacing.sampling)
-        if pacing.sampling:
-            pacing.arrived()
-            pacing.started(record(1), None)
+        pass_timer.begin("loop")
+        measured.append(pass_timer.sampling)
+        if pass_timer.sampling:
+            pass_timer.arrived()
+            pass_timer.started(record(1), None)
             seconds += longer
-        pacing.ended()
+        pass_timer.ended()
         clock.late.clear()
-        pacing.harvest(9)
+        pass_timer.harvest(9)
         clock.host_now += seconds
     return measured
 

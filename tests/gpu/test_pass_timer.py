@@ -48,7 +48,7 @@ def opened(
 
 def always(tier: tiermem.TierManager) -> None:
     """Has every pass measured."""
-    estimates = tier._manager.pacing.estimates
+    estimates = tier._manager.pass_timer.estimates
     wants = estimates.wants
     estimates.wants = lambda key: wants(key) or True  # type: ignore[method-assign]
 
@@ -139,22 +139,22 @@ def test_measuring_makes_the_host_wait_for_nothing(train: bool, sync_debug: None
 def test_events_are_used_again() -> None:
     tier, model = opened(4)
     with tier:
-        pacing = tier._manager.pacing
+        pass_timer = tier._manager.pass_timer
         always(tier)
         run(model, 10, 64)
-        made = pacing._clock._made
+        made = pass_timer._clock._made
         for _ in range(20):
             run(model, 5, 64)
-        assert pacing._clock._made <= 2 * made
+        assert pass_timer._clock._made <= 2 * made
 
 
 def test_a_captured_graph_holds_no_stamps() -> None:
     tier, model = opened(9)
     with tier:
-        pacing = tier._manager.pacing
+        pass_timer = tier._manager.pass_timer
         always(tier)
         run(model, 3, 64)
-        clock = pacing._clock
+        clock = pass_timer._clock
         graph = torch.cuda.CUDAGraph()
         assert clock.usable()
         x = torch.zeros(8, device="cuda")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tiermem.runtime.transfers.deferred import Debt, Debts
+from tiermem.runtime.transfers.deferred import Deferred, DeferredWork
 
 
 class Thread:
@@ -29,27 +29,27 @@ def note(log: list[str], name: str) -> Callable[[], None]:
 
 def test_each_is_paid_once_and_in_order() -> None:
     log: list[str] = []
-    debts = Debts()
-    debts.add(Debt("a", [1, 2], note(log, "a")))
-    debts.add(Debt("b", [2, 3], note(log, "b")))
-    debts.add(Debt("c", [4], note(log, "c")))
-    assert 2 in debts and 5 not in debts
-    assert debts.order([5, 3, 1]) == [5, 2, 3, 1]
-    debts.pay(5)
+    deferred = DeferredWork()
+    deferred.add(Deferred("a", [1, 2], note(log, "a")))
+    deferred.add(Deferred("b", [2, 3], note(log, "b")))
+    deferred.add(Deferred("c", [4], note(log, "c")))
+    assert 2 in deferred and 5 not in deferred
+    assert deferred.order([5, 3, 1]) == [5, 2, 3, 1]
+    deferred.pay(5)
     assert log == []
-    debts.pay(2)
+    deferred.pay(2)
     assert log == ["a", "b"]
     for block in (1, 2, 3):
-        assert block not in debts
-        debts.pay(block)
-    assert log == ["a", "b"] and debts
-    debts.pay(4)
-    assert log == ["a", "b", "c"] and not debts
+        assert block not in deferred
+        deferred.pay(block)
+    assert log == ["a", "b"] and deferred
+    deferred.pay(4)
+    assert log == ["a", "b", "c"] and not deferred
 
 
 def test_what_fails_is_owed_still_with_all_after_it() -> None:
     log: list[str] = []
-    debts = Debts()
+    deferred = DeferredWork()
     broken = [True]
 
     def fails() -> None:
@@ -58,48 +58,48 @@ def test_what_fails_is_owed_still_with_all_after_it() -> None:
         log.append("b")
 
     for name, work in (("a", note(log, "a")), ("b", fails), ("c", note(log, "c"))):
-        debts.add(Debt(name, [1, ord(name)], work))
+        deferred.add(Deferred(name, [1, ord(name)], work))
     with pytest.raises(OSError, match="no disk"):
-        debts.pay(1)
+        deferred.pay(1)
     assert log == ["a"]
-    assert ord("a") not in debts and ord("b") in debts and ord("c") in debts
+    assert ord("a") not in deferred and ord("b") in deferred and ord("c") in deferred
     broken.clear()
-    debts.pay(ord("c"))
-    debts.pay(1)
-    assert log == ["a", "c", "b"] and not debts
+    deferred.pay(ord("c"))
+    deferred.pay(1)
+    assert log == ["a", "c", "b"] and not deferred
 
 
 def test_the_work_may_use_its_blocks() -> None:
     log: list[str] = []
-    debts = Debts()
+    deferred = DeferredWork()
     for name in "ab":
-        debts.add(Debt(name, [1], lambda name=name: (debts.pay(1), log.append(name))[1]))
-    debts.pay(1)
+        deferred.add(Deferred(name, [1], lambda name=name: (deferred.pay(1), log.append(name))[1]))
+    deferred.pay(1)
     assert log == ["a", "b"]
 
 
 def test_what_is_over_elsewhere_is_taken_up_without_waiting_for_the_rest() -> None:
     log: list[str] = []
-    debts = Debts()
+    deferred = DeferredWork()
     threads = [Thread(), Thread()]
     for name, thread in zip("ab", threads, strict=True):
-        debts.add(Debt(name, [ord(name), 1], note(log, name), thread))
-    debts.collect()
+        deferred.add(Deferred(name, [ord(name), 1], note(log, name), thread))
+    deferred.collect()
     assert log == []
     threads[0].over = True
-    debts.collect()
-    assert log == ["a"] and 1 in debts
-    debts.pay(1)
+    deferred.collect()
+    assert log == ["a"] and 1 in deferred
+    deferred.pay(1)
     assert log == ["a", "b"]
     threads[1].over = True
-    debts.collect()
+    deferred.collect()
     assert log == ["a", "b"]
 
 
 def test_waiting_takes_nothing_up() -> None:
     log: list[str] = []
-    debts = Debts()
+    deferred = DeferredWork()
     thread = Thread()
-    debts.add(Debt("a", [1], note(log, "a"), thread))
-    debts.wait()
-    assert thread.waited == 1 and log == [] and debts
+    deferred.add(Deferred("a", [1], note(log, "a"), thread))
+    deferred.wait()
+    assert thread.waited == 1 and log == [] and deferred

@@ -250,14 +250,14 @@ def test_bytes_are_right_in_a_loop_of_modules_that_repeats(hbm: int) -> None:
     with tiermem.TierManager("cpu", hbm=hbm * PAGE, dram=16 * PAGE) as tier, torch.no_grad():
         manager = tier._manager
         manager.prefetcher._dram = manager.prefetcher._works = True
-        manager.pacing._clock = EvenClock()
+        manager.pass_timer._clock = EvenClock()
         tier.wrap(model, blocks=[str(i) for i in range(8)])
         for _ in range(12):
             assert torch.equal(model(x), expected)
-        manager.pacing.estimates.wants = lambda _: False  # type: ignore[method-assign]
+        manager.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
         for _ in range(4):
             assert torch.equal(model(x), expected)
-        assert manager.steady.swift
+        assert manager.replay.swift
         with torch._C.DisableTorchFunctionSubclass():  # a use that nobody sees
             seen = [_cannot_be_read(weight) for weight in model.parameters()]
         gone = [r.in_hbm is State.ABSENT for r in manager.table for _ in ("weight", "bias")]

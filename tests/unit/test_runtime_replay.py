@@ -24,10 +24,10 @@ from tiermem.core.residency import Record
 from tiermem.core.schedule import Planner
 from tiermem.errors import ClosedError, ConfigError
 from tiermem.runtime.lookahead.prefetcher import Prefetcher
-from tiermem.runtime.lookahead.replay import Steady
+from tiermem.runtime.lookahead.replay import Replay
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.placement.evictor import Space
-from tiermem.runtime.transfers.deferred import Debt
+from tiermem.runtime.placement.evictor import Evictor
+from tiermem.runtime.transfers.deferred import Deferred
 
 PAGE = 4096
 
@@ -89,7 +89,7 @@ def loop(blocks: int, slots: int, *, depth: Any = 1, large: int = 0) -> Iterator
         )
     )
     manager.prefetcher._dram = manager.prefetcher._works = True
-    manager.pacing._clock = EvenClock()
+    manager.pass_timer._clock = EvenClock()
     pages = [2 if number < large else 1 for number in range(blocks)]
     made = manager.add_blocks(
         [
@@ -128,13 +128,13 @@ def loop(blocks: int, slots: int, *, depth: Any = 1, large: int = 0) -> Iterator
 
 def decide_always(made: Loop) -> None:
     """Has every pass decided anew."""
-    made.manager.steady.begin = lambda *_: False  # type: ignore[method-assign]
+    made.manager.replay.begin = lambda *_: False  # type: ignore[method-assign]
 
 
 def until_it_repeats(made: Loop) -> None:
     for _ in range(40):
         made.go_round()
-        if made.manager.steady.repeating:
+        if made.manager.replay.repeating:
             return
     raise AssertionError("the loop is never taken for steady")
 
@@ -142,13 +142,13 @@ def until_it_repeats(made: Loop) -> None:
 def test_nothing_is_decided_in_a_loop_that_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     with loop(7, 3) as made:
         until_it_repeats(made)
-        made.manager.pacing.estimates.wants = lambda _: False  # type: ignore[method-assign]
+        made.manager.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
         before = made.manager.stats()
 
         def decided(*_: object) -> None:
             raise AssertionError("this had been decided")
 
-        for owner, name in ((Prefetcher, "look_ahead"), (Space, "place"), (Planner, "touch")):
+        for owner, name in ((Prefetcher, "look_ahead"), (Evictor, "place"), (Planner, "touch")):
             monkeypatch.setattr(owner, name, decided)
         for _ in range(5):
             made.go_round()
@@ -180,7 +180,7 @@ def test_what_is_done_again_is_what_would_have_been_decided(
     ):
         decide_always(other)
         for made in (one, other):  # estimates from the host's clock would differ
-            made.manager.pacing.estimates.wants = lambda _: False  # type: ignore[method-assign]
+            made.manager.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
         for _ in range(8):
             assert one.go_round(order) == other.go_round(order)
         mine, theirs = one.manager.stats(), other.manager.stats()
@@ -287,13 +287,13 @@ def test_a_block_in_use_is_not_the_one_that_leaves(disturb: Callable[..., Any]) 
 def swift(made: Loop, uses: int) -> None:
     """Goes on until passes repeat and are not measured, and into the next one."""
     until_it_repeats(made)
-    made.manager.pacing.estimates.wants = lambda _: False  # type: ignore[method-assign]
+    made.manager.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
     for _ in range(3):
         made.go_round()
     made.manager.begin_pass("loop")
     for number in range(uses):
         made.use(number)
-    assert made.manager.steady.swift
+    assert made.manager.replay.swift
 
 
 def test_what_is_owed_to_a_block_is_done_before_its_use() -> None:
@@ -306,7 +306,7 @@ def test_what_is_owed_to_a_block_is_done_before_its_use() -> None:
             assert made.manager.record(block).leases == 0
             done.append(2)
 
-        made.manager.debts.add(Debt("a step", [block.id], work))
+        made.manager.deferred.add(Deferred("a step", [block.id], work))
         made.use(1)
         assert not done
         made.use(2)
@@ -381,11 +381,11 @@ def test_a_child_that_is_forked_in_between_is_refused() -> None:
 def test_another_order_is_decided_anew_and_learned() -> None:
     with loop(8, 3) as made:
         until_it_repeats(made)
-        steady = made.manager.steady
+        replay = made.manager.replay
         order = [0, 3, 1, 2, 5, 4, 7, 6]
         made.go_round(order)
-        assert not steady.repeating
-        until = [made.go_round(order) and steady.repeating for _ in range(8)]
+        assert not replay.repeating
+        until = [made.go_round(order) and replay.repeating for _ in range(8)]
         assert any(until)
         made.check()
 
@@ -412,27 +412,27 @@ def test_a_block_that_left_in_between_is_fetched_ahead() -> None:
 def test_a_new_plan_is_followed_at_once() -> None:
     with loop(8, 4) as made:
         until_it_repeats(made)
-        made.manager.pacing.estimates.version += 1
+        made.manager.pass_timer.estimates.version += 1
         made.go_round()
-        assert not made.manager.steady.repeating
+        assert not made.manager.replay.repeating
         until_it_repeats(made)
 
 
 def test_of_the_passes_that_are_measured_one_in_four_is_decided() -> None:
     with loop(7, 3) as made:
         until_it_repeats(made)
-        manager, estimates = made.manager, made.manager.pacing.estimates
+        manager, estimates = made.manager, made.manager.pass_timer.estimates
         estimates.wants = lambda _: True  # type: ignore[method-assign]
         repeated = []
         for _ in range(8):
             made.go_round()
-            repeated.append(manager.steady.repeating)
+            repeated.append(manager.replay.repeating)
             # decided or not, what comes and goes is the same, and what it takes is seen
-            assert manager.pacing.sampling
+            assert manager.pass_timer.sampling
         assert sorted(repeated) == [False] * 2 + [True] * 6
         estimates.wants = lambda _: False  # type: ignore[method-assign]
         made.go_round()
-        assert manager.steady.repeating  # it did what those before it did
+        assert manager.replay.repeating  # it did what those before it did
         made.check()
 
 
@@ -445,12 +445,12 @@ def test_a_pass_that_repeats_is_measured_as_one_that_is_decided() -> None:
         def observe(key: Any, compute: Any, flows: Any, fills: Any) -> None:
             observed.append((sorted(compute), sorted(flows), len(fills)))
 
-        manager.pacing.estimates.observe = observe  # type: ignore[method-assign]
-        manager.pacing.estimates.wants = lambda _: True  # type: ignore[method-assign]
+        manager.pass_timer.estimates.observe = observe  # type: ignore[method-assign]
+        manager.pass_timer.estimates.wants = lambda _: True  # type: ignore[method-assign]
         decided = []
         for _ in range(8):
-            decided.append(not len(made.go_round()) or not manager.steady.repeating)
-        manager.pacing.estimates.wants = lambda _: False  # type: ignore[method-assign]
+            decided.append(not len(made.go_round()) or not manager.replay.repeating)
+        manager.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
         for _ in range(4):
             made.go_round()
         observed = observed[-8:]
@@ -464,9 +464,9 @@ def test_what_is_held_beside_others_shows_in_a_measured_pass_that_repeats() -> N
     with loop(7, 4) as made:
         until_it_repeats(made)
         manager = made.manager
-        manager.pacing.estimates.wants = lambda _: True  # type: ignore[method-assign]
+        manager.pass_timer.estimates.wants = lambda _: True  # type: ignore[method-assign]
         manager.begin_pass("loop")
-        assert manager.steady.repeating
+        assert manager.replay.repeating
         manager.acquire(made.blocks[0])
         made.use(1)
         manager.release(made.blocks[0])
@@ -479,7 +479,7 @@ def test_passes_that_write_are_not_repeated() -> None:
             made.manager.begin_pass("loop")
             for number in range(6):
                 made.use(number, write=number == 2)
-            assert not made.manager.steady.repeating
+            assert not made.manager.replay.repeating
         made.check()
 
 
@@ -511,5 +511,5 @@ def test_old_schedules_are_let_go() -> None:
             made.manager.begin_pass(("loop", number), [block.id for block in made.blocks])
             for use in range(5):
                 made.use(use)
-        assert len(made.manager.steady._tapes) <= 16
-        assert isinstance(made.manager.steady, Steady)
+        assert len(made.manager.replay._tapes) <= 16
+        assert isinstance(made.manager.replay, Replay)

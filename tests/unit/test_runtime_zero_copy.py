@@ -10,7 +10,7 @@ from support_runtime import Rig, rig
 
 from tiermem.core.block import Block
 from tiermem.core.residency import State
-from tiermem.runtime.transfers.deferred import Debt
+from tiermem.runtime.transfers.deferred import Deferred
 
 BLOCKS = [(1, "dram")] * 4
 
@@ -96,7 +96,7 @@ def test_what_somebody_has_a_view_of_may_be_being_written(again: bool) -> None:
 def test_what_is_owed_to_it_comes_first() -> None:
     with rig(2, BLOCKS) as bench:
         manager, block = bench.manager, bench.blocks[0]
-        manager.debts.add(Debt("step", [block.id], lambda: bench.write(block)))
+        manager.deferred.add(Deferred("step", [block.id], lambda: bench.write(block)))
         assert not seen(bench, block)
         bench.use(block)
         assert seen(bench, block, again=True)
