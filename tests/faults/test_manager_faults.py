@@ -297,7 +297,7 @@ def nothing_left() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("what", ["HostArena", "SlotCache", "Space", "FileMover", "Prefetcher"])
+@pytest.mark.parametrize("what", ["HostArena", "SlotCache", "Evictor", "FileMover", "Prefetcher"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_opening_that_fails_leaves_nothing(tmp_path, monkeypatch, what, error) -> None:
     def refuse(*_: Any, **__: Any) -> Any:

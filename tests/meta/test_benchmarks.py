@@ -293,7 +293,7 @@ def test_host_time(tmp_path) -> None:
     assert math.isfinite(streamed["us per block"]) and math.isfinite(resident["us per block"])
     assert streamed["copies per forward"] > 0 and resident["copies per forward"] == 0
     parts = {row["what"].strip() for row in rows if row["what"].startswith(" ")}
-    assert {"Uses.take", "Traffic.fill", "HostCopyEngine.up"} <= parts
+    assert {"Acquirer.take", "Transfers.fill", "HostCopyEngine.up"} <= parts
 
 
 _ZERO = (
@@ -336,7 +336,7 @@ def test_trainers(tmp_path) -> None:
     line += " --hbm 300KiB --dram 16MiB --out out.json"
     found = run("bench_trainers.py", tmp_path, *line.split())
     rows = check_rows(found, "s", "of bare", "GB moved a step")
-    assert [row["loop"] for row in rows] == ["bare", "Trainer", "Lightning"]
+    assert [row["loop"] for row in rows] == ["bare", "bare-looks", "Trainer", "Lightning"]
     assert all(row["losses equal"] is True for row in rows)
     assert all(0 <= row["integration's share"] < 1 for row in rows)
 
