@@ -30,6 +30,8 @@ from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.hostmemory import available_memory
 from tiermem.runtime.metrics.counters import PaceRow, ResidencyRow, Stats
 from tiermem.runtime.metrics.timeline import Timeline
+from tiermem.saving.load import load_run
+from tiermem.saving.save import make_plan, save_now
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Size = int | str
@@ -261,6 +263,63 @@ class TierManager:
             device: Where the tensors are; host memory by default.
         """
         return materialize(self._runtime, target, None if device is None else torch.device(device))
+
+    # -- checkpoints -----------------------------------------------------
+
+    @entrance
+    def save(self, path: PathLike, extra: Any = None) -> None:
+        """Writes the whole state of the run, so that a crash at any instant leaves a checkpoint.
+
+        Parameters, buffers and gradients of the wrapped models; masters, state and settings of the
+        optimizers that are open (steps that they owe are made first); the random generators of
+        torch, of the device, of Python and of numpy; and ``extra``. ``path`` becomes a folder: with
+        ``model.safetensors`` (or several, and an index), whose names are those of
+        ``model.state_dict()``, the configuration of a model of transformers', ``optimizer.safetensors``
+        and ``tiermem.json``. Several wrapped models have folders ``model-0``, ``model-1``, ... in it.
+
+        At any instant ``path`` is the former checkpoint, or the new one, whole and on the disk. Beyond
+        the budgets it takes the memory of one block, and of some buffers of 8 MiB.
+
+        Args:
+            path: Where there is nothing, an empty folder or a checkpoint, which is replaced.
+            extra: Numbers, text, None and tensors, in lists, tuples and dictionaries: what else a
+                run needs, such as ``scheduler.state_dict()``.
+
+        Raises:
+            CheckpointError: If ``extra`` or a tensor cannot be saved, or ``path`` is something
+                else; nothing is written.
+            CapacityError: If the file system has no room; the former checkpoint stays.
+            StepError: If an optimizer's step is unfinished.
+            StorageError: If a file cannot be written, or a block not be read; the former
+                checkpoint stays.
+        """
+        self._manager.guard()
+        save_now(self._runtime, make_plan(self._runtime, path, extra))
+
+    @entrance
+    def load(self, path: PathLike) -> Any:
+        """Goes on from a checkpoint that :meth:`save` wrote, bit for bit.
+
+        The same models are wrapped, and the same optimizers made, in the same order, before;
+        budgets, policies, ``blocks``, ``overlap`` and ``where`` may be others. All that can be known
+        from names, shapes and settings is checked first. Tensors are compared with their checksums
+        as they are read: where one differs, a part has been loaded, and the models refuse to
+        compute, and to be saved, until a whole checkpoint is loaded.
+
+        Args:
+            path: The checkpoint.
+
+        Returns:
+            ``extra`` of the save; its tensors are in host memory.
+
+        Raises:
+            CheckpointError: If it is none, or does not fit; nothing is changed.
+            IntegrityError: If a file is not what was written.
+            StorageError: If a file cannot be read.
+            CapacityError: If a budget does not hold state that is in the checkpoint.
+        """
+        self._manager.guard()
+        return load_run(self._runtime, path)
 
     # -- reports ---------------------------------------------------------
 

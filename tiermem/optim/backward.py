@@ -65,7 +65,7 @@ class InBackward:
         self._runtime = runtime
         self._manager = runtime.manager
         self._micro_batches = 1
-        self._count = 0  # backwards since the last step
+        self.count = 0
         self._entries: dict[int, Entry] = {}
         self._units: dict[int, list[StepUnit]] = {}
         self._groups: Sequence[dict[str, Any]] = ()
@@ -214,7 +214,7 @@ class InBackward:
             self._trials = 0
         elif watched:
             self._trials += 1
-        self._count = 0
+        self.count = 0
         self.failure = None
         self.made.clear()
         self._consumed.clear()
@@ -228,7 +228,7 @@ class InBackward:
         Args:
             set_to_none: Whether they are forgotten.
         """
-        self._count = 0
+        self.count = 0
         self.failure = None
         # gradients that are thrown away must not be used: another loop has to be seen
         self._thrown = self._thrown or bool(self._final)
@@ -262,7 +262,7 @@ class InBackward:
         self._task = torch._C._current_graph_task_id()
         self._counted = self._steps = self._watches = False
         self._forget_arrivals()
-        return self._tried and self._count + 1 == self._micro_batches
+        return self._tried and self.count + 1 == self._micro_batches
 
     def ends(self) -> None:
         """It is over."""
@@ -352,18 +352,18 @@ class InBackward:
             entry = self._entries[param]
             if (param in self._consumed or self._is_gone(entry)) and accumulates(entry):
                 raise self._another(entry)
-        if self._count >= self._micro_batches:
+        if self.count >= self._micro_batches:
             if any(grad_of(entry) is not None for entry in self._entries.values()):
                 raise StepError(
-                    f"this is backward {self._count + 1} before optimizer.step(), and with "
+                    f"this is backward {self.count + 1} before optimizer.step(), and with "
                     "overlap='backward' blocks are stepped in backward "
                     f"{self._micro_batches}: say optimizer.accumulate(n) for n backwards per "
                     f"step, {_ELSE}; nothing of this backward was taken"
                 )
-            self._count = 0  # they were set to None by hand
+            self.count = 0  # they were set to None by hand
         self._counted = True
-        self._count += 1
-        if self._count == self._micro_batches:
+        self.count += 1
+        if self.count == self._micro_batches:
             with torch._C.DisableTorchFunctionSubclass():
                 trained = [entry.param.requires_grad for entry in self._entries.values()]
             if trained != self._trained:  # a block's last gradient may be another from now on

@@ -76,6 +76,31 @@ class _Taking:
     kept: Kept
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Contents:
+    """What a checkpoint has of an optimizer.
+
+    Attributes:
+        cls: The class that makes the steps.
+        groups: The parameter groups themselves.
+        units: What is stepped together.
+        state: By parameter, with stand-ins for what is in the tiers.
+        master_dtype: Of the masters, or None.
+        grad_dtype: Of the gradients, or None for the parameters'.
+        grad_factor: What the next step multiplies gradients by, or None.
+        backwards: How many there were since the last step (``overlap="backward"``).
+    """
+
+    cls: type[torch.optim.Optimizer]
+    groups: list[dict[str, Any]]
+    units: Sequence[StepUnit]
+    state: dict[Any, Any]
+    master_dtype: torch.dtype | None
+    grad_dtype: torch.dtype | None
+    grad_factor: torch.Tensor | None
+    backwards: int
+
+
 class TieredOptimizer(torch.optim.Optimizer):
     """What ``tier.optimizer`` returns: the class asked for, streamed.
 
@@ -167,7 +192,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._ready = True
         self._keep_gradients(self.param_groups)
         self._take_on_wanted()
-        self._keeper = Keeper(self._blocks, self._owned)
+        self._keeper = Keeper(self._blocks, self._owned, self)
         runtime.keepers.append(self._keeper)
         runtime.on_begin.append(self._before_forward)
 
@@ -189,6 +214,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             What ``closure`` returned.
         """
         self._refuse_if_closed("step()")
+        self._runtime.refuse_half_loaded("step()")
         self._methods.refuse_if_begun("step()")
         self._manager.guard()
         if not self._rounds:
@@ -532,6 +558,69 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.defaults.setdefault("differentiable", False)  # as torch's __setstate__ does then
         for post in self._optimizer_load_state_dict_post_hooks.values():
             outside(post, self)
+
+    @property
+    def made_of(
+        self,
+    ) -> tuple[type[torch.optim.Optimizer], torch.dtype | None, torch.dtype | None]:
+        """The class that makes the steps, and the dtypes of masters and gradients, where given."""
+        return self._cls, self._master_dtype, self._grad_dtype
+
+    def contents(self, what: str) -> Contents:
+        """Returns all that a checkpoint has of it; every step that is owed is made.
+
+        For :mod:`tiermem.saving`.
+
+        Args:
+            what: Is to be done, for messages.
+
+        Raises:
+            StepError: If a step is unfinished, or made in part inside backward.
+        """
+        self._settle(what)
+        self._take_in_edits()
+        inside = self._inside
+        return Contents(
+            self._cls,
+            self.param_groups,
+            self._units,
+            self._state,
+            self._master_dtype,
+            self._grad_dtype,
+            self.grad_factor,
+            0 if inside is None else inside.count,
+        )
+
+    def contents_to_replace(self, numbered: dict[str, Any]) -> Contents:
+        """Returns the same to be replaced; a step that was cut short is given up.
+
+        Args:
+            numbered: A state dict whose state and masters have keys and no values: parameters that
+                are not stepped so far, and have any of these there, are from now on.
+
+        Raises:
+            CapacityError: If a budget does not hold what these need; nothing is changed then.
+        """
+        self._refuse_if_closed("tier.load()")
+        if not self._rounds:
+            self._settle("tier.load()")
+        self._take_on(self._members.of_state(numbered))
+        if self._rounds:
+            self.abandon_step()
+        return self.contents("tier.load()")
+
+    def replaced(self, grad_factor: torch.Tensor | None, backwards: int) -> None:
+        """Goes on from what was put in the place of its contents.
+
+        Args:
+            grad_factor: Of its next step.
+            backwards: How many there were since the last step.
+        """
+        self.grad_factor = grad_factor
+        if self._inside is not None:
+            self._inside.count = backwards
+        self._norms.forget(self._units)
+        self.defaults.setdefault("differentiable", False)  # as torch's __setstate__ does then
 
     @entrance
     def close(self) -> None:

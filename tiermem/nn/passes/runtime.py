@@ -17,7 +17,7 @@ import torch
 
 from tiermem.core.block import Block, Extent, Role, Tier
 from tiermem.core.need import unit_limit
-from tiermem.errors import CapacityError, WrapError
+from tiermem.errors import CapacityError, CheckpointError, WrapError
 from tiermem.nn.compat.entrances import inside
 from tiermem.nn.groups.addresses import Addresses
 from tiermem.nn.groups.grads import GradStore
@@ -88,10 +88,12 @@ class Keeper:
     Attributes:
         blocks: Returns its blocks of state and masters.
         space: Returns the space below HBM that it has beside these.
+        optimizer: Itself.
     """
 
     blocks: Callable[[], list[Block]]
     space: Callable[[], list[tuple[Tier, Extent]]]
+    optimizer: object = None
 
 
 class UnderWay(Protocol):
@@ -130,6 +132,7 @@ class ModuleRuntime:
         models: The wrapped models, by the id of their module.
         wrapping: The one that is being wrapped.
         lendings: What users have as ordinary tensors, and what could not be taken back from them.
+        half_loaded: What a checkpoint met with that was loaded in part; empty where none was.
         owner: The manager that users see, as long as models are wrapped: who has one of these has
             the tiers.
     """
@@ -166,6 +169,7 @@ class ModuleRuntime:
         self.lendings: list[Lending] = []
         self.models: dict[int, WrappedModel] = {}
         self.wrapping: WrappedModel | None = None
+        self.half_loaded = ""
         self.owner: object = None
         self.unwritten: list[Block] = []
         self._past = -1
@@ -230,6 +234,7 @@ class ModuleRuntime:
                 "take it out of the tiers first with tier.unwrap(module)"
             )
         with self.manager.lock:
+            self.refuse_half_loaded("a forward")
             self.end_backward()
             self.reduced.begin_forward(scope)
             training = torch.is_grad_enabled()
@@ -249,6 +254,19 @@ class ModuleRuntime:
             if self.activations.store is not None and training:
                 self._home_gradients()
             self.activations.begin_forward()
+
+    def refuse_half_loaded(self, what: str) -> None:
+        """Refuses to compute with a checkpoint of which only a part was loaded.
+
+        Raises:
+            CheckpointError: If that is so.
+        """
+        if self.half_loaded:
+            raise CheckpointError(
+                f"{what} with a checkpoint that was loaded in part: {self.half_loaded}; weights "
+                "and state are partly its own and partly those of before: load a whole "
+                "checkpoint with tier.load(path)"
+            )
 
     def got_further(self, scope: PassScope) -> None:
         """A block is used in forward; has what is unwritten go home if the first one was before.

@@ -170,17 +170,48 @@ class Masters:
         """
         with torch.no_grad():
             for param in self._params:
-                index = self._index.get(id(param))
                 weight = weights[id(param)]
-                kept = self._loose.get(id(param))
-                if index is not None and self.made:
-                    kept = stored[index]
+                kept = self.kept(param, stored)
                 if kept is None:
                     yield param, weight.to(self.dtype)
                     continue
                 value = kept.detach().cpu().clone()
                 follow(value, weight)
                 yield param, value
+
+    @property
+    def params(self) -> Sequence[torch.Tensor]:
+        """The parameters that have one, in order."""
+        return self._params
+
+    def kept(
+        self, param: torch.Tensor, stored: Sequence[torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Returns a parameter's master, where it is not just the weight, cast, by now.
+
+        Args:
+            param: One that has a master.
+            stored: The block's tensors, wherever they are.
+        """
+        index = self._index.get(id(param))
+        if index is not None and self.made:
+            return stored[index]
+        return self._loose.get(id(param))
+
+    def room_for(self, param: torch.Tensor, stored: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns where a parameter's master goes that is given as a whole.
+
+        Args:
+            param: One that has a master.
+            stored: The block's tensors, to be written.
+        """
+        index = self._index.get(id(param))
+        if index is not None and stored:
+            return stored[index]
+        found = self._loose[id(param)] = torch.empty(
+            param.shape, dtype=self.dtype, device=self._own[id(param)].device
+        )
+        return found
 
     def take(self, loaded: dict[int, torch.Tensor]) -> None:
         """Takes loaded masters over, and their weights with them; both are open.

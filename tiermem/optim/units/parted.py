@@ -337,6 +337,10 @@ class PartedUnit(StepUnit):
             self._look()
             yield
 
+    def is_followed(self) -> bool:
+        """Whether somebody else may have written the weights since the last step."""
+        return self._follows or self.foreign.due()
+
     def _refuse_other_gradient(self) -> None:
         """Refuses to leave parts apart: some were stepped with a gradient that is gone.
 
@@ -473,16 +477,32 @@ class PartedUnit(StepUnit):
             take: Has a part's unit take its share: given the unit, where it shows it, and the
                 share by the id of the part's parameter.
         """
+
+        def take_share(part: Part) -> None:
+            share: dict[int, State] = {}
+            if loaded is not None:
+                share[id(part.param)] = {k: self._share(part, v) for k, v in loaded.items()}
+            take(part.unit, part.state, share)
+
+        self.replace_state(runtime, state, take_share)
+
+    def replace_state(
+        self, runtime: ModuleRuntime, state: State, take: Callable[[Part], None]
+    ) -> None:
+        """Has each part take other state.
+
+        Args:
+            runtime: The modules' runtime.
+            state: The tiered optimizer's, to be kept up to date.
+            take: Has the unit of a part take its own; what it shows there is empty.
+        """
         self._begin_anew()
         for shown in self._shown.values():
             forget(shown)
         state.pop(self._param, None)
         for part in self.parts:
             part.state.clear()
-            share: dict[int, State] = {}
-            if loaded is not None:
-                share[id(part.param)] = {k: self._share(part, v) for k, v in loaded.items()}
-            take(part.unit, part.state, share)
+            take(part)
         self._publish(runtime, state)
 
     def _share(self, part: Part, value: Any) -> Any:

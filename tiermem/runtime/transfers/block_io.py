@@ -31,6 +31,18 @@ class BlockIo:
             host = torch.empty(block.nbytes, dtype=torch.uint8).copy_(host)
         return [view_of(host, spec) for spec in block.tensors]
 
+    def views(self, block: Block) -> list[torch.Tensor]:
+        """Returns a block's tensors as they lie, or copies of what is in a file.
+
+        Nobody may move the block while they are looked at: the manager's lock is held, and
+        what is owed to the block is paid.
+
+        Raises:
+            StorageError: If its bytes cannot be read.
+        """
+        found, _ = self._bytes_of(block)
+        return [view_of(found, spec) for spec in block.tensors]
+
     def clone(self, block: Block, device: torch.device) -> list[torch.Tensor]:
         """Returns copies of a block's tensors, each in memory of its own.
 

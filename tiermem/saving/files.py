@@ -1,0 +1,131 @@
+"""Every operation on the file system that a save makes, in one place: tests put a double here."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import functools
+import os
+from collections.abc import Callable
+
+_AT_FDCWD = -100
+_EXCHANGE = 2  # RENAME_EXCHANGE, see renameat2(2)
+_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class FileOperations:
+    """The system's own calls; each raises :class:`OSError` as they do."""
+
+    def make_folder(self, path: str) -> None:
+        """Makes a folder."""
+        os.mkdir(path)
+
+    def open(self, path: str, flags: int) -> int:
+        """Opens a file; returns its descriptor."""
+        return os.open(path, flags | os.O_CLOEXEC, 0o666)
+
+    def close(self, fd: int) -> None:
+        """Closes a descriptor."""
+        os.close(fd)
+
+    def reserve(self, fd: int, nbytes: int) -> None:
+        """Gives a new file its size, and its space where the file system can reserve it."""
+        if nbytes and (fallocate := _libc_call("fallocate")) is not None:
+            try:
+                _checked(fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(nbytes)))
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    raise
+        os.ftruncate(fd, nbytes)
+
+    def write(self, fd: int, data: memoryview, offset: int) -> int:
+        """Writes bytes at an offset; returns how many were written, which may be fewer."""
+        return os.pwrite(fd, data, offset)
+
+    def sync(self, fd: int) -> None:
+        """Has the disk keep what a file, or a folder, has."""
+        os.fsync(fd)
+
+    def lock(self, fd: int) -> bool:
+        """Marks a folder as in use until its descriptor is closed; returns whether it was not."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:  # a file system without locks: nobody else is seen
+            return error.errno in (*_UNSUPPORTED, errno.ENOLCK)
+        return True
+
+    def rename(self, source: str, target: str) -> None:
+        """Gives a file or folder another name, in place of a file or an empty folder there."""
+        os.rename(source, target)
+
+    def exchange(self, first: str, second: str) -> bool:
+        """Exchanges two names at once.
+
+        Returns:
+            Whether the file system can; nothing is changed where it cannot.
+        """
+        renameat2 = _libc_call("renameat2")
+        if renameat2 is None:
+            return False
+        names = os.fsencode(first), os.fsencode(second)
+        try:
+            _checked(renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _EXCHANGE))
+        except OSError as error:
+            if error.errno in _UNSUPPORTED:
+                return False
+            raise
+        return True
+
+    def remove_file(self, path: str) -> None:
+        """Removes a file."""
+        os.unlink(path)
+
+    def remove_folder(self, path: str) -> None:
+        """Removes an empty folder."""
+        os.rmdir(path)
+
+    def free_bytes(self, path: str) -> int:
+        """Returns the bytes that a user may still write to the file system of a folder."""
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
+
+def sync_folder(files: FileOperations, path: str) -> None:
+    """Has the disk keep the names in a folder."""
+    fd = files.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        files.sync(fd)
+    finally:
+        files.close(fd)
+
+
+def write_all(files: FileOperations, fd: int, data: memoryview, offset: int) -> None:
+    """Writes all bytes at an offset, however often the system stops short.
+
+    Raises:
+        OSError: If it writes no byte, or refuses.
+    """
+    while data.nbytes:
+        done = files.write(fd, data, offset)
+        if done <= 0:
+            raise OSError(errno.EIO, "the system wrote no byte and named no error")
+        data, offset = data[done:], offset + done
+
+
+@functools.cache
+def _libc_call(name: str) -> Callable[..., int] | None:
+    """Returns a call of the C library, or None where it has none of this name."""
+    try:
+        found: Callable[..., int] = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (OSError, AttributeError):
+        return None
+    return found
+
+
+def _checked(result: int) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

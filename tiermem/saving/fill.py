@@ -1,0 +1,197 @@
+"""Puts what a checkpoint has into blocks, as it is read.
+
+What a block held before is given up first, so that it need not be read from a disk to be overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tiermem.core.block import Block
+from tiermem.nn.groups.group import Group
+from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.nn.tensors.lazy import forget
+from tiermem.optim.units.master import Masters
+from tiermem.optim.units.unit import StepUnit
+from tiermem.runtime.manager import BlockManager
+from tiermem.saving.layout import Spec
+from tiermem.saving.reader import Need, TensorReader
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements of a tensor of the checkpoint.
+
+    Attributes:
+        spec: The tensor.
+        begin: The first element.
+        end: The first after them.
+    """
+
+    spec: Spec
+    begin: int
+    end: int
+
+    @classmethod
+    def whole(cls, spec: Spec) -> Run:
+        """Returns all of a tensor."""
+        return cls(spec, 0, spec.nbytes // spec.dtype.itemsize)
+
+    @property
+    def need(self) -> Need:
+        """What is read for it."""
+        itemsize = self.spec.dtype.itemsize
+        return Need(self.spec.key, self.begin * itemsize, self.end * itemsize)
+
+    def into(self, reader: TensorReader, target: torch.Tensor) -> None:
+        """Fills a tensor of its elements and dtype with it."""
+        reader.into(self.spec.key, target, self.begin * self.spec.dtype.itemsize)
+
+
+@dataclass(slots=True, eq=False)
+class ParamState:
+    """What a checkpoint has of the state of a parameter that a unit steps, or of a part of one.
+
+    Attributes:
+        param: The parameter, as the unit knows it.
+        runs: Tensors by their key.
+        values: By key, in order, values that are no tensors; None in the place of a tensor.
+    """
+
+    param: torch.Tensor
+    runs: dict[str, Run]
+    values: dict[str, Any]
+
+
+def blank(manager: BlockManager, block: Block) -> None:
+    """Gives up what a block holds, unless somebody looks at it or it never moves."""
+    slot = manager.slots.current.get(block.id)
+    record = manager.table[block.id]
+    if not record.fixed and not record.leases and (slot is None or not slot.aliased):
+        manager.discard(block)
+
+
+@contextmanager
+def written(manager: BlockManager, block: Block | None) -> Iterator[list[torch.Tensor]]:
+    """Gives a block's tensors to be written; none for no block."""
+    if block is None:
+        yield []
+        return
+    slot = manager.acquire(block)
+    try:
+        yield slot.views
+    finally:
+        manager.release(block, dirty=True)
+
+
+def fill_group(
+    group: Group, picks: Sequence[tuple[int, Run]], reader: TensorReader
+) -> None:
+    """Fills tensors of a block of weights or buffers.
+
+    Args:
+        group: The block as its modules see it.
+        picks: Number of a tensor, and what it becomes.
+        reader: Gives them in this order.
+    """
+    manager = group.manager
+    with manager.lock:
+        if {index for index, _ in picks} == set(range(len(group.block.tensors))):
+            blank(manager, group.block)
+        with written(manager, group.block) as views:
+            for index, run in picks:
+                run.into(reader, views[index])
+
+
+def state_runs(saved: Sequence[ParamState]) -> list[Run]:
+    """Returns what :func:`fill_state` reads, in order."""
+    return [run for each in saved for run in each.runs.values()]
+
+
+def fill_state(
+    unit: StepUnit,
+    runtime: ModuleRuntime,
+    groups: Sequence[dict[str, Any]],
+    shown: dict[Any, Any],
+    saved: Sequence[ParamState],
+    reader: TensorReader,
+) -> None:
+    """Gives a unit the state of a checkpoint; parameters that have none there have none any more.
+
+    Args:
+        unit: Steps whole parameters, or a part of one.
+        runtime: The modules' runtime.
+        groups: Settings of the parameter groups.
+        shown: Where its state is shown, to be kept up to date.
+        saved: What there is.
+        reader: Gives the tensors in the order of :func:`state_runs`.
+    """
+    manager = runtime.manager
+    optimizer = unit.optimizer_for(groups)
+    with manager.lock:
+        for param, _ in unit.members:
+            for value in optimizer.state.pop(unit.own(param), {}).values():
+                forget(value)  # as of an optimizer that has other tensors from now on
+            shown.pop(param, None)
+        if unit.block is not None:
+            blank(manager, unit.block)
+        with written(manager, unit.block) as views:
+            for place in unit.places:
+                place.shell = None
+            places = {(id(place.param), place.key): place for place in unit.places}
+            for each in saved:
+                own = unit.own(each.param)
+                values = dict(each.values)
+                for key, run in each.runs.items():
+                    place = places.get((id(each.param), key))
+                    target = None if place is None or not views else views[place.first]
+                    if target is None or not _fits(run, target):
+                        target = _loose(run, own)
+                    run.into(reader, target)
+                    values[key] = target
+                optimizer.state[own] = values
+            slot = None if unit.block is None else manager.slots.current[unit.block.id]
+            unit.detach(runtime, optimizer, slot, shown)
+
+
+def _fits(run: Run, target: torch.Tensor) -> bool:
+    return run.end - run.begin == target.numel() and run.spec.dtype is target.dtype
+
+
+def _loose(run: Run, own: torch.Tensor) -> torch.Tensor:
+    """Returns ordinary memory for a tensor of a state: beside its parameter, numbers on the host.
+
+    That is where torch's optimizers have them, unless they are ``capturable`` or ``fused``; these
+    bring numbers to the device themselves.
+    """
+    if run.end - run.begin == own.numel() and run.spec.shape != ():
+        return torch.empty(own.shape, dtype=run.spec.dtype, device=own.device)
+    return torch.empty(run.spec.shape, dtype=run.spec.dtype)
+
+
+def fill_masters(
+    manager: BlockManager,
+    masters: Masters,
+    picks: Sequence[tuple[torch.Tensor, Run]],
+    reader: TensorReader,
+) -> None:
+    """Fills the masters of a unit, or of a part of one.
+
+    Args:
+        manager: Of the blocks.
+        masters: They.
+        picks: Parameter, and its master in the checkpoint.
+        reader: Gives them in this order.
+    """
+    with manager.lock:
+        if masters.block is not None:
+            blank(manager, masters.block)
+        with written(manager, masters.block) as views:
+            for param, run in picks:
+                run.into(reader, masters.room_for(param, views))
+            masters.made = True

@@ -1,0 +1,306 @@
+"""A checkpoint's folder: made beside the former one, put in its place at once, and found again.
+
+A save writes to ``.NAME.tiermem-XXXX`` beside ``NAME``. Its manifest, ``tiermem.json``, is made first,
+says "unfinished", and is replaced by the real one when all else is on the disk. Then the two names
+are exchanged in one operation of the file system, so that at any instant ``NAME`` is the former
+checkpoint or the new one. Where the file system cannot exchange names, the former one is renamed
+first: for that instant there is no ``NAME``, and whoever loads or saves next finds both beside it
+and gives the name back. A folder that is being written is locked (``flock``), so that nobody takes
+it for left over.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from tiermem.config import format_size
+from tiermem.errors import CapacityError, CheckpointError, StorageError
+from tiermem.saving.files import FileOperations, sync_folder, write_all
+
+MANIFEST = "tiermem.json"
+FORMAT = "tiermem checkpoint"
+VERSION = 1
+_UNFINISHED = json.dumps({"format": FORMAT, "unfinished": True}).encode()
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_MOST_MANIFEST = 1 << 30
+
+
+@contextmanager
+def told_of(path: str, what: str) -> Iterator[None]:
+    """Has errors of the system say what failed, as errors of ours.
+
+    Raises:
+        CapacityError: For no room.
+        StorageError: For any other.
+    """
+    try:
+        yield
+    except (StorageError, CapacityError):
+        raise
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise CapacityError(
+                f"{what} {path}: the file system has no room left ({error.strerror}); the former "
+                "checkpoint, if there was one, is untouched, and nothing of the new one was left",
+                "free space there, or save elsewhere",
+            ) from error
+        raise StorageError(what, path=path, errno=error.errno) from error
+
+
+def manifest_of(folder: str) -> dict[str, Any] | None:
+    """Returns the manifest of a finished checkpoint, None where a folder has none.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    try:
+        with open(os.path.join(folder, MANIFEST), "rb") as file:
+            text = file.read(_MOST_MANIFEST)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    ours = isinstance(found, dict) and found.get("format") == FORMAT
+    return found if ours and not found.get("unfinished") else None
+
+
+class CheckpointFolder:
+    """The place of a checkpoint.
+
+    Attributes:
+        path: The folder, links followed.
+    """
+
+    def __init__(self, path: str, files: FileOperations) -> None:
+        """Looks at nothing yet.
+
+        Args:
+            path: Where the checkpoint is, or is to be.
+            files: The file system.
+        """
+        self.path = os.path.realpath(path)
+        self._files = files
+        self._parent, self._name = os.path.split(self.path)
+        self._beside = re.compile(re.escape(f".{self._name}.tiermem-") + "[0-9a-f]{8}")
+        self._exchanged = False
+
+    # -- before ----------------------------------------------------------
+
+    def check(self) -> None:
+        """Refuses to put a checkpoint in the place of anything that is none.
+
+        Raises:
+            CheckpointError: If there is anything but a checkpoint, or an empty folder.
+        """
+        if not self._name or not os.path.isdir(self._parent):
+            raise CheckpointError(
+                f"a checkpoint cannot be saved to {self.path}: there is no folder {self._parent}; "
+                "make it first, or correct the path"
+            )
+        if not os.path.lexists(self.path):
+            return
+        if not os.path.isdir(self.path):
+            raise CheckpointError(
+                f"{self.path} is a file, not a checkpoint; nothing was written: save to a path "
+                "where there is nothing, or a checkpoint"
+            )
+        foreign = self._foreign()
+        if foreign:
+            raise CheckpointError(
+                f"{self.path} is a folder with {foreign[0]!r} in it, which no checkpoint of "
+                "tiermem's has, and a save would remove it; nothing was written: move it, or "
+                "save elsewhere"
+            )
+
+    def _foreign(self) -> list[str]:
+        """Returns what is in the folder and not in its manifest."""
+        there = sorted(_walk(self.path))
+        if not there:
+            return []
+        manifest = manifest_of(self.path)
+        if manifest is None:
+            return [name for name in there if name != MANIFEST] or there
+        return [name for name in there if name not in {MANIFEST, *manifest.get("files", ())}]
+
+    def check_room(self, nbytes: int) -> None:
+        """Refuses what the file system has no room for, the former checkpoint beside it.
+
+        Raises:
+            CapacityError: With both sizes.
+        """
+        free = self._files.free_bytes(self._parent)
+        if nbytes > free:
+            raise CapacityError(
+                f"the checkpoint {self.path} takes {format_size(nbytes)}, and the file system of "
+                f"{self._parent} has {format_size(free)} free beside the former one, which stays "
+                "until the new one is whole; nothing was written",
+                "free space there, or save elsewhere",
+            )
+
+    # -- what a crash has left -------------------------------------------
+
+    def recover(self) -> None:
+        """Gives the name back to a finished checkpoint, where a crash has left none of that name.
+
+        Raises:
+            OSError: If it cannot be.
+        """
+        if os.path.lexists(self.path):
+            return
+        finished = [(m.get("number", 0), path) for path in self._left() if (m := manifest_of(path))]
+        for _, path in sorted(finished, reverse=True):
+            if self._is_free(path):
+                self._files.rename(path, self.path)
+                sync_folder(self._files, self._parent)
+                return
+
+    def clean(self) -> None:
+        """Removes what killed saves of this checkpoint have left beside it.
+
+        Raises:
+            OSError: If it cannot be.
+        """
+        for path in self._left():
+            if self._is_free(path) and _is_ours(path):
+                self._remove(path)
+
+    def _left(self) -> list[str]:
+        """Returns the folders beside it that saves of it make."""
+        if not os.path.isdir(self._parent):
+            return []
+        names = sorted(name for name in os.listdir(self._parent) if self._beside.fullmatch(name))
+        paths = [os.path.join(self._parent, name) for name in names]
+        return [path for path in paths if stat.S_ISDIR(os.lstat(path).st_mode)]
+
+    def _is_free(self, path: str) -> bool:
+        """Whether nobody is writing a folder just now."""
+        try:
+            fd = self._files.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            return False
+        try:
+            return self._files.lock(fd)
+        finally:
+            self._files.close(fd)
+
+    # -- a new one -------------------------------------------------------
+
+    @contextmanager
+    def replacing(self, folders: Sequence[str]) -> Iterator[str]:
+        """Gives a folder beside the checkpoint, which takes its place at the end.
+
+        An exception inside leaves the former checkpoint, and nothing else.
+
+        Args:
+            folders: Those to be made in it.
+
+        Raises:
+            OSError: If the file system fails.
+        """
+        self.recover()
+        self.clean()
+        self._exchanged = False
+        temporary = os.path.join(self._parent, f".{self._name}.tiermem-{secrets.token_hex(4)}")
+        self._files.make_folder(temporary)
+        fd = -1
+        try:
+            fd = self._files.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
+            self._files.lock(fd)
+            self.write(temporary, MANIFEST, _UNFINISHED)
+            for name in folders:
+                self._files.make_folder(os.path.join(temporary, name))
+            yield temporary
+            for name in folders:
+                sync_folder(self._files, os.path.join(temporary, name))
+            self._files.sync(fd)
+            self._publish(temporary)
+        except BaseException:
+            if not self._exchanged:  # else it is the former one: the next save removes it
+                with suppress(OSError):
+                    self._remove(temporary)
+            raise
+        finally:
+            if fd >= 0:
+                self._files.close(fd)
+
+    def write(self, folder: str, name: str, data: bytes) -> None:
+        """Writes a small file and has the disk keep it.
+
+        Raises:
+            OSError: If that fails.
+        """
+        fd = self._files.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            write_all(self._files, fd, memoryview(data), 0)
+            self._files.sync(fd)
+        finally:
+            self._files.close(fd)
+
+    def write_manifest(self, folder: str, data: bytes) -> None:
+        """Puts the manifest in the place of the one that says "unfinished".
+
+        Raises:
+            OSError: If that fails.
+        """
+        self.write(folder, f"{MANIFEST}.new", data)
+        target = os.path.join(folder, MANIFEST)
+        self._files.rename(f"{target}.new", target)
+
+    def _publish(self, temporary: str) -> None:
+        """Gives the new folder the name; the former one is removed."""
+        if not os.path.lexists(self.path) or not os.listdir(self.path):
+            self._files.rename(temporary, self.path)  # nothing, or an empty folder
+            self._exchanged = True
+            sync_folder(self._files, self._parent)
+            return
+        former = temporary
+        if not self._files.exchange(temporary, self.path):
+            former = os.path.join(self._parent, f".{self._name}.tiermem-{secrets.token_hex(4)}")
+            self._files.rename(self.path, former)
+            try:
+                self._files.rename(temporary, self.path)
+            except BaseException:
+                self._files.rename(former, self.path)
+                raise
+        self._exchanged = True
+        sync_folder(self._files, self._parent)
+        with suppress(OSError):  # the new one is there; the next save tries it again
+            self._remove(former)
+
+    def _remove(self, folder: str) -> None:
+        """Removes a folder of ours; what says that it is ours goes last."""
+        names = sorted(_walk(folder), key=lambda name: (name == MANIFEST, name))
+        for name in names:
+            self._files.remove_file(os.path.join(folder, name))
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            if entry.is_dir(follow_symlinks=False):
+                self._files.remove_folder(entry.path)
+        self._files.remove_folder(folder)
+
+
+def _walk(folder: str) -> Iterator[str]:
+    """Yields the files in a folder and in its folders, by their path in it."""
+    for where, folders, names in os.walk(folder):
+        below = os.path.relpath(where, folder)
+        links = [name for name in folders if os.path.islink(os.path.join(where, name))]
+        for name in [*names, *links]:
+            yield name if below == "." else os.path.join(below, name)
+
+
+def _is_ours(folder: str) -> bool:
+    """Whether a folder is empty, or carries the marker of a save."""
+    try:
+        with open(os.path.join(folder, MANIFEST), "rb") as file:
+            return FORMAT.encode() in file.read(_MOST_MANIFEST)
+    except FileNotFoundError:
+        return not os.listdir(folder)
