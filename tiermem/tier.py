@@ -274,11 +274,12 @@ class TierManager:
         optimizers that are open (steps that they owe are made first); the random generators of
         torch, of the device, of Python and of numpy; and ``extra``. ``path`` becomes a folder: with
         ``model.safetensors`` (or several, and an index), whose names are those of
-        ``model.state_dict()``, the configuration of a model of transformers', ``optimizer.safetensors``
-        and ``tiermem.json``. Several wrapped models have folders ``model-0``, ``model-1``, ... in it.
+        ``model.state_dict()``, the configuration of a model of transformers',
+        ``optimizer.safetensors`` and ``tiermem.json``. Several wrapped models have folders
+        ``model-0``, ``model-1``, ... in it.
 
-        At any instant ``path`` is the former checkpoint, or the new one, whole and on the disk. Beyond
-        the budgets it takes the memory of one block, and of some buffers of 8 MiB.
+        At any instant ``path`` is the former checkpoint, or the new one, whole and on the disk.
+        Beyond the budgets it takes the memory of one block, and of some buffers of 8 MiB.
 
         Args:
             path: Where there is nothing, an empty folder or a checkpoint, which is replaced.
@@ -301,10 +302,10 @@ class TierManager:
         """Goes on from a checkpoint that :meth:`save` wrote, bit for bit.
 
         The same models are wrapped, and the same optimizers made, in the same order, before;
-        budgets, policies, ``blocks``, ``overlap`` and ``where`` may be others. All that can be known
-        from names, shapes and settings is checked first. Tensors are compared with their checksums
-        as they are read: where one differs, a part has been loaded, and the models refuse to
-        compute, and to be saved, until a whole checkpoint is loaded.
+        budgets, policies, ``blocks``, ``overlap`` and ``where`` may be others. All that can be
+        known from names, shapes and settings is checked first. Tensors are compared with their
+        checksums as they are read: where one differs, a part has been loaded, and the models refuse
+        to compute, and to be saved, until a whole checkpoint is loaded.
 
         Args:
             path: The checkpoint.

@@ -20,7 +20,7 @@ from tiermem.nn.compat.outside import outside
 from tiermem.nn.compat.shapes import follow
 from tiermem.nn.groups.group import Entry, Group
 from tiermem.nn.passes.runtime import ModuleRuntime
-from tiermem.nn.tensors.lazy import LazyTensor
+from tiermem.nn.tensors.lazy import LazyTensor, is_gone
 from tiermem.nn.wrap.wrapped import WrappedModel
 from tiermem.optim.tiered import Contents, TieredOptimizer
 from tiermem.optim.units.master import Masters
@@ -221,7 +221,7 @@ class ModelNames:
 
     def keys(self) -> dict[int, str]:
         """Returns what each parameter is called in the whole checkpoint, by its id."""
-        found = {}
+        found: dict[int, str] = {}
         for name, param in self._all_params():
             found.setdefault(id(param), self.folder + name)
         return found
@@ -467,7 +467,7 @@ class Collector:
                 self._runtime.grads.sync(entry)
             with torch._C.DisableTorchFunctionSubclass():
                 gradient = param.grad
-            if gradient is None:
+            if gradient is None or is_gone(gradient):  # a step inside backward has used it
                 continue
             key = self._keys[ident]
             name = found[key] = f"gradient.{key}"
@@ -523,9 +523,7 @@ class Collector:
             elif type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
                 wrong = f"is of the class {type(tensor).__name__}"
             if wrong:
-                raise CheckpointError(
-                    f"{name!r} {wrong}; a checkpoint keeps plain dense tensors"
-                )
+                raise CheckpointError(f"{name!r} {wrong}; a checkpoint keeps plain dense tensors")
             return tensor.detach()
 
 

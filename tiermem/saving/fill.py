@@ -1,6 +1,6 @@
 """Puts what a checkpoint has into blocks, as it is read.
 
-What a block held before is given up first, so that it need not be read from a disk to be overwritten.
+What a block held before is given up first: else it would be read from a disk to be overwritten.
 """
 
 from __future__ import annotations
@@ -89,9 +89,7 @@ def written(manager: BlockManager, block: Block | None) -> Iterator[list[torch.T
         manager.release(block, dirty=True)
 
 
-def fill_group(
-    group: Group, picks: Sequence[tuple[int, Run]], reader: TensorReader
-) -> None:
+def fill_group(group: Group, picks: Sequence[tuple[int, Run]], reader: TensorReader) -> None:
     """Fills tensors of a block of weights or buffers.
 
     Args:
@@ -141,9 +139,9 @@ def fill_state(
         if unit.block is not None:
             blank(manager, unit.block)
         with written(manager, unit.block) as views:
-            for place in unit.places:
-                place.shell = None
-            places = {(id(place.param), place.key): place for place in unit.places}
+            for known in unit.places:
+                known.shell = None
+            places = {(id(known.param), known.key): known for known in unit.places}
             for each in saved:
                 own = unit.own(each.param)
                 values = dict(each.values)

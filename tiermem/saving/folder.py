@@ -1,9 +1,9 @@
 """A checkpoint's folder: made beside the former one, put in its place at once, and found again.
 
-A save writes to ``.NAME.tiermem-XXXX`` beside ``NAME``. Its manifest, ``tiermem.json``, is made first,
-says "unfinished", and is replaced by the real one when all else is on the disk. Then the two names
-are exchanged in one operation of the file system, so that at any instant ``NAME`` is the former
-checkpoint or the new one. Where the file system cannot exchange names, the former one is renamed
+A save writes to ``.NAME.tiermem-XXXX`` beside ``NAME``. Its manifest, ``tiermem.json``, is made
+first, says "unfinished", and is replaced by the real one when all else is on the disk. Then the two
+names are exchanged in one operation of the file system, so that at any instant ``NAME`` is the
+former checkpoint or the new one. Where the file system cannot exchange names, the former one is renamed
 first: for that instant there is no ``NAME``, and whoever loads or saves next finds both beside it
 and gives the name back. A folder that is being written is locked (``flock``), so that nobody takes
 it for left over.

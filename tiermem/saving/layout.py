@@ -165,14 +165,12 @@ def _lay_out(path: str, specs: list[Spec], metadata: Mapping[str, str]) -> FileP
 def index_of(plans: Sequence[FilePlan]) -> bytes:
     """Returns the index of several files, as transformers and torch read it."""
     total = sum(spec.nbytes for plan in plans for spec in plan.specs)
-    names = {
-        spec.name: plan.path.rpartition("/")[2] for plan in plans for spec in plan.specs
-    }
+    names = {spec.name: plan.path.rpartition("/")[2] for plan in plans for spec in plan.specs}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
     return (json.dumps(index, indent=2) + "\n").encode()
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a tensor in the order of its elements, 1-D uint8; a view if it can be."""
+    """Returns a tensor's bytes in the order of its elements, 1-D uint8; a view if it can be."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8)

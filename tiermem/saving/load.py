@@ -100,9 +100,7 @@ class _Loader:
         values = self._values()
         found = [
             optimizer.contents_to_replace(self._numbered(saved))
-            for optimizer, saved in zip(
-                self._optimizers, self._manifest["optimizers"], strict=True
-            )
+            for optimizer, saved in zip(self._optimizers, self._manifest["optimizers"], strict=True)
         ]
         self._params = _by_key(keys_of(self._models, found), self._models, found)
         self._check_gradients()
@@ -166,8 +164,7 @@ class _Loader:
         if split:
             raise self._error(f"has {split[0]!r} apart, which the model shares with another")
         return [
-            (named.tensor, self._fitting(keys[named.name], named.tensor))
-            for named in model.tensors
+            (named.tensor, self._fitting(keys[named.name], named.tensor)) for named in model.tensors
         ]
 
     def _fitting(self, key: str, tensor: torch.Tensor, name: str = "") -> Run:
@@ -326,9 +323,7 @@ class _Loader:
             ]
             yield self._filling(unit, found.groups, found.state, states)
             if unit.masters is not None:
-                picks = [
-                    (p, self._master_of(number, names[id(p)], p)) for p in unit.masters.params
-                ]
+                picks = [(p, self._master_of(number, names[id(p)], p)) for p in unit.masters.params]
                 yield _Action(
                     [run.need for _, run in picks],
                     partial(fill_masters, self._manager, unit.masters, picks),
@@ -355,9 +350,7 @@ class _Loader:
         def make_all(reader: TensorReader) -> None:
             each = dict(zip(map(id, unit.parts), actions, strict=True))
             unit.flush()
-            unit.replace_state(
-                self._runtime, found.state, lambda part: each[id(part)].make(reader)
-            )
+            unit.replace_state(self._runtime, found.state, lambda part: each[id(part)].make(reader))
             for action in of_masters:
                 action.make(reader)
 
@@ -468,7 +461,7 @@ def _by_key(
     keys: dict[int, str], models: Sequence[ModelNames], found: Sequence[Contents]
 ) -> dict[str, torch.Tensor]:
     """Returns every parameter by what it is called; one that has two names by the first."""
-    params = [e.param for model in models for e in model.wrapped.entries]
+    params: list[torch.Tensor] = [e.param for model in models for e in model.wrapped.entries]
     params += [n.tensor for model in models for n in model.tensors if id(n.tensor) in keys]
     params += [p for contents in found for group in contents.groups for p in group["params"]]
     return {keys[id(param)]: param for param in params}

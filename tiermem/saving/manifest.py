@@ -1,4 +1,4 @@
-"""A checkpoint on the disk, as its manifest says it is: read and checked before anything is loaded."""
+"""A checkpoint as its manifest says it is: read and checked before anything is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads tensors of a checkpoint in a known order: ahead of their use, past the page cache, checked."""
+"""Reads tensors of a checkpoint in a known order: ahead, past the page cache, and checked."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""``tier.save``: the whole state of a run, written beside the former checkpoint, then in its place."""
+"""``tier.save``: the state of a run, written beside the former checkpoint, then in its place."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -188,5 +188,3 @@ def sealed(manifest: dict[str, Any]) -> bytes:
 def seal_of(text: str) -> str:
     """Returns the checksum of a manifest's text without the seal itself."""
     return str(xxhash.xxh3_64_hexdigest(text.encode()))
-
-

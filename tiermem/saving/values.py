@@ -1,8 +1,8 @@
 """Plain values as JSON, tensors beside them: what a checkpoint has beside blocks, and no pickle.
 
 A value that JSON has no word for is an object with one key that begins with ``$``: ``$tensor`` (the
-name of a tensor in the files), ``$tuple``, ``$float`` (``nan``, ``inf``, ``-inf``) and ``$dict`` (pairs,
-where keys are not all text, or begin with ``$``).
+name of a tensor in the files), ``$tuple``, ``$float`` (``nan``, ``inf``, ``-inf``) and ``$dict``
+(pairs, where keys are not all text, or begin with ``$``).
 """
 
 from __future__ import annotations
@@ -54,16 +54,14 @@ def encode(value: Any, path: str, put: Put, depth: int = 0) -> Any:
     if kind in _DICTS:
         return _encode_dict(value, path, put, depth + 1)
     raise CheckpointError(
-        f"{path} is of the class {kind.__module__}.{kind.__qualname__}: a checkpoint keeps numbers, "
-        "text, None and plain tensors, in lists, tuples and dictionaries; give what the object is "
-        "made of (its state_dict(), float(x), torch.from_numpy(x))"
+        f"{path} is of the class {kind.__module__}.{kind.__qualname__}: a checkpoint keeps "
+        "numbers, text, None and plain tensors, in lists, tuples and dictionaries; give what the "
+        "object is made of (its state_dict(), float(x), torch.from_numpy(x))"
     )
 
 
 def _encode_dict(value: dict[Any, Any], path: str, put: Put, depth: int) -> Any:
-    pairs = [
-        (key, encode(item, f"{path}[{key!r}]", put, depth)) for key, item in value.items()
-    ]
+    pairs = [(key, encode(item, f"{path}[{key!r}]", put, depth)) for key, item in value.items()]
     if all(type(key) is str and not key.startswith("$") for key in value):
         return dict(pairs)
     return {"$dict": [[encode(key, f"a key of {path}", _no_tensor, depth), v] for key, v in pairs]}

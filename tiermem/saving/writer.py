@@ -64,9 +64,7 @@ class _Chunk:
 class TensorWriter:
     """Writes tensors to where a plan has them; for one thread at a time."""
 
-    def __init__(
-        self, files: FileOperations, folder: str, plans: Sequence[FilePlan]
-    ) -> None:
+    def __init__(self, files: FileOperations, folder: str, plans: Sequence[FilePlan]) -> None:
         """Makes the files, with their space reserved and their headers written.
 
         Args:

@@ -184,9 +184,7 @@ class Masters:
         """The parameters that have one, in order."""
         return self._params
 
-    def kept(
-        self, param: torch.Tensor, stored: Sequence[torch.Tensor]
-    ) -> torch.Tensor | None:
+    def kept(self, param: torch.Tensor, stored: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Returns a parameter's master, where it is not just the weight, cast, by now.
 
         Args:
