@@ -337,7 +337,7 @@ def test_a_step_that_backward_has_begun_is_refused(tmp_path) -> None:
         run.optimizer.zero_grad()
         backward(run.model)
         assert run.optimizer.stepped_in_backward
-        with pytest.raises(tiermem.StepError, match="tier.save"):
+        with pytest.raises(tiermem.StepError, match=r"tier.save\(\)"):
             run.save(tmp_path / "run")
         run.optimizer.step()
 

@@ -3,10 +3,10 @@
 A save writes to ``.NAME.tiermem-XXXX`` beside ``NAME``. Its manifest, ``tiermem.json``, is made
 first, says "unfinished", and is replaced by the real one when all else is on the disk. Then the two
 names are exchanged in one operation of the file system, so that at any instant ``NAME`` is the
-former checkpoint or the new one. Where the file system cannot exchange names, the former one is renamed
-first: for that instant there is no ``NAME``, and whoever loads or saves next finds both beside it
-and gives the name back. A folder that is being written is locked (``flock``), so that nobody takes
-it for left over.
+former checkpoint or the new one. Where the file system cannot exchange names, the former one is
+renamed first: for that instant there is no ``NAME``, and whoever loads or saves next finds both
+beside it and gives the name back. A folder that is being written is locked (``flock``), so that
+nobody takes it for left over.
 """
 
 from __future__ import annotations
@@ -298,9 +298,10 @@ def _walk(folder: str) -> Iterator[str]:
 
 
 def _is_ours(folder: str) -> bool:
-    """Whether a folder is empty, or carries the marker of a save."""
-    try:
-        with open(os.path.join(folder, MANIFEST), "rb") as file:
-            return FORMAT.encode() in file.read(_MOST_MANIFEST)
-    except FileNotFoundError:
-        return not os.listdir(folder)
+    """Whether a folder is empty, or carries the marker of a save, be it as it was being written."""
+    names = os.listdir(folder)
+    if MANIFEST not in names:
+        return not names
+    with open(os.path.join(folder, MANIFEST), "rb") as file:
+        text = file.read(_MOST_MANIFEST)
+    return FORMAT.encode() in text or (len(names) == 1 and len(text) <= len(_UNFINISHED))

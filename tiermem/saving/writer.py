@@ -7,6 +7,7 @@ file system can; what is left at the edges of a run goes through it. No page is 
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Sequence
@@ -159,11 +160,31 @@ class TensorWriter:
             for name, begin, at, nbytes in chunk.pieces:
                 digest = f"{checksum(view[at : at + nbytes], nbytes):016x}"
                 self._found.setdefault(name, []).append((begin, nbytes, digest))
-            for fd, begin, end in _runs(chunk.file, chunk.begin, chunk.end):
-                part = view[begin - chunk.start : end - chunk.start]
-                write_all(self._files, fd, part, begin)
+            file, start = chunk.file, chunk.start
+            first, last = -(-chunk.begin // PAGE) * PAGE, chunk.end // PAGE * PAGE
+            if file.direct is None or first >= last:
+                first = last = chunk.end
+            else:
+                part = view[first - start : last - start]
+                self._write_direct(file, file.direct, part, first)
+            for begin, end in ((chunk.begin, first), (last, chunk.end)):
+                write_all(self._files, file.fd, view[begin - start : end - start], begin)
         finally:
             self._free.put(chunk.memory)
+
+    def _write_direct(self, file: _File, fd: int, data: memoryview, offset: int) -> None:
+        """Writes whole pages past the page cache, or through it where they do not go that way."""
+        while data.nbytes:
+            try:
+                done = self._files.write(fd, data, offset) // PAGE * PAGE
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # it wants other addresses than pages
+                    raise
+                done = 0
+            if not done:
+                write_all(self._files, file.fd, data, offset)
+                return
+            data, offset = data[done:], offset + done
 
     def _take_up(self) -> None:
         """Raises what a thread has met with."""
@@ -216,12 +237,3 @@ def _follow(runs: Sequence[tuple[int, int, str]]) -> bool:
             return False
         end += nbytes
     return True
-
-
-def _runs(file: _File, begin: int, end: int) -> list[tuple[int, int, int]]:
-    """Divides a run of a file into what goes which way: descriptor, first byte, first after it."""
-    first, last = -(-begin // PAGE) * PAGE, end // PAGE * PAGE
-    if file.direct is None or first >= last:
-        return [(file.fd, begin, end)]
-    parts = [(file.fd, begin, first), (file.direct, first, last), (file.fd, last, end)]
-    return [part for part in parts if part[1] < part[2]]

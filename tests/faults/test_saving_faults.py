@@ -1,0 +1,404 @@
+"""Whatever happens to a save, one whole checkpoint is there; what happened to one is seen."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from support_process import child, nothing_left_open
+from torch import nn
+
+import tiermem
+from tiermem.saving import folder, save
+from tiermem.saving.files import FileOperations
+from tiermem.saving.folder import CheckpointFolder
+
+OPERATIONS = (
+    "make_folder", "open", "close", "reserve", "write", "sync", "lock", "rename", "exchange",
+    "remove_file", "remove_folder",
+)  # fmt: skip
+
+
+class Faulty(FileOperations):
+    """Calls ``fault`` with the number and name of each operation, before it is made."""
+
+    def __init__(self, fault) -> None:
+        self.names: list[str] = []
+        self._lock = threading.Lock()
+        for name in OPERATIONS:
+            setattr(self, name, self._guarded(name, getattr(self, name), fault))
+
+    def _guarded(self, name, own, fault):
+        def call(*args):
+            with self._lock:
+                number = len(self.names)
+                self.names.append(name)
+            fault(number, name)
+            return own(*args)
+
+        return call
+
+
+class NoExchange(Faulty):
+    """A file system that cannot exchange two names."""
+
+    def __init__(self, fault) -> None:
+        super().__init__(fault)
+        self.exchange = self._guarded("exchange", lambda *_: False, fault)
+
+
+def nothing(number: int, name: str) -> None:
+    """No fault."""
+
+
+class Small:
+    """A model of a few numbers in the tiers, with an optimizer."""
+
+    def __init__(self) -> None:
+        torch.default_generator.manual_seed(0)
+        self.tier = tiermem.TierManager(device="cpu", hbm="64KiB", dram="1MiB")
+        self.model = self.tier.wrap(nn.Linear(3, 3))
+        self.optimizer = self.tier.optimizer(self.model, torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    def __enter__(self) -> Small:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.tier.close(discard=True)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(2, 3)).square().sum().backward()
+        self.optimizer.step()
+
+    def weight(self) -> torch.Tensor:
+        return self.model.state_dict()["weight"]
+
+
+class Prepared:
+    """A checkpoint numbered 0, and all that a save of what comes after it would write."""
+
+    def __init__(self, place: Path) -> None:
+        self.first = place / "first"
+        with Small() as run:
+            run.step()
+            run.tier.save(self.first, 0)
+            self.weights = [run.weight()]
+            run.step()
+            self.weights.append(run.weight())
+            self._plan = save.make_plan(run.tier._runtime, place / "never", 1)
+            with run.tier._manager.lock:
+                runs = [r for source in self._plan.sources for r in source.runs()]
+                self._runs = [(key, begin, t.detach().clone()) for key, begin, t in runs]
+
+    def save(self, path: Path, files: FileOperations) -> None:
+        """Saves that; as a child may, which has no tiers."""
+        self._plan.folder = CheckpointFolder(str(path), files)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(save, "FILES", files)
+            with save.writing(self._plan) as writer:
+                for run in self._runs:
+                    writer.put(*run)
+
+    def put_first(self, path: Path) -> None:
+        """Puts the first checkpoint there."""
+        shutil.copytree(self.first, path)
+
+    def found(self, run: Small, path: Path) -> int:
+        """Loads what is there, which is one of the two as a whole; returns which."""
+        number = run.tier.load(path)
+        assert torch.equal(run.weight(), self.weights[number])
+        return number
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Prepared:
+    return Prepared(tmp_path_factory.mktemp("prepared"))
+
+
+KINDS = pytest.mark.parametrize("kind", [Faulty, NoExchange])
+
+
+def operations(prepared: Prepared, path: Path, kind) -> list[str]:
+    """Returns what a save over the first checkpoint does."""
+    prepared.put_first(path)
+    files = kind(nothing)
+    prepared.save(path, files)
+    shutil.rmtree(path)
+    return files.names
+
+
+@KINDS
+def test_killed_at_any_operation(prepared, tmp_path, kind) -> None:
+    path = tmp_path / "run"
+    found = set()
+    names = operations(prepared, path, kind)
+    with Small() as run:
+        for at, name in enumerate(names):
+            prepared.put_first(path)
+
+            def kill(number: int, _: str, at: int = at) -> None:
+                if number == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            assert child(lambda kill=kill: prepared.save(path, kind(kill))) == -signal.SIGKILL
+            number = prepared.found(run, path)
+            found.add(number)
+            prepared.save(path, kind(nothing))
+            assert os.listdir(tmp_path) == ["run"], f"left by {at}: {name}"
+            shutil.rmtree(path)
+    assert found == {0, 1}
+
+
+@KINDS
+def test_the_first_save_of_all_is_killed(prepared, tmp_path, kind) -> None:
+    path = tmp_path / "run"
+    with Small() as run:
+        for at in range(0, 60, 4):
+
+            def kill(number: int, _: str, at: int = at) -> None:
+                if number == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            code = child(lambda kill=kill: prepared.save(path, kind(kill)))
+            if code == 0:
+                break
+            try:
+                assert prepared.found(run, path) == 1
+            except tiermem.CheckpointError as error:
+                assert "no such folder" in str(error)
+            prepared.save(path, kind(nothing))
+            assert os.listdir(tmp_path) == ["run"]
+            shutil.rmtree(path)
+        assert at > 20
+
+
+@KINDS
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_every_operation_fails_once(prepared, tmp_path, kind, number) -> None:
+    path = tmp_path / "run"
+    names = operations(prepared, path, kind)
+    expected = tiermem.CapacityError if number == errno.ENOSPC else tiermem.StorageError
+    refused = 0
+    with Small() as run, nothing_left_open():
+        for at, name in enumerate(names):
+            if name in ("close", "lock"):
+                continue  # these do not fail for want of a disk
+            prepared.put_first(path)
+
+            def fail(count: int, _: str, at: int = at) -> None:
+                if count == at:
+                    raise OSError(number, os.strerror(number))
+
+            error = None
+            try:
+                prepared.save(path, kind(fail))
+            except tiermem.TierError as raised:
+                error = raised
+            there = prepared.found(run, path)
+            if error is not None:
+                assert type(error) is expected, (at, name, error)
+                assert str(path) in str(error)
+                refused += 1
+                left = os.listdir(tmp_path)
+                assert there or left == ["run"], (at, name, left)
+            else:
+                assert there == 1, (at, name)
+            prepared.save(path, kind(nothing))
+            assert os.listdir(tmp_path) == ["run"]
+            shutil.rmtree(path)
+    assert refused > len(names) / 3
+
+
+class Short(FileOperations):
+    """Writes, and says that it was less."""
+
+    def write(self, fd, data, offset) -> int:
+        return max(1, super().write(fd, data, offset) // 3)
+
+
+def test_short_writes_are_gone_on_with(prepared, tmp_path) -> None:
+    prepared.save(tmp_path / "run", Short())
+    with Small() as run:
+        assert prepared.found(run, tmp_path / "run") == 1
+
+
+def test_no_room_is_said_beforehand(tmp_path, monkeypatch) -> None:
+    class Full(FileOperations):
+        def free_bytes(self, path: str) -> int:
+            return 1000
+
+    with Small() as run:
+        run.tier.save(tmp_path / "run")
+        monkeypatch.setattr(save, "FILES", Full())
+        with pytest.raises(tiermem.CapacityError, match=r"takes .* has 1000 B free"):
+            run.tier.save(tmp_path / "run")
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_folders_of_others_are_left_alone(tmp_path) -> None:
+    mine = [tmp_path / name for name in (".run.tiermem-0123abcd", ".run.tiermem-notours", ".other")]
+    for path in mine:
+        path.mkdir()
+        (path / "thesis").write_text("years of work")
+    with Small() as run:
+        run.tier.save(tmp_path / "run")
+        run.tier.save(tmp_path / "run")
+    assert all((path / "thesis").exists() for path in mine)
+
+
+def test_a_save_under_way_is_not_taken_for_left_over(prepared, tmp_path) -> None:
+    other = CheckpointFolder(str(tmp_path / "run"), FileOperations())
+    with Small() as run:
+        run.tier.save(tmp_path / "run")
+        with pytest.raises(ZeroDivisionError), other.replacing([]) as temporary:
+            run.tier.save(tmp_path / "run")
+            assert os.listdir(temporary) == [folder.MANIFEST]
+            raise ZeroDivisionError
+    assert os.listdir(tmp_path) == ["run"]
+
+
+# -- paths that are something else -------------------------------------------
+
+
+def a_file(path: Path) -> None:
+    path.write_text("text")
+
+
+def a_foreign_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "notes.txt").write_text("text")
+
+
+def another_file_in_a_checkpoint(path: Path) -> None:
+    with Small() as run:
+        run.tier.save(path)
+    (path / "tokenizer.json").write_text("{}")
+
+
+def weights_alone(path: Path) -> None:
+    path.mkdir()
+    (path / "model.safetensors").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (a_file, "is a file"),
+        (a_foreign_folder, "'notes.txt' in it"),
+        (another_file_in_a_checkpoint, "'tokenizer.json' in it"),
+        (weights_alone, "'model.safetensors' in it"),
+    ],
+)
+def test_nothing_else_is_saved_over(tmp_path, make, match) -> None:
+    make(tmp_path / "run")
+    before = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*"))
+    with Small() as run:
+        with pytest.raises(tiermem.CheckpointError, match=match):
+            run.tier.save(tmp_path / "run")
+        with pytest.raises(tiermem.CheckpointError, match="there is no folder"):
+            run.tier.save(tmp_path / "none" / "run")
+    assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*")) == before
+
+
+def test_links_and_empty_folders_are_saved_to(tmp_path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with Small() as run:
+        run.tier.save(tmp_path / "link")
+        run.tier.save(tmp_path / "link")
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / folder.MANIFEST).exists()
+        run.tier.load(tmp_path / "link")
+
+
+# -- checkpoints that are not what was written -------------------------------
+
+
+def test_a_flipped_bit_is_noticed(prepared, tmp_path) -> None:
+    prepared.save(tmp_path / "good", FileOperations())
+    for name in ("model.safetensors", "optimizer.safetensors", folder.MANIFEST):
+        size = (tmp_path / "good" / name).stat().st_size
+        for at in {0, 9, 60, size // 2, size - 60, size - 1}:
+            bad = tmp_path / "bad"
+            shutil.copytree(tmp_path / "good", bad)
+            text = bytearray((bad / name).read_bytes())
+            text[at] ^= 1 << at % 8
+            (bad / name).write_bytes(text)
+            with Small() as run:
+                before = run.weight()
+                with pytest.raises((tiermem.IntegrityError, tiermem.CheckpointError)) as caught:
+                    run.tier.load(bad)
+                assert str(bad) in str(caught.value)
+                if run.tier._runtime.half_loaded:
+                    for use in (run.step, lambda run=run: run.tier.save(tmp_path / "x")):
+                        with pytest.raises(tiermem.CheckpointError, match="loaded in part"):
+                            use()
+                    assert prepared.found(run, tmp_path / "good") == 1
+                else:
+                    assert torch.equal(run.weight(), before)
+                run.step()
+            shutil.rmtree(bad)
+
+
+def truncated(path: Path) -> None:
+    os.truncate(path / "optimizer.safetensors", 5000)
+
+
+def without_weights(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+
+
+def without_manifest(path: Path) -> None:
+    (path / folder.MANIFEST).unlink()
+
+
+def newer(path: Path) -> None:
+    text = (path / folder.MANIFEST).read_text().replace('"version":1', '"version":9')
+    (path / folder.MANIFEST).write_text(text)
+
+
+def unfinished(path: Path) -> None:
+    (path / folder.MANIFEST).write_bytes(folder._UNFINISHED)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (truncated, "optimizer.safetensors has 5000 bytes"),
+        (without_weights, "model.safetensors is missing"),
+        (without_manifest, "has no tiermem.json.*load_checkpoint"),
+        (unfinished, "has no tiermem.json"),
+        (newer, "version 9"),
+        (shutil.rmtree, "no such folder"),
+    ],
+)
+def test_a_spoiled_checkpoint_is_refused(prepared, tmp_path, spoil, match) -> None:
+    prepared.put_first(tmp_path / "run")
+    spoil(tmp_path / "run")
+    with Small() as run:
+        before = run.weight()
+        with pytest.raises(tiermem.CheckpointError, match=match):
+            run.tier.load(tmp_path / "run")
+        assert torch.equal(run.weight(), before)
+        run.step()
+
+
+def test_a_block_that_cannot_be_read_leaves_the_former_one(prepared, tmp_path, monkeypatch) -> None:
+    prepared.put_first(tmp_path / "run")
+    with Small() as run:
+        lost = tiermem.StorageError("lost", block="x")
+
+        def fail(*_: object) -> None:
+            raise lost
+
+        monkeypatch.setattr(run.tier._manager.contents, "views", fail)
+        with pytest.raises(tiermem.StorageError, match="lost"):
+            run.tier.save(tmp_path / "run")
+        monkeypatch.undo()
+        assert os.listdir(tmp_path) == ["run"] and prepared.found(run, tmp_path / "run") == 0
