@@ -31,6 +31,7 @@ from tiermem.runtime.metrics.counters import (
     ResidencyRow,
     Stats,
 )
+from tiermem.saving.later import SaveHandle
 from tiermem.tier import TierManager
 
 __version__ = "0.1.0"
@@ -50,6 +51,7 @@ __all__ = [
     "Policy",
     "ResidencyRow",
     "Role",
+    "SaveHandle",
     "Stats",
     "StepError",
     "StorageError",

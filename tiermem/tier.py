@@ -30,6 +30,7 @@ from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.hostmemory import available_memory
 from tiermem.runtime.metrics.counters import PaceRow, ResidencyRow, Stats
 from tiermem.runtime.metrics.timeline import Timeline
+from tiermem.saving.later import SaveHandle
 from tiermem.saving.load import load_run
 from tiermem.saving.save import make_plan, save_now
 
@@ -112,6 +113,7 @@ class TierManager:
             self._wraps = 0
             self._optimizers = 0
             self._leaving: list[Leaving] = []
+            self._saving: SaveHandle | None = None
             # at the end of the interpreter; weakly: the blocks lead back here while models live
             weakref.finalize(self, _close, weakref.ref(self._manager))
         except BaseException:  # Ctrl-C
@@ -267,7 +269,7 @@ class TierManager:
     # -- checkpoints -----------------------------------------------------
 
     @entrance
-    def save(self, path: PathLike, extra: Any = None) -> None:
+    def save(self, path: PathLike, extra: Any = None, wait: bool = True) -> SaveHandle | None:
         """Writes the whole state of the run, so that a crash at any instant leaves a checkpoint.
 
         Parameters, buffers and gradients of the wrapped models; masters, state and settings of the
@@ -285,6 +287,14 @@ class TierManager:
             path: Where there is nothing, an empty folder or a checkpoint, which is replaced.
             extra: Numbers, text, None and tensors, in lists, tuples and dictionaries: what else a
                 run needs, such as ``scheduler.state_dict()``.
+            wait: Whether to return when the checkpoint is there. Without, the state of now is
+                saved while training goes on: a block that a step is about to write is copied to
+                DRAM that is free of the budget first; where there is none, the step waits until it
+                is written. Whatever is saved, loaded or closed next waits for it.
+
+        Returns:
+            With ``wait=False``, a handle: ``done()`` says whether it is over, ``result()`` waits
+            and raises what went wrong; an error that nobody asks for is raised by the next save.
 
         Raises:
             CheckpointError: If ``extra`` or a tensor cannot be saved, or ``path`` is something
@@ -295,7 +305,19 @@ class TierManager:
                 checkpoint stays.
         """
         self._manager.guard()
-        save_now(self._runtime, make_plan(self._runtime, path, extra))
+        self._end_saving()
+        plan = make_plan(self._runtime, path, extra)
+        if wait:
+            save_now(self._runtime, plan)
+            return None
+        self._saving = SaveHandle(self._runtime, plan)
+        return self._saving
+
+    def _end_saving(self) -> None:
+        """Waits for a save under way; raises an error of it that nobody has been told of."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.settle()
 
     @entrance
     def load(self, path: PathLike) -> Any:
@@ -320,6 +342,7 @@ class TierManager:
             CapacityError: If a budget does not hold state that is in the checkpoint.
         """
         self._manager.guard()
+        self._end_saving()
         return load_run(self._runtime, path)
 
     # -- reports ---------------------------------------------------------
@@ -374,6 +397,8 @@ class TierManager:
             StepError: If a step that was put off fails; nothing is changed.
             WrapError: If a model is being called just now; nothing is changed.
         """
+        if self._saving is not None and not self._manager.closed:
+            self._saving.wait()
         if not discard and not self._manager.closed:
             for watcher in self._runtime.backwards:
                 watcher.settle()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
+import threading
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +20,8 @@ from torch import nn
 
 import tiermem
 from tiermem.core import parts
-from tiermem.saving import layout
+from tiermem.saving import later, layout, save
+from tiermem.saving.files import FileOperations
 
 BF16 = {"dtype": torch.bfloat16, "options": {"master_dtype": torch.float32}}
 SGD = {"cls": torch.optim.SGD, "settings": {"lr": 0.05, "momentum": 0.9}}
@@ -70,7 +73,7 @@ def test_a_run_goes_on_elsewhere(tmp_path, name, monkeypatch) -> None:
 OVERLAPS = [{}, {"overlap": "forward"}, {"overlap": "backward"}]
 
 
-@pytest.mark.parametrize(("first", "second"), pairwise([*OVERLAPS, OVERLAPS[0]]))
+@pytest.mark.parametrize(("first", "second"), list(pairwise([*OVERLAPS, OVERLAPS[0]])))
 def test_steps_that_are_put_off_are_made_first(tmp_path, first, second) -> None:
     with Run(Setup(options=first)) as run:
         for _ in range(4):
@@ -395,3 +398,105 @@ def test_optimizers_must_be_made_first(tmp_path) -> None:
         tier.wrap(Net())
         with pytest.raises(tiermem.CheckpointError, match="has 1 optimizers, and 0 are open"):
             tier.load(tmp_path / "run")
+
+
+# -- while training goes on --------------------------------------------------
+
+
+LATER = {
+    "room for all": {},
+    "half precision": BF16,
+    "no room": {"dram": 300 << 10, "hbm": 72 << 10},
+    "some room": {"dram": 380 << 10, "hbm": 72 << 10},
+    "in HBM": {"policy": "hbm", "hbm": 1 << 20},
+    "kept in HBM": {"hbm": 1 << 20},
+    "files": {"nvme": ".", "dram": 700 << 10, "policy": "nvme"},
+    "both": {**BF16, "nvme": ".", "dram": 600 << 10},
+    "put off": {"options": {"overlap": "forward"}},
+    "in backward": {"options": {"overlap": "backward"}},
+    "on the host": {"options": {"where": "host"}},
+    "on both": {"options": {"where": "both", "host_share": 0.5, "overlap": "forward"}},
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_the_state_of_the_call_is_saved(tmp_path, name, monkeypatch) -> None:
+    """The thread is let go block by block, by a random schedule, while steps are made."""
+    setup = Setup(**folder(LATER[name], tmp_path))
+    draws, pause = random.Random(name), threading.Semaphore(0)
+    save_one = later.SaveHandle._save
+
+    def paused(self, entry) -> None:
+        pause.acquire()
+        save_one(self, entry)
+
+    copies: list[bool] = []
+    copy = later.SaveHandle._copy
+
+    def noted(self, entry, whole) -> bool:
+        copies.append(copy(self, entry, whole))
+        return copies[-1]
+
+    monkeypatch.setattr(later.SaveHandle, "_save", paused)
+    monkeypatch.setattr(later.SaveHandle, "_copy", noted)
+    with Run(setup) as run:
+        for _ in range(3):
+            run.step()
+        run.optimizer.zero_grad()
+        state = run.state()
+        handle = run.save(tmp_path / "later", wait=False)
+        assert isinstance(handle, tiermem.SaveHandle) and not handle.done()
+        losses = []
+        for _ in range(3):
+            losses.append(run.step())
+            pause.release(draws.randrange(1, 4))
+        pause.release(10_000)
+        handle.result()
+        assert handle.done()
+        assert run.tier._manager.traffic.keeper is None
+        assert any(copies) or name == "no room", "everything was saved before it was overwritten"
+        assert all(copies) == ("room" not in name or "all" in name), copies
+        after = dict(run.state())
+    with Run(setup, number=5) as other:
+        other.load(tmp_path / "later")
+        assert_same(dict(other.state()), dict(state), "the state of the call")
+        if setup.options.get("where") is None:
+            assert [other.step() for _ in range(3)] == losses
+            assert_same(dict(other.state()), after, "what comes after it")
+
+
+def test_a_save_that_fails_is_told_of_once(tmp_path, monkeypatch) -> None:
+    class Failing(FileOperations):
+        def sync(self, fd: int) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                raise OSError(errno.EIO, "broken")
+            super().sync(fd)
+
+    with Run(Setup()) as run:
+        monkeypatch.setattr(save, "FILES", Failing())
+        handle = run.save(tmp_path / "run", wait=False)
+        monkeypatch.undo()
+        run.step()
+        with pytest.raises(tiermem.StorageError, match="could not be written"):
+            handle.result()
+        run.save(tmp_path / "run")
+        monkeypatch.setattr(save, "FILES", Failing())
+        run.save(tmp_path / "run", wait=False)
+        monkeypatch.undo()
+        with pytest.raises(tiermem.StorageError, match="could not be written"):
+            run.save(tmp_path / "run")
+        run.save(tmp_path / "run")
+        run.load(tmp_path / "run")
+        run.step()
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_closing_waits_for_a_save(tmp_path) -> None:
+    with Run(Setup()) as run:
+        handle = run.save(tmp_path / "run", wait=False)
+        expected = dict(run.state())
+    assert handle.done()
+    handle.result()
+    with Run(Setup(), number=2) as other:
+        other.load(tmp_path / "run")
+        assert_same(dict(other.state()), expected, "state")

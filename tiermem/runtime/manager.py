@@ -195,6 +195,8 @@ class BlockManager:
                 self.copy.wait(self.copy.risen())  # the host may be the next to write at home
             for block in present:
                 record = self.table[block.id]
+                if self.traffic.keeper is not None:
+                    self.traffic.keeper.before_write(record)
                 self.traffic.ahead.drop(block.id)
                 self.copy.wait(self.traffic.home_ready.pop(block.id, None))
                 self.space.forget(record, gone=True)

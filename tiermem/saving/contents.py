@@ -112,8 +112,26 @@ class MasterSource:
     picks: list[tuple[torch.Tensor, str, int]]
     block: Block | None = None
 
+    def plain(self) -> BlockSource | None:
+        """Returns them as tensors of their block, where that is all there is to it."""
+        found = [self.masters.index_of(param) for param, _, _ in self.picks]
+        if self.block is None or self.due():
+            return None
+        picks = [
+            (index, key, begin)
+            for index, (_, key, begin) in zip(found, self.picks, strict=True)
+            if index is not None
+        ]
+        if len(picks) < len(self.picks):
+            return None
+        return BlockSource(self.manager, self.block, picks)
+
     def runs(self) -> Iterator[Run]:
         """Yields the masters; see :class:`Source`."""
+        plain = self.plain()
+        if plain is not None:
+            yield from plain.runs()
+            return
         masters = self.masters
         stored: Sequence[torch.Tensor] = ()
         if self.block is not None and masters.made:

@@ -184,6 +184,10 @@ class Masters:
         """The parameters that have one, in order."""
         return self._params
 
+    def index_of(self, param: torch.Tensor) -> int | None:
+        """Returns which tensor of the block is a parameter's master; None where none is by now."""
+        return self._index.get(id(param)) if self.made else None
+
     def kept(self, param: torch.Tensor, stored: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Returns a parameter's master, where it is not just the weight, cast, by now.
 

@@ -91,6 +91,8 @@ class HostLoans:
                 raise InvariantError(f"block {block.name!r} has its home in {record.home.value}")
             if record.in_hbm is State.DIRTY and record.home is Tier.DRAM:
                 traffic.drain(record)
+            if traffic.keeper is not None:
+                traffic.keeper.before_write(record)
             if record.in_hbm is not State.ABSENT:
                 parts.space.evict(record)
         events = []

@@ -43,6 +43,10 @@ class BlockIo:
         found, _ = self._bytes_of(block)
         return [view_of(found, spec) for spec in block.tensors]
 
+    def whole(self, block: Block) -> torch.Tensor:
+        """Returns a block's bytes as they lie, 1-D uint8; see :meth:`views`."""
+        return self._bytes_of(block)[0]
+
     def clone(self, block: Block, device: torch.device) -> list[torch.Tensor]:
         """Returns copies of a block's tensors, each in memory of its own.
 
@@ -128,6 +132,8 @@ class BlockIo:
         if extent is None or record.in_hbm is not State.ABSENT or record.defined:
             raise InvariantError(f"block {block.name!r} is not without data below HBM")
         in_dram = record.home is Tier.DRAM
+        if traffic.keeper is not None:
+            traffic.keeper.before_write(record)
         if in_dram:
             traffic.copy.wait(traffic.home_ready.get(block.id))
             target = traffic.homes.arena.bytes_of(extent)

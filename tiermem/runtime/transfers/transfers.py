@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from tiermem.core.block import Block, Extent, Tier
 from tiermem.core.pace import Waste
@@ -37,6 +38,14 @@ class Flight:
     move: Move
 
 
+class HomeKeeper(Protocol):
+    """Wants the bytes that homes have just now; see :mod:`tiermem.saving.later`."""
+
+    def before_write(self, record: Record) -> None:
+        """The home of a block is about to be written, or given up; the manager's lock is held."""
+        ...
+
+
 class Transfers:
     """Moves blocks between HBM and their homes, and keeps the table informed.
 
@@ -54,6 +63,7 @@ class Transfers:
         pass_timer: Measures the copies of passes that are measured.
         waste: Knows of fetches ahead of use, and of blocks that leave without it.
         ahead: What has been read from files and waits in DRAM for room.
+        keeper: Is told before the home of a block is written; None where nobody wants to know.
     """
 
     def __init__(
@@ -85,6 +95,7 @@ class Transfers:
         self.pass_timer = pass_timer
         self.waste = Waste()
         self.ahead = ReadAhead(homes, self.wait)
+        self.keeper: HomeKeeper | None = None
         self._counters = counters
         self._timeline = timeline
         self._poison = poison
@@ -212,6 +223,8 @@ class Transfers:
         block = record.block
         slot = self.slots.current[block.id]
         self.ahead.drop(block.id)
+        if self.keeper is not None:
+            self.keeper.before_write(record)
         try:
             move = self.table.begin_drain(block.id)
             if record.home is Tier.DRAM:

@@ -1,0 +1,379 @@
+"""``tier.save(wait=False)``: what the tiers have now is written while training goes on.
+
+At the call, what is newer in HBM than at home is written home. From then on the homes are the state
+that is saved, and a thread writes them. A home that is about to be overwritten before that
+(:class:`~tiermem.runtime.transfers.transfers.HomeKeeper`) is copied to DRAM that is free; where
+there is none, who overwrites it writes it to the checkpoint first. Everything else is taken at the
+call: numbers, settings, generators, tensors outside the tiers, and blocks that live in HBM or that
+somebody looks at.
+
+Locks are taken in this order: the manager's, ``_changed``, ``_writing``. The thread takes the first
+without insisting, since who closes the manager holds it and waits for the thread.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from tiermem.core.block import Block, Extent, Tier
+from tiermem.core.residency import Record
+from tiermem.core.residency import State as Residency
+from tiermem.errors import ClosedError, TierError
+from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.runtime.base.forks import generation
+from tiermem.runtime.transfers.block_io import view_of
+from tiermem.saving.contents import BlockSource, MasterSource, Source
+from tiermem.saving.save import Plan, write_source, writing
+from tiermem.saving.writer import TensorWriter
+
+_PATIENCE = 0.05
+
+
+class _State(enum.Enum):
+    """Of a block that is to be saved."""
+
+    AT_HOME = enum.auto()
+    COPIED = enum.auto()
+    WRITING = enum.auto()
+    DONE = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A block that is to be saved.
+
+    Attributes:
+        block: The block.
+        picks: Number of a tensor of it, its key in the checkpoint, and its first byte there.
+        home: Its bytes at home in DRAM; None where that is a file.
+        copy: DRAM that has a copy of them.
+        state: How far it is.
+    """
+
+    block: Block
+    picks: list[tuple[int, str, int]] = field(default_factory=list)
+    home: torch.Tensor | None = None
+    copy: Extent | None = None
+    state: _State = _State.AT_HOME
+
+
+class SaveHandle:
+    """A save under way (``tier.save(path, wait=False)``).
+
+    Attributes:
+        path: Where the checkpoint is going to be.
+    """
+
+    def __init__(self, runtime: ModuleRuntime, plan: Plan) -> None:
+        """Takes the state of now, and begins to write it.
+
+        Args:
+            runtime: The modules' runtime.
+            plan: What is written.
+
+        Raises:
+            CapacityError: If the file system has no room.
+            StorageError: If it fails, or a block cannot be read or written home.
+        """
+        self.path = plan.folder.path
+        self._runtime = runtime
+        self._manager = runtime.manager
+        self._entries: dict[int, _Entry] = {}
+        self._left: deque[_Entry] = deque()
+        self._copied: deque[_Entry] = deque()
+        self._changed = threading.Condition()
+        self._writing = threading.Lock()
+        self._error: BaseException | None = None
+        self._told = False
+        self._ended = threading.Event()
+        self._generation = generation()
+        self._writer: TensorWriter
+        with ExitStack() as stack:
+            self._writer = stack.enter_context(writing(plan))
+            stack.callback(self._let_go)
+            self._take(plan)
+            self._stack = stack.pop_all()
+        thread = threading.Thread(target=self._run, name="tiermem-save")
+        thread.start()
+
+    # -- what users ask --------------------------------------------------
+
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+        return self._ended.is_set()
+
+    def result(self) -> None:
+        """Waits until the checkpoint is there, whole and on the disk.
+
+        Raises:
+            CapacityError: If the file system had no room; the former checkpoint is untouched.
+            StorageError: If it failed, or a block could not be read; likewise.
+            ClosedError: If the manager was closed meanwhile, or this is a forked child.
+        """
+        self.wait()
+        self._told = True
+        if self._error is not None:
+            raise self._error
+
+    def wait(self) -> None:
+        """Waits until it is over, well or not.
+
+        Raises:
+            ClosedError: In a forked child, where nobody writes.
+        """
+        if self._generation != generation() and not self.done():
+            raise ClosedError(
+                "this save is the parent process's; a forked child cannot wait for it"
+            )
+        self._ended.wait()
+
+    def settle(self) -> None:
+        """Waits until it is over; raises an error that nobody has been told of."""
+        if not self._told:
+            self.result()
+
+    # -- at the call -----------------------------------------------------
+
+    def _take(self, plan: Plan) -> None:
+        """Takes all that is not at home, and enters the rest."""
+        manager = self._manager
+        with manager.lock, torch.inference_mode(False), torch.no_grad():
+            for source in plan.sources:
+                plain = _in_block(source)
+                if plain is None or plain.block is None:
+                    write_source(self._runtime, source, self._writer)
+                    continue
+                entry = self._entries.setdefault(plain.block.id, _Entry(plain.block))
+                entry.picks += plain.picks
+            self._send_home([manager.table[i] for i in self._entries])
+            for entry in self._entries.values():
+                self._enter(entry)
+            self._left.extend(self._entries.values())
+            manager.homes.owners.append(self._owned)
+            manager.closers.append(self._cancel)
+            manager.traffic.keeper = self
+
+    def _send_home(self, records: list[Record]) -> None:
+        """Has what is newer in HBM be written home, unless somebody may write it there unseen."""
+        traffic = self._manager.traffic
+        going = []
+        for record in records:
+            traffic.settle(record.block.id)
+            slot = traffic.slots.current.get(record.block.id)
+            if record.in_hbm is not Residency.DIRTY or slot is None:
+                continue
+            if record.home_extent is None or record.leases or slot.aliased or slot.wanted:
+                continue
+            traffic.drain(record)
+            going.append(record)
+        for record in going:
+            error = traffic.settle(record.block.id)
+            if error is not None:
+                raise error
+
+    def _enter(self, entry: _Entry) -> None:
+        """Finds the bytes of a block at home; those that are not there are copied, or written."""
+        manager, record = self._manager, self._manager.table[entry.block.id]
+        if record.home_extent is not None and record.at_home is Residency.VALID:
+            if record.home is Tier.DRAM:
+                manager.copy.wait(manager.traffic.home_ready.get(entry.block.id))
+                entry.home = manager.homes.arena.bytes_of(record.home_extent)
+            return
+        whole = manager.contents.whole(entry.block)
+        if not self._copy(entry, whole):
+            self._put(entry, whole)
+            entry.state = _State.DONE
+
+    # -- while training goes on ------------------------------------------
+
+    def before_write(self, record: Record) -> None:
+        """Keeps what a home has, before it is overwritten; the manager's lock is held."""
+        entry = self._entries.get(record.block.id)
+        if entry is None or entry.state is _State.DONE:
+            return
+        try:
+            with self._changed:
+                while self._reads_home(entry):
+                    self._changed.wait()
+                if entry.state is not _State.AT_HOME or self._error is not None:
+                    return
+                whole = self._home_of(entry)
+                if self._copy(entry, whole):
+                    self._changed.notify_all()
+                    return
+                entry.state = _State.WRITING
+            self._put(entry, whole)
+            self._finish(entry)
+        except (OSError, TierError) as error:  # it is the save that fails, and not the training
+            self._fail(error)
+
+    def _reads_home(self, entry: _Entry) -> bool:
+        """Whether the thread is looking at a block at home."""
+        return self._error is None and entry.state is _State.WRITING and entry.copy is None
+
+    def _home_of(self, entry: _Entry) -> torch.Tensor:
+        """Returns the bytes that a home has; the manager's lock is held where it is a file."""
+        if entry.home is not None:
+            return entry.home
+        return self._manager.contents.read_home(entry.block)
+
+    def _copy(self, entry: _Entry, whole: torch.Tensor) -> bool:
+        """Copies a block to DRAM that is free; returns whether there was any."""
+        homes = self._manager.homes
+        extent = homes.lend(entry.block.nbytes)
+        if extent is None:
+            return False
+        entry.copy = extent
+        homes.arena.bytes_of(extent)[: entry.block.nbytes].copy_(whole[: entry.block.nbytes])
+        entry.state = _State.COPIED
+        self._copied.append(entry)
+        return True
+
+    def _put(self, entry: _Entry, whole: torch.Tensor) -> None:
+        """Gives the tensors of a block to the writer."""
+        with self._writing, torch.inference_mode(False), torch.no_grad():
+            for index, key, begin in entry.picks:
+                self._writer.put(key, begin, view_of(whole, entry.block.tensors[index]))
+
+    def _finish(self, entry: _Entry) -> None:
+        """Says that a block is saved; the manager's lock is held where it has a copy."""
+        with self._changed:
+            entry.state, entry.home = _State.DONE, None
+            extent, entry.copy = entry.copy, None
+            self._changed.notify_all()
+        if extent is not None:
+            self._manager.homes.release(Tier.DRAM, extent)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    # -- the thread ------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with self._stack:
+                self._save_all()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def _save_all(self) -> None:
+        try:
+            while (entry := self._next()) is not None:
+                self._save(entry)
+        except BaseException as error:
+            self._fail(error)  # so that nobody waits for the thread, who may have the lock
+            raise
+
+    def _next(self) -> _Entry | None:
+        """Returns the block that is saved next; copies first, so that there is room for others."""
+        with self._changed:
+            while self._error is None:
+                if self._copied:
+                    return self._copied.popleft()
+                while self._left:
+                    entry = self._left.popleft()
+                    if entry.state is _State.AT_HOME:
+                        return entry
+                if all(entry.state is _State.DONE for entry in self._entries.values()):
+                    return None
+                self._changed.wait()  # somebody else writes what is left
+            raise self._error
+
+    def _save(self, entry: _Entry) -> None:
+        whole: torch.Tensor | None = None
+        if entry.state is _State.AT_HOME and entry.home is None:
+            with self._locked():
+                if entry.state is _State.AT_HOME:  # and not copied since
+                    whole = self._manager.contents.read_home(entry.block)
+        with self._changed:
+            if entry.state not in (_State.AT_HOME, _State.COPIED):
+                return
+            if entry.copy is not None:
+                whole = self._manager.homes.arena.bytes_of(entry.copy)
+            elif whole is None:
+                whole = entry.home
+            if whole is None:
+                return
+            entry.state = _State.WRITING
+        self._put(entry, whole)
+        del whole
+        if entry.copy is None:
+            self._finish(entry)
+            return
+        with self._locked():
+            self._finish(entry)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Takes the manager's lock, unless the manager is closed meanwhile."""
+        lock = self._manager.lock
+        while not lock.acquire(timeout=_PATIENCE):
+            if self._error is not None:
+                raise self._error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    # -- the end ---------------------------------------------------------
+
+    def _owned(self) -> list[tuple[Tier, Extent]]:
+        """Returns the DRAM that has copies."""
+        return [(Tier.DRAM, e.copy) for e in self._entries.values() if e.copy is not None]
+
+    def _cancel(self) -> None:
+        """Gives the save up: the manager is being closed, and its lock is held."""
+        if self._generation != generation():
+            return
+        if not self.done():
+            self._fail(ClosedError(f"the TierManager was closed while {self.path} was being saved"))
+            self._ended.wait()
+            if not self._told:
+                warnings.warn(str(self._error), RuntimeWarning, stacklevel=2)
+
+    def _let_go(self) -> None:
+        """Is told of nothing any more, and gives its DRAM back."""
+        lock, held = self._manager.lock, False
+        while not held and not self._manager.closed:  # who closes it has the lock, and waits here
+            held = lock.acquire(timeout=_PATIENCE)
+        try:
+            self._forget()
+        finally:
+            if held:
+                lock.release()
+
+    def _forget(self) -> None:
+        manager = self._manager
+        if manager.traffic.keeper is self:
+            manager.traffic.keeper = None
+        if self._owned in manager.homes.owners:
+            manager.homes.owners.remove(self._owned)
+        if self._cancel in manager.closers:
+            manager.closers.remove(self._cancel)
+        for entry in self._entries.values():
+            entry.state = _State.DONE
+            if entry.copy is not None:
+                extent, entry.copy = entry.copy, None
+                manager.homes.release(Tier.DRAM, extent)
+            entry.home = None
+        with self._changed:
+            self._changed.notify_all()
+
+
+def _in_block(source: Source) -> BlockSource | None:
+    """Returns a source as tensors of a block, None where it is more than that."""
+    if isinstance(source, MasterSource):
+        return source.plain()
+    return source if isinstance(source, BlockSource) else None
