@@ -406,8 +406,8 @@ def test_optimizers_must_be_made_first(tmp_path) -> None:
 LATER = {
     "room for all": {},
     "half precision": BF16,
-    "no room": {"dram": 300 << 10, "hbm": 72 << 10},
-    "some room": {"dram": 380 << 10, "hbm": 72 << 10},
+    "no room": {"dram": 176 << 10, "hbm": 72 << 10},
+    "some room": {"dram": 196 << 10, "hbm": 72 << 10},
     "in HBM": {"policy": "hbm", "hbm": 1 << 20},
     "kept in HBM": {"hbm": 1 << 20},
     "files": {"nvme": ".", "dram": 700 << 10, "policy": "nvme"},
@@ -454,8 +454,8 @@ def test_the_state_of_the_call_is_saved(tmp_path, name, monkeypatch) -> None:
         handle.result()
         assert handle.done()
         assert run.tier._manager.traffic.keeper is None
-        assert any(copies) or name == "no room", "everything was saved before it was overwritten"
-        assert all(copies) == ("room" not in name or "all" in name), copies
+        short = name in ("no room", "some room", "files", "both")
+        assert copies and all(copies) != short, f"{copies.count(True)} of {len(copies)} were copied"
         after = dict(run.state())
     with Run(setup, number=5) as other:
         other.load(tmp_path / "later")

@@ -138,8 +138,9 @@ def print_verdict(
     console: Console, tiered: Outcome, resident: Outcome, difference: str | None, tokens: int
 ) -> None:
     """Says whether the two runs are equal bit for bit."""
+    made = tokens * tiered.steps / len(tiered.losses)
     console.print(
-        f"tiered {tokens / tiered.seconds:,.0f} tokens/s in {tiered.seconds:.1f} s, "
+        f"tiered {made / max(tiered.seconds, 1e-9):,.0f} tokens/s in {tiered.seconds:.1f} s, "
         f"resident {tokens / resident.seconds:,.0f} tokens/s in {resident.seconds:.1f} s",
         highlight=False,
     )
@@ -228,7 +229,7 @@ def make_report(
 
 
 def _run(outcome: Outcome, settings: Settings) -> dict[str, Any]:
-    tokens = len(outcome.losses) * settings.tokens_per_step
+    tokens = outcome.steps * settings.tokens_per_step
     return {
         "seconds": outcome.seconds,
         "tokens_per_second": tokens / max(outcome.seconds, 1e-9),

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tiermem import Stats
+    from tiermem.cli.checkpoints import Saving
     from tiermem.cli.data import Corpus
     from tiermem.cli.training import Outcome, Settings
 
@@ -139,6 +140,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "backward as soon as its gradient is final, which leaves no room for clipping",
     )
     output = parser.add_argument_group("output")
+    saving = parser.add_argument_group("checkpoints")
+    saving.add_argument("--save", metavar="DIR", help="save the run there, at the end at least")
+    saving.add_argument(
+        "--save-every", type=int, metavar="N", help="and after every N steps, while it goes on"
+    )
+    saving.add_argument(
+        "--resume", action="store_true", help="go on from the checkpoint in --save, if it is there"
+    )
     output.add_argument("--no-compare", action="store_true", help="skip the resident run")
     output.add_argument("--out", default="demo-out", metavar="FOLDER")
     output.add_argument("--quiet", action="store_true", help="print only the verdict")
@@ -156,6 +165,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tiermem.cli import report
+    from tiermem.cli.checkpoints import read_saving
     from tiermem.cli.data import load_corpus
     from tiermem.cli.threads import threads
     from tiermem.cli.training import deterministic, first_difference, trial
@@ -163,6 +173,7 @@ def run(arguments: argparse.Namespace) -> int:
     began = time.perf_counter()
     settings = read_settings(arguments)
     tiers = read_tiers(arguments, settings)
+    saving = read_saving(arguments.save, arguments.save_every, arguments.resume)
     corpus = load_corpus(arguments.data)
     out = _folder(arguments.out)
     quiet = arguments.quiet or arguments.json
@@ -177,7 +188,7 @@ def run(arguments: argparse.Namespace) -> int:
         given = [name for name in ("hbm", "dram", "nvme") if getattr(arguments, _OPTION[name])]
         tiered, stats, roles = with_room(
             lambda least: _run_tiered(
-                corpus, settings, tiers.of_at_least(least), out, console, quiet
+                corpus, settings, tiers.of_at_least(least), out, console, quiet, saving
             ),
             given,
             partial(report.print_raised, Console(highlight=False, quiet=quiet)),
@@ -303,11 +314,18 @@ def read_tiers(arguments: argparse.Namespace, settings: Settings) -> Tiers:
 
 
 def _run_tiered(
-    corpus: Corpus, settings: Settings, tiers: Tiers, out: Path, console: Console, quiet: bool
+    corpus: Corpus,
+    settings: Settings,
+    tiers: Tiers,
+    out: Path,
+    console: Console,
+    quiet: bool,
+    saving: Saving | None = None,
 ) -> tuple[Outcome, Stats, dict[str, dict[str, int]]]:
     import torch
 
     import tiermem
+    from tiermem.cli.checkpoints import Checkpoints
     from tiermem.cli.display import new_display
     from tiermem.cli.report import roles_at_home, write_pictures
     from tiermem.cli.training import Outcome, Progress, copy_weights, new_model, run_steps
@@ -336,6 +354,7 @@ def _run_tiered(
                     settings,
                     lambda step, loss: display.step(step, loss, tier.stats()),
                     progress,
+                    None if saving is None else Checkpoints(tier, saving, settings),
                 )
         except KeyboardInterrupt:  # what there is by now is reported
             interrupted = True
@@ -346,7 +365,8 @@ def _run_tiered(
             with tier.materialize(model):
                 weights = copy_weights(model)
         tier.close(discard=True)  # the weights were copied out above
-    return Outcome(progress.losses, weights, progress.seconds, interrupted), stats, roles
+    seconds, resumed = progress.seconds, progress.resumed
+    return Outcome(progress.losses, weights, seconds, interrupted, resumed), stats, roles
 
 
 def _run_resident(corpus: Corpus, settings: Settings, console: Console, quiet: bool) -> Outcome:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -96,12 +96,19 @@ class Outcome:
         weights: The final weights, copied to host memory.
         seconds: Wall time of all steps.
         interrupted: Whether it was ended before its time; then there are no weights.
+        resumed: How many of the steps were made before the checkpoint that it went on from.
     """
 
     losses: list[float]
     weights: dict[str, Tensor]
     seconds: float
     interrupted: bool = False
+    resumed: int = 0
+
+    @property
+    def steps(self) -> int:
+        """How many steps took its seconds."""
+        return len(self.losses) - self.resumed
 
 
 @dataclass
@@ -112,16 +119,38 @@ class Progress:
         losses: Of the steps that are done.
         begins: When each step began, in nanoseconds of ``time.perf_counter_ns()``.
         ended: When the last one was done.
+        resumed: How many of the losses are from a checkpoint.
     """
 
     losses: list[float] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)
     ended: int = 0
+    resumed: int = 0
 
     @property
     def seconds(self) -> float:
         """Wall time of the steps that are done."""
-        return (self.ended - self.begins[0]) / 1e9 if self.losses else 0.0
+        return (self.ended - self.begins[0]) / 1e9 if self.ended and self.begins else 0.0
+
+
+class RunCheckpoints(Protocol):
+    """Saves a run as it goes; see :class:`tiermem.cli.checkpoints.Checkpoints`."""
+
+    def resume(self, progress: Progress, scheduler: Any, generator: torch.Generator) -> None:
+        """Goes on from a checkpoint: ``progress`` has the losses of the steps that are made."""
+        ...
+
+    def after(
+        self,
+        step: int,
+        last: bool,
+        optimizer: torch.optim.Optimizer,
+        progress: Progress,
+        scheduler: Any,
+        generator: torch.Generator,
+    ) -> None:
+        """A step was made; ``step`` are, by now."""
+        ...
 
 
 def new_model(settings: Settings) -> ByteGPT:
@@ -148,6 +177,7 @@ def run_steps(
     settings: Settings,
     on_step: Callable[[int, float], None],
     progress: Progress | None = None,
+    checkpoints: RunCheckpoints | None = None,
 ) -> Progress:
     """Trains.
 
@@ -159,6 +189,7 @@ def run_steps(
         settings: How.
         on_step: Called after each step with its number and its loss.
         progress: Where to keep what has come of it.
+        checkpoints: Saves the run, and has it go on; None for neither.
 
     Returns:
         The same, at the end.
@@ -168,7 +199,10 @@ def run_steps(
         optimizer, lambda step: learning_rate(step, settings.steps)
     )
     generator = torch.Generator().manual_seed(settings.seed)
-    for step in range(settings.steps):
+    if checkpoints is not None:
+        checkpoints.resume(progress, scheduler, generator)
+        progress.resumed = len(progress.losses)
+    for step in range(len(progress.losses), settings.steps):
         progress.begins.append(time.perf_counter_ns())
         optimizer.zero_grad(set_to_none=True)
         parts: list[Tensor] = []
@@ -185,6 +219,9 @@ def run_steps(
         progress.losses.append(sum(part.item() for part in parts))
         progress.ended = time.perf_counter_ns()
         on_step(step, progress.losses[-1])
+        if checkpoints is not None:
+            last = step + 1 == settings.steps
+            checkpoints.after(step + 1, last, optimizer, progress, scheduler, generator)
     if settings.device.startswith("cuda"):
         torch.cuda.synchronize(settings.device)  # the last step is made when the device says so
     progress.ended = time.perf_counter_ns()
