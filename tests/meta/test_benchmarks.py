@@ -220,6 +220,16 @@ def test_train_peers(tmp_path) -> None:
         assert rows[-1] == {"what": "DeepSpeed ZeRO-3", "note": "not installed: deepspeed"}
 
 
+def test_save(tmp_path) -> None:
+    found = run("bench_save.py", tmp_path, *"--device cpu --quick --out out.json".split())
+    rows = {row["what"]: row for row in check_rows(found, "s", "of raw", "call s", "of its speed")}
+    saves = {"raw write", "tiermem save", "torch save", "dcp save"}
+    loads = {"raw read", "tiermem load", "torch load", "dcp load"}
+    assert set(rows) == saves | loads | {"steps while saving"}
+    assert rows["raw write"]["of raw"] == 1 and rows["steps while saving"]["steps while saving"] > 0
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
 def test_losses(tmp_path) -> None:
     line = "--layers 2 --width 64 --context 32 --steps 3 --out out.json"
     found = run("bench_losses.py", tmp_path, *line.split())

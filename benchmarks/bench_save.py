@@ -1,0 +1,248 @@
+"""Saves and loads a training state: tiermem beside the raw disk, torch.save and torch's DCP.
+
+The state is that of AdamW over layers of one matrix: weights and two moments in float32, twelve
+bytes for each parameter. All of it is at home in DRAM. Every round does one after the other; what
+counts is the ratio within a round. What is read was put out of the page cache before.
+
+    python benchmarks/bench_save.py --folder /mnt/nvme --out results/save_H200.json
+
+Without --quick that is the 3.02 B state (36 GB), which needs 90 GiB of host memory: another copy of
+it is what the peers save, and where steps go on meanwhile, blocks are copied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import failure, report
+from pagecache import evict
+from torch import nn
+
+import tiermem
+from tiermem.config import format_size, parse_size
+
+CHUNK = 8 << 20
+THREADS = 4
+PEERS = ("torch", "dcp")
+
+
+def raw_write(path: Path, nbytes: int) -> None:
+    """Writes a file past the page cache, by threads, and has the disk keep it."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        memory = [mmap.mmap(-1, CHUNK) for _ in range(THREADS)]
+        for each in memory:
+            each[:] = os.urandom(1 << 20) * (CHUNK >> 20)
+        _in_chunks(
+            nbytes, lambda thread, at, size: os.pwrite(fd, memoryview(memory[thread])[:size], at)
+        )
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def raw_read(path: Path, nbytes: int) -> None:
+    """Reads a file past the page cache, by threads."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        memory = [mmap.mmap(-1, CHUNK) for _ in range(THREADS)]
+        _in_chunks(nbytes, lambda thread, at, size: os.preadv(fd, [memory[thread]], at))
+    finally:
+        os.close(fd)
+
+
+def _in_chunks(nbytes: int, use: Callable[[int, int, int], object]) -> None:
+    def work(thread: int) -> None:
+        for at in range(thread * CHUNK, nbytes, THREADS * CHUNK):
+            use(thread, at, min(CHUNK, nbytes - at))
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(work, range(THREADS)))
+
+
+def timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+class State:
+    """A model and its optimizer, once stepped, in the tiers."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.tier = tiermem.TierManager(
+            device=arguments.device, hbm=arguments.hbm, dram=arguments.dram, policy="dram"
+        )
+        width = arguments.width
+        layers = [nn.Linear(width, width, bias=False) for _ in range(arguments.layers)]
+        self.model = self.tier.wrap(nn.Sequential(*layers))
+        self.optimizer = self.tier.optimizer(self.model, torch.optim.AdamW, lr=1e-4)
+        self.nbytes = 12 * arguments.layers * width * width
+        self.step()
+
+    def step(self) -> None:
+        x = torch.randn(self.arguments.tokens, self.arguments.width, device=self.arguments.device)
+        self.model(x).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if x.is_cuda:
+            torch.cuda.synchronize()
+
+    def plain(self) -> dict[str, Any]:
+        """A copy of everything, as the peers are given it."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+
+def dcp_save(state: dict[str, Any], path: Path) -> None:
+    from torch.distributed import checkpoint
+
+    writer = checkpoint.FileSystemWriter(path, thread_count=THREADS, overwrite=True)
+    checkpoint.save(state, storage_writer=writer, no_dist=True)
+
+
+def dcp_load(state: dict[str, Any], path: Path) -> None:
+    from torch.distributed import checkpoint
+
+    reader = checkpoint.FileSystemReader(path)
+    checkpoint.load(state, storage_reader=reader, no_dist=True)
+
+
+def torch_save(state: dict[str, Any], path: Path) -> None:
+    with open(path, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def one_round(state: State, folder: Path, peers: list[str]) -> dict[str, float]:
+    """Returns the seconds of each thing, one after the other."""
+    raw, run = folder / "raw", folder / "run"
+    found = {"raw write": timed(lambda: raw_write(raw, state.nbytes))}
+    found["tiermem save"] = timed(lambda: state.tier.save(run))
+    evict(folder)
+    found["raw read"] = timed(lambda: raw_read(raw, state.nbytes))
+    found["tiermem load"] = timed(lambda: state.tier.load(run))
+    raw.unlink()
+    if peers:
+        copied = state.plain()
+        for name in peers:
+            save, load = {"torch": (torch_save, torch_load), "dcp": (dcp_save, dcp_load)}[name]
+            path = folder / name
+            found[f"{name} save"] = timed(lambda save=save, path=path: save(copied, path))
+            os.sync()
+            evict(folder)
+            found[f"{name} load"] = timed(lambda load=load, path=path: load(copied, path))
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return found
+
+
+def torch_load(state: dict[str, Any], path: Path) -> None:
+    found = torch.load(path)
+    for name, tensor in found["model"].items():
+        state["model"][name].copy_(tensor)
+
+
+def meanwhile(state: State, folder: Path) -> dict[str, float]:
+    """Returns the seconds of steps with and without a save under way, and of the call."""
+    alone = [timed(state.step) for _ in range(state.arguments.steps)]
+    began = time.perf_counter()
+    handle: Any = None
+
+    def call() -> None:
+        nonlocal handle
+        handle = state.tier.save(folder / "later", wait=False)
+
+    blocked = timed(call)
+    beside = []
+    while not handle.done() or not beside:
+        beside.append(timed(state.step))
+    handle.result()
+    whole = time.perf_counter() - began
+    return {
+        "step s": statistics.median(alone),
+        "step while saving s": statistics.mean(beside),
+        "longest step while saving s": max(beside),
+        "steps while saving": len(beside),
+        "of its speed": sum([statistics.median(alone)] * len(beside)) / sum(beside),
+        "call s": blocked,
+        "whole save s": whole,
+    }
+
+
+def row_of(name: str, seconds: list[float], raw: list[float], nbytes: int) -> dict[str, Any]:
+    shares = [r / s for r, s in zip(raw, seconds, strict=True)]
+    return {
+        "what": name,
+        "s": statistics.median(seconds),
+        "GB/s": nbytes / statistics.median(seconds) / 1e9,
+        "of raw": statistics.median(shares),
+        "min": min(shares),
+        "max": max(shares),
+    }
+
+
+def arguments_of() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--folder", default=".", help="on the disk that is measured")
+    parser.add_argument("--layers", type=int, default=45)
+    parser.add_argument("--width", type=int, default=8192)
+    parser.add_argument("--tokens", type=int, default=2048, help="in a step")
+    parser.add_argument("--steps", type=int, default=3, help="measured without a save")
+    parser.add_argument("--hbm", default="4GiB")
+    parser.add_argument("--dram", default="86GiB")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
+    parser.add_argument("--no-later", action="store_true", help="no steps while saving")
+    parser.add_argument("--quick", action="store_true", help="a small state")
+    parser.add_argument("--out")
+    found = parser.parse_args()
+    if found.quick:
+        found.layers, found.width, found.tokens = 4, 256, 4
+        found.hbm, found.dram, found.repeats, found.steps = "8MiB", "64MiB", 1, 1
+    for name in ("hbm", "dram"):
+        setattr(found, name, parse_size(getattr(found, name), name))
+    return found
+
+
+def main() -> None:
+    arguments = arguments_of()
+    folder = Path(arguments.folder) / f"bench_save_{os.getpid()}"
+    folder.mkdir()
+    rows: list[dict[str, Any]] = []
+    try:
+        state = State(arguments)
+        with state.tier:
+            rounds = [one_round(state, folder, arguments.peers) for _ in range(arguments.repeats)]
+            for name in rounds[0]:
+                raw = "raw write" if name.endswith(("write", "save")) else "raw read"
+                seconds = [r[name] for r in rounds]
+                rows.append(row_of(name, seconds, [r[raw] for r in rounds], state.nbytes))
+            if not arguments.no_later:
+                rows.append({"what": "steps while saving", **meanwhile(state, folder)})
+            nbytes = state.nbytes
+            state.tier.close(discard=True)
+    except (tiermem.TierError, RuntimeError, OSError) as error:
+        rows.append({"what": "failed", "note": failure(error)})
+        report("Saving and loading a training state", rows, arguments.out)
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    size = format_size(nbytes)
+    report(f"Saving and loading a training state of {size}", rows, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
