@@ -40,6 +40,7 @@ PAIRS = {
     "to parts": ({"hbm": 1 << 20}, {"hbm": 96 << 10}),
     "from parts": ({"hbm": 96 << 10}, {"hbm": 1 << 20}),
     "to other parts": ({**BF16, "hbm": 96 << 10}, {**BF16, "hbm": 72 << 10}),
+    "fused": ({"settings": {"lr": 0.01, "fused": True}},) * 2,
     "tensor rate": ({"settings": {"lr": torch.tensor(0.01)}},) * 2,
 }
 
@@ -325,6 +326,18 @@ def test_states_of_generators_of_other_kinds(tmp_path) -> None:
 
 
 # -- what is refused ---------------------------------------------------------
+
+
+def test_inside_a_forward_or_backward(tmp_path) -> None:
+    model = nn.Linear(2, 2)
+    with tiermem.TierManager(device="cpu", hbm="1MiB", dram="1MiB") as tier:
+        tier.wrap(model)
+        for register in (model.register_forward_hook, model.weight.register_hook):
+            hook = register(lambda *_: tier.save(tmp_path / "run"))
+            with pytest.raises(tiermem.CheckpointError, match="inside a forward or backward"):
+                model(torch.ones(2)).sum().backward()
+            hook.remove()
+        tier.save(tmp_path / "run")
 
 
 def test_without_a_model(tmp_path) -> None:

@@ -131,6 +131,7 @@ def fill_state(
     """
     manager = runtime.manager
     optimizer = unit.optimizer_for(groups)
+    number_of = {id(param): number for param, number in unit.members}
     with manager.lock:
         for param, _ in unit.members:
             for value in optimizer.state.pop(unit.own(param), {}).values():
@@ -149,7 +150,7 @@ def fill_state(
                     place = places.get((id(each.param), key))
                     target = None if place is None or not views else views[place.first]
                     if target is None or not _fits(run, target):
-                        target = _loose(run, own)
+                        target = _loose(run, own, groups[number_of[id(each.param)]])
                     run.into(reader, target)
                     values[key] = target
                 optimizer.state[own] = values
@@ -161,15 +162,17 @@ def _fits(run: Run, target: torch.Tensor) -> bool:
     return run.end - run.begin == target.numel() and run.spec.dtype is target.dtype
 
 
-def _loose(run: Run, own: torch.Tensor) -> torch.Tensor:
+def _loose(run: Run, own: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
     """Returns ordinary memory for a tensor of a state: beside its parameter, numbers on the host.
 
-    That is where torch's optimizers have them, unless they are ``capturable`` or ``fused``; these
-    bring numbers to the device themselves.
+    That is where torch's optimizers have them; ``capturable`` and ``fused`` ones have numbers
+    beside the parameter as well (``torch.optim.Optimizer.load_state_dict``).
     """
     if run.end - run.begin == own.numel() and run.spec.shape != ():
         return torch.empty(own.shape, dtype=run.spec.dtype, device=own.device)
-    return torch.empty(run.spec.shape, dtype=run.spec.dtype)
+    beside = settings.get("capturable") or settings.get("fused")
+    device = own.device if beside else torch.device("cpu")
+    return torch.empty(run.spec.shape, dtype=run.spec.dtype, device=device)
 
 
 def fill_masters(

@@ -77,6 +77,7 @@ def load_run(runtime: ModuleRuntime, path: str | os.PathLike[str]) -> Any:
     folder = CheckpointFolder(os.fspath(path), FILES)
     with told_of(folder.path, "the checkpoint cannot be read:"):
         folder.recover()
+    runtime.refuse_inside("tier.load()")
     runtime.end_backward()
     return _Loader(runtime, open_checkpoint(folder)).load()
 
@@ -112,12 +113,13 @@ class _Loader:
         ]
         self._runtime.half_loaded = "the load was cut short"
         try:
+            self._settle_groups(found, values)
             with torch.inference_mode(False), torch.no_grad():
                 self._make(actions)
         except Exception as error:
             self._runtime.half_loaded = str(error)
             raise
-        self._settle(found, values)
+        self._settle(values)
         self._runtime.half_loaded = ""
         restore_generators(values["rng"], self._manager.device)
         return values["extra"]
@@ -233,23 +235,33 @@ class _Loader:
             reader.close()
         return found
 
-    def _settle(self, found: Sequence[Contents], values: dict[str, Any]) -> None:
-        """Puts settings and modules' own values in place, now that all tensors are."""
+    def _settle(self, values: dict[str, Any]) -> None:
+        """Puts modules' own values in place, and goes on, now that all tensors are there."""
         for model, states in zip(self._models, values["modules"], strict=True):
             modules = dict(model.wrapped.model.named_modules())
             for name, state in states.items():
                 outside(modules[name].set_extra_state, state)
         each = zip(
-            self._optimizers, found, self._manifest["optimizers"], values["optimizers"],
-            strict=True,
-        )  # fmt: skip
-        for optimizer, contents, saved, (factor, *settings) in each:
+            self._optimizers, self._manifest["optimizers"], values["optimizers"], strict=True
+        )
+        for optimizer, saved, (factor, *_) in each:
+            if factor is not None:
+                factor = factor.to(self._manager.device)
+            optimizer.replaced(factor, saved["backwards"])
+
+    def _settle_groups(self, found: Sequence[Contents], values: dict[str, Any]) -> None:
+        """Puts settings in place; tensors among them go where those were."""
+        each = zip(self._optimizers, found, values["optimizers"], strict=True)
+        for optimizer, contents, (_, *settings) in each:
             for group, mine in zip(contents.groups, settings, strict=True):
                 known = {"params", *mine, *optimizer.defaults}
                 for key in [key for key in group if key not in known]:
                     del group[key]
-                group.update(mine)
-            optimizer.replaced(factor, saved["backwards"])
+                for key, value in mine.items():
+                    there = group.get(key)
+                    if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor):
+                        value = value.to(there.device)
+                    group[key] = value
 
     # -- optimizers ------------------------------------------------------
 

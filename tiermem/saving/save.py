@@ -67,6 +67,7 @@ def make_plan(runtime: ModuleRuntime, path: str | os.PathLike[str], extra: Any) 
         StorageError: If the file system cannot be looked at.
     """
     runtime.refuse_half_loaded("tier.save()")
+    runtime.refuse_inside("tier.save()")
     runtime.end_backward()
     folder = CheckpointFolder(os.fspath(path), FILES)
     with told_of(folder.path, "a checkpoint cannot be saved to"):

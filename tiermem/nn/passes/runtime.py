@@ -268,6 +268,18 @@ class ModuleRuntime:
                 "checkpoint with tier.load(path)"
             )
 
+    def refuse_inside(self, what: str) -> None:
+        """Refuses a call from within a forward or backward, where things are half done.
+
+        Raises:
+            CheckpointError: If it is.
+        """
+        if self.here.depth or torch._C._current_graph_task_id() != -1:
+            raise CheckpointError(
+                f"{what} inside a forward or backward, where buffers and gradients are half made; "
+                "call it between them"
+            )
+
     def got_further(self, scope: PassScope) -> None:
         """A block is used in forward; has what is unwritten go home if the first one was before.
 
