@@ -22,6 +22,8 @@ ENGINES = ("tests/unit/test_io_engines.py", "tests/property/test_io_filemover.py
 NN = ("tests/unit/test_nn_training.py", "tests/unit/test_nn_modules.py")
 STREAMS = ("tests/property/test_streams.py",)
 GPU = ("tests/gpu/test_training.py",)
+SAVING = ("tests/unit/test_saving.py",)
+CRASHES = ("tests/faults/test_saving_faults.py",)
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Mutation:
 
 
 _RUNTIME, _CORE = "tiermem/runtime/", "tiermem/core/"
+_FOLDER = "tiermem/saving/folder.py"
 _PIECES, _SAVED = "tiermem/transfer/file/pieces.py", "tiermem/nn/passes/saved.py"
 _COPY, _PARTS = "tiermem/transfer/copy.py", "tiermem/optim/units/parted.py"
 
@@ -793,6 +796,48 @@ MUTATIONS = (
         " and (self.error is None or not self.rising)",
         "",
         FILES,
+    ),
+    Mutation(
+        "a home is overwritten before a save has it",
+        "tiermem/runtime/transfers/transfers.py",
+        "            self.keeper.before_write(record)\n",
+        "            pass\n",
+        SAVING,
+    ),
+    Mutation(
+        "what a killed save has left stays",
+        _FOLDER,
+        "        self.clean()\n",
+        "",
+        CRASHES,
+    ),
+    Mutation(
+        "the former checkpoint is removed before the new one has the name",
+        _FOLDER,
+        "            self._files.rename(self.path, former)\n            try:",
+        "            self._remove(self.path)\n            try:",
+        CRASHES,
+    ),
+    Mutation(
+        "a checksum that differs is passed over",
+        "tiermem/saving/reader.py",
+        "        if found != read.digest:",
+        "        if not found:",
+        CRASHES,
+    ),
+    Mutation(
+        "a save that fails leaves its folder",
+        _FOLDER,
+        "                    self._remove(temporary)\n            raise",
+        "                    pass\n            raise",
+        CRASHES,
+    ),
+    Mutation(
+        "masters do not follow weights that others wrote",
+        "tiermem/saving/contents.py",
+        "            elif due:\n",
+        "            elif False:\n",
+        SAVING,
     ),
     *(
         Mutation(f"{name} (real streams)", _COPY, old, new, GPU, gpu=True)

@@ -2,8 +2,8 @@
 
 ``python tests/sweep_kills.py --kills 300 --seed 1`` trains with ``tiermem train --save DIR
 --save-every 1`` under budgets drawn at random, kills each process (SIGKILL) after a random time,
-and goes on with ``--resume``. A run that has come to its end has to have the losses of one that nobody
-killed, and nothing may lie beside its checkpoint.
+and goes on with ``--resume``. A run that has come to its end has to have the losses of one that
+nobody killed, and nothing may lie beside its checkpoint.
 """
 
 from __future__ import annotations
