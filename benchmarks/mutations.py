@@ -832,13 +832,6 @@ MUTATIONS = (
         "                    pass\n            raise",
         CRASHES,
     ),
-    Mutation(
-        "masters do not follow weights that others wrote",
-        "tiermem/saving/contents.py",
-        "            elif due:\n",
-        "            elif False:\n",
-        SAVING,
-    ),
     *(
         Mutation(f"{name} (real streams)", _COPY, old, new, GPU, gpu=True)
         for name, old, new in _WAITS[:5]

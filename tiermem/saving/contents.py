@@ -17,7 +17,6 @@ from torch import nn
 from tiermem.core.block import Block
 from tiermem.errors import CheckpointError
 from tiermem.nn.compat.outside import outside
-from tiermem.nn.compat.shapes import follow
 from tiermem.nn.groups.group import Entry, Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, is_gone
@@ -94,13 +93,13 @@ class LooseSource:
 class MasterSource:
     """The masters of a unit, or of a part of one.
 
-    They follow their weights where somebody else wrote these, as they would at the next step.
+    Where somebody else wrote the weights they are saved as they are, and follow them at the next
+    step, before or after a load.
 
     Attributes:
         manager: Of the blocks.
         masters: They.
         weight: Returns the elements of the weight of one of the unit's parameters.
-        due: Whether somebody else may have written weights.
         picks: Parameter, key of its master, and its first byte there.
         block: The block of the masters; None where they are in ordinary memory.
     """
@@ -108,45 +107,32 @@ class MasterSource:
     manager: BlockManager
     masters: Masters
     weight: Callable[[torch.Tensor], torch.Tensor]
-    due: Callable[[], bool]
     picks: list[tuple[torch.Tensor, str, int]]
     block: Block | None = None
 
     def plain(self) -> BlockSource | None:
-        """Returns them as tensors of their block, where that is all there is to it."""
+        """Returns them as tensors of their block, where all of them are there."""
         found = [self.masters.index_of(param) for param, _, _ in self.picks]
-        if self.block is None or self.due():
-            return None
         picks = [
             (index, key, begin)
             for index, (_, key, begin) in zip(found, self.picks, strict=True)
             if index is not None
         ]
-        if len(picks) < len(self.picks):
+        if self.block is None or len(picks) < len(self.picks):
             return None
         return BlockSource(self.manager, self.block, picks)
 
     def runs(self) -> Iterator[Run]:
-        """Yields the masters; see :class:`Source`."""
-        plain = self.plain()
-        if plain is not None:
-            yield from plain.runs()
-            return
+        """Yields the masters; those that are just the weight, cast, by now, as that."""
         masters = self.masters
         stored: Sequence[torch.Tensor] = ()
         if self.block is not None and masters.made:
             stored = views_of(self.manager, self.block)
-        due = self.due()
         for param, key, begin in self.picks:
             kept = masters.kept(param, stored)
             if kept is None:
-                yield key, begin, self.weight(param).to(masters.dtype)
-            elif due:
-                value = kept.detach().clone()
-                follow(value, self.weight(param).to(value.device))
-                yield key, begin, value
-            else:
-                yield key, begin, kept
+                kept = self.weight(param).to(masters.dtype)
+            yield key, begin, kept
 
 
 def views_of(manager: BlockManager, block: Block) -> list[torch.Tensor]:
@@ -454,10 +440,7 @@ class Collector:
         if not isinstance(unit, PartedUnit):
             picks = [(param, keys[id(param)], 0) for param in masters.params]
             weight = _Weights(self._manager, unit)
-            due = unit.foreign.due
-            self.sources.append(
-                MasterSource(self._manager, masters, weight, due, picks, masters.block)
-            )
+            self.sources.append(MasterSource(self._manager, masters, weight, picks, masters.block))
             return
         (param, _), (entry,) = unit.members[0], unit.entries
         for part in unit.parts:
@@ -465,9 +448,7 @@ class Collector:
             if mine is not None:
                 run = _WeightRun(self._manager, unit, entry, part.begin, part.end)
                 pick = (part.param, keys[id(param)], part.begin * masters.dtype.itemsize)
-                self.sources.append(
-                    MasterSource(self._manager, mine, run, unit.is_followed, [pick], mine.block)
-                )
+                self.sources.append(MasterSource(self._manager, mine, run, [pick], mine.block))
 
     # -- gradients -------------------------------------------------------
 

@@ -28,20 +28,13 @@ class ForeignWrites:
 
     def look(self) -> bool:
         """Returns whether there may have been any since the last look."""
-        due = self.due()
-        group = self._group
-        if group is not None:
-            self._seen = group.manager.table[group.block.id].writes - group.stepped
-        return due
-
-    def due(self) -> bool:
-        """Returns the same, and leaves it to the next look to find them."""
         group = self._group
         if group is None:
             return True
-        writes = group.manager.table[group.block.id].writes - group.stepped
+        record = group.manager.table[group.block.id]
+        before, self._seen = self._seen, record.writes - group.stepped
         return (
-            writes != self._seen or group.suspect or group.writes_hidden or group.may_be_written()
+            before != self._seen or group.suspect or group.writes_hidden or group.may_be_written()
         )
 
     def forget(self) -> None:

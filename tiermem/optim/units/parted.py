@@ -337,10 +337,6 @@ class PartedUnit(StepUnit):
             self._look()
             yield
 
-    def is_followed(self) -> bool:
-        """Whether somebody else may have written the weights since the last step."""
-        return self._follows or self.foreign.due()
-
     def _refuse_other_gradient(self) -> None:
         """Refuses to leave parts apart: some were stepped with a gradient that is gone.
 
