@@ -13,6 +13,8 @@ from tiermem.core.allocator import Allocator
 from tiermem.core.block import Extent, Tier, align_up
 from tiermem.errors import REFUSALS, CapacityError
 from tiermem.storage.arena import HostArena
+from tiermem.storage.checkpointstore import FIRST_OFFSET, CheckpointStore
+from tiermem.storage.files import FileStore, JoinedFiles
 from tiermem.storage.pagelock import PageLocks
 from tiermem.storage.swapfile import SwapFile
 
@@ -87,6 +89,8 @@ class Homes:
             )
         self._bytes: dict[int, torch.Tensor] = {}
         self.swap = SwapFile([Path(p) for p in nvme], nvme_bytes, self.chunk) if nvme else None
+        self.sources: CheckpointStore | None = None
+        """Checkpoint files that blocks have their homes in."""
         self.staging: torch.Tensor | None = None
         self._staging: list[Owned] = []
         try:
@@ -94,11 +98,8 @@ class Homes:
                 Tier.DRAM, dram // 4096 * 4096, device=device, locks=locks, as_needed=True
             )
             self.dram = Allocator(self.arena.capacity)
-            extent = self.dram.allocate(staging) if staging else None
-            if extent is not None:
-                self.arena.need([extent])
-                self.staging = self.arena.bytes_of(extent)
-                self._staging = [(Tier.DRAM, extent)]
+            if staging:
+                self._stage(self.dram.allocate(staging))
         except BaseException:
             self.close()
             raise
@@ -109,6 +110,59 @@ class Homes:
         self.owners: list[Callable[[], Iterable[Owned]]] = []
         """Each returns the space that it has from here. Whoever has any, but for blocks and what
         is read ahead, enters itself: what nobody has is freed by :meth:`repair`."""
+
+    @property
+    def files(self) -> FileStore | None:
+        """All files that blocks are read from: the swap file's, then those of checkpoints."""
+        if self.sources is None:
+            return self.swap
+        return JoinedFiles(self.swap, self.sources, FIRST_OFFSET)
+
+    def open_sources(self) -> CheckpointStore:
+        """Returns the store of checkpoint files; made, with its staging chunks, when first asked.
+
+        Raises:
+            CapacityError: If DRAM has no room for the staging chunks.
+        """
+        if self.staging is None:
+            nbytes = self.chunk * _CHUNKS
+            extent = self._in_dram(nbytes)
+            while extent is None and self._reclaim():
+                extent = self._in_dram(nbytes)
+            if extent is None:
+                raise CapacityError(
+                    f"tier dram: what is read from a checkpoint passes through {nbytes} bytes of "
+                    f"staging in DRAM, and {self.dram.capacity - self.dram.used} of "
+                    f"{self.dram.capacity} are free",
+                    f"give dram= at least {self.dram.used + nbytes}",
+                )
+            self._stage(extent)
+        if self.sources is None:
+            self.sources = CheckpointStore(self.chunk)
+        return self.sources
+
+    def _stage(self, extent: Extent) -> None:
+        """Makes an extent of DRAM the staging chunks."""
+        try:
+            self.arena.need([extent])
+        except CapacityError:
+            self.dram.free(extent)
+            raise
+        self.staging = self.arena.bytes_of(extent)
+        self._staging = [(Tier.DRAM, extent)]
+
+    @staticmethod
+    def read_only(extent: Extent | None) -> bool:
+        """Whether a home lies in a checkpoint, which is never written."""
+        return extent is not None and extent.offset >= FIRST_OFFSET
+
+    def version(self, extent: Extent) -> int | None:
+        """Returns a number that is another one after every write of a home in a file.
+
+        None where there are no such files.
+        """
+        files: FileStore | None = self.sources if self.read_only(extent) else self.swap
+        return None if files is None else files.version(extent)
 
     def reserve(self, requests: Sequence[HomeRequest]) -> list[tuple[Tier, Extent | None]]:
         """Reserves a home for every request, or for none.
@@ -165,6 +219,8 @@ class Homes:
         """Whether a home extent is handed out."""
         if tier is Tier.DRAM:
             return self.dram.holds(extent)
+        if self.read_only(extent):
+            return self.sources is not None and self.sources.holds(extent)
         return self.swap is not None and self.swap.holds(extent)
 
     def lend(self, nbytes: int) -> Extent | None:
@@ -187,6 +243,9 @@ class Homes:
         if tier is Tier.DRAM:
             self._bytes.pop(extent.offset, None)
             self.dram.free(extent)
+        elif self.read_only(extent):
+            if self.sources is not None:
+                self.sources.forget(extent)
         elif tier is Tier.NVME and self.swap is not None:
             self.swap.free(extent)
             self.nvme_used -= extent.nbytes
@@ -200,8 +259,11 @@ class Homes:
         found = {*self._staging, *blocks, *self.owned()}
         self._bytes.clear()
         self.dram.rebuild(extent for tier, extent in found if tier is Tier.DRAM)
+        in_files = [extent for tier, extent in found if tier is Tier.NVME]
+        if self.sources is not None:
+            self.sources.keep_only(extent for extent in in_files if self.read_only(extent))
         if self.swap is not None:
-            on_disk = [extent for tier, extent in found if tier is Tier.NVME]
+            on_disk = [extent for extent in in_files if not self.read_only(extent)]
             self.swap.keep_only(on_disk)
             self.nvme_used = sum(extent.nbytes for extent in on_disk)
         self.arena.need(())  # what an exception has left unlocked
@@ -212,8 +274,9 @@ class Homes:
 
     def close(self) -> None:
         """Closes the stores; the swap files vanish."""
-        if self.swap is not None:
-            self.swap.close()
+        for store in (self.swap, self.sources):
+            if store is not None:
+                store.close()
         if hasattr(self, "arena"):
             self.staging = None
             self._bytes.clear()
@@ -221,8 +284,9 @@ class Homes:
 
     def forked(self) -> None:
         """Lets go of the parent's files in a forked child."""
-        if self.swap is not None:
-            self.swap.forked()
+        for store in (self.swap, self.sources):
+            if store is not None:
+                store.forked()
 
     def _choose(
         self, requests: Sequence[HomeRequest], given: list[tuple[Tier, Extent | None]]
