@@ -318,6 +318,4 @@ def _piece(file: int, start: int, stop: int, ranges: Sequence[SourceRange]) -> P
         if begin < end:
             parts.append(Part(begin - start, source.target + begin - source.offset, end - begin))
     whole = len(parts) == 1 and parts[0].nbytes == stop - start
-    return Piece(
-        file, start, parts[0].extent_offset, stop - start, None if whole else tuple(parts)
-    )
+    return Piece(file, start, parts[0].extent_offset, stop - start, None if whole else tuple(parts))
