@@ -109,8 +109,8 @@ class BadJsonError(ValueError):
 def read_header(fd: int, path: Path, file: int = 0) -> Header:
     """Reads and checks the header of an open file.
 
-    Memory is bounded by the file's own size: at most 100 MB of header, and what its JSON needs
-    as Python objects. Nothing is allocated for a length that the file has not got.
+    Nothing is allocated for a length that the file has not got, and no header of more than 100 MB
+    is read; time grows with its length, and memory to thirty times that at worst.
 
     Args:
         fd: The file, open for reading, without O_DIRECT.
