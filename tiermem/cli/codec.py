@@ -27,9 +27,10 @@ from tiermem.storage.checkpoint.header import StoredTensor, pread_exactly
 from tiermem.storage.codec import CHUNK_NBYTES, Bytes, PackedChunk, pack, unpack
 
 STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
-_WAYS = {"read": ("disks, reading", "unpack"), "write": ("disks, writing", "pack")}
-_LINK = ("host link", "unpack")
-_STEPS = 20
+_DIRECTIONS = {"read": "unpack", "write": "pack", "link": "unpack"}
+STEPS = 20
+"""Steps of the run whose moments are measured where none were saved."""
+
 _WIDTH = 1024
 _ROWS = 64
 
@@ -39,7 +40,7 @@ class Sample:
     """Numbers of one kind, in pieces that are packed one by one.
 
     Attributes:
-        what: What they are, such as ``"weights, bfloat16"``.
+        what: What they are, such as ``"weights, bfloat16"`` or ``"exp_avg (simulated)"``.
         itemsize: Bytes of one.
         pieces: Their bytes.
         total: Bytes of all that there are of this kind, sampled or not.
@@ -81,7 +82,7 @@ class BreakEven:
 
     Attributes:
         what: The kind of numbers.
-        way: The link.
+        way: Which link: ``"read"``, ``"write"`` or ``"link"``.
         link: Its speed, in bytes per second.
         codec: Speed of the codec with all threads.
         needed: Speed that the codec would need; ``None`` if no speed were enough.
@@ -120,13 +121,14 @@ def break_evens(packing: Packing, link_speeds: Mapping[str, float]) -> list[Brea
 
     Args:
         packing: What was measured.
-        link_speeds: Bytes per second of ``"read"``, ``"write"`` and ``"link"``.
+        link_speeds: Bytes per second of ``"read"`` and ``"write"`` (disks) and ``"link"`` (the
+            host link, behind which the device would have to unpack as fast).
     """
     most = max(threads for _, threads in packing.speeds)
     found = []
-    for name, (way, direction) in {**_WAYS, "link": _LINK}.items():
+    for way, direction in _DIRECTIONS.items():
         codec = packing.speeds[direction, most].bytes_per_s
-        found.append(break_even(packing.what, way, link_speeds[name], codec, packing.ratio))
+        found.append(break_even(packing.what, way, link_speeds[way], codec, packing.ratio))
     return found
 
 
@@ -196,8 +198,8 @@ def usual_threads() -> list[int]:
 def samples(path: str | os.PathLike[str], nbytes: int) -> list[Sample]:
     """Returns samples of the weights and the optimizer's moments of a checkpoint.
 
-    Where no ``optimizer*.safetensors`` lies beside the weights, the moments are those of a short
-    run of AdamW over a small network of random data, and named so.
+    Where no ``optimizer*.safetensors`` lies beside the weights, the moments are float32 ones of
+    AdamW after a few steps of a small network on random data, and named so.
 
     Args:
         path: A checkpoint's folder, or one safetensors file.
@@ -276,7 +278,7 @@ def _simulated(nbytes: int) -> Iterator[Sample]:
         )
         goal = torch.nn.Linear(width, width).requires_grad_(False)
         optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(_STEPS):
+        for _ in range(STEPS):
             x = torch.randn(_ROWS, width)
             torch.nn.functional.mse_loss(model(x), goal(x)).backward()
             optimizer.step()
@@ -285,4 +287,4 @@ def _simulated(nbytes: int) -> Iterator[Sample]:
         found = torch.cat([state[name].reshape(-1) for state in optimizer.state.values()])
         data = found.numpy().view(np.uint8)
         pieces = [data[at : at + CHUNK_NBYTES] for at in range(0, data.nbytes, CHUNK_NBYTES)]
-        yield Sample(f"{name}, float32 (simulated, {_STEPS} steps)", 4, pieces, data.nbytes)
+        yield Sample(f"{name} (simulated)", 4, pieces, data.nbytes)
