@@ -35,7 +35,7 @@ _BEST_SECONDS = 3.0
 _CODEC_WORDS = (
     "needed: speed that the codec would have to have; below: speed of a link below which it pays",
     "speed: packed and then moved, by moved as it is; beside: the codec works while the link does",
-    "simulated: float32 moments of AdamW after a few steps of a small network; no "
+    "simulated: float32 moments of Adam after a few steps of a small network; no "
     "optimizer*.safetensors lies beside the weights",
 )
 
@@ -239,11 +239,12 @@ def _print_codec(
     table.add_column("what", no_wrap=True)
     for packing in packings[:1]:
         heads = [f"{direction} ×{threads}" for direction, threads in packing.speeds]
-        for column in ("sampled", "ratio", *heads):
+        for column in ("MiB", "ratio", *heads):
             table.add_column(column, justify="right")
     for packing in packings:
         rates = [f"{speed.bytes_per_s / 1e9:.2f}" for speed in packing.speeds.values()]
-        table.add_row(packing.what, format_size(packing.nbytes), f"{packing.ratio:.2f}", *rates)
+        mib = f"{packing.nbytes / 2**20:.0f}"
+        table.add_row(packing.what, mib, f"{packing.ratio:.2f}", *rates)
     console.print(table)
     pays = Table(title="Where it pays, with all threads")
     pays.add_column("what", no_wrap=True)

@@ -199,7 +199,7 @@ def samples(path: str | os.PathLike[str], nbytes: int) -> list[Sample]:
     """Returns samples of the weights and the optimizer's moments of a checkpoint.
 
     Where no ``optimizer*.safetensors`` lies beside the weights, the moments are float32 ones of
-    AdamW after a few steps of a small network on random data, and named so.
+    Adam after a few steps of a small network on random data, and named so.
 
     Args:
         path: A checkpoint's folder, or one safetensors file.
@@ -269,22 +269,29 @@ class _Place:
 
 
 def _simulated(nbytes: int) -> Iterator[Sample]:
-    """Yields the moments of AdamW after a few steps of a small network."""
+    """Yields the moments of Adam (Kingma and Ba, 2014) after a few steps of a small network.
+
+    The steps are written out: the first one of a torch optimizer loads its compiler, for seconds.
+    """
     width = max(16, min(_WIDTH, math.isqrt(nbytes // 8)))
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(
-            torch.nn.Linear(width, width), torch.nn.GELU(), torch.nn.Linear(width, width)
-        )
-        goal = torch.nn.Linear(width, width).requires_grad_(False)
-        optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(STEPS):
-            x = torch.randn(_ROWS, width)
-            torch.nn.functional.mse_loss(model(x), goal(x)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for name in ("exp_avg", "exp_avg_sq"):
-        found = torch.cat([state[name].reshape(-1) for state in optimizer.state.values()])
-        data = found.numpy().view(np.uint8)
+    random = torch.Generator().manual_seed(0)
+    first, second, goal = (
+        torch.randn(width, width, generator=random) / math.sqrt(width) for _ in range(3)
+    )
+    weights = [first.requires_grad_(), second.requires_grad_()]
+    means = [torch.zeros_like(weight, requires_grad=False) for weight in weights]
+    squares = [torch.zeros_like(mean) for mean in means]
+    for step in range(1, STEPS + 1):
+        x = torch.randn(_ROWS, width, generator=random)
+        error = torch.nn.functional.gelu(x @ first) @ second - x @ goal
+        grads = torch.autograd.grad(error.square().mean(), weights)
+        with torch.no_grad():
+            for weight, mean, square, grad in zip(weights, means, squares, grads, strict=True):
+                mean.lerp_(grad, 0.1)
+                square.mul_(0.999).addcmul_(grad, grad, value=0.001)
+                corrected = (square / (1 - 0.999**step)).sqrt_().add_(1e-8)
+                weight.addcdiv_(mean, corrected, value=-1e-3 / (1 - 0.9**step))
+    for name, moments in (("exp_avg", means), ("exp_avg_sq", squares)):
+        data = torch.cat(moments).reshape(-1).numpy().view(np.uint8)
         pieces = [data[at : at + CHUNK_NBYTES] for at in range(0, data.nbytes, CHUNK_NBYTES)]
         yield Sample(f"{name} (simulated)", 4, pieces, data.nbytes)
