@@ -22,6 +22,7 @@ from tiermem.errors import (
     TierError,
     WrapError,
 )
+from tiermem.loading.load import load_checkpoint
 from tiermem.nn.loss import chunked_cross_entropy
 from tiermem.optim.tiered import TieredOptimizer
 from tiermem.runtime.metrics.counters import (
@@ -60,4 +61,5 @@ __all__ = [
     "WrapError",
     "budgets_for",
     "chunked_cross_entropy",
+    "load_checkpoint",
 ]

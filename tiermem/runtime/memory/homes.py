@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from tiermem.config import Home, format_size
 from tiermem.core.allocator import Allocator
-from tiermem.core.block import Extent, Tier, align_up
-from tiermem.errors import REFUSALS, CapacityError
+from tiermem.core.block import Extent, TensorSpec, Tier, align_up
+from tiermem.errors import REFUSALS, CapacityError, InvariantError
 from tiermem.storage.arena import HostArena
-from tiermem.storage.checkpointstore import FIRST_OFFSET, CheckpointStore
+from tiermem.storage.checkpointstore import FIRST_OFFSET, CheckpointStore, SourceRange
 from tiermem.storage.files import FileStore, JoinedFiles
 from tiermem.storage.pagelock import PageLocks
 from tiermem.storage.swapfile import SwapFile
 
 Owned = tuple[Tier, Extent]
+StoredBlock = Sequence[Sequence[SourceRange]]
+"""Where checkpoint files have the tensors of a block: ranges of each, targets within the tensor."""
 
 _CHUNKS = 16
 _LEAST_CHUNK = 32 << 10
@@ -33,11 +35,22 @@ class HomeRequest:
         name: The block's name.
         nbytes: Its size.
         home: The tier the policy asks for.
+        stored: Where in checkpoint files its bytes are, if these are to be its home.
     """
 
     name: str
     nbytes: int
     home: Home
+    stored: tuple[SourceRange, ...] | None = None
+
+
+def ranges_of(specs: Sequence[TensorSpec], stored: StoredBlock) -> tuple[SourceRange, ...]:
+    """Returns where checkpoint files have the bytes of a block, targets within the block."""
+    return tuple(
+        replace(source, target=spec.offset + source.target)
+        for spec, sources in zip(specs, stored, strict=True)
+        for source in sources
+    )
 
 
 def chunk_size(dram: int) -> int:
@@ -99,7 +112,7 @@ class Homes:
             )
             self.dram = Allocator(self.arena.capacity)
             if staging:
-                self._stage(self.dram.allocate(staging))
+                self._stage(self._allocated(staging))
         except BaseException:
             self.close()
             raise
@@ -140,6 +153,12 @@ class Homes:
         if self.sources is None:
             self.sources = CheckpointStore(self.chunk)
         return self.sources
+
+    def _allocated(self, nbytes: int) -> Extent:
+        extent = self.dram.allocate(nbytes)
+        if extent is None:
+            raise InvariantError(f"an empty DRAM tier has no room for {nbytes} bytes of staging")
+        return extent
 
     def _stage(self, extent: Extent) -> None:
         """Makes an extent of DRAM the staging chunks."""
@@ -192,13 +211,17 @@ class Homes:
         given: list[tuple[Tier, Extent | None]] = []
         try:
             tiers = self._choose(requests, given)
+            in_swap = [
+                request.stored is None and tier is Tier.NVME
+                for request, tier in zip(requests, tiers, strict=True)
+            ]
             below = sum(
-                align_up(r.nbytes) for r, t in zip(requests, tiers, strict=True) if t is Tier.NVME
+                align_up(r.nbytes) for r, swap in zip(requests, in_swap, strict=True) if swap
             )
             if below and self.swap is not None:
                 self.swap.grow(max(0, below - (self.swap.capacity - self.nvme_used)))
             for index, request in enumerate(requests):
-                if tiers[index] is Tier.NVME:
+                if in_swap[index]:
                     given[index] = (Tier.NVME, self._on_disk(request.nbytes))
             self.arena.need(extent for tier, extent in given if extent and tier is Tier.DRAM)
         except REFUSALS:  # any other may have come anywhere: repair() finds what it has left
@@ -295,7 +318,9 @@ class Homes:
         tiers = []
         for request in requests:
             tier, extent = Tier.HBM, None
-            if request.home in ("dram", "auto"):
+            if request.stored is not None:
+                tier, extent = Tier.NVME, self._in_files(request, request.stored)
+            elif request.home in ("dram", "auto"):
                 tier, extent = Tier.DRAM, self._in_dram(request.nbytes)
                 while extent is None and self._reclaim():
                     extent = self._in_dram(request.nbytes)
@@ -313,6 +338,11 @@ class Homes:
             tiers.append(tier)
             given.append((tier, extent))
         return tiers
+
+    def _in_files(self, request: HomeRequest, ranges: tuple[SourceRange, ...]) -> Extent:
+        if self.sources is None:
+            raise InvariantError(f"block {request.name!r} lies in files that are not open")
+        return self.sources.place(ranges, align_up(request.nbytes))
 
     def _in_dram(self, nbytes: int) -> Extent | None:
         return self.dram.allocate_in(nbytes, self.arena.parts) or self.dram.allocate(nbytes)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NoReturn
@@ -182,6 +183,47 @@ class CheckpointFiles:
             view = memory_view(flat.data_ptr(), stored.nbytes) if stored.nbytes else memoryview(b"")
             pread_exactly(fd, view, stored.offset, path, f"tensor {shown(name)}")
         return flat.view(stored.dtype).reshape(stored.shape)
+
+    def read_view(
+        self, shape: Sequence[int], dtype: torch.dtype, runs: Iterable[tuple[int, int, int]]
+    ) -> torch.Tensor:
+        """Reads a contiguous tensor from runs of bytes into fresh memory of the host.
+
+        Args:
+            shape: Sizes.
+            dtype: Of the elements.
+            runs: Index of the file, first byte and length of each run, in the tensor's order.
+
+        Raises:
+            CheckpointError: If a file is gone.
+            StorageError: If a file changed since its header was read, or reading fails.
+        """
+        flat = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
+        view = memory_view(flat.data_ptr(), len(flat)) if len(flat) else memoryview(b"")
+        with contextlib.ExitStack() as stack:
+            opened: dict[int, int] = {}
+            at = 0
+            for file, offset, nbytes in runs:
+                if file not in opened:
+                    opened[file] = stack.enter_context(open_to_read(self.paths[file]))
+                    self.check_unchanged(opened[file], file)
+                part = view[at : at + nbytes]
+                pread_exactly(opened[file], part, offset, self.paths[file], "a tensor")
+                at += nbytes
+        return flat.view(dtype).reshape(tuple(shape))
+
+    def map_file(self, index: int) -> torch.UntypedStorage:
+        """Maps a file into memory, privately: what is written there does not reach the file.
+
+        Raises:
+            CheckpointError: If the file is gone.
+            StorageError: If it changed since its header was read.
+        """
+        with open_to_read(self.paths[index]) as fd:
+            self.check_unchanged(fd, index)
+        size = self.identities[index].size
+        # typed as one of its base classes
+        return torch.UntypedStorage.from_file(str(self.paths[index]), False, size)  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
