@@ -167,12 +167,14 @@ class Group(Holder):
         freed: Whether its module was taken out of the tiers.
         stepped: How many of its writes were steps of an optimizer.
         stays: Whether it is held for as long as its module is in the tiers.
+        resident: Whether gradients and state of its parameters are at home in HBM as well.
     """
 
     lender: Lender
     freed = False
     stepped = 0
     stays = False
+    resident = False
 
     def __init__(self, manager: BlockManager, block: Block, *, writes_hidden: bool = False) -> None:
         """Describes a block.

@@ -21,6 +21,7 @@ from tiermem.nn.groups.group import Entry, Group, Member
 from tiermem.nn.groups.inspect import Found, can_move, find, link_shared, owners
 from tiermem.nn.groups.names import HeldDict, TieredDict
 from tiermem.nn.groups.partition import Predicate, checked_homes
+from tiermem.nn.groups.resident import Resident, is_resident
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.transformed import follow_transforms
 from tiermem.nn.wrap import around
@@ -69,6 +70,7 @@ class WrappedModel:
         blocks: str | Iterable[str] | Predicate,
         number: int,
         homes: Mapping[str, Home] | None = None,
+        resident: Resident = "auto",
     ) -> None:
         """Plans the blocks, checks the budgets, and only then moves the tensors in.
 
@@ -78,6 +80,7 @@ class WrappedModel:
             blocks: What moves as one; see :meth:`tiermem.TierManager.wrap`.
             number: Tells the models of one manager apart.
             homes: Homes of modules' weights in place of the policy's, by qualified name.
+            resident: Which parameters stay in HBM; see :meth:`tiermem.TierManager.wrap`.
 
         Raises:
             CapacityError: If a budget cannot hold it; the model is as it was.
@@ -103,7 +106,7 @@ class WrappedModel:
         link_shared(params)
         buffers = [f for f in find(model, "_buffers") if can_move(f)]
         own = checked_homes(homes, self._modules)
-        inventory = Inventory(model, blocks, params, buffers, own)
+        inventory = Inventory(model, blocks, params, buffers, own, resident)
         self.before: Originals | None = None  # what it was, until it is wrapped
         runtime.wrapping = self
         hide_from_compiler()
@@ -147,8 +150,10 @@ class WrappedModel:
             wanted.append((f"{self._block_name(root)}.buffers", Role.BUFFER, shapes))
         blocks = self.manager.add_blocks(wanted, home=plan.homes())
         members_of = [*plan.params.values(), *plan.buffers.values()]
-        for block, members in zip(blocks, members_of, strict=True):
+        roots = [*plan.params, *plan.buffers]
+        for root, block, members in zip(roots, blocks, members_of, strict=True):
             group = Group(self.manager, block, writes_hidden=block.role is Role.BUFFER)
+            group.resident = is_resident(root)
             self._fill_group(group, members, known.params)
             self.groups.append(group)
             self._sources[block.id] = [f.tensor.detach() for f in members]
@@ -157,7 +162,7 @@ class WrappedModel:
         self._find_groups(known.params, large)
 
     def _block_name(self, root: str) -> str:
-        return f"{self.name}.{root}" if root else self.name
+        return f"{self.name}.{root.lstrip('.')}" if root else self.name
 
     def _place_small(self, plan: BlockPlan) -> Group | None:
         """Gives the small buffers their place in HBM, where they stay."""
