@@ -22,6 +22,9 @@ from tiermem.errors import (
     TierError,
     WrapError,
 )
+from tiermem.lora.adapters import add_adapters
+from tiermem.lora.config import Lora
+from tiermem.lora.files import load_adapters, save_adapters
 from tiermem.nn.loss import chunked_cross_entropy
 from tiermem.optim.tiered import TieredOptimizer
 from tiermem.runtime.metrics.counters import (
@@ -45,6 +48,7 @@ __all__ = [
     "IntegrityError",
     "InvariantError",
     "LinkStats",
+    "Lora",
     "PaceRow",
     "ParameterError",
     "Policy",
@@ -58,6 +62,9 @@ __all__ = [
     "TierManager",
     "TieredOptimizer",
     "WrapError",
+    "add_adapters",
     "budgets_for",
     "chunked_cross_entropy",
+    "load_adapters",
+    "save_adapters",
 ]

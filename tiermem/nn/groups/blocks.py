@@ -112,7 +112,7 @@ class BlockPlan:
                 root = root.rpartition(".")[0]
             self.territory[name] = root
         stay = residents(
-            known.params, lambda f: known.shape(f).nbytes, known.resident, self.hbm
+            known.model, known.params, lambda f: known.shape(f).nbytes, known.resident, self.hbm
         )
         apart = {id(found) for found in stay}
         for found in known.params:

@@ -28,12 +28,17 @@ _PREFIX = "."
 
 
 def residents(
-    params: Sequence[Found], nbytes: Callable[[Found], int], resident: Resident, hbm: int
+    model: nn.Module,
+    params: Sequence[Found],
+    nbytes: Callable[[Found], int],
+    resident: Resident,
+    hbm: int,
 ) -> list[Found]:
     """Returns the parameters that stay in HBM, of those over the same memory one.
 
     Args:
-        params: A model's parameters.
+        model: The model.
+        params: Its parameters.
         nbytes: Returns the bytes of one.
         resident: Which; see :data:`Resident`.
         hbm: The budget in bytes.
@@ -43,11 +48,24 @@ def residents(
         return []
     if callable(resident):
         return [found for found in own if outside(resident, found.name, found.tensor)]
+    named = _named(model)
+    if named:
+        return [found for found in own if id(found.tensor) in named]
     trained = [found for found in own if found.tensor.requires_grad]
     small = sum(nbytes(found) for found in trained)
     frozen = sum(nbytes(found) for found in own) - small
     whole = sum(found.tensor.numel() * TRAINED for found in trained)
     return trained if small * _SHARE <= frozen and whole * _OF_HBM <= hbm else []
+
+
+def _named(model: nn.Module) -> set[int]:
+    """Returns the ids of the parameters that modules want in HBM: names in ``resident_names``."""
+    return {
+        id(module._parameters.get(name))
+        for module in model.modules()
+        for name in getattr(type(module), "resident_names", ())
+        if module._parameters.get(name) is not None
+    }
 
 
 def checked_resident(resident: Resident) -> Resident:
