@@ -139,8 +139,8 @@ class TierManager:
             resident: Parameters that stay in HBM with their gradients, masters and state, whatever
                 the policy and ``homes`` say: a predicate of qualified name and parameter, or None
                 for none. ``"auto"``: adapters that :func:`tiermem.add_adapters` put in; where there
-                are none, what is trained if it is little beside what is frozen: an eighth of its bytes at most, and an eighth of HBM at most with
-                gradients and the state of Adam.
+                are none, what is trained if it is little beside what is frozen: an eighth of its
+                bytes at most, and an eighth of HBM at most with gradients and the state of Adam.
 
         Returns:
             The same module.

@@ -249,8 +249,8 @@ def _adapt(target: Target, lora: Lora) -> None:
     made = _embedding_factors if kind is AdaptedEmbedding else _linear_factors
     with torch.device("cpu"), torch.enable_grad():
         parts = made(module, target.r, lora)
-    dropout = nn.Dropout(lora.dropout) if lora.dropout > 0 else nn.Identity()
-    module.lora_dropout = dropout.train(module.training)
+    # as in peft it drops, whatever the mode of a model from from_pretrained, until model.eval()
+    module.lora_dropout = nn.Dropout(lora.dropout) if lora.dropout > 0 else nn.Identity()
     for name, part in parts.items():
         setattr(module, name, _in_dtypes(part, weight))
     module.lora_r, module.lora_scaling = target.r, target.scaling

@@ -184,7 +184,7 @@ class Lora:
     def peft_options(self) -> dict[str, Any]:
         """Returns the same in peft's names, as ``adapter_config.json`` holds it."""
         found: dict[str, Any] = {"peft_type": "LORA"}
-        inits = {ours: peft for peft, ours in _INITS.items()}
+        inits: dict[Any, Any] = {ours: peft for peft, ours in _INITS.items()}
         for each in fields(self):
             value = getattr(self, each.name)
             value = list(value) if isinstance(value, tuple) else value
@@ -250,6 +250,6 @@ def _init(value: Any) -> str:
     if isinstance(value, str) and value.lower() in ("true", "gaussian"):
         return _INITS[True if value.lower() == "true" else "gaussian"]
     raise ConfigError(
-        f"the LoRA option init_lora_weights={value!r} cannot be had on streamed weights; it is True, "
-        "False or 'gaussian'"
+        f"the LoRA option init_lora_weights={value!r} cannot be had on streamed weights; it is "
+        "True, False or 'gaussian'"
     )

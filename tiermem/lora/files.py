@@ -96,6 +96,8 @@ def load_adapters(model: nn.Module, path: PathLike) -> None:
     if plain:
         with torch.random.fork_rng(devices=()):  # what is drawn is not kept
             add_adapters(model, lora)
+        for each in adapted(model).values():
+            each.lora_dropout.train(each.training)
     own = {**_own(model), **_biases(model, lora)}
     parts = {_PREFIX + name: module for name, module in saved_whole(model, lora)}
     for name, module in parts.items():
@@ -275,7 +277,7 @@ def _read(path: Path, expected: dict[str, tuple[int, ...]]) -> dict[str, torch.T
     """
     if not path.is_file():
         raise CheckpointError(
-            f"{path} is not there; adapters saved as adapter_model.bin are to be saved anew by peft "
+            f"{path} is not there; have peft save adapters that are in adapter_model.bin anew "
             "(save_pretrained, safe_serialization=True)"
         )
     try:

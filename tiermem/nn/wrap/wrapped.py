@@ -15,7 +15,7 @@ from tiermem.core.block import Role
 from tiermem.errors import REFUSALS, CapacityError
 from tiermem.nn.compat.compiler import hide_from_compiler
 from tiermem.nn.compat.outside import OUTSIDE
-from tiermem.nn.compat.writes import may_write_uncounted
+from tiermem.nn.compat.writes import may_write_uncounted, only_unmerges
 from tiermem.nn.groups.blocks import BlockPlan, Inventory
 from tiermem.nn.groups.group import Entry, Group, Member
 from tiermem.nn.groups.inspect import Found, can_move, find, link_shared, owners
@@ -214,8 +214,9 @@ class WrappedModel:
                 self.scopes[name] = Scope(name, self.number, groups, self, inside, begins=begins)
         for name, module in self._modules.items():
             if may_write_uncounted(module):
+                only = only_unmerges(module)
                 for group in needed.get(self._territory[name], {}).values():
-                    group.suspect = True
+                    group.suspect_writes(module if only else None)
 
     def _check_hbm(self) -> None:
         """Refuses a device budget in which the model could not run.
