@@ -17,6 +17,7 @@ from tiermem.nn.groups.blocks import Inventory
 from tiermem.nn.groups.inspect import can_move, check_module, find, link_shared
 from tiermem.nn.groups.need import DtypeFor, Kept, Program
 from tiermem.nn.groups.partition import checked_homes
+from tiermem.nn.groups.resident import Resident
 from tiermem.nn.wrap.wrapped import Blocks
 from tiermem.optim.classes import optimizer_class
 from tiermem.optim.host.side import with_fused
@@ -67,6 +68,7 @@ def budgets_for(
     policy: Policy | dict[str, Home] | str | None = None,
     blocks: Blocks = "auto",
     homes: Mapping[str, Home] | None = None,
+    resident: Resident = "auto",
     dtype: torch.dtype | None = None,
     buffer_dtype: torch.dtype | None = None,
     master_dtype: torch.dtype | None = None,
@@ -90,6 +92,7 @@ def budgets_for(
         policy: As for the manager.
         blocks: As for ``wrap``.
         homes: Likewise.
+        resident: Likewise.
         dtype: Floating weights are cast to it before ``wrap``; None for as they are.
         buffer_dtype: Likewise for buffers.
         master_dtype: As for ``tier.optimizer``.
@@ -120,7 +123,7 @@ def budgets_for(
     wanted = floating("grad_dtype", grad_dtype)
     kept: list[Kept] = []
     program = Program(limits, _gradient_dtypes(wanted))
-    program.models.append(_inventory(model, twins, blocks, homes))
+    program.models.append(_inventory(model, twins, blocks, homes, resident))
     if cls is not None:
         given = groups_of(model if params is None else params)
         groups = [{**g, "params": [twins.param(p) for p in g["params"]]} for g in given]
@@ -192,7 +195,11 @@ def _mapped(named: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str,
 
 
 def _inventory(
-    model: nn.Module, twins: _Twins, blocks: Blocks, homes: Mapping[str, Home] | None
+    model: nn.Module,
+    twins: _Twins,
+    blocks: Blocks,
+    homes: Mapping[str, Home] | None,
+    resident: Resident,
 ) -> Inventory:
     """Returns what ``wrap`` will know of a model, of its stand-ins."""
     twin = twins.module(model)
@@ -205,7 +212,7 @@ def _inventory(
             found.same_as = params[index[id(original.same_as)]]
     buffers = [found for found in find(twin, "_buffers") if can_move(found)]
     own = checked_homes(homes, dict(twin.named_modules()))
-    return Inventory(twin, blocks, params, buffers, own)
+    return Inventory(twin, blocks, params, buffers, own, resident)
 
 
 class _Stepped:

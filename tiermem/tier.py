@@ -19,6 +19,7 @@ from tiermem.errors import REFUSALS, ConfigError, WrapError
 from tiermem.nn.compat.entrances import entrance
 from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.groups.inspect import check_module
+from tiermem.nn.groups.resident import Resident
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.wrap.giveback import Leaving, finish, give_back, prepare, say_beside
 from tiermem.nn.wrap.materialize import Target, materialize
@@ -121,7 +122,12 @@ class TierManager:
 
     @entrance
     def wrap(
-        self, model: ModuleT, blocks: Blocks = "auto", *, homes: Mapping[str, Home] | None = None
+        self,
+        model: ModuleT,
+        blocks: Blocks = "auto",
+        *,
+        homes: Mapping[str, Home] | None = None,
+        resident: Resident = "auto",
     ) -> ModuleT:
         """Moves a model's parameters into the tiers, in place.
 
@@ -131,6 +137,11 @@ class TierManager:
                 predicate of name and module.
             homes: Homes of weights that are not the policy's: by a module's qualified name, for
                 what is in it, say ``{"layers.0": "dram"}``; the innermost name counts.
+            resident: Parameters that stay in HBM with their gradients, masters and state, whatever
+                the policy and ``homes`` say: a predicate of qualified name and parameter, or None
+                for none. ``"auto"``: adapters that :func:`tiermem.add_adapters` put in; where there
+                are none, what is trained if it is little beside what is frozen: an eighth of its
+                bytes at most, and an eighth of HBM at most with gradients and the state of Adam.
 
         Returns:
             The same module.
@@ -140,7 +151,7 @@ class TierManager:
             WrapError: If it cannot be wrapped, with what to do instead.
             CapacityError: If a budget cannot hold it. Whatever is raised, the model is as it was.
         """
-        self._wrap_model(model, blocks, homes)
+        self._wrap_model(model, blocks, homes, resident=resident)
         return model
 
     def _wrap_model(
@@ -149,12 +160,13 @@ class TierManager:
         blocks: Blocks,
         homes: Mapping[str, Home] | None = None,
         origins: Origins | None = None,
+        resident: Resident = "auto",
     ) -> WrappedModel:
         """Wraps a model whose values may come from elsewhere; see :meth:`wrap`."""
         self._manager.guard()
         check_module(model, id(self._manager))
         self._runtime.activations.check()
-        wrapped = WrappedModel(model, self._runtime, blocks, self._wraps, homes, origins)
+        wrapped = WrappedModel(model, self._runtime, blocks, self._wraps, homes, origins, resident)
         self._runtime.owner = self  # who has the model has the tiers
         self._wraps += 1
         return wrapped

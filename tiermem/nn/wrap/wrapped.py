@@ -15,12 +15,13 @@ from tiermem.core.block import Role
 from tiermem.errors import REFUSALS, CapacityError
 from tiermem.nn.compat.compiler import hide_from_compiler
 from tiermem.nn.compat.outside import OUTSIDE
-from tiermem.nn.compat.writes import may_write_uncounted
+from tiermem.nn.compat.writes import may_write_uncounted, only_unmerges
 from tiermem.nn.groups.blocks import BlockPlan, Inventory
 from tiermem.nn.groups.group import Entry, Group, Member
 from tiermem.nn.groups.inspect import Found, can_move, find, link_shared, owners
 from tiermem.nn.groups.names import HeldDict, TieredDict
 from tiermem.nn.groups.partition import Predicate, checked_homes
+from tiermem.nn.groups.resident import Resident, is_resident
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.transformed import follow_transforms
 from tiermem.nn.wrap import around
@@ -73,6 +74,7 @@ class WrappedModel:
         number: int,
         homes: Mapping[str, Home] | None = None,
         origins: Origins | None = None,
+        resident: Resident = "auto",
     ) -> None:
         """Plans the blocks, checks the budgets, and only then moves the tensors in.
 
@@ -83,6 +85,7 @@ class WrappedModel:
             number: Tells the models of one manager apart.
             homes: Homes of modules' weights in place of the policy's, by qualified name.
             origins: Values that are not in the model's tensors; by default all are.
+            resident: Which parameters stay in HBM; see :meth:`tiermem.TierManager.wrap`.
 
         Raises:
             CapacityError: If a budget cannot hold it; the model is as it was.
@@ -109,7 +112,7 @@ class WrappedModel:
         link_shared(params)
         buffers = [f for f in find(model, "_buffers") if can_move(f)]
         own = checked_homes(homes, self._modules)
-        inventory = Inventory(model, blocks, params, buffers, own)
+        inventory = Inventory(model, blocks, params, buffers, own, resident)
         self.before: Originals | None = None  # what it was, until it is wrapped
         runtime.wrapping = self
         hide_from_compiler()
@@ -158,8 +161,10 @@ class WrappedModel:
             for (_, role, _), members, own in zip(wanted, members_of, homes, strict=True)
         ]
         blocks = self.manager.add_blocks(wanted, home=homes, stored=stored)
-        for block, members, in_files in zip(blocks, members_of, stored, strict=True):
+        roots = [*plan.params, *plan.buffers]
+        for root, block, members, in_files in zip(roots, blocks, members_of, stored, strict=True):
             group = Group(self.manager, block, writes_hidden=block.role is Role.BUFFER)
+            group.resident = is_resident(root)
             self._fill_group(group, members, known.params)
             self.groups.append(group)
             if in_files is None:
@@ -169,7 +174,7 @@ class WrappedModel:
         self._find_groups(known.params, large)
 
     def _block_name(self, root: str) -> str:
-        return f"{self.name}.{root}" if root else self.name
+        return f"{self.name}.{root.lstrip('.')}" if root else self.name
 
     def _place_small(self, plan: BlockPlan) -> Group | None:
         """Gives the small buffers their place in HBM, where they stay."""
@@ -228,8 +233,9 @@ class WrappedModel:
                 self.scopes[name] = Scope(name, self.number, groups, self, inside, begins=begins)
         for name, module in self._modules.items():
             if may_write_uncounted(module):
+                only = only_unmerges(module)
                 for group in needed.get(self._territory[name], {}).values():
-                    group.suspect = True
+                    group.suspect_writes(module if only else None)
 
     def _check_hbm(self) -> None:
         """Refuses a device budget in which the model could not run.
