@@ -246,7 +246,7 @@ def _print_codec(
         mib = f"{packing.nbytes / 2**20:.0f}"
         table.add_row(packing.what, mib, f"{packing.ratio:.2f}", *rates)
     console.print(table)
-    pays = Table(title="Where it pays, with all threads")
+    pays = Table(title="Where it pays, with the threads that do best")
     pays.add_column("what", no_wrap=True)
     for column in ("link", "GB/s", "needed", "below", "speed", "beside"):
         pays.add_column(column, justify="left" if column == "link" else "right")

@@ -84,7 +84,7 @@ class BreakEven:
         what: The kind of numbers.
         way: Which link: ``"read"``, ``"write"`` or ``"link"``.
         link: Its speed, in bytes per second.
-        codec: Speed of the codec with all threads.
+        codec: Speed of the codec with the number of threads that does best.
         needed: Speed that the codec would need; ``None`` if no speed were enough.
         pays_below: Speed of a link below which this codec pays.
         gain: Speed of first one, then the other, by that without packing.
@@ -117,17 +117,17 @@ def break_even(what: str, way: str, link: float, codec: float, ratio: float) -> 
 
 
 def break_evens(packing: Packing, link_speeds: Mapping[str, float]) -> list[BreakEven]:
-    """Returns it for disks and the host link, with as many threads as were tried.
+    """Returns it for disks and the host link, with the number of threads that does best.
 
     Args:
         packing: What was measured.
         link_speeds: Bytes per second of ``"read"`` and ``"write"`` (disks) and ``"link"`` (the
             host link, behind which the device would have to unpack as fast).
     """
-    most = max(threads for _, threads in packing.speeds)
     found = []
     for way, direction in _DIRECTIONS.items():
-        codec = packing.speeds[direction, most].bytes_per_s
+        speeds = [speed for (what, _), speed in packing.speeds.items() if what == direction]
+        codec = max(speed.bytes_per_s for speed in speeds)
         found.append(break_even(packing.what, way, link_speeds[way], codec, packing.ratio))
     return found
 

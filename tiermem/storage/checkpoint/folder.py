@@ -149,7 +149,11 @@ class CheckpointFiles:
         Raises:
             StorageError: If it was replaced, written or cut meanwhile.
         """
-        before, now = self.identities[index], FileIdentity.of(fd)
+        path = str(self.paths[index])
+        try:
+            before, now = self.identities[index], FileIdentity.of(fd)
+        except OSError as error:  # a network file system forgets what was replaced
+            raise StorageError("the file is gone", path=path, errno=error.errno) from error
         if now == before:
             return
         same = (now.device, now.inode) == (before.device, before.inode)
@@ -162,7 +166,7 @@ class CheckpointFiles:
         raise StorageError(
             f"the checkpoint changed after its header was read: {what}; load it again, and do "
             "not write to files that are in use",
-            path=str(self.paths[index]),
+            path=path,
         )
 
     def read_tensor(self, name: str) -> torch.Tensor:
