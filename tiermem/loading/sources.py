@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem.errors import CheckpointError
+from tiermem.errors import CheckpointError, ConfigError
 from tiermem.loading.traced import NotTracedError, Run, StoredView
 from tiermem.storage.checkpoint.folder import CheckpointFiles
 
@@ -107,13 +107,19 @@ def _by_transformers(
     As ``convert_and_load_state_dict_in_model`` of ``transformers.core_model_loading`` does, with
     tensors that have not been read.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+    except ImportError as error:
+        raise ConfigError(
+            "models of transformers are loaded by the rules of its release 5, and an older one is "
+            "installed; upgrade it, or give names="
+        ) from error
 
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
