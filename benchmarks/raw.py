@@ -40,7 +40,7 @@ def raw_copy(
     manager = tier._manager
     sources = []
     left = nbytes_of_blocks(tier, names) if nbytes is None else nbytes
-    for record in records_of(tier, names):
+    for record in [r for r in records_of(tier, names) if r.home is tiermem.Tier.DRAM]:
         source = manager.homes.arena.bytes_of(record.home_extent)[:left]
         if source.numel():
             sources.append(source)
@@ -69,7 +69,7 @@ class RawRead:
         self._chunk = chunk
         self._arena = HostArena(tiermem.Tier.DRAM, chunk * _DEPTH)
         self._arena.bytes_of(Extent(0, chunk * _DEPTH)).fill_(1)
-        records = records_of(tier, names)
+        records = [r for r in records_of(tier, names) if r.home is tiermem.Tier.NVME]
         self._pieces = [piece for r in records for piece in files.pieces(r.home_extent)]
         self._engine = choose_engine()[0]()
         self._engine.open(files.fds, [(self._arena.address, chunk * _DEPTH)])
