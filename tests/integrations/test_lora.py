@@ -213,12 +213,12 @@ def _check_files(
     mine, theirs = again.state_dict(), resident.state_dict()
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
-    resident.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    resident.save_pretrained(tmp_path / "theirs")  # weights of adapted embeddings, too
     saved = [
         load_file(tmp_path / which / "adapter_model.safetensors") for which in ("ours", "theirs")
     ]
-    assert saved[0].keys() == saved[1].keys()
-    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[1])
+    assert saved[0].keys() == {name for name in saved[1] if "base_layer.weight" not in name}
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
     plain = built(make, dtype)
     state = torch.get_rng_state()
     tiermem.load_adapters(plain, tmp_path / "theirs")
