@@ -719,8 +719,45 @@ _MEASURING = (
     ),
 )
 
+CHECKPOINTS = ("tests/unit/test_checkpoint_header.py", "tests/unit/test_checkpoint_folder.py")
+_HEADER = "tiermem/storage/checkpoint/header.py"
+_FOLDER = "tiermem/storage/checkpoint/folder.py"
+_FILES_READ = (
+    (
+        "a header may have holes between tensors",
+        _HEADER,
+        "        if stored.offset != at:",
+        "        if stored.offset < at:",
+    ),
+    (
+        "a header's key may come twice",
+        _HEADER,
+        "    if len(found) != len(pairs):",
+        "    if False:",
+    ),
+    (
+        "minus zero is a whole number in a header",
+        _HEADER,
+        ' and text != "-0"',
+        "",
+    ),
+    (
+        "an index may lead out of its folder",
+        _FOLDER,
+        ' or ".." in named.parts',
+        "",
+    ),
+    (
+        "a checkpoint that was replaced is read on",
+        _FOLDER,
+        "            self.check_unchanged(fd, stored.file)\n",
+        "",
+    ),
+)
+
 MUTATIONS = (
     *_ELSEWHERE,
+    *(Mutation(name, file, old, new, CHECKPOINTS) for name, file, old, new in _FILES_READ),
     *(Mutation(name, file, old, new, PACE) for name, file, old, new in _MEASURING),
     *(Mutation(name, file, old, new, LOOKUPS) for name, file, old, new in _LOOKS),
     *(

@@ -22,6 +22,7 @@ from tiermem.errors import (
     TierError,
     WrapError,
 )
+from tiermem.loading.load import load_checkpoint
 from tiermem.lora.adapters import add_adapters
 from tiermem.lora.config import Lora
 from tiermem.lora.files import load_adapters, save_adapters
@@ -66,5 +67,6 @@ __all__ = [
     "budgets_for",
     "chunked_cross_entropy",
     "load_adapters",
+    "load_checkpoint",
     "save_adapters",
 ]

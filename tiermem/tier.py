@@ -23,6 +23,7 @@ from tiermem.nn.groups.resident import Resident
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.wrap.giveback import Leaving, finish, give_back, prepare, say_beside
 from tiermem.nn.wrap.materialize import Target, materialize
+from tiermem.nn.wrap.origins import Origins
 from tiermem.nn.wrap.repair import repair
 from tiermem.nn.wrap.wrapped import Blocks, WrappedModel
 from tiermem.optim.rules.groups import Params
@@ -150,13 +151,25 @@ class TierManager:
             WrapError: If it cannot be wrapped, with what to do instead.
             CapacityError: If a budget cannot hold it. Whatever is raised, the model is as it was.
         """
+        self._wrap_model(model, blocks, homes, resident=resident)
+        return model
+
+    def _wrap_model(
+        self,
+        model: nn.Module,
+        blocks: Blocks,
+        homes: Mapping[str, Home] | None = None,
+        origins: Origins | None = None,
+        resident: Resident = "auto",
+    ) -> WrappedModel:
+        """Wraps a model whose values may come from elsewhere; see :meth:`wrap`."""
         self._manager.guard()
         check_module(model, id(self._manager))
         self._runtime.activations.check()
-        WrappedModel(model, self._runtime, blocks, self._wraps, homes, resident)
+        wrapped = WrappedModel(model, self._runtime, blocks, self._wraps, homes, origins, resident)
         self._runtime.owner = self  # who has the model has the tiers
         self._wraps += 1
-        return model
+        return wrapped
 
     @entrance
     def unwrap(self, model: ModuleT, device: str | torch.device | None = None) -> ModuleT:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -29,7 +30,7 @@ from tiermem.runtime.loans.host_loans import HostLoans
 from tiermem.runtime.loans.zero_copy import ZeroCopy
 from tiermem.runtime.lookahead.prefetcher import Prefetcher
 from tiermem.runtime.lookahead.replay import Replay
-from tiermem.runtime.memory.homes import HomeRequest, Homes
+from tiermem.runtime.memory.homes import HomeRequest, Homes, StoredBlock, ranges_of
 from tiermem.runtime.memory.hostheap import HostHeap
 from tiermem.runtime.memory.opening import open_hbm, open_homes, open_mover
 from tiermem.runtime.memory.slots import Holder, Slot, SlotCache
@@ -68,6 +69,7 @@ class BlockManager:
             CapacityError: If memory or disk space is not there.
         """
         self.settings = settings
+        self._engine = engine
         self.device = torch.device(settings.device)
         cuda = self.device.type == "cuda"
         self.lock = threading.RLock()
@@ -134,15 +136,19 @@ class BlockManager:
         wanted: Sequence[tuple[str, Role, Sequence[TensorShape]]],
         *,
         home: str | Sequence[str | None] | None = None,
+        stored: Sequence[StoredBlock | None] = (),
     ) -> list[Block]:
         """Packs and enters blocks, with home space for all of them or an error for all.
 
         Args:
             wanted: Name, role and tensors of each block.
             home: Overrides the policy's home: of all, or of each (None for the policy's).
+            stored: Of each block, where files of :meth:`attach_files` have its tensors (one
+                sequence of ranges for each); None for a block that gets an ordinary home. By
+                default that is all of them.
 
         Returns:
-            The blocks, in order; they hold no data yet.
+            The blocks, in order; those that are not ``stored`` hold no data yet.
 
         Raises:
             CapacityError: Naming the block and the least budget that would do.
@@ -152,16 +158,18 @@ class BlockManager:
             self.guard()
             blocks, requests = [], []
             homes = [home] * len(wanted) if home is None or isinstance(home, str) else home
-            for (name, role, shapes), own in zip(wanted, homes, strict=True):
+            files = stored or [None] * len(wanted)
+            for (name, role, shapes), own, in_files in zip(wanted, homes, files, strict=True):
                 specs, nbytes = pack(shapes)
                 blocks.append(Block(self._next_id, name, role, nbytes, specs))
                 self._next_id += 1
                 where = own or self.settings.policy.home(role)
-                requests.append(HomeRequest(name, nbytes, where))  # type: ignore[arg-type]
+                ranges = None if in_files is None else ranges_of(specs, in_files)
+                requests.append(HomeRequest(name, nbytes, where, ranges))  # type: ignore[arg-type]
             places = self.homes.reserve(requests)
             try:
-                for block, (tier, extent) in zip(blocks, places, strict=True):
-                    self.table.add(block, tier, extent)
+                for block, request, (tier, extent) in zip(blocks, requests, places, strict=True):
+                    self.table.add(block, tier, extent, defined=request.stored is not None)
                 self._fix([b for b in blocks if self.table[b.id].home is Tier.HBM])
                 later = (block.nbytes for block in blocks if block.role in _IN_BACKWARD)
                 self.space.largest_later = max(self.space.largest_later, *later, 0)
@@ -174,6 +182,72 @@ class BlockManager:
                         self.homes.release(tier, extent)  # no block of the table had it yet
                 raise
             return blocks
+
+    def attach_files(
+        self, paths: Sequence[Path], check: Callable[[int, int], None] | None = None
+    ) -> int:
+        """Opens checkpoint files, in which blocks may have their homes from now on.
+
+        Args:
+            paths: The files; they are only read.
+            check: Called with the descriptor of each file and its index in ``paths``; raises if
+                that is not the file it should be.
+
+        Returns:
+            The number of the first of them; the others follow.
+
+        Raises:
+            CapacityError: If DRAM has no room for the chunks that reads pass through.
+            StorageError: If a file cannot be opened.
+        """
+        self.guard()
+        with self.lock:
+            self.guard()
+            first = self.homes.open_sources().add(paths, check)
+            self.flush()
+            self.traffic.ahead.cancel()
+            before = self.mover
+            open_mover(self.homes, self.copy, self.device, self._engine, self._take_mover)
+            if before is not None:
+                before.close()
+            self.prefetcher.files_opened()
+            return first
+
+    def make_writable(self, blocks: Sequence[Block]) -> None:
+        """Gives blocks at home in checkpoint files homes that may be written, or none of them.
+
+        Others are passed over. Policy ``"auto"`` is taken for ``"nvme"`` where there is no swap
+        file.
+
+        Raises:
+            CapacityError: If a tier cannot hold them.
+            StorageError: If one cannot be read; it and those behind it stay as they were.
+        """
+        self.guard()
+        with self.lock:
+            self.guard()
+            records = [self.table[block.id] for block in blocks]
+            records = [r for r in records if self.homes.read_only(r.home_extent)]
+            requests = [self._writable(record) for record in records]
+            places = self.homes.reserve(requests)
+            try:
+                for record, (tier, extent) in zip(records, places, strict=True):
+                    self.uses.take(record.block)
+                    try:
+                        self.traffic.rehome(record, tier, extent)
+                    finally:
+                        self.table.release(record.block.id)
+            except REFUSALS:  # any other may have come anywhere: a repair frees what nobody has
+                for record, (tier, extent) in zip(records, places, strict=True):
+                    if extent is not None and record.home_extent != extent:
+                        self.homes.release(tier, extent)
+                raise
+
+    def _writable(self, record: Record) -> HomeRequest:
+        home = self.settings.policy.home(record.block.role)
+        if home == "nvme" and self.homes.swap is None:
+            home = "auto"
+        return HomeRequest(record.block.name, record.block.nbytes, home)
 
     def remove_blocks(self, blocks: Sequence[Block]) -> None:
         """Takes blocks out and gives their space back; what they hold is lost.
@@ -387,13 +461,14 @@ class BlockManager:
         with self.lock:
             homes, settings = self.homes, self.settings
             on_disk = homes.swap.capacity if homes.swap is not None else 0
+            files = homes.swap or homes.sources
             return stats_of(
                 self.counters,
                 used=(self.table.hbm.used, homes.dram.used, homes.nvme_used),
                 budget=(settings.hbm, settings.dram, settings.nvme_bytes or on_disk),
                 peak=(self.table.hbm.peak, homes.dram.peak, homes.nvme_peak),
                 io=self._io(),
-                direct=homes.swap is not None and homes.swap.direct,
+                direct=files is not None and files.direct,
                 efficiency=self.pass_timer.efficiency(),
                 ahead=(self.prefetcher.reads_into, self.traffic.ahead.kept),
                 kept=self.space.division.kept,

@@ -11,7 +11,7 @@ import torch
 from tiermem.config import format_size
 from tiermem.core.block import Block, Extent, Role, Tier
 from tiermem.core.layout import TensorShape, pack
-from tiermem.errors import CapacityError
+from tiermem.errors import CapacityError, StorageError
 from tiermem.nn.compat.shapes import shape_of
 from tiermem.nn.groups.group import Entry
 from tiermem.nn.groups.need import Kept, check_gradients
@@ -254,7 +254,9 @@ def _reserve(
         kept_by.place(block, params)
     try:
         _check_step(runtime, units, runtime.worst_chain if overlap else 0)
-    except CapacityError:
+        stepped = {e.group.block.id: e.group.block for unit in units for e in unit.entries}
+        runtime.manager.make_writable(list(stepped.values()))
+    except (CapacityError, StorageError):
         runtime.manager.remove_blocks(blocks)
         raise
 

@@ -60,7 +60,8 @@ class Prefetcher:
         # on the CPU a copy from DRAM is made by the thread that computes: begun early it
         # hides behind nothing, so only files are worth fetching ahead
         self._dram = parts.device.type == "cuda"
-        self._works = self._depth > 0 and (self._dram or parts.mover is not None)
+        self._works = False
+        self.files_opened()
         self._capacity = parts.table.hbm.capacity
         self._least = min(_AUTO_BYTES, self._capacity // 4)
         self._number = 0
@@ -93,6 +94,10 @@ class Prefetcher:
         if self._parts.mover is None:
             return "none"
         return "dram" if self._dram and self._through_dram else "hbm"
+
+    def files_opened(self) -> None:
+        """Says that blocks may have their homes in files from now on."""
+        self._works = self._depth > 0 and (self._dram or self._parts.mover is not None)
 
     def end_pass(self) -> None:
         """Says that the pass under way has ended, before the next is entered in the planner."""

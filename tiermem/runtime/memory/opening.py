@@ -67,19 +67,20 @@ def make_mover(
     """Opens the file mover.
 
     Args:
-        homes: Where the swap file and the staging chunks are.
+        homes: Where the files and the staging chunks are.
         copy: Makes the copies of chunks to and from a device.
         engine: Makes the I/O engine, or None for the best one here.
 
     Returns:
         The mover, the engine's name and why it was chosen; no mover without an NVMe tier.
     """
-    if homes.swap is None or homes.staging is None:
+    files = homes.files
+    if files is None or homes.staging is None:
         return None, "none", "there is no NVMe tier"
     if engine is None:
         factory, name, reason = choose_engine()
     else:
         factory, name, reason = engine, "given", "it was asked for"
     copier = CudaChunkCopier(copy) if isinstance(copy, CudaCopyEngine) else None
-    mover = FileMover(homes.swap, factory, homes.staging, homes.chunk, copier)
+    mover = FileMover(files, factory, homes.staging, homes.chunk, copier)
     return mover, name, reason

@@ -17,7 +17,7 @@ from tiermem.core.block import Block, Extent, Tier
 from tiermem.core.pace import Waste
 from tiermem.core.residency import Move, Record, ResidencyTable, State
 from tiermem.errors import InvariantError, StorageError
-from tiermem.runtime.memory.homes import Homes
+from tiermem.runtime.memory.homes import HomeRequest, Homes
 from tiermem.runtime.memory.slots import SlotCache
 from tiermem.runtime.metrics.counters import Counters
 from tiermem.runtime.metrics.pass_timer import PassTimer
@@ -211,6 +211,7 @@ class Transfers:
         """Begins to write a dirty block back to its home."""
         block = record.block
         slot = self.slots.current[block.id]
+        self._make_writable(record)
         self.ahead.drop(block.id)
         try:
             move = self.table.begin_drain(block.id)
@@ -236,6 +237,30 @@ class Transfers:
                 self.copy.synchronize()
                 self.table.end_drain(block.id, ok=False)
             raise
+
+    def rehome(self, record: Record, home: Tier, extent: Extent | None) -> None:
+        """Gives a block whose home is in a checkpoint a home that may be written.
+
+        Args:
+            record: The block; it is in HBM, at rest.
+            home: Its new home.
+            extent: Address there, which is the block's from now on.
+        """
+        if extent is None:
+            raise InvariantError(f"block {record.block.name!r} cannot get its home in HBM later")
+        self.ahead.drop(record.block.id)
+        former = self.table.rehome(record.block.id, home, extent)
+        if former is not None:
+            self.homes.release(Tier.NVME, former)
+        self.changes += 1
+        self.quiet = False
+
+    def _make_writable(self, record: Record) -> None:
+        """Does that for a block that somebody has written, wherever there is room."""
+        if self.homes.read_only(record.home_extent):
+            request = HomeRequest(record.block.name, record.block.nbytes, "auto")
+            [(tier, extent)] = self.homes.reserve([request])
+            self.rehome(record, tier, extent)
 
     # -- ending ----------------------------------------------------------
 
