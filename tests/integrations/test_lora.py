@@ -330,6 +330,27 @@ def test_merging_peft_s_adapters_in_the_tiers() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+def test_adapters_on_weights_that_stay_in_their_files(tmp_path: Path) -> None:
+    built(llama, BF16).save_pretrained(tmp_path)
+    auto: Any = transformers.AutoModelForCausalLM
+    config = peft.LoraConfig(r=4, lora_dropout=0.2)
+    base = auto.from_pretrained(tmp_path, dtype=BF16)
+    torch.manual_seed(1)
+    resident = peft.get_peft_model(base, config)
+    expected = run(resident, torch.optim.AdamW(trained(resident), lr=1e-2))
+    with tiermem.TierManager(device="cpu", hbm="400KiB", dram="1MiB") as tier:
+        torch.manual_seed(1)
+        model = tiermem.load_checkpoint(auto, tmp_path, tier=tier, lora=config)
+        optimizer = tier.optimizer(trained(model), torch.optim.AdamW, lr=1e-2)
+        assert_seen(run(model, optimizer), expected)
+        assert moved(tier, "hbm->dram") == moved(tier, "dram->nvme") == 0
+        tiermem.save_adapters(model, tmp_path / "adapters")
+    base = auto.from_pretrained(tmp_path, dtype=BF16)
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
+    theirs = resident.state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in again.state_dict().items())
+
+
 # -- what cannot be had ----------------------------------------------------
 
 
