@@ -42,6 +42,7 @@ from tiermem.runtime.placement.no_room import too_much_for_good
 from tiermem.runtime.repair import repair_blocks
 from tiermem.runtime.transfers.block_io import BlockIo
 from tiermem.runtime.transfers.deferred import DeferredWork
+from tiermem.runtime.transfers.transfer_log import TransferLog
 from tiermem.runtime.transfers.transfers import Transfers
 from tiermem.transfer.copy import CopyEngine, CudaCopyEngine, HostCopyEngine
 from tiermem.transfer.file.mover import FileMover
@@ -101,9 +102,7 @@ class BlockManager:
                 self.slots,
                 self.homes,
                 self.copy,
-                self.counters,
-                self.timeline,
-                self.pass_timer,
+                TransferLog(self.counters, self.timeline, self.pass_timer),
                 poison=poison,
             )
             self.space = Evictor(
@@ -164,7 +163,7 @@ class BlockManager:
                     self.table.add(block, tier, extent)
                 self._fix([b for b in blocks if self.table[b.id].home is Tier.HBM])
                 later = (block.nbytes for block in blocks if block.role in _IN_BACKWARD)
-                self.space.largest_later = max(self.space.largest_later, *later, 0)
+                self.space.expect(max(later, default=0))
             except BaseException as error:
                 if not isinstance(error, REFUSALS):
                     self.repair_blocks()  # it may have come anywhere
@@ -206,7 +205,7 @@ class BlockManager:
             self.planner.forget({block.id for block in present})
             gone = [block.id for block in present]
             self.traffic.waste.forget(gone)
-            self.traffic.gone.difference_update(gone)
+            self.traffic.departures.forget(gone)
 
     def record(self, block: Block) -> Record:
         """Returns the table's row of a block."""
@@ -231,7 +230,7 @@ class BlockManager:
         """
         self.guard()  # before the lock as well: a forked child may find it taken for ever
         with self.lock:
-            return self.uses.take(block)
+            return self.uses.acquire(block)
 
     def acquire_all(self, blocks: Sequence[Block]) -> list[Slot]:
         """Acquires several blocks that are used together, or none.
@@ -241,7 +240,7 @@ class BlockManager:
         """
         self.guard()
         with self.lock:
-            unseen = self.space.unseen
+            unseen = self.space.rules.unseen
             taken: list[Block] = []
             try:
                 for block in blocks:
@@ -338,7 +337,7 @@ class BlockManager:
             self.pass_timer.begin(key)
             self.prefetcher.end_pass()
             self.planner.begin(key, guess)
-            self.space.settle(self.planner.schedule)
+            self.space.rearrange(self.planner.schedule)
             if not self.replay.begin(*self.prefetcher.plan()):
                 self.prefetcher.run()
 
@@ -369,14 +368,14 @@ class BlockManager:
         Returns:
             Whether the fetch has begun.
         """
-        if record.home is Tier.NVME and not self.prefetcher.staged(record, position):
+        if record.home is Tier.NVME and not self.prefetcher.disk.staged(record, position):
             return False  # on its way into DRAM: it takes no room here until it is there
-        extent = self.space.place(record.block, position)
-        if extent is None:
+        room = self.space.place(record.block, position)
+        if room is None:
             return False
-        self.traffic.fill(record, extent)
-        self.replay.note(record, extent, position)
-        self.space.moved.add(record.block.id)
+        self.traffic.fill(record, room.extent)
+        self.replay.note(record, room, position)
+        self.space.order.note_use(record.block.id)
         self.counters.prefetches += 1
         return True
 
@@ -395,7 +394,7 @@ class BlockManager:
                 io=self._io(),
                 direct=homes.swap is not None and homes.swap.direct,
                 efficiency=self.pass_timer.efficiency(),
-                ahead=(self.prefetcher.reads_into, self.traffic.ahead.kept),
+                ahead=(self.prefetcher.disk.reads_into, self.traffic.ahead.kept),
                 kept=self.space.division.kept,
             )
 
@@ -415,8 +414,8 @@ class BlockManager:
             return
         with self.lock:
             self._closed = True
-            if hasattr(self, "traffic"):
-                self.traffic.quiet = False
+            if hasattr(self, "replay"):
+                self.replay.interrupt()
             self._give_back()
             self._given_back = True
 
@@ -427,7 +426,7 @@ class BlockManager:
         """
         with self.lock, ExitStack() as steps:  # runs them last first
             self._closed = True
-            self.traffic.quiet = False
+            self.replay.interrupt()
             steps.callback(self.homes.arena.unlock)
             steps.callback(self.copy.synchronize)
             if self.mover is not None:
@@ -475,7 +474,7 @@ class BlockManager:
         """Sees to it that a forked child is refused, waits for nobody and keeps no file open."""
         # another thread of the parent may have had the lock, and will never give it back here
         self.lock = threading.RLock()
-        self.traffic.quiet = False
+        self.replay.interrupt()
         if self._given_back:
             return
         if self.mover is not None:
@@ -512,7 +511,7 @@ class BlockManager:
         The next call from outside has :mod:`tiermem.runtime.repair` put it right.
         """
         self.torn = self.unsure = True
-        self.traffic.quiet = False  # so that the short way of a use is not taken
+        self.replay.interrupt()  # so that the next use asks whether anything is torn
 
     def repair_blocks(self) -> None:
         """Makes table, slots and transfers agree; see :mod:`tiermem.runtime.repair`."""

@@ -268,7 +268,7 @@ class Group(Holder):
         if self.holds and self.manager.deferred.owed:  # of a step that could not be taken back
             self.manager.deferred.pay(self.block.id)
         if self.holds == 0:
-            slot = self._uses.take(self.block)
+            slot = self._uses.acquire(self.block)
             _change(self._shown)  # ordinary ones, since their block is held
             if slot is not self._slot:
                 self._point(slot, plain=self._plain)

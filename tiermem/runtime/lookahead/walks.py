@@ -1,0 +1,278 @@
+"""How a schedule is walked ahead of the compute: use by use, round a ring, or lane by lane."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from tiermem.core.lanes import Lanes, LaneWalk
+from tiermem.core.residency import Record, State
+from tiermem.core.schedule import Schedule
+from tiermem.runtime.lookahead.fetcher import Fetcher
+from tiermem.runtime.lookahead.plan_maker import StreamPlan
+from tiermem.runtime.parts import Parts
+
+_AUTO_BLOCKS = 2
+_MOST_BLOCKS = 64
+_BURST = 4  # fetches at one use: what comes first is also wanted by compute, which waits meanwhile
+_FIRST = 4
+"""Uses of a pass at which a ring fetches nothing: as a model begins the device often has nothing to
+do (values were read back), and what the host does before it launches kernels is lost."""
+_MANY = 64  # uses of a schedule of which that is a small part
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far ahead a user wants fetches to be.
+
+    Attributes:
+        blocks: Blocks ahead of the one in use; None for as far as the measured times ask.
+        least: Bytes ahead where nothing has been measured.
+    """
+
+    blocks: int | None
+    least: int
+
+
+class Walk(Protocol):
+    """Goes over one schedule, with one plan, and begins the fetches that are due.
+
+    Attributes:
+        position: The first use that has not been looked at.
+    """
+
+    position: int
+
+    def restart(self, cursor: int) -> None:
+        """Looks at every use again from a cursor on."""
+        ...
+
+    def catch_up(self, cursor: int) -> bool:
+        """Says that the compute has come to a cursor, and goes back to what has left HBM since.
+
+        Returns:
+            Whether everything from the cursor on is looked at again.
+        """
+        ...
+
+    def go_on(self, end: int) -> int:
+        """Begins fetches, the soonest first, up to the use at ``end``; returns how many."""
+        ...
+
+
+def make_walk(
+    parts: Parts, fetcher: Fetcher, schedule: Schedule, outlook: StreamPlan, reach: Reach
+) -> Walk:
+    """Returns the walk that a plan asks for.
+
+    Args:
+        parts: Of the manager.
+        fetcher: Begins the fetches.
+        schedule: What is walked.
+        outlook: What was decided for it.
+        reach: How far ahead the user wants fetches to be.
+    """
+    if outlook.lanes is not None:
+        return LanesWalk(parts, fetcher, schedule, outlook.lanes)
+    kind = RingWalk if outlook.turn else SequenceWalk
+    return kind(parts, fetcher, schedule, outlook, reach)
+
+
+class SequenceWalk:
+    """Looks at one use after the other, as far ahead as transfers need.
+
+    Each place of the schedule is looked at once as long as nothing leaves HBM, so that a use
+    costs the same however much is resident.
+
+    Attributes:
+        position: The first use that has not been looked at.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        fetcher: Fetcher,
+        schedule: Schedule,
+        outlook: StreamPlan,
+        reach: Reach,
+    ) -> None:
+        """Begins at the begin; see :func:`make_walk`."""
+        self.position = 0
+        self._parts = parts
+        self._fetcher = fetcher
+        self._schedule = schedule
+        self._outlook = outlook
+        self._reach = reach
+        self._departures = parts.traffic.departures
+        self._seen = -1  # departures that this walk knows of
+        self._cursor = 0
+        # what is ahead of the cursor and takes room: position and bytes of each, and all of them
+        self._ahead: deque[tuple[int, int]] = deque()
+        self._nbytes = 0
+        self._lacking = True
+        self._complete = -1  # departures by the time at which every block was there to stay
+
+    def restart(self, cursor: int) -> None:
+        """Looks at every use again from a cursor on."""
+        self._seen = self._departures.count
+        self._departures.skip()
+        self.position = cursor
+        self._ahead.clear()
+        self._nbytes = 0
+        self._lacking = cursor > 0
+        if self._complete == self._seen:
+            self.position = len(self._schedule.order)
+
+    def catch_up(self, cursor: int) -> bool:
+        """Says that the compute has come to a cursor; see :class:`Walk`."""
+        again = cursor < self._cursor or self._is_behind(cursor)
+        if again:
+            self.restart(cursor)
+        self._cursor = cursor
+        ahead = self._ahead
+        while ahead and ahead[0][0] < cursor:
+            self._nbytes -= ahead.popleft()[1]
+        if self.position < cursor:
+            self.position = cursor
+        return again
+
+    def go_on(self, end: int) -> int:
+        """Begins fetches, the soonest first; see :class:`Walk`."""
+        get, residents = self._parts.table.get, self._parts.space.residents
+        order, fetcher = self._schedule.order, self._fetcher
+        begun = 0
+        while self.position < end and self._wants_more():
+            record = get(order[self.position])
+            if record is not None:
+                if record.in_hbm is State.ABSENT:
+                    if fetcher.on_loan(record):
+                        return begun  # once back, its copy would wait for those of what follows
+                    if fetcher.is_due(record, self._schedule, self.position):
+                        if begun == _BURST or not self._fetch(record):
+                            return begun
+                        begun += 1
+                if not (record.usable and record.block.id in residents):
+                    self._ahead.append((self.position, record.block.nbytes))
+                    self._nbytes += record.block.nbytes
+                    self._lacking = True
+            self.position += 1
+        if not self._lacking and self.position == len(order):
+            # every block is here and stays: no need to look again until one leaves
+            self._complete = self._seen
+        return begun
+
+    def _fetch(self, record: Record) -> bool:
+        if not self._fetcher.begin(record, self._schedule, self.position, self._cursor):
+            return False
+        self._seen = self._departures.count
+        self._departures.skip()  # what left for it comes after it
+        return True
+
+    def _is_behind(self, cursor: int) -> bool:
+        """Whether something has left HBM, so that all has to be looked at again."""
+        return self._seen != self._departures.count
+
+    def _wants_more(self) -> bool:
+        """Whether more is to be ahead of the compute than is."""
+        blocks, reach = len(self._ahead), self._reach
+        if reach.blocks is not None:
+            return blocks < reach.blocks
+        timetable = self._outlook.timetable
+        if timetable.knows(self.position):
+            if blocks and self._nbytes >= self._outlook.ahead:
+                return False
+            return blocks < _AUTO_BLOCKS or timetable.due(self.position, self._cursor)
+        return blocks < _AUTO_BLOCKS or (self._nbytes < reach.least and blocks < _MOST_BLOCKS)
+
+
+class RingWalk(SequenceWalk):
+    """Fetches as far ahead as there is room, where HBM is handed out in a ring.
+
+    Nothing comes to stay there, so when a block leaves all but its own next use is as it was.
+    """
+
+    def go_on(self, end: int) -> int:
+        """Begins fetches, the soonest first; see :class:`Walk`."""
+        if self._cursor <= _FIRST and len(self._schedule.order) >= _MANY:
+            return 0
+        return super().go_on(end)
+
+    def _is_behind(self, cursor: int) -> bool:
+        if self._parts.mover is not None:
+            return super()._is_behind(cursor)
+        if self._departures:
+            self._step_back(cursor)
+        return False
+
+    def _step_back(self, cursor: int) -> None:
+        """Goes back to the first use of what has left HBM, or is at home again, since."""
+        first = self.position
+        for block_id in self._departures.read():
+            first = min(first, self._schedule.next_use(block_id, cursor))
+        if first < self.position:
+            self.position, ahead = first, self._ahead
+            while ahead and ahead[-1][0] >= first:
+                self._nbytes -= ahead.pop()[1]
+
+    def _wants_more(self) -> bool:
+        if self._reach.blocks is not None:
+            return super()._wants_more()
+        return not self._ahead or self._nbytes < self._outlook.ahead
+
+
+class LanesWalk:
+    """Fetches whatever there is a slot for, the soonest first, each size by slots of its own.
+
+    The link never catches up with the compute, so everything is due.
+
+    Attributes:
+        position: Where the compute is.
+    """
+
+    def __init__(self, parts: Parts, fetcher: Fetcher, schedule: Schedule, lanes: Lanes) -> None:
+        """Begins at the begin; see :func:`make_walk`."""
+        self.position = 0
+        self._get = parts.table.get
+        self._fetcher = fetcher
+        self._schedule = schedule
+        self._departures = parts.traffic.departures
+        self._seen = -1
+        self._lanes = LaneWalk(lanes)
+
+    def restart(self, cursor: int) -> None:
+        """Looks at every use again from a cursor on."""
+        self._seen = self._departures.count
+        self._departures.skip()
+        self.position = cursor
+        self._lanes.restart(cursor)
+
+    def catch_up(self, cursor: int) -> bool:
+        """Says that the compute has come to a cursor; see :class:`Walk`."""
+        again = cursor < self.position or self._seen != self._departures.count
+        if again:
+            self.restart(cursor)
+        self.position = cursor
+        return again
+
+    def go_on(self, end: int) -> int:
+        """Begins fetches, the soonest first; see :class:`Walk`."""
+        lanes, fetcher, cursor = self._lanes, self._fetcher, self.position
+        lanes.move_on(cursor)
+        begun = 0
+        while (found := lanes.soonest()) is not None:
+            lane, position = found
+            record = self._get(self._schedule.order[position])
+            if record is not None and record.in_hbm is State.ABSENT and position >= cursor:
+                if fetcher.on_loan(record):
+                    return begun
+                if fetcher.is_due(record, self._schedule, position):
+                    if begun == _BURST or not fetcher.begin(
+                        record, self._schedule, position, cursor
+                    ):
+                        return begun
+                    begun += 1
+                    self._seen = self._departures.count
+                    self._departures.skip()
+            lanes.take(lane, position)
+        return begun
