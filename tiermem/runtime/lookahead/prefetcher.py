@@ -122,7 +122,9 @@ class Prefetcher:
         found = self._outlooks.pop(schedule, None)
         if found is None or found[0].made_of != made_of:
             outlook = self._maker.make(schedule, made_of, self._held, beside=self.fetcher.beside)
-            found = outlook, make_walk(self._parts, self.fetcher, schedule, outlook, self._reach)
+            walk = make_walk(self._parts, self.fetcher, schedule, outlook, self._reach)
+            walk.complete = -1 if found is None else found[1].complete
+            found = outlook, walk
         self._outlooks[schedule] = found
         if len(self._outlooks) > _MOST_PLANS:
             del self._outlooks[next(iter(self._outlooks))]

@@ -244,8 +244,17 @@ class Replay:
         if step.block in self._waste.pending:
             self._waste.used(step.block)
         for swap in step.swaps:
-            if not self._swap(swap, run):
+            leaves, comes = swap.leaves, swap.comes
+            extent = leaves.extent
+            as_was = extent is not None and extent.nbytes == swap.nbytes
+            if not (as_was and self._may_leave(leaves, _AHEAD)):
                 return self._stop()
+            if self._current[leaves.block.id].pointed:
+                self._space.rules.unpoint(leaves)
+            if not self._traffic.exchange(leaves, comes):
+                return self._stop()
+            run.departures += 1
+            self._waste.fetched(comes.block.id, run.number + swap.passes, swap.key)
         return True
 
     def note(self, record: Record, room: Room, position: int) -> None:
@@ -290,24 +299,6 @@ class Replay:
         if timer.sampling:
             self._prefetcher.look_back(planner.last)
         return run.steps[cursor]
-
-    def _swap(self, swap: Swap, run: _Run) -> bool:
-        """Brings one block into the place of another, if that is still as it was."""
-        leaves, comes = swap.leaves, swap.comes
-        extent = leaves.extent
-        if extent is None or extent.nbytes != swap.nbytes or not self._may_leave(leaves, _AHEAD):
-            return False
-        slot = self._current[leaves.block.id]
-        if slot.pointed and (holder := self._parts.holders.get(leaves.block.id)) is not None:
-            holder.unpoint()
-        if not self._traffic.exchange(leaves, comes):
-            return False
-        run.departures += 1
-        counters = self._parts.counters
-        counters.evictions += 1
-        counters.prefetches += 1
-        self._waste.fetched(comes.block.id, run.number + swap.passes, swap.key)
-        return True
 
     def _stop(self) -> bool:
         """Has the rest of the pass be decided, and passes be watched anew."""

@@ -40,9 +40,12 @@ class Walk(Protocol):
 
     Attributes:
         position: The first use that has not been looked at.
+        complete: Departures from HBM by the time at which every block was there to stay; -1 where
+            they never were. Until another one leaves there is nothing to look at.
     """
 
     position: int
+    complete: int
 
     def restart(self, cursor: int) -> None:
         """Looks at every use again from a cursor on."""
@@ -87,6 +90,7 @@ class SequenceWalk:
 
     Attributes:
         position: The first use that has not been looked at.
+        complete: See :class:`Walk`.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class SequenceWalk:
     ) -> None:
         """Begins at the begin; see :func:`make_walk`."""
         self.position = 0
+        self.complete = -1
         self._parts = parts
         self._fetcher = fetcher
         self._schedule = schedule
@@ -111,7 +116,6 @@ class SequenceWalk:
         self._ahead: deque[tuple[int, int]] = deque()
         self._nbytes = 0
         self._lacking = True
-        self._complete = -1  # departures by the time at which every block was there to stay
 
     def restart(self, cursor: int) -> None:
         """Looks at every use again from a cursor on."""
@@ -121,7 +125,7 @@ class SequenceWalk:
         self._ahead.clear()
         self._nbytes = 0
         self._lacking = cursor > 0
-        if self._complete == self._seen:
+        if self.complete == self._seen:
             self.position = len(self._schedule.order)
 
     def catch_up(self, cursor: int) -> bool:
@@ -159,7 +163,7 @@ class SequenceWalk:
             self.position += 1
         if not self._lacking and self.position == len(order):
             # every block is here and stays: no need to look again until one leaves
-            self._complete = self._seen
+            self.complete = self._seen
         return begun
 
     def _fetch(self, record: Record) -> bool:
@@ -228,11 +232,13 @@ class LanesWalk:
 
     Attributes:
         position: Where the compute is.
+        complete: Never: what streams by lanes does not stay.
     """
 
     def __init__(self, parts: Parts, fetcher: Fetcher, schedule: Schedule, lanes: Lanes) -> None:
         """Begins at the begin; see :func:`make_walk`."""
         self.position = 0
+        self.complete = -1
         self._get = parts.table.get
         self._fetcher = fetcher
         self._schedule = schedule

@@ -147,6 +147,9 @@ class Transfers:
             slot = self.slots.exchange(went, comes.block, extent)
             source = self.homes.bytes_of(comes.home_extent)  # type: ignore[arg-type]
             self._copy_up(comes, slot, source, again)
+            counters = self.log.counters
+            counters.evictions += 1
+            counters.prefetches += 1
             return True
         except BaseException:
             if leaves.extent is None and comes.in_hbm is State.FILLING:
@@ -185,7 +188,7 @@ class Transfers:
         if staged:
             self.ahead.copied(block.id, event)
         self.log.copied("dram->hbm", block, started)
-        self.table.end_fill(block.id, ok=True)
+        self.table.filled(record)
 
     def _reading(
         self, move: Move, parked: FileTransfer | None, urgent: bool
