@@ -174,7 +174,7 @@ _ELSEWHERE = (
     Mutation(
         "weights whose block has left a loop that repeats look at what came there",
         _RUNTIME + "lookahead/replay.py",
-        "                self._space.rules.unpoint(leaves)\n",
+        "                holder.unpoint()\n",
         "                pass\n",
         ("tests/unit/test_replay_loop.py",),
     ),

@@ -70,12 +70,11 @@ class Acquirer:
                 moved_on = self._make_usable(record)
             self._table.lease(block_id)
             self._copy.use(self._ready.get(block_id))
-            if moved_on:
-                if not self._replay.advance(step):
-                    self._space.order.note_use(block_id)
-                    self._prefetcher.run()
-                if self._pass_timer.sampling:
-                    self._pass_timer.started(record, self._ready.get(block_id))
+            if moved_on and not self._replay.advance(step):
+                self._space.order.note_use(block_id)
+                self._prefetcher.run()
+            if step is None and moved_on and self._pass_timer.sampling:
+                self._pass_timer.started(record, self._ready.get(block_id))
             return self._current[block_id]
         except BaseException:
             if record.leases > leases:

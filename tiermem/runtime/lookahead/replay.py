@@ -140,7 +140,6 @@ class Replay:
         self._may_leave = parts.space.rules.may_leave
         self._traffic = parts.traffic
         self._departures = parts.traffic.departures
-        self._pass_timer = parts.pass_timer
         self._deferred = parts.deferred
         self._copy = parts.copy
         self._current = parts.slots.current
@@ -176,14 +175,15 @@ class Replay:
                 del self._tapes[next(iter(self._tapes))]
         if not undisturbed:
             tape.done = tape.steps = None
-        tape.measured += self._pass_timer.sampling
-        check = self._pass_timer.sampling and not tape.measured % _CHECKED
+        timer = self._parts.pass_timer
+        tape.measured += timer.sampling
+        check = timer.sampling and not tape.measured % _CHECKED
         if tape.steps is None or check or self._disk_at_work():
             self._open = _Pass(schedule, tape, self._space.places)
             return False
         self._run = _Run(tape.steps, schedule, number, self._departures.count)
         self._space.order.lose_track()
-        self.swift = not (self._pass_timer.sampling or self._pass_timer.pending)
+        self.swift = not (timer.sampling or timer.pending)
         return self.advance()
 
     def interrupt(self) -> None:
@@ -249,8 +249,12 @@ class Replay:
             as_was = extent is not None and extent.nbytes == swap.nbytes
             if not (as_was and self._may_leave(leaves, _AHEAD)):
                 return self._stop()
-            if self._current[leaves.block.id].pointed:
-                self._space.rules.unpoint(leaves)
+            went = leaves.block.id
+            if (
+                self._current[went].pointed
+                and (holder := self._parts.holders.get(went)) is not None
+            ):
+                holder.unpoint()
             if not self._traffic.exchange(leaves, comes):
                 return self._stop()
             run.departures += 1
@@ -285,7 +289,7 @@ class Replay:
         For uses that :meth:`foreseen` was not asked about: the begin of a pass, one that is
         measured, and whatever is out of the ordinary.
         """
-        planner, timer = self._planner, self._pass_timer
+        planner, timer = self._planner, self._parts.pass_timer
         cursor = run.cursor + 1
         if (
             planner.cursor != cursor
