@@ -46,7 +46,7 @@ class Mutation:
 
 
 _RUNTIME, _CORE = "tiermem/runtime/", "tiermem/core/"
-_RULES = _RUNTIME + "placement/leave_rules.py"
+_RULES = _RUNTIME + "placement/leaving.py"
 _PIECES, _SAVED = "tiermem/transfer/file/pieces.py", "tiermem/nn/passes/saved.py"
 _COPY, _PARTS = "tiermem/transfer/copy.py", "tiermem/optim/units/parted.py"
 
@@ -180,7 +180,7 @@ _ELSEWHERE = (
     ),
     Mutation(
         "a use goes on as foreseen though a block has left",
-        _RUNTIME + "transfers/departures.py",
+        _RUNTIME + "transfers/transfers.py",
         "        self.count += 1\n        self._unread.add(block_id)\n",
         "        self._unread.add(block_id)\n",
         STEADY,
@@ -703,8 +703,8 @@ _MEASURING = (
     (
         "what measuring takes the host counts as a change",
         "tiermem/runtime/metrics/pass_timer.py",
-        "if self._key is not None and not self._slowed:",
-        "if self._key is not None:",
+        "if length.key is not None and not length.slowed:",
+        "if length.key is not None:",
     ),
     (
         "one pass of another length is a change",

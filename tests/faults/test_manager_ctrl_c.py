@@ -21,8 +21,11 @@ WATCHED = (
     "manager.py",
     "transfers/transfers.py",
     "placement/evictor.py",
+    "placement/leaving.py",
     "placement/compaction.py",
     "lookahead/prefetcher.py",
+    "lookahead/walks.py",
+    "lookahead/disk_ahead.py",
     "acquire.py",
     "lookahead/replay.py",
 )

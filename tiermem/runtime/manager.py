@@ -42,8 +42,7 @@ from tiermem.runtime.placement.no_room import too_much_for_good
 from tiermem.runtime.repair import repair_blocks
 from tiermem.runtime.transfers.block_io import BlockIo
 from tiermem.runtime.transfers.deferred import DeferredWork
-from tiermem.runtime.transfers.transfer_log import TransferLog
-from tiermem.runtime.transfers.transfers import Transfers
+from tiermem.runtime.transfers.transfers import TransferLog, Transfers
 from tiermem.transfer.copy import CopyEngine, CudaCopyEngine, HostCopyEngine
 from tiermem.transfer.file.mover import FileMover
 

@@ -22,7 +22,7 @@ from tiermem.core.schedule import Schedule
 from tiermem.runtime.lookahead.prefetcher import Prefetcher
 from tiermem.runtime.parts import Parts
 from tiermem.runtime.placement.evictor import Room
-from tiermem.runtime.placement.leave_rules import Why
+from tiermem.runtime.placement.leaving import Why
 
 _VALID, _DIRTY = State.VALID, State.DIRTY
 _AHEAD = Why.AHEAD

@@ -16,7 +16,7 @@ from tiermem.core.block import Extent, align_up
 from tiermem.core.residency import Record, ResidencyTable
 from tiermem.runtime.memory.slots import Slot, SlotCache
 from tiermem.runtime.metrics.counters import Counters
-from tiermem.runtime.placement.leave_rules import LeaveRules, Why
+from tiermem.runtime.placement.leaving import LeaveRules, Why
 from tiermem.runtime.transfers.transfers import Transfers
 
 _BOUNCE = 4 << 20

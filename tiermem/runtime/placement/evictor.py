@@ -15,8 +15,7 @@ from tiermem.core.schedule import Planner
 from tiermem.runtime.memory.slots import Holder, Slot, SlotCache
 from tiermem.runtime.metrics.counters import Counters
 from tiermem.runtime.placement.compaction import Compactor
-from tiermem.runtime.placement.leave_rules import LeaveRules, Why
-from tiermem.runtime.placement.leaving_order import LeavingOrder
+from tiermem.runtime.placement.leaving import LeaveRules, LeavingOrder, Why
 from tiermem.runtime.placement.no_room import too_small
 from tiermem.runtime.placement.regions import Regions
 from tiermem.runtime.placement.ring import Ring

@@ -13,7 +13,7 @@ from tiermem.core.allocator import Window
 from tiermem.core.block import Extent
 from tiermem.core.residency import ResidencyTable
 from tiermem.core.schedule import Planner, Schedule
-from tiermem.runtime.placement.leave_rules import LeaveRules, Why
+from tiermem.runtime.placement.leaving import LeaveRules, Why
 from tiermem.runtime.placement.regions import Regions
 
 _MOST_STARTS = 32

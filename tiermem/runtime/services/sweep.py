@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tiermem.core.block import Block, Role, Tier
 from tiermem.core.residency import State
-from tiermem.runtime.placement.leave_rules import Why
+from tiermem.runtime.placement.leaving import Why
 
 if TYPE_CHECKING:
     from tiermem.runtime.manager import BlockManager
