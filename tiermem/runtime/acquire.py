@@ -101,7 +101,7 @@ class Acquirer:
         return self._get(block_id) or self._table[block_id]
 
     def _make_usable(self, record: Record) -> bool:
-        """Has a block be in HBM, its bytes there or on their way by a stream.
+        """Brings a block into HBM, its bytes there or on their way by a stream.
 
         Returns:
             Whether the schedule has moved on; not where the same block was used last.

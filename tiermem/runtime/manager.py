@@ -463,7 +463,7 @@ class BlockManager:
             self.arena.show_to_children(None)
 
     def after_fork(self) -> None:
-        """Has children see nothing again."""
+        """Hides HBM from children again."""
         self.arena.show_to_children(())
         if self._forking:
             self._forking = False

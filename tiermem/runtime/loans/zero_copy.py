@@ -38,7 +38,7 @@ class ZeroCopy:
         *,
         again: bool,
     ) -> Found | None:
-        """Has kernels look at a block where it lies.
+        """Lets kernels look at a block where it lies in DRAM.
 
         Args:
             block: The block.

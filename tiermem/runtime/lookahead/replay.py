@@ -187,7 +187,7 @@ class Replay:
         return self.advance()
 
     def interrupt(self) -> None:
-        """Has nothing be repeated any more in this pass; may be called by any thread."""
+        """Ends the replay of the pass under way at its next use; any thread may call it."""
         run = self._run
         if run is not None:
             run.departures = -1
@@ -305,7 +305,7 @@ class Replay:
         return run.steps[cursor]
 
     def _stop(self) -> bool:
-        """Has the rest of the pass be decided, and passes be watched anew."""
+        """Ends the replay: the rest of the pass is decided, and what passes do is written down anew."""
         if self._run is not None:
             self._tapes.pop(self._run.schedule, None)
             self._prefetcher.start_over()

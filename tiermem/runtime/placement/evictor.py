@@ -86,7 +86,7 @@ class Evictor:
         return self.division.residents
 
     def keep(self, residents: frozenset[int], slot: int, lanes: tuple[int, ...] = ()) -> None:
-        """Has blocks stay from now on, and HBM divided for that; see :meth:`Regions.keep`."""
+        """Makes blocks residents from now on, and divides HBM for that; see :meth:`Regions.keep`."""
         if self.division.keep(residents, slot, lanes):
             self._settling.try_again()
 
@@ -384,7 +384,7 @@ class Evictor:
         self._counters.evictions += 1
 
     def forget(self, record: Record, *, gone: bool) -> None:
-        """Has a block's data go, while what still looks at the bytes keeps its view of them.
+        """Forgets a block's data, while what still looks at the bytes keeps its view of them.
 
         Args:
             record: The block, at rest and not leased.

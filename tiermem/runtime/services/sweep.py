@@ -31,7 +31,7 @@ class BlockSweep:
         self.leaves = needed > manager.table.hbm.capacity
 
     def sweeping(self) -> AbstractContextManager[None]:
-        """Has reads and writes share the disk evenly, also where one of them is waited for."""
+        """Makes reads and writes share the disk evenly, also where one of them is waited for."""
         return self._manager.traffic.sharing_disk()
 
     def fetch(self, blocks: Sequence[Block]) -> None:

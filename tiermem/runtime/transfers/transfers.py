@@ -67,7 +67,7 @@ class Departures:
         return unread
 
     def skip(self) -> None:
-        """Has the reader pass over what was added."""
+        """Drops what was added and not read: the reader looks at everything anyway."""
         self._unread.clear()
 
     def forget(self, block_ids: Iterable[int]) -> None:
@@ -401,7 +401,7 @@ class Transfers:
 
     @contextmanager
     def sharing_disk(self) -> Iterator[None]:
-        """Has what is waited for go no sooner than the rest.
+        """Gives what is waited for no precedence over the rest, inside ``with``.
 
         In a sweep that reads and writes every block, whatever goes first holds up what has to be
         made as well.
