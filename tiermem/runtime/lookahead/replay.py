@@ -305,7 +305,7 @@ class Replay:
         return run.steps[cursor]
 
     def _stop(self) -> bool:
-        """Ends the replay: the rest of the pass is decided, and what passes do is written down anew."""
+        """Ends the replay: the rest of the pass is decided, and passes are written down anew."""
         if self._run is not None:
             self._tapes.pop(self._run.schedule, None)
             self._prefetcher.start_over()

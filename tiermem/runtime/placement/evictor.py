@@ -86,7 +86,7 @@ class Evictor:
         return self.division.residents
 
     def keep(self, residents: frozenset[int], slot: int, lanes: tuple[int, ...] = ()) -> None:
-        """Makes blocks residents from now on, and divides HBM for that; see :meth:`Regions.keep`."""
+        """Makes blocks residents, and divides HBM for that; see :meth:`Regions.keep`."""
         if self.division.keep(residents, slot, lanes):
             self._settling.try_again()
 
