@@ -302,8 +302,8 @@ _ELSEWHERE = (
     Mutation(
         "the circle goes over what stays",
         _RUNTIME + "placement/ring.py",
-        "self._at, nbytes, self._leaves, self._regions.border)",
-        "self._at, nbytes, self._leaves, self._hbm.capacity)",
+        "        return self._regions.border\n",
+        "        return self._hbm.capacity\n",
         ("tests/unit/test_runtime_ring.py",),
     ),
     Mutation(

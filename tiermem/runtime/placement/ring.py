@@ -71,7 +71,7 @@ class Ring:
 
         As a rule it is what a larger block has left behind it.
         """
-        if self._at + nbytes > self._regions.border:
+        if self._at + nbytes > self._end:
             self._at = 0
         return self.take(self._at, nbytes)
 
@@ -86,7 +86,7 @@ class Ring:
             None where somebody there is needed soon, or may not leave.
         """
         self._stays = self._planner.cursor + (position or 0) + self.uses
-        return self._hbm.next_window(self._at, nbytes, self._leaves, self._regions.border)
+        return self._hbm.next_window(self._at, nbytes, self._leaves, self._end)
 
     def take(self, offset: int, nbytes: int) -> Extent | None:
         """Takes a place and has the ring go on behind it; None where it is not free."""
@@ -94,6 +94,11 @@ class Ring:
         if extent is not None:
             self._at = extent.end
         return extent
+
+    @property
+    def _end(self) -> int:
+        """The first byte behind the ring."""
+        return self._regions.border
 
     def _leaves(self, offset: int) -> bool:
         """Whether the block at an offset may leave, and is not used again soon."""
