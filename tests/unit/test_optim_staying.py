@@ -31,7 +31,7 @@ def staying(**options: Any) -> Iterator[Twins]:
     """Opens twins whose loops go in circles as on a GPU."""
     with Twins(Even, ROOMY, **options) as pair:
         manager = pair.tier._manager
-        manager.prefetcher._dram = manager.prefetcher._works = True
+        manager.prefetcher.fetcher.beside = True
         # a link that is slow beside such small blocks: they set the size of the circle
         link_of(pair, 1.0)
         yield pair

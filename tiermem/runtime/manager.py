@@ -43,7 +43,7 @@ from tiermem.runtime.placement.no_room import too_much_for_good
 from tiermem.runtime.repair import repair_blocks
 from tiermem.runtime.transfers.block_io import BlockIo
 from tiermem.runtime.transfers.deferred import DeferredWork
-from tiermem.runtime.transfers.transfers import Transfers
+from tiermem.runtime.transfers.transfers import TransferLog, Transfers
 from tiermem.transfer.copy import CopyEngine, CudaCopyEngine, HostCopyEngine
 from tiermem.transfer.file.mover import FileMover
 
@@ -103,9 +103,7 @@ class BlockManager:
                 self.slots,
                 self.homes,
                 self.copy,
-                self.counters,
-                self.timeline,
-                self.pass_timer,
+                TransferLog(self.counters, self.timeline, self.pass_timer),
                 poison=poison,
             )
             self.space = Evictor(
@@ -172,7 +170,7 @@ class BlockManager:
                     self.table.add(block, tier, extent, defined=request.stored is not None)
                 self._fix([b for b in blocks if self.table[b.id].home is Tier.HBM])
                 later = (block.nbytes for block in blocks if block.role in _IN_BACKWARD)
-                self.space.largest_later = max(self.space.largest_later, *later, 0)
+                self.space.expect(max(later, default=0))
             except BaseException as error:
                 if not isinstance(error, REFUSALS):
                     self.repair_blocks()  # it may have come anywhere
@@ -210,7 +208,6 @@ class BlockManager:
             open_mover(self.homes, self.copy, self.device, self._engine, self._take_mover)
             if before is not None:
                 before.close()
-            self.prefetcher.files_opened()
             return first
 
     def make_writable(self, blocks: Sequence[Block]) -> None:
@@ -232,7 +229,7 @@ class BlockManager:
             places = self.homes.reserve(requests)
             try:
                 for record, (tier, extent) in zip(records, places, strict=True):
-                    self.uses.take(record.block)
+                    self.uses.acquire(record.block)
                     try:
                         self.traffic.rehome(record, tier, extent)
                     finally:
@@ -280,7 +277,7 @@ class BlockManager:
             self.planner.forget({block.id for block in present})
             gone = [block.id for block in present]
             self.traffic.waste.forget(gone)
-            self.traffic.gone.difference_update(gone)
+            self.traffic.departures.forget(gone)
 
     def record(self, block: Block) -> Record:
         """Returns the table's row of a block."""
@@ -305,7 +302,7 @@ class BlockManager:
         """
         self.guard()  # before the lock as well: a forked child may find it taken for ever
         with self.lock:
-            return self.uses.take(block)
+            return self.uses.acquire(block)
 
     def acquire_all(self, blocks: Sequence[Block]) -> list[Slot]:
         """Acquires several blocks that are used together, or none.
@@ -315,7 +312,7 @@ class BlockManager:
         """
         self.guard()
         with self.lock:
-            unseen = self.space.unseen
+            unseen = self.space.rules.unseen
             taken: list[Block] = []
             try:
                 for block in blocks:
@@ -412,7 +409,7 @@ class BlockManager:
             self.pass_timer.begin(key)
             self.prefetcher.end_pass()
             self.planner.begin(key, guess)
-            self.space.settle(self.planner.schedule)
+            self.space.rearrange(self.planner.schedule)
             if not self.replay.begin(*self.prefetcher.plan()):
                 self.prefetcher.run()
 
@@ -443,14 +440,14 @@ class BlockManager:
         Returns:
             Whether the fetch has begun.
         """
-        if record.home is Tier.NVME and not self.prefetcher.staged(record, position):
+        if record.home is Tier.NVME and not self.prefetcher.disk.staged(record, position):
             return False  # on its way into DRAM: it takes no room here until it is there
-        extent = self.space.place(record.block, position)
-        if extent is None:
+        room = self.space.place(record.block, position)
+        if room is None:
             return False
-        self.traffic.fill(record, extent)
-        self.replay.note(record, extent, position)
-        self.space.moved.add(record.block.id)
+        self.traffic.fill(record, room.extent)
+        self.replay.note(record, room, position)
+        self.space.order.note_use(record.block.id)
         self.counters.prefetches += 1
         return True
 
@@ -470,7 +467,7 @@ class BlockManager:
                 io=self._io(),
                 direct=files is not None and files.direct,
                 efficiency=self.pass_timer.efficiency(),
-                ahead=(self.prefetcher.reads_into, self.traffic.ahead.kept),
+                ahead=(self.prefetcher.disk.reads_into, self.traffic.ahead.kept),
                 kept=self.space.division.kept,
             )
 
@@ -490,8 +487,8 @@ class BlockManager:
             return
         with self.lock:
             self._closed = True
-            if hasattr(self, "traffic"):
-                self.traffic.quiet = False
+            if hasattr(self, "replay"):
+                self.replay.interrupt()
             self._give_back()
             self._given_back = True
 
@@ -502,7 +499,7 @@ class BlockManager:
         """
         with self.lock, ExitStack() as steps:  # runs them last first
             self._closed = True
-            self.traffic.quiet = False
+            self.replay.interrupt()
             steps.callback(self.homes.arena.unlock)
             steps.callback(self.copy.synchronize)
             if self.mover is not None:
@@ -540,7 +537,7 @@ class BlockManager:
             self.arena.show_to_children(None)
 
     def after_fork(self) -> None:
-        """Has children see nothing again."""
+        """Hides HBM from children again."""
         self.arena.show_to_children(())
         if self._forking:
             self._forking = False
@@ -550,7 +547,7 @@ class BlockManager:
         """Sees to it that a forked child is refused, waits for nobody and keeps no file open."""
         # another thread of the parent may have had the lock, and will never give it back here
         self.lock = threading.RLock()
-        self.traffic.quiet = False
+        self.replay.interrupt()
         if self._given_back:
             return
         if self.mover is not None:
@@ -587,7 +584,7 @@ class BlockManager:
         The next call from outside has :mod:`tiermem.runtime.repair` put it right.
         """
         self.torn = self.unsure = True
-        self.traffic.quiet = False  # so that the short way of a use is not taken
+        self.replay.interrupt()  # so that the next use asks whether anything is torn
 
     def repair_blocks(self) -> None:
         """Makes table, slots and transfers agree; see :mod:`tiermem.runtime.repair`."""

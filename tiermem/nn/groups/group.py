@@ -285,7 +285,7 @@ class Group(Holder):
         if self.holds == 0:
             if self.merging:
                 self.suspect = any(module.merged_adapters for module in self.merging)
-            slot = self._uses.take(self.block)
+            slot = self._uses.acquire(self.block)
             _change(self._shown)  # ordinary ones, since their block is held
             if slot is not self._slot:
                 self._point(slot, plain=self._plain)
