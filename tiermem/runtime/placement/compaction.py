@@ -84,7 +84,8 @@ class Compactor:
             seen = space.slots.current[record.block.id].aliased
             if extent.offset != start and not (seen or self._held(record)):
                 space.unpoint(record)  # pointed at without a lease of its own: it can let go
-            if extent.offset != start and space.movable(record):
+            target = Extent(start, extent.nbytes)
+            if extent.offset != start and space.movable(record) and hbm.back(target):
                 self._slide(record, start)
                 start += extent.nbytes
             else:  # where it is already, or found in use meanwhile

@@ -41,6 +41,7 @@ class Evictor:
         moved: Blocks in HBM that were used or have come, so that their next use is another than
             the queue of what may leave knows.
         left: Who left for the one that got it last, if the place just changed hands.
+        more: Makes HBM larger by so many bytes, and returns whether it could.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Evictor:
         self._rounds: dict[object, None] = {}
         self.places = 0
         self.left: Record | None = None
+        self.more: Callable[[int], bool] = lambda nbytes: False
         self.unseen: dict[int, int] = {}
         self.moved: set[int] = set()
         self._planner = planner
@@ -169,6 +171,8 @@ class Evictor:
                 return None
             if self.traffic.flights:
                 self.traffic.settle(next(iter(self.traffic.flights)))
+            elif self.more(block.nbytes):
+                parts = [(0, hbm.capacity)]
             elif resorts == 3:
                 raise too_small(block, self.table, self.slots)
             else:
