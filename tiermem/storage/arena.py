@@ -30,9 +30,11 @@ class Arena:
         tier: HBM or DRAM.
         capacity: Bytes.
         address: First byte in memory.
+        chunk: Bytes of the pieces in which memory is taken and given back.
     """
 
     address = 0
+    chunk = ALIGNMENT
 
     def __init__(self, tier: Tier, capacity: int) -> None:
         """Keeps the numbers; subclasses allocate."""

@@ -51,6 +51,7 @@ class MappedDeviceArena(Arena):
             raise CapacityError(f"tier hbm: no {capacity} bytes on {device}, as asked with hbm=")
         self._pieces: Pieces | None = Pieces(calls, max(1, self.capacity), chunk, whole)
         self.address = self._pieces.address
+        self.chunk = self._pieces.chunk
 
     @property
     def mapped(self) -> int:
@@ -122,6 +123,7 @@ class MappedHostArena(HostArena):
     def _open(self, nbytes: int) -> mmap.mmap:
         whole, chunk = self._how
         self._pieces = Pieces(self._calls, nbytes, chunk, whole)
+        self.chunk = self._pieces.chunk
         if self._calls.memory is None:
             raise CapacityError(f"tier hbm: no {nbytes} bytes of host memory")
         return self._calls.memory

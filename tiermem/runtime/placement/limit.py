@@ -21,7 +21,6 @@ from tiermem.errors import StorageError
 from tiermem.runtime.memory.device_room import DeviceRoom
 from tiermem.runtime.placement.evictor import Evictor
 from tiermem.storage.arena import Arena
-from tiermem.storage.pieces import CHUNK
 
 _LEAST_MARGIN = 256 << 20
 _MARGIN = 32  # of the device's memory: one part is left alone
@@ -57,6 +56,7 @@ class HbmLimit:
         self._space = space
         self._table = space.table
         self._arena = arena
+        self._unit = arena.chunk
         self._room = room
         total = room.total if room is not None else 0
         self._margin = max(min(_LEAST_MARGIN, total // _MOST_MARGIN), total // _MARGIN)
@@ -71,7 +71,7 @@ class HbmLimit:
             return False
         self.least = max(self.least, nbytes)
         if nbytes > self._table.hbm.capacity:
-            self._resize(min(self.most, align_up(nbytes, CHUNK)))
+            self._resize(min(self.most, align_up(nbytes, self._unit)))
         return True
 
     def more(self, nbytes: int) -> bool:
@@ -80,7 +80,7 @@ class HbmLimit:
         size = align_up(nbytes)
         if hbm.walled or hbm.capacity + size > self.most:
             return False  # the device has no more, or may not be asked for it
-        self._resize(min(self.most, hbm.capacity + align_up(size, CHUNK)))
+        self._resize(min(self.most, hbm.capacity + align_up(size, self._unit)))
         return True
 
     def follow(self, key: Hashable) -> bool:
@@ -128,7 +128,7 @@ class HbmLimit:
         spare = self._arena.mapped
         if room is not None:
             spare += room.free() - self._margin
-        wanted = min(self.most, max(self._floor(), spare // CHUNK * CHUNK))
+        wanted = min(self.most, max(self._floor(), spare // self._unit * self._unit))
         if short:
             self._shrink(min(wanted, hbm.capacity))
             return True
@@ -146,7 +146,7 @@ class HbmLimit:
         """Returns the bytes with which the program runs, however slowly."""
         fixed = self._table.fixed_nbytes()
         largest = max((align_up(record.block.nbytes) for record in self._table), default=0)
-        return min(self.most, align_up(max(self.least, fixed + 2 * largest), CHUNK))
+        return min(self.most, align_up(max(self.least, fixed + 2 * largest), self._unit))
 
     def _resize(self, capacity: int) -> None:
         self._table.hbm.resize(capacity)
