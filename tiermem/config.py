@@ -30,12 +30,13 @@ _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%\s*")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
 
 
-def parse_size(value: int | str, name: str = "size") -> int:
+def parse_size(value: int | str, name: str = "size", *, besides: str = "") -> int:
     """Reads a size as users write it.
 
     Args:
         value: Bytes as an int, or text such as ``"7GiB"``, ``"7 GB"``, ``"512MiB"``.
         name: The setting's name, for the message.
+        besides: What else the setting may be, for the message.
 
     Returns:
         The size in bytes.
@@ -56,8 +57,7 @@ def parse_size(value: int | str, name: str = "size") -> int:
     if match is None or unit is None:
         raise ConfigError(
             f"{name} is not a size: {_short(value)!r}; write bytes or a number with one of "
-            "KB, MB, GB, TB, KiB, MiB, GiB, TiB"
-            + (", a share such as '80%', or 'auto'" if name in ("hbm", "dram") else "")
+            f"KB, MB, GB, TB, KiB, MiB, GiB, TiB{besides}"
         )
     number = match.group(1)
     if len(number.partition(".")[0].lstrip("0")) > _DIGITS:
@@ -86,7 +86,7 @@ def parse_budget(value: int | str | None, name: str, total: Callable[[], int]) -
         return None
     share = _SHARE.fullmatch(value) if isinstance(value, str) else None
     if share is None:
-        return parse_size(value, name)
+        return parse_size(value, name, besides=", a share such as '80%', or 'auto'")
     percent = float(share.group(1)[:_DIGITS])
     if not 0 < percent <= 100:
         raise ConfigError(f"{name}={_short(str(value))!r}: a share is above 0% and at most 100%")

@@ -1,4 +1,4 @@
-"""HBM comes piece by piece: what is handed out has memory, and what is given back is all there was."""
+"""HBM comes piece by piece: what is handed out has memory, and all of it is given back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Budgets that are limits, as users see them: what is taken, what is given back, and the same bits."""
+"""Budgets that are limits, as users see them: what is taken and given back, and the same bits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_budgets_are_sizes_shares_or_found_out() -> None:
         with pytest.raises(tiermem.ConfigError, match="above 0% and at most 100%"):
             parse_budget(wrong, "hbm", lambda: 1000)
     for wrong in ("-5%", "%", "many", "Auto ", ""):
-        with pytest.raises(tiermem.ConfigError, match="hbm is not a size.*'80%'"):
+        with pytest.raises(tiermem.ConfigError, match=r"hbm is not a size.*'80%'"):
             parse_budget(wrong, "hbm", lambda: 1000)
 
 
@@ -77,7 +77,9 @@ def test_structures_are_as_long_as_the_drivers() -> None:
 
 def net(layers: int = 6) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(layers)])
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(layers)]
+    )
 
 
 @pytest.mark.parametrize("hbm", [None, "auto", "50%", "4GiB"])

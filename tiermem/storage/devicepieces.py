@@ -21,6 +21,9 @@ _ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+SPARE = 256 << 20
+"""Bytes of a device that are never mapped: libraries take some for themselves at their first use,
+and torch in pieces of 2 to 20 MiB."""
 
 
 class Location(ctypes.Structure):
@@ -123,7 +126,9 @@ class DevicePieceCalls:
         return address.value
 
     def create(self, nbytes: int) -> int | None:
-        """Takes memory of the device; returns its handle, or None where there is no more."""
+        """Takes memory of the device; returns its handle, or None where there is none to spare."""
+        if torch.cuda.mem_get_info(self.index)[0] < nbytes + SPARE:
+            return None
         self._bind()
         handle = ctypes.c_uint64()
         properties = ctypes.byref(self._properties)

@@ -46,7 +46,7 @@ class HbmLimit:
         Args:
             space: Whose HBM it is; this works under its lock.
             arena: The memory behind it.
-            room: What the device has; None where that cannot be known.
+            room: What the device has besides; None where that cannot be known.
             most: Bytes that it never passes.
             open: Whether the limit is to be found out.
         """
@@ -62,6 +62,7 @@ class HbmLimit:
         self._margin = max(min(_LEAST_MARGIN, total // _MOST_MARGIN), total // _MARGIN)
         self._seen: set[Hashable] = set()
         self._rounds = 0
+        self._begun = False
         if self.open:
             space.more = self.more
 
@@ -93,6 +94,8 @@ class HbmLimit:
             Whether HBM has another size now, or less in it.
         """
         hbm, room = self._table.hbm, self._room
+        if self.open and not self._begun:
+            self._begin()
         if room is not None and room.ran_out() and self.open:
             self._margin = min(2 * self._margin, max(self._margin, room.total // _MOST_MARGIN))
             self._begin_anew()
@@ -104,6 +107,14 @@ class HbmLimit:
         if room is None or (hbm.capacity >= self.most and not self.open):
             return False
         return self._comes_round(key) and self._adjust(short=False)
+
+    def _begin(self) -> None:
+        """Adds what models have left on the device as they were wrapped."""
+        self._begun = True
+        hbm = self._table.hbm
+        if self._room is not None:
+            half = (self._arena.mapped + self._room.free()) // 2
+            self._resize(max(hbm.capacity, min(self.most, half // self._unit * self._unit)))
 
     def _begin_anew(self) -> None:
         self._seen.clear()
