@@ -54,10 +54,12 @@ class Limits(RuleBasedStateMachine):
     @initialize(
         total=st.integers(40, 160),
         auto=st.booleans(),
-        sizes=st.lists(st.integers(1, 9), min_size=4, max_size=10),
+        sizes=st.lists(st.integers(1, 9), min_size=6, max_size=12),
+        others=st.sampled_from([0.8, 0.5, 0.0]),
     )
-    def start(self, total: int, auto: bool, sizes: list[int]) -> None:
+    def start(self, total: int, auto: bool, sizes: list[int], others: float) -> None:
         self.device = FakeDevice(total * PAGE)
+        self.device.others = int(others * total) * PAGE
         self.auto = auto
         most = total * PAGE if auto else random.Random(total).randrange(30, 200) * PAGE
         self.rig = rig_on(self.device, most, most // 2 if auto else None)
@@ -183,7 +185,7 @@ class Limits(RuleBasedStateMachine):
 
 
 Limits.TestCase.settings = settings(
-    max_examples=examples(20), stateful_step_count=20, deadline=None
+    max_examples=examples(30), stateful_step_count=15, deadline=None
 )
 
 
