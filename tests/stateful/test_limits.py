@@ -266,3 +266,34 @@ def test_a_device_that_is_full_says_so() -> None:
     made.manager.begin_pass("forward")
     made.use(block)
     made.manager.close()
+
+
+def test_what_is_in_use_moves_to_memory_that_comes_back() -> None:
+    """Free chunks between blocks in use are given back as well, and taken again to join gaps."""
+    device = FakeDevice(64 * PAGE)
+    made = rig_on(device, 24 * PAGE, 24 * PAGE)
+    manager = made.manager
+    before, held, behind, large = (made.add(pages, "dram") for pages in (8, 8, 8, 12))
+    manager.begin_pass("forward")
+    for block in (before, held, behind):
+        made.use(block)
+    owner = Owner(manager, held)
+    owner.hold()
+    made.blocks = [held, large]
+    manager.remove_blocks([before, behind])
+    assert manager.arena.mapped == 24 * PAGE
+    device.short = True
+    manager.begin_pass("forward")
+    assert manager.table.hbm.capacity == 24 * PAGE
+    assert manager.arena.mapped == 8 * PAGE
+    made.use(large)
+    assert manager.stats().relocations == 1
+    (calls,) = device.arenas
+    for block in (held, large):
+        extent = manager.record(block).extent
+        assert extent is not None
+        calls.use(manager.arena.address + extent.offset, extent.nbytes)
+    made.compare(owner.param.detach(), held)
+    owner.let_go()
+    made.check()
+    manager.close()
