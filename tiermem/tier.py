@@ -378,7 +378,8 @@ class TierManager:
     def __repr__(self) -> str:
         settings = self._manager.settings
         state = "closed" if self.closed else f"{len(self._manager.table)} blocks"
-        return f"TierManager({settings.device}, hbm={settings.hbm}, dram={settings.dram}, {state})"
+        hbm = "auto" if settings.hbm_auto else settings.hbm
+        return f"TierManager({settings.device}, hbm={hbm}, dram={settings.dram}, {state})"
 
 
 def _close(manager: weakref.ref[BlockManager]) -> None:

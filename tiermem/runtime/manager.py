@@ -219,6 +219,11 @@ class BlockManager:
             self.traffic.waste.forget(gone)
             self.traffic.gone.difference_update(gone)
 
+    def can_hold(self, nbytes: int) -> bool:
+        """Whether HBM can hold so many bytes at one time; it is made larger for that if need be."""
+        with self.lock:
+            return self.limit.require(nbytes)
+
     def record(self, block: Block) -> Record:
         """Returns the table's row of a block."""
         return self.table[block.id]
@@ -404,7 +409,9 @@ class BlockManager:
                 self.counters,
                 used=(self.table.hbm.used, homes.dram.used, homes.nvme_used),
                 budget=(
-                    self.table.hbm.capacity if self.limit.open else settings.hbm,
+                    self.table.hbm.capacity
+                    if self.limit.open or settings.hbm_auto
+                    else settings.hbm,
                     settings.dram,
                     settings.nvme_bytes or on_disk,
                 ),

@@ -222,7 +222,7 @@ class WrappedModel:
         worst, chain = self._worst_chain()
         self.runtime.worst_chain = max(self.runtime.worst_chain, worst)
         least = fixed + worst
-        if not chain or self.manager.limit.require(least):
+        if not chain or self.manager.can_hold(least):
             return
         budget = self.manager.table.hbm.capacity
         largest = max(chain, key=lambda g: g.block.nbytes).block
