@@ -136,7 +136,7 @@ class Pieces(RuleBasedStateMachine):
 
 
 TestPieces = Pieces.TestCase
-TestPieces.settings = settings(max_examples=examples(40), stateful_step_count=25, deadline=None)
+TestPieces.settings = settings(max_examples=examples(20), stateful_step_count=20, deadline=None)
 
 
 class Memory:
@@ -167,7 +167,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(chunks=st.integers(0, 6), pages=st.integers(8, 32), steps=STEPS)
 def test_what_is_handed_out_has_memory(
     chunks: int, pages: int, steps: list[tuple[str, int]]

@@ -82,7 +82,7 @@ def net(layers: int = 6) -> nn.Sequential:
     )
 
 
-@pytest.mark.parametrize("hbm", [None, "auto", "50%", "4GiB"])
+@pytest.mark.parametrize("hbm", [None, "4GiB"])
 def test_a_toy_takes_what_it_needs(hbm: str | None) -> None:
     with tiermem.TierManager(device="cpu", hbm=hbm) as tier:
         model = tier.wrap(net())
@@ -120,7 +120,7 @@ class Cluttered:
 
 
 @pytest.mark.parametrize("auto", [True, False])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_training_has_the_same_bits_wherever_torch_runs_out(
     monkeypatch: pytest.MonkeyPatch, auto: bool, seed: int
 ) -> None:
