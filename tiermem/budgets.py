@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem.config import Home, Policy, Settings, parse_size
+from tiermem.config import Home, Policy, Settings
 from tiermem.core.block import align_up
 from tiermem.errors import StepError
 from tiermem.nn.compat.shapes import shape_of
@@ -30,7 +30,7 @@ from tiermem.optim.units.plan import kept_of
 from tiermem.optim.units.undo import cannot_fail_midway
 from tiermem.runtime.memory.hostmemory import available_memory
 from tiermem.runtime.services.host_staging import MOST_LOADS
-from tiermem.tier import Size, default_hbm, device_of
+from tiermem.tier import Size, default_hbm, device_of, hbm_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def budgets_for(
         cls: The optimizer's class; None for a model that only infers.
         params: What the optimizer gets; by default all parameters of the model.
         device: As for the manager.
-        hbm: Likewise; by default what its default would be now.
+        hbm: Likewise; by default 80% of what is free on the device.
         nvme: Whether there is an NVMe tier.
         policy: As for the manager.
         blocks: As for ``wrap``.
@@ -107,8 +107,8 @@ def budgets_for(
         StepError: If the class cannot be tried.
     """
     target = device_of(device)
-    room = default_hbm(target) if hbm is None else parse_size(hbm, "hbm")
-    room = room // 4096 * 4096
+    asked = hbm_of(hbm, target)
+    room = (default_hbm(target) if asked is None else asked) // 4096 * 4096
     limits = Settings(
         device=str(target),
         hbm=room,

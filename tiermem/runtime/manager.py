@@ -32,13 +32,14 @@ from tiermem.runtime.lookahead.prefetcher import Prefetcher
 from tiermem.runtime.lookahead.replay import Replay
 from tiermem.runtime.memory.homes import HomeRequest, Homes, StoredBlock, ranges_of
 from tiermem.runtime.memory.hostheap import HostHeap
-from tiermem.runtime.memory.opening import open_hbm, open_homes, open_mover
+from tiermem.runtime.memory.opening import OpenHbm, open_hbm, open_homes, open_mover
 from tiermem.runtime.memory.slots import Holder, Slot, SlotCache
 from tiermem.runtime.metrics.counters import Counters, ResidencyRow, Stats, row_of, stats_of
 from tiermem.runtime.metrics.pass_timer import open_pass_timer
 from tiermem.runtime.metrics.timeline import Timeline
 from tiermem.runtime.parts import Parts
 from tiermem.runtime.placement.evictor import Evictor
+from tiermem.runtime.placement.limit import HbmLimit
 from tiermem.runtime.placement.no_room import too_much_for_good
 from tiermem.runtime.repair import repair_blocks
 from tiermem.runtime.transfers.block_io import BlockIo
@@ -57,12 +58,18 @@ class BlockManager:
     io_engine: str
     io_reason: str
 
-    def __init__(self, settings: Settings, engine: Callable[[], IoEngine] | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        engine: Callable[[], IoEngine] | None = None,
+        hbm: Callable[[Settings, torch.device], OpenHbm] = open_hbm,
+    ) -> None:
         """Opens the tiers.
 
         Args:
             settings: Budgets, paths and policy.
             engine: Makes the I/O engine; by default the best that works here.
+            hbm: Opens HBM.
 
         Raises:
             ConfigError: If a path cannot be used.
@@ -89,9 +96,10 @@ class BlockManager:
         self.mover: FileMover | None = None
         try:
             open_homes(settings, self.device, partial(setattr, self, "homes"))
-            self.arena = open_hbm(settings.hbm, self.device)
+            opened = hbm(settings, self.device)
+            self.arena = opened.arena
             self.copy: CopyEngine = CudaCopyEngine(self.device) if cuda else HostCopyEngine()
-            self.table = ResidencyTable(self.arena.capacity)
+            self.table = ResidencyTable(opened.capacity, self.arena)
             self.slots = SlotCache(self.arena)
             self.by_address = self.slots.by_address
             # what leaves the stand-in for HBM is overwritten, so that a wrong residency shows;
@@ -108,6 +116,9 @@ class BlockManager:
             )
             self.space = Evictor(
                 self.table, self.slots, self.traffic, self.planner, self.holders, self.counters
+            )
+            self.limit = HbmLimit(
+                self.space, self.arena, opened.room, most=opened.most, open=opened.open
             )
             self.contents = BlockIo(self.traffic)
             self.parts = Parts(
@@ -279,6 +290,11 @@ class BlockManager:
             self.traffic.waste.forget(gone)
             self.traffic.departures.forget(gone)
 
+    def can_hold(self, nbytes: int) -> bool:
+        """Whether HBM can hold so many bytes at one time; it is made larger for that if need be."""
+        with self.lock:
+            return self.limit.require(nbytes)
+
     def record(self, block: Block) -> Record:
         """Returns the table's row of a block."""
         return self.table[block.id]
@@ -406,6 +422,8 @@ class BlockManager:
                 return  # nothing runs now; replays are not seen at all
             if self._heap is not None:
                 self._heap.look()
+            if self.limit.follow(key):
+                self.replay.repair()
             self.pass_timer.begin(key)
             self.prefetcher.end_pass()
             self.planner.begin(key, guess)
@@ -462,13 +480,20 @@ class BlockManager:
             return stats_of(
                 self.counters,
                 used=(self.table.hbm.used, homes.dram.used, homes.nvme_used),
-                budget=(settings.hbm, settings.dram, settings.nvme_bytes or on_disk),
+                budget=(
+                    self.table.hbm.capacity
+                    if self.limit.open or settings.hbm_auto
+                    else settings.hbm,
+                    settings.dram,
+                    settings.nvme_bytes or on_disk,
+                ),
                 peak=(self.table.hbm.peak, homes.dram.peak, homes.nvme_peak),
                 io=self._io(),
                 direct=files is not None and files.direct,
                 efficiency=self.pass_timer.efficiency(),
                 ahead=(self.prefetcher.disk.reads_into, self.traffic.ahead.kept),
                 kept=self.space.division.kept,
+                mapped=self.arena.mapped,
             )
 
     def residency(self) -> list[ResidencyRow]:
@@ -621,7 +646,7 @@ class BlockManager:
         if not blocks:
             return
         there = self.table.fixed_nbytes()
-        if there + sum(block.nbytes for block in blocks) > self.table.hbm.capacity:
+        if not self.limit.require(there + sum(block.nbytes for block in blocks)):
             raise too_much_for_good(blocks, there, self.table.hbm.capacity)
         for block in blocks:
             record = self.table[block.id]

@@ -116,7 +116,9 @@ class Compactor:
                 continue
             if extent.offset != start and not self._is_needed(record):
                 self._rules.unpoint(record)  # pointed at without a lease of its own: can let go
-            if extent.offset != start and self._rules.movable(record):
+            target = Extent(start, extent.nbytes)
+            movable = extent.offset != start and self._rules.movable(record)
+            if movable and self._table.hbm.back(target):
                 self._slide(record, start)
                 start += extent.nbytes
             else:  # where it is already, or found in use meanwhile

@@ -51,6 +51,7 @@ class Evictor:
         turns: Hands HBM out in a ring, where a loop writes what it streams.
         largest_later: Bytes of the largest block that may be needed while others are in use.
         places: How often room was asked for.
+        more: Makes HBM larger by so many bytes, and returns whether it could.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Evictor:
         self.places = 0
         self._settling = Settling(table, self.division)
         self._compactor = Compactor(table, slots, traffic, self.rules, counters)
+        self.more: Callable[[int], bool] = lambda nbytes: False
         self._planner = planner
         self._counters = counters
         self._orphans: list[Slot] = []
@@ -170,6 +172,9 @@ class Evictor:
                     continue
             if position is not None:
                 return None
+            if not self.traffic.flights and self.more(block.nbytes):
+                parts = [(0, hbm.capacity)]
+                continue
             resorts = self._last_resort(block, resorts)
 
     def _exchange(
