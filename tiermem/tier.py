@@ -174,8 +174,8 @@ class TierManager:
         *,
         master_dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
-        overlap: Overlap = False,
-        where: Where = "device",
+        overlap: Overlap = "auto",
+        where: Where = "auto",
         host_share: float | None = None,
         **settings: Any,
     ) -> TieredOptimizer:
@@ -225,7 +225,9 @@ class TierManager:
         """
         self._optimizers += 1
         known = {record.block.id for record in self._manager.table}
-        begun, keepers = len(self._runtime.on_begin), len(self._runtime.keepers)
+        runtime = self._runtime
+        lists: list[list[Any]] = [runtime.on_begin, runtime.on_backward, runtime.keepers]
+        begun = [len(found) for found in lists]
         try:
             return TieredOptimizer(
                 self._runtime,
@@ -242,7 +244,8 @@ class TierManager:
         except REFUSALS:
             raise
         except BaseException as error:  # nobody has what was reserved
-            del self._runtime.on_begin[begun:], self._runtime.keepers[keepers:]
+            for found, count in zip(lists, begun, strict=True):
+                del found[count:]
             if OUTSIDE not in error.__dict__:  # it may have come anywhere
                 self._manager.cut_short()
                 self._manager.guard()

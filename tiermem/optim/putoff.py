@@ -9,6 +9,7 @@ from typing import Any
 
 from tiermem.nn.compat.quiet import quiet, uncompiled
 from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.optim.auto import AutoOverlap
 from tiermem.optim.rounds import Round
 from tiermem.optim.rules.groups import frozen_settings
 from tiermem.optim.rules.scaling import Scaling
@@ -26,6 +27,7 @@ class PutOff:
         owed: set[int],
         state: State,
         explain: Callable[[BaseException], None],
+        auto: AutoOverlap | None = None,
     ) -> None:
         """Owes nothing yet.
 
@@ -34,12 +36,14 @@ class PutOff:
             owed: Ids of the units whose step is still to be made; kept up to date.
             state: The tiered optimizer's, to be kept up to date.
             explain: Has an error say how far a step got.
+            auto: Is told how steps that were put off went; None for nobody.
         """
         self._runtime = runtime
         self._manager = runtime.manager
         self._owed = owed
         self._state = state
         self._explain = explain
+        self._auto = auto
         self._deferred: dict[int, list[Deferred]] = {}
 
     def owe(self, units: Sequence[StepUnit], current: Round) -> list[StepUnit]:
@@ -97,8 +101,12 @@ class PutOff:
                 step(unit, self._runtime, settings, self._state, scaling, ticket=ticket, owed=True)
             except BaseException as error:
                 self._explain(error)
+                if self._auto is not None:
+                    self._auto.failed(error)
                 raise
         self._owed.discard(id(unit))
         self._deferred.pop(id(unit), None)
+        if self._auto is not None:
+            self._auto.paid()
         pipeline.write(unit.kept_blocks())
         self._manager.timeline.add("optimizer", unit.name, began, time.perf_counter_ns())
