@@ -20,7 +20,7 @@ BATCH = 3
 
 CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
-    "Adam, its betas in a list": (torch.optim.Adam, {"lr": 0.01, "betas": [0.9, 0.99]}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01}),
     "Adam, a tensor rate": (torch.optim.Adam, {"lr": torch.tensor(0.01), "foreach": False}),
     "fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
     "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -115,11 +115,11 @@ def scale_rate(optimizer: Any, number: float) -> None:
 
 
 def change_betas(optimizer: Any, number: float) -> None:
-    betas = optimizer.param_groups[0].get("betas")
-    if isinstance(betas, list):
-        betas[0] = 0.5 * number
-    elif betas is not None:
-        optimizer.param_groups[0]["betas"] = (0.5 * number, betas[1])
+    group = optimizer.param_groups[0]
+    if isinstance(group.get("betas"), list):  # in place
+        group["betas"][0] = 0.5 * number
+    elif "betas" in group:
+        group["betas"] = [0.5 * number, group["betas"][1]]
 
 
 def change_the_rest(optimizer: Any, number: float) -> None:

@@ -143,8 +143,10 @@ class AutoOverlap:
             else:
                 self._last_pause = 0
             self._owed = 0
-        self._pause -= self._pause > 0
-        return self._pause > 0
+        if not self._pause:
+            return False
+        self._pause -= 1
+        return True
 
     def _room(self) -> int:
         """Returns what HBM has for a step beside what a forward may hold, in bytes."""
