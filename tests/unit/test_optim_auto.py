@@ -44,6 +44,16 @@ def test_the_first_step_is_made_at_once_and_the_others_wait() -> None:
         twins.check()
 
 
+@pytest.mark.parametrize("overlap", ["auto", "forward"])
+def test_steps_that_wait_are_no_unfinished_step(overlap: Any) -> None:
+    """So there is nothing to give up."""
+    with Twins(Net, DRAM, overlap=overlap) as twins:
+        ask(twins, 0)
+        assert ask(twins, 1) == units(twins)
+        twins.optimizer.abandon_step()
+        twins.check()
+
+
 def test_the_least_budget_is_that_of_no_overlap_and_enough() -> None:
     """What has no room beside what a forward holds is stepped at once."""
 
@@ -88,7 +98,8 @@ def test_room_that_others_hold_in_forward_is_not_counted_on() -> None:
             build = lambda: Keeping(torch.float32, 8)  # noqa: E731
             tiers = Tiers("dram", extra_hbm=extra)
             with Twins(build, tiers, master_dtype=None, overlap=False) as twins:
-                ask(twins, 0), ask(twins, 1)
+                for number in range(4):
+                    ask(twins, number)
             tight = extra
             break
         except tiermem.CapacityError:

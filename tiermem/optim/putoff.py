@@ -19,7 +19,11 @@ from tiermem.runtime.transfers.deferred import Deferred
 
 
 class PutOff:
-    """Owes steps to blocks, which have them made before anybody looks."""
+    """Owes steps to blocks, which have them made before anybody looks.
+
+    Attributes:
+        failed: Whether one of those that are owed met with an error when it was to be made.
+    """
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class PutOff:
         self._explain = explain
         self._auto = auto
         self._deferred: dict[int, list[Deferred]] = {}
+        self.failed = False
 
     def owe(self, units: Sequence[StepUnit], current: Round) -> list[StepUnit]:
         """Puts off the step of every unit that can wait, settings as now; returns the others."""
@@ -101,11 +106,13 @@ class PutOff:
                 step(unit, self._runtime, settings, self._state, scaling, ticket=ticket, owed=True)
             except BaseException as error:
                 self._explain(error)
+                self.failed = isinstance(error, Exception)
                 if self._auto is not None:
                     self._auto.failed(error)
                 raise
         self._owed.discard(id(unit))
         self._deferred.pop(id(unit), None)
+        self.failed = self.failed and bool(self._deferred)
         if self._auto is not None:
             self._auto.paid()
         pipeline.write(unit.kept_blocks())

@@ -270,11 +270,13 @@ class TieredOptimizer(torch.optim.Optimizer):
             StorageError: If a block cannot be taken back because its disk fails.
         """
         self._refuse_if_closed("abandon_step()")
+        cut_short = self._rounds or self._put_off.failed  # else what is owed can be made
         with self._manager.lock, torch.no_grad():
             for unit in self._units:
                 unit.abandon()
-                if self._put_off.cancel(unit):
+                if cut_short and self._put_off.cancel(unit):
                     unit.clear_forgotten(self._runtime)
+            self._put_off.failed = False
             if self._host is not None:
                 self._host.abandon()
         if self._inside is not None:
