@@ -200,7 +200,7 @@ class Tiered(Trainer):
         model: Is wrapped.
         grad_dtype: In which gradients are summed up, or None for the weights' own.
         where: Where steps are made.
-        overlap: ``"auto"``: as ``tier.optimizer`` does without settings; ``"forward"``: in the next forward; ``"backward"``: inside backward, and the
+        overlap: ``"auto"``: as without settings; ``"forward"``: in the next forward; ``"backward"``: inside backward, and the
             loop says ``optimizer.accumulate(n)``; False: in ``step()``.
     """
 

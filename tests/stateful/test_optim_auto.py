@@ -1,4 +1,4 @@
-"""Programs that look at everything at any moment, with the defaults: as plain torch, bit for bit."""
+"""Programs that look at anything at any moment, with the defaults: as plain torch, bit for bit."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ class Looking(RuleBasedStateMachine):
         none=st.booleans(),
     )
     def train(self, start: int, skip: int, clear: str, none: bool) -> None:
-        """Forward and backward; gradients are forgotten before, in between as trainers do, or not."""
+        """Forward and backward; gradients are forgotten before, in between (trainers), or not."""
 
         def use(model: Any, optimizer: Any) -> Any:
             if clear == "before":
