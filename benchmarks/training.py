@@ -200,8 +200,9 @@ class Tiered(Trainer):
         model: Is wrapped.
         grad_dtype: In which gradients are summed up, or None for the weights' own.
         where: Where steps are made.
-        overlap: ``"auto"``: as without settings; ``"forward"``: in the next forward;
-            ``"backward"``: inside backward, and the loop says ``optimizer.accumulate(n)``; False: in ``step()``.
+        overlap: ``"auto"``: the default; ``"forward"``: in the next forward;
+            ``"backward"``: inside backward, and the loop says
+            ``optimizer.accumulate(n)``; False: in ``step()``.
     """
 
     def __init__(

@@ -15,7 +15,6 @@ from tiermem.optim.auto import kind_of
 from tiermem.optim.units.unit import StepUnit
 
 DRAM = Tiers("dram")
-ROOMY = Tiers("dram", extra_hbm=1 << 16)
 
 
 def waiting(twins: Twins) -> int:
@@ -166,7 +165,7 @@ def test_a_setting_written_in_place_after_the_step() -> None:
 @pytest.mark.parametrize("what", ["all", "one", "number", "view", "numpy"])
 def test_numbers_of_the_state_that_somebody_has_are_those_after_the_step(what: str) -> None:
     """They have no home in the tiers, through which it would be seen who looks."""
-    with Twins(Net, ROOMY) as twins:
+    with Twins(Net, DRAM) as twins:
         for number in range(3):
             ask(twins, number)
         param = twins.model.extra.weight
@@ -191,7 +190,13 @@ def test_numbers_of_the_state_that_somebody_has_are_those_after_the_step(what: s
 
 def test_weights_at_home_in_hbm_are_there_for_a_graph() -> None:
     """In a capture of the forward nothing could be stepped."""
-    with Twins(Net, Tiers("hbm", policy={"params": "hbm"}, extra_hbm=1 << 16)) as twins:
+    with Twins(Net, Tiers("hbm", policy={"params": "hbm"})) as twins:
+        assert [ask(twins, number) for number in range(3)] == [0, 0, 0]
+        twins.check()
+
+
+def test_where_everything_is_in_hbm_there_is_nothing_to_wait_for() -> None:
+    with Twins(Net, Tiers("dram", extra_hbm=1 << 20)) as twins:
         assert [ask(twins, number) for number in range(3)] == [0, 0, 0]
         twins.check()
 

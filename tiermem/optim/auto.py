@@ -86,7 +86,7 @@ class AutoOverlap:
         self.waiting = set()
         if not self._known or self._failed or draws or self._is_early():
             return
-        if self._runtime.manager.copy.capturing():
+        if self._runtime.manager.copy.capturing() or self._all_there(units):
             return
         count = sys.getrefcount(state)
         if not looked_into:
@@ -148,6 +148,11 @@ class AutoOverlap:
             return False
         self._pause -= 1
         return True
+
+    def _all_there(self, units: Sequence[StepUnit]) -> bool:
+        """Whether everything is in HBM, so that there are no copies to hide."""
+        get = self._table
+        return all(get[block.id].usable for unit in units for block in unit.blocks())
 
     def _room(self) -> int:
         """Returns what HBM has for a step beside what a forward may hold, in bytes.
