@@ -162,6 +162,15 @@ def test_a_setting_written_in_place_after_the_step() -> None:
             twins.check()
 
 
+def test_a_look_at_the_state_before_the_first_step_is_over_by_then() -> None:
+    """As trainers do, who move it to the device."""
+    with Twins(Net, DRAM) as twins:
+        for values in twins.optimizer.state.values():
+            assert not values
+        assert [ask(twins, number) for number in range(3)] == [0, *[units(twins)] * 2]
+        twins.check()
+
+
 @pytest.mark.parametrize("what", ["all", "one", "number", "view", "numpy"])
 def test_numbers_of_the_state_that_somebody_has_are_those_after_the_step(what: str) -> None:
     """They have no home in the tiers, through which it would be seen who looks."""

@@ -57,8 +57,9 @@ class AutoOverlap:
         self._owed = self._early = 0
         self._pause = self._last_pause = 0
 
-    def begin(self) -> None:
-        """Watches backwards from now on."""
+    def begin(self, state: State) -> None:
+        """Watches backwards from now on; nobody else has the tiered optimizer's state yet."""
+        self._holders = sys.getrefcount(state)
         self._runtime.on_backward.append(self.backward_begins)
 
     def close(self) -> None:
@@ -86,6 +87,8 @@ class AutoOverlap:
         self.waiting = set()
         if not self._known or self._failed or draws or self._is_early():
             return
+        if any(unit.group is not None and unit.group.freed for unit in units):
+            return  # which will say so
         if self._runtime.manager.copy.capturing() or self._all_there(units):
             return
         count = sys.getrefcount(state)

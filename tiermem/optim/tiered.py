@@ -179,7 +179,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         runtime.keepers.append(self._keeper)
         runtime.on_begin.append(self._before_forward)
         if self._auto is not None:
-            self._auto.begin()
+            self._auto.begin(self._state)
 
     # -- the optimizer's own methods -------------------------------------
 
