@@ -73,8 +73,8 @@ def budgets_for(
     buffer_dtype: torch.dtype | None = None,
     master_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
-    overlap: Overlap = False,
-    where: Where = "device",
+    overlap: Overlap = "auto",
+    where: Where = "auto",
     **settings: Any,
 ) -> Budgets:
     """Returns the budgets that training a model takes, as its blocks will be; moves nothing.
@@ -128,10 +128,11 @@ def budgets_for(
         given = groups_of(model if params is None else params)
         groups = [{**g, "params": [twins.param(p) for p in g["params"]]} for g in given]
         stepped = _Stepped(groups, optimizer_class(cls), settings, master_dtype)
-        kept.append(stepped.kept(target, overlap=bool(overlap), elementwise=where != "host"))
+        held = overlap not in (False, "auto")  # so that steps need room beside what a forward holds
+        kept.append(stepped.kept(target, overlap=held, elementwise=where != "host"))
     played = program.play(room, gradients=cls is not None, optimizers=kept)
     dram, on_disk = program.below_hbm(played)
-    if cls is not None and where != "device":
+    if cls is not None and where in ("host", "both"):
         largest = align_up(max((step.nbytes for step in played.steps), default=0))
         dram += largest * (stepped.may_fail_midway() + (MOST_LOADS if nvme else 0))
     everything = sum(nbytes for _, nbytes in played.homes)

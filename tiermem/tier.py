@@ -210,8 +210,8 @@ class TierManager:
         *,
         master_dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
-        overlap: Overlap = False,
-        where: Where = "device",
+        overlap: Overlap = "auto",
+        where: Where = "auto",
         host_share: float | None = None,
         **settings: Any,
     ) -> TieredOptimizer:
@@ -231,7 +231,11 @@ class TierManager:
                 rather than in the parameters', and ``param.grad`` has it. For float16 weights,
                 ``GradScaler.unscale_`` needs it (torch unscales no float16 gradients); without
                 ``unscale_`` the scale is undone in ``step()``, after the cast to the master.
-            overlap: ``"forward"`` (or True): ``step()`` leaves each block to be stepped just
+            overlap: ``"auto"``: as ``"forward"`` for every block where no program can tell, which
+                is found out at each step; the others are stepped in ``step()``. Bits, budgets that
+                suffice and what can be looked at are those of ``False``. An error of a disk may
+                come in the next forward, which can be called again. ``False``: in ``step()``.
+                ``"forward"`` (or True): ``step()`` leaves each block to be stepped just
                 before its next use, in the next forward, where its weights come up anyway. Nobody
                 sees a weight before its step is made, and the step uses the settings of when it
                 was asked for. ``"backward"``: each block is stepped as soon as its gradient is
@@ -240,7 +244,8 @@ class TierManager:
                 clipping, loss scaling and settings changed between backward and ``step()`` are
                 refused, at the first step, which is made after backward. With several backwards
                 per step, say ``optimizer.accumulate(n)``.
-            where: ``"device"``: state and masters come up for the step, which rounds as the
+            where: ``"auto"``: what is fastest with the resident optimizer's bits, which is the
+                device. ``"device"``: state and masters come up for the step, which rounds as the
                 resident one does. ``"host"``: blocks whose weights, gradients, state and masters
                 are all at home in DRAM or in files, which pass through staging in the DRAM budget,
                 are stepped there by torch's CPU kernels, which round differently; the others on
@@ -261,7 +266,9 @@ class TierManager:
         """
         self._optimizers += 1
         known = {record.block.id for record in self._manager.table}
-        begun, keepers = len(self._runtime.on_begin), len(self._runtime.keepers)
+        runtime = self._runtime
+        lists: list[list[Any]] = [runtime.on_begin, runtime.on_backward, runtime.keepers]
+        begun = [len(found) for found in lists]
         try:
             return TieredOptimizer(
                 self._runtime,
@@ -278,7 +285,8 @@ class TierManager:
         except REFUSALS:
             raise
         except BaseException as error:  # nobody has what was reserved
-            del self._runtime.on_begin[begun:], self._runtime.keepers[keepers:]
+            for found, count in zip(lists, begun, strict=True):
+                del found[count:]
             if OUTSIDE not in error.__dict__:  # it may have come anywhere
                 self._manager.cut_short()
                 self._manager.guard()
