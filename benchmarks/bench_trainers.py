@@ -5,7 +5,8 @@ Each loop trains the same model on the same tokens: AdamW, clipping by norm, a c
 by the process's own time, for a machine that others use, too); the first losses are made with
 deterministic kernels and compared; ``bare-looks`` is a bare loop that looks for NaN in every loss
 as Trainer does, which makes the host wait; ``integration's share`` is the time
-spent in the lines of ``tiermem.integrations`` alone, by a profile of some more steps.
+spent in the lines of ``tiermem.integrations`` alone, by a profile of some more steps. With
+``--resident`` the same loops run without tiermem: what a trainer costs by itself.
 
     python benchmarks/bench_trainers.py --out benchmarks/results/trainers_H200.json
     python benchmarks/bench_trainers.py --device cpu --shape narrow --tokens 256 --hbm 8MiB
@@ -173,11 +174,21 @@ def bare(
         looks: Whether it looks for NaN in every loss, as Trainer does: the host waits for it.
     """
     device = torch.device(options.device)
-    with tiermem.TierManager(device, hbm=options.hbm, dram=options.dram) as marks.tier:
-        marks.tier.wrap(model)
-        optimizer = marks.tier.optimizer(
-            model, torch.optim.AdamW, overlap=options.overlap, lr=LR, weight_decay=0.0, fused=True
-        )
+    settings: dict[str, Any] = {"lr": LR, "weight_decay": 0.0, "fused": True}
+    with ExitStack() as opened:
+        optimizer: Any
+        if options.resident:
+            optimizer = torch.optim.AdamW(model.to(device).parameters(), **settings)
+            clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()))
+        else:
+            marks.tier = opened.enter_context(
+                tiermem.TierManager(device, hbm=options.hbm, dram=options.dram)
+            )
+            marks.tier.wrap(model)
+            optimizer = marks.tier.optimizer(
+                model, torch.optim.AdamW, overlap=options.overlap, **settings
+            )
+            clip = optimizer.clip_grad_norm_
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
         model.train()
         for batch in torch.utils.data.DataLoader(data, batch_size=None):
@@ -185,13 +196,14 @@ def bare(
             loss.backward()
             if looks and not torch.isfinite(loss):
                 raise RuntimeError("the loss is not finite")
-            optimizer.clip_grad_norm_(CLIP)
+            clip(CLIP)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
             marks.losses.append(loss.detach())
             marks.end()
-        marks.tier.close(discard=True)
+        if marks.tier is not None:
+            marks.tier.close(discard=True)
 
 
 def by_trainer(model: nn.Module, data: Ids, marks: Marks, options: argparse.Namespace) -> None:
@@ -228,18 +240,16 @@ def by_trainer(model: nn.Module, data: Ids, marks: Marks, options: argparse.Name
             logging_nan_inf_filter=not options.unfiltered,
         )
         where = {"device": options.device, "hbm": options.hbm, "dram": options.dram}
+        first: Callable[[list[Any]], Any] = lambda rows: rows[0]  # noqa: E731
+        train: Callable[..., Any] = lambda **more: Noted(  # noqa: E731
+            model, args, data_collator=first, train_dataset=data, callbacks=[Ends()], **more
+        ).train()
+        if options.resident:
+            train()
+            return
         with hugging_face.TrainerTiers(**where) as tier:
             marks.tier = tier
-            optimizers = tier.optimizers(model, args, overlap=options.overlap)
-            first: Callable[[list[Any]], Any] = lambda rows: rows[0]  # noqa: E731
-            Noted(
-                model,
-                args,
-                data_collator=first,
-                train_dataset=data,
-                optimizers=optimizers,
-                callbacks=[Ends()],
-            ).train()
+            train(optimizers=tier.optimizers(model, args, overlap=options.overlap))
             tier.close(discard=True)
 
 
@@ -260,13 +270,18 @@ def by_lightning(model: nn.Module, data: Ids, marks: Marks, options: argparse.Na
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=LR, weight_decay=0.0, fused=True)
 
-    strategy = integration("lightning").TierStrategy(
-        options.device, optimizer={"overlap": options.overlap}, hbm=options.hbm, dram=options.dram
-    )
+    strategy: Any = lightning.pytorch.strategies.SingleDeviceStrategy(options.device)
+    if not options.resident:
+        strategy = integration("lightning").TierStrategy(
+            options.device,
+            optimizer={"overlap": options.overlap},
+            hbm=options.hbm,
+            dram=options.dram,
+        )
 
     class Ends(lightning.Callback):  # type: ignore[misc, name-defined]
         def on_train_start(self, *_: Any) -> None:
-            marks.tier = strategy.tier
+            marks.tier = getattr(strategy, "tier", None)
 
         def on_train_batch_end(self, *_: Any) -> None:
             marks.end()
@@ -330,6 +345,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--hbm", default="4GiB", help="budget of each loop")
     parser.add_argument("--dram", default="24GiB", help="likewise")
     parser.add_argument("--overlap", choices=("no", "forward"), default="forward")
+    parser.add_argument("--resident", action="store_true", help="without tiermem")
     parser.add_argument("--what", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument(
         "--checked", type=int, default=3, help="of them, with kernels whose bits are compared"

@@ -40,7 +40,7 @@ def raw_copy(
     manager = tier._manager
     sources = []
     left = nbytes_of_blocks(tier, names) if nbytes is None else nbytes
-    for record in records_of(tier, names):
+    for record in [r for r in records_of(tier, names) if r.home is tiermem.Tier.DRAM]:
         source = manager.homes.arena.bytes_of(record.home_extent)[:left]
         if source.numel():
             sources.append(source)
@@ -59,20 +59,20 @@ class RawRead:
     """O_DIRECT reads of blocks' home bytes by the bare I/O engine. A context manager.
 
     Args:
-        tier: Whose swap file.
+        tier: Whose swap file, or checkpoint.
         names: Which blocks.
     """
 
     def __init__(self, tier: tiermem.TierManager, names: str = "layers") -> None:
         homes = tier._manager.homes
-        swap, chunk = homes.swap, homes.chunk
+        files, chunk = homes.files, homes.chunk
         self._chunk = chunk
         self._arena = HostArena(tiermem.Tier.DRAM, chunk * _DEPTH)
         self._arena.bytes_of(Extent(0, chunk * _DEPTH)).fill_(1)
-        records = records_of(tier, names)
-        self._pieces = [piece for r in records for piece in swap.pieces(r.home_extent)]
+        records = [r for r in records_of(tier, names) if r.home is tiermem.Tier.NVME]
+        self._pieces = [piece for r in records for piece in files.pieces(r.home_extent)]
         self._engine = choose_engine()[0]()
-        self._engine.open(swap.fds, [(self._arena.address, chunk * _DEPTH)])
+        self._engine.open(files.fds, [(self._arena.address, chunk * _DEPTH)])
 
     def __enter__(self) -> RawRead:
         return self

@@ -71,7 +71,14 @@ class LateCopyEngine(HostCopyEngine):
         self.harm: list[str] = []
         self.lock = threading.RLock()  # those of files are submitted by the pump
 
-    def up(self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Any) -> Any:
+    def up(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        extent: Extent,
+        after: Any,
+        again: Any = None,
+    ) -> Any:
         if extent.nbytes:
             return super().up(target, source, extent, after)
         return self.later(LateCopy(self, self.ups, target, source, after, target))

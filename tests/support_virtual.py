@@ -246,7 +246,7 @@ class Copies:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def up(self, target: Any, source: Any, extent: Extent, after: Any) -> Event:
+    def up(self, target: Any, source: Any, extent: Extent, after: Any, again: Any = None) -> Event:
         self.world.rising = max(self.world.rising, self.world.compute)
         return Event(self.world, self.world.copy(extent.nbytes, submitted=self.world.now))
 
@@ -470,7 +470,7 @@ def streamed(
         manager.mover = traffic.mover = Mover(world)  # type: ignore[assignment]
         manager.copy = traffic.copy = manager.uses._copy = Copies(world)  # type: ignore[assignment]
         traffic._poison = False
-        manager.prefetcher._dram = True
+        manager.prefetcher.fetcher.beside = True
         rates = {"dram->hbm": machine.bus, "nvme->hbm": machine.in_place}
         manager.pass_timer.estimates = Estimates(lambda link, _: rates.get(link))
         manager.pass_timer._clock = Clock(world)

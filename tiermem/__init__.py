@@ -22,6 +22,10 @@ from tiermem.errors import (
     TierError,
     WrapError,
 )
+from tiermem.loading.load import load_checkpoint
+from tiermem.lora.adapters import add_adapters
+from tiermem.lora.config import Lora
+from tiermem.lora.files import load_adapters, save_adapters
 from tiermem.nn.loss import chunked_cross_entropy
 from tiermem.optim.tiered import TieredOptimizer
 from tiermem.runtime.metrics.counters import (
@@ -46,6 +50,7 @@ __all__ = [
     "IntegrityError",
     "InvariantError",
     "LinkStats",
+    "Lora",
     "PaceRow",
     "ParameterError",
     "Policy",
@@ -60,6 +65,10 @@ __all__ = [
     "TierManager",
     "TieredOptimizer",
     "WrapError",
+    "add_adapters",
     "budgets_for",
     "chunked_cross_entropy",
+    "load_adapters",
+    "load_checkpoint",
+    "save_adapters",
 ]

@@ -51,7 +51,7 @@ class ParameterError(TierError, RuntimeError):
 
 
 class CheckpointError(TierError, ValueError):
-    """A checkpoint or state dict that does not fit the model."""
+    """A checkpoint or state dict that is not valid, or does not fit the model."""
 
 
 class StepError(TierError, RuntimeError):

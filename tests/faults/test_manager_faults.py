@@ -297,13 +297,15 @@ def nothing_left() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("what", ["HostArena", "SlotCache", "Evictor", "FileMover", "Prefetcher"])
+@pytest.mark.parametrize(
+    "what", ["MappedHostArena", "SlotCache", "Evictor", "FileMover", "Prefetcher"]
+)
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_opening_that_fails_leaves_nothing(tmp_path, monkeypatch, what, error) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise error
 
-    opened_there = what in ("HostArena", "FileMover")
+    opened_there = what in ("MappedHostArena", "FileMover")
     monkeypatch.setattr(opening if opened_there else manager_module, what, refuse)
     config = Settings("cpu", 8 * PAGE, 1 << 20, (str(tmp_path),), None, Policy(), "auto")
     with pytest.raises(error):

@@ -404,6 +404,14 @@ def test_checksum(tmp_path) -> None:
     assert rows[0]["step with s"] > 0 and rows[0]["GB from NVMe per step"] > 0
 
 
+def test_codec(tmp_path) -> None:
+    line = "--size 1MiB --repeats 1 --profile none --out out.json"
+    rows = check_rows(run("bench_codec.py", tmp_path, *line.split()), "ratio", "pack, 1 thread")
+    kinds = ["weights, bfloat16", "exp_avg (simulated)", "exp_avg_sq (simulated)"]
+    assert [row["what"] for row in rows] == kinds
+    assert all(row["read: GB/s"] == 3 for row in rows)
+
+
 def test_planning(tmp_path) -> None:
     line = "--blocks 50 100 --repeats 1 --out out.json"
     rows = run("bench_planning.py", tmp_path, *line.split())["rows"]

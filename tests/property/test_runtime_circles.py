@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,8 +13,8 @@ from support_examples import examples
 from support_runtime import Rig, rig
 
 from tiermem.core.block import Role
-from tiermem.core.schedule import Schedule
-from tiermem.runtime.lookahead.prefetcher import Prefetcher
+from tiermem.runtime.lookahead import walks
+from tiermem.runtime.lookahead.walks import RingWalk
 
 COUNT = 12
 
@@ -30,11 +31,11 @@ def script_of(rng: random.Random, bother: float) -> list[tuple[str, int]]:
     return found
 
 
-class FromTheStart(Prefetcher):
+class FromTheStart(RingWalk):
     """Looks at every place of the schedule again whenever anything has changed."""
 
-    def _step_back(self, schedule: Schedule, cursor: int) -> None:
-        self._restart(cursor)
+    def _step_back(self, cursor: int) -> None:
+        self.restart(cursor)
 
 
 def copies_of(made: Rig) -> list[tuple[str, int]]:
@@ -58,7 +59,7 @@ def copies_of(made: Rig) -> list[tuple[str, int]]:
 def go(made: Rig, rounds: Sequence[Sequence[tuple[str, int]]]) -> list[tuple[str, int]]:
     """Goes through rounds of uses and of what else happens to blocks; returns the copies."""
     manager = made.manager
-    manager.prefetcher._dram = manager.prefetcher._works = True
+    manager.prefetcher.fetcher.beside = True
     manager.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
     found = copies_of(made)
     for script in rounds:
@@ -98,11 +99,10 @@ def go(made: Rig, rounds: Sequence[Sequence[tuple[str, int]]]) -> list[tuple[str
 )
 def test_it_makes_the_same_copies(hbm: int, depth: int, bother: float, seed: int) -> None:
     found = []
-    for kind in (Prefetcher, FromTheStart):
+    for kind in (RingWalk, FromTheStart):
         rng = random.Random(seed)
         script, other = script_of(rng, bother), script_of(rng, bother)
-        with rig(hbm, depth=depth) as made:
-            made.manager.prefetcher.__class__ = kind
+        with rig(hbm, depth=depth) as made, patch.object(walks, "RingWalk", kind):
             for _ in range(COUNT):
                 made.add(rng.choice([1, 1, 2]), "dram", Role.OPTIMIZER)
             found.append(go(made, [script, script, script, other, script, script]))

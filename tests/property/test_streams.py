@@ -105,7 +105,7 @@ class Streamed:
                 ScriptedEngine,
             )
         self.manager.traffic._poison = poison
-        self.manager.prefetcher._dram = self.manager.prefetcher._works = True
+        self.manager.prefetcher.fetcher.beside = True
         self.glances = 0
         self.blocks = self.manager.add_blocks(
             [(f"b{i}", Role.PARAM, [SHAPE]) for i in range(blocks)]

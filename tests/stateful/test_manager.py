@@ -191,6 +191,14 @@ class Manager(RuleBasedStateMachine):
 
     @rule(uses=st.integers(0, 6))
     def circles(self, uses: int) -> None:
+        """From now on plans hand HBM out in a ring, or do not."""
+        prefetcher = self.manager.prefetcher
+        prefetcher._outlooks.clear()
+        maker = prefetcher._maker
+        make = maker.make
+        maker.make = lambda *args, **options: replace(  # type: ignore[method-assign]
+            make(*args, **options), turn=uses
+        )
         self.manager.space.turns.uses = uses
 
     # -- use -----------------------------------------------------------------
@@ -323,7 +331,7 @@ class Manager(RuleBasedStateMachine):
     def share_dram(self, picks: list[int] | None, slots: int) -> None:
         """From now on plans say so, or that order of use alone decides; as beside a GPU."""
         prefetcher = self.manager.prefetcher
-        prefetcher._dram = prefetcher._works = True
+        prefetcher.fetcher.beside = True
         prefetcher._outlooks.clear()
         maker = prefetcher._maker
         make = type(maker).make

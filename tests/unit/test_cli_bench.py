@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from matplotlib.figure import Figure
+from safetensors.torch import save_file
 
 from tiermem import cli
 from tiermem.cli import disks, measured
@@ -220,3 +221,50 @@ def test_on_cuda(tmp_path, saved, capsys) -> None:
     rates = ("h2d", "d2h", "duplex", "d2d", "host_copy", "nvme_read", "nvme_write", "nvme_mixed")
     assert all(found[rate] > 0 for rate in rates)
     assert found["d2d"] > found["h2d"] and found["device"] != "cpu"
+
+
+CODEC = ["bench", "--size", "1MiB", "--repeat", "1", "--profile", "none"]
+
+
+def test_codec(tmp_path, saved, capsys) -> None:
+    torch.manual_seed(0)
+    weights = {"a": torch.randn(600, 500).bfloat16(), "ids": torch.arange(3), "b": torch.ones(2, 0)}
+    save_file(weights, tmp_path / "model.safetensors")
+    line = [*CODEC, "--codec", str(tmp_path), "--read-gbps", "0.5"]
+    assert cli.main([*line, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    kinds = ["weights, bfloat16", "exp_avg (simulated)", "exp_avg_sq (simulated)"]
+    assert [row["what"] for row in found["results"]] == kinds
+    assert all(1 < row["ratio"] < 2 and row["pack, 1 thread"] > 0 for row in found["results"])
+    evens = [row for row in found["break_even"] if row["what"] == kinds[0]]
+    assert [row["link"] for row in evens] == [0.5e9, 3e9, 55e9]
+    for row in evens:
+        needed = row["link"] / (1 - 1 / found["results"][0]["ratio"])
+        assert row["needed"] == pytest.approx(needed)
+        assert (row["codec"] > needed) == (row["gain"] > 1) == (row["link"] < row["pays_below"])
+    assert found["speeds"]["read"] == "--read-gbps"
+    assert not saved.exists(), "no link was measured"
+    assert cli.main(line) == 0
+    out = capsys.readouterr().out
+    assert all(text in out for text in [*kinds, "pack ×1", "of the reference machine"])
+
+
+def test_codec_of_states_that_were_saved(tmp_path, capsys) -> None:
+    save_file({"a": torch.randn(300_000)}, tmp_path / "model.safetensors")
+    states = {"a.exp_avg": torch.randn(700_000), "a.step": torch.ones(1)}
+    save_file(states, tmp_path / "optimizer-00001.safetensors")
+    assert cli.main([*CODEC, "--codec", str(tmp_path), "--json"]) == 0
+    rows = {row["what"]: row for row in json.loads(capsys.readouterr().out)["results"]}
+    assert set(rows) == {"weights, float32", "exp_avg, float32", "state, float32"}
+    assert (rows["exp_avg, float32"]["sampled"], rows["exp_avg, float32"]["of"]) == (
+        "1.00 MiB",
+        "2.67 MiB",
+    )
+
+
+def test_codec_of_what_is_no_checkpoint(tmp_path, capsys) -> None:
+    assert cli.main([*CODEC, "--codec", str(tmp_path)]) == 2
+    assert "has no model.safetensors" in capsys.readouterr().err
+    save_file({"ids": torch.arange(3)}, tmp_path / "model.safetensors")
+    assert cli.main([*CODEC, "--codec", str(tmp_path)]) == 2
+    assert "no floating-point tensors" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from support_optim import Layer, Net, Twins, loss_of
 
 from tiermem.core.block import Role
 from tiermem.core.residency import State
+from tiermem.runtime.lookahead.plan_maker import Staying
 
 ROOMY = Tiers("dram", extra_hbm=5 << 16)
 
@@ -30,10 +31,16 @@ def staying(**options: Any) -> Iterator[Twins]:
     """Opens twins whose loops go in circles as on a GPU."""
     with Twins(Even, ROOMY, **options) as pair:
         manager = pair.tier._manager
-        manager.prefetcher._dram = manager.prefetcher._works = True
+        manager.prefetcher.fetcher.beside = True
         # a link that is slow beside such small blocks: they set the size of the circle
-        manager.pass_timer.estimates.rate = lambda *_: 1.0  # type: ignore[method-assign]
+        link_of(pair, 1.0)
         yield pair
+
+
+def link_of(pair: Twins, rate: float) -> None:
+    """Makes the link as fast as that, in bytes a second."""
+    estimates = pair.tier._manager.pass_timer.estimates
+    estimates.rate = estimates.best_rate = lambda *_: rate  # type: ignore[method-assign]
 
 
 def dirty(pair: Twins) -> set[int]:
@@ -70,11 +77,26 @@ def test_weights_that_stay_and_that_the_host_steps() -> None:
             pair.backward(step)
             pair.step()
         weights = {r.block.id for r in manager.table if r.block.role is Role.PARAM}
-        manager.prefetcher._maker._staying = (frozenset(), frozenset(weights), 0)
+        manager.prefetcher._maker._staying = Staying(kept=frozenset(weights), rate=1e30)
         for step in range(3, 8):
             pair.backward(step)
             pair.step()
         assert weights <= manager.space.residents
+        pair.check()
+
+
+def test_a_link_that_turns_out_to_be_fast_gets_the_room() -> None:
+    """Six of the blocks, or a tenth of a second of the link, is what the circle needs."""
+    with staying(overlap="forward") as pair:
+        for step in range(4):
+            pair.backward(step)
+            pair.step()
+        assert pair.tier.stats().kept_in_hbm > 0
+        link_of(pair, 1e12)
+        for step in range(4, 8):
+            pair.backward(step)
+            pair.step()
+        assert pair.tier.stats().kept_in_hbm == 0
         pair.check()
 
 

@@ -137,7 +137,7 @@ def test_bytes_are_right_whatever_is_used(passes: Sequence[Sequence[int]], depth
     manager = BlockManager(
         Settings("cpu", hbm, sum(SIZES) * PAGE, (), None, Policy(params="dram"), "auto")
     )
-    manager.prefetcher._dram = manager.prefetcher._works = True
+    manager.prefetcher.fetcher.beside = True
     share, outlook.share_hbm = outlook.share_hbm, laned
     try:
         blocks = manager.add_blocks(

@@ -190,6 +190,6 @@ def test_the_time_it_rested_is_not_the_disk_s(tmp_path: Path) -> None:
         transfer = FileTransfer(extent, is_read=True, label="b", urgent=False)
         transfer.started_ns, transfer.rested_ns, transfer.finished_ns = 1000, 400_000, 1_001_000
         made.manager.counters.reset()
-        made.manager.traffic._landed("nvme->hbm", block, transfer)
+        made.manager.traffic.log.landed("nvme->hbm", block, transfer)
         link = made.manager.stats().links["nvme->hbm"]
         assert link.seconds == pytest.approx(600e-6)

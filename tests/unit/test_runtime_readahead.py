@@ -28,7 +28,7 @@ def opened(request: pytest.FixtureRequest) -> Callable[..., Any]:
     @contextmanager
     def make(*args: Any, **settings: Any) -> Iterator[Rig]:
         with rig(*args, **settings) as made:
-            made.manager.prefetcher._dram = request.param == "device"
+            made.manager.prefetcher.fetcher.beside = request.param == "device"
             unplanned(made, through_dram=True)
             yield made
 
@@ -208,7 +208,7 @@ def test_a_place_is_not_used_again_while_the_disk_reads_into_it(
 def test_on_a_gpu_the_host_waits_for_the_disk_only(tmp_path: Path) -> None:
     """No block goes through chunks that wait for the compute, as long as DRAM has room."""
     with rig(2, BLOCKS, nvme=tmp_path, dram=16) as made:
-        made.manager.prefetcher._dram = True
+        made.manager.prefetcher.fetcher.beside = True
         loop(made, [*range(8)], 4)
         links = made.manager.stats().links
         assert "nvme->hbm" not in links
@@ -217,7 +217,7 @@ def test_on_a_gpu_the_host_waits_for_the_disk_only(tmp_path: Path) -> None:
 
 def test_what_the_disk_alone_holds_up_goes_straight_into_hbm(tmp_path: Path) -> None:
     with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
-        made.manager.prefetcher._dram = True
+        made.manager.prefetcher.fetcher.beside = True
         unplanned(made, through_dram=False)
         loop(made, [*range(8)], 6)
         made.manager.counters.reset()

@@ -88,7 +88,7 @@ def loop(blocks: int, slots: int, *, depth: Any = 1, large: int = 0) -> Iterator
             prefetch_depth=depth,
         )
     )
-    manager.prefetcher._dram = manager.prefetcher._works = True
+    manager.prefetcher.fetcher.beside = True
     manager.pass_timer._clock = EvenClock()
     pages = [2 if number < large else 1 for number in range(blocks)]
     made = manager.add_blocks(
@@ -367,7 +367,7 @@ def test_a_child_that_is_forked_in_between_is_refused() -> None:
             code = 1
             try:
                 with suppress(ClosedError), made.manager.lock:
-                    made.manager.uses.take(made.blocks[2])
+                    made.manager.uses.acquire(made.blocks[2])
                     code = 2
                 code = 0 if code == 1 else code
             finally:

@@ -28,7 +28,7 @@ def opened(sizes: list[int], hbm: int, depth: int) -> BlockManager:
             prefetch_depth=depth,
         )
     )
-    made.prefetcher._dram = made.prefetcher._works = True  # as on a GPU
+    made.prefetcher.fetcher.beside = True  # as on a GPU
     return made
 
 
@@ -131,9 +131,9 @@ def test_what_stays_is_sent_away_where_it_leaves_holes_too_small() -> None:
     assert extent is not None and extent.offset == 3 * PAGE
     space.keep(frozenset({middle.id, large.id}), PAGE)
     loop = object()
-    space.settle(loop)
+    space.rearrange(loop)
     assert manager.record(middle).extent == extent  # it may be for one round only
-    space.settle(loop)
+    space.rearrange(loop)
     assert manager.record(middle).extent is None
     for block in (large, middle):
         manager.acquire(block)

@@ -30,7 +30,7 @@ def places(made: Rig) -> list[tuple[Block, Extent]]:
 def training(hbm: int, count: int, *, beside: bool = True) -> Iterator[Rig]:
     """Opens a manager over blocks that a step writes."""
     with rig(hbm, depth=0) as made:
-        made.manager.prefetcher._dram = beside
+        made.manager.prefetcher.fetcher.beside = beside
         for _ in range(count):
             made.add(1, "dram", Role.OPTIMIZER)
         yield made
@@ -110,7 +110,7 @@ def test_copies_are_not_fetched_past_a_block_that_the_host_works_on() -> None:
     """Its own copy, once it is back, would wait for theirs."""
     with rig(8, [(1, "dram")] * 6, depth=4) as made:
         manager = made.manager
-        manager.prefetcher._dram = manager.prefetcher._works = True
+        manager.prefetcher.fetcher.beside = True
         for _ in range(3):
             manager.begin_pass("f")
             for block in made.blocks:
@@ -149,7 +149,7 @@ def stepping(hbm: int, count: int) -> Iterator[Rig]:
     """Opens a manager over weights and their state, as on a GPU."""
     with rig(hbm) as made:
         manager = made.manager
-        manager.prefetcher._dram = manager.prefetcher._works = True
+        manager.prefetcher.fetcher.beside = True
         manager.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
         manager.pass_timer.estimates.rate = lambda *_: 1.0  # type: ignore[method-assign]
         for role in (Role.PARAM, Role.OPTIMIZER):

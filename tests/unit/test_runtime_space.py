@@ -78,7 +78,7 @@ def test_a_fetch_ahead_evicts_nothing_needed_sooner(tmp_path: Path) -> None:
         manager = made.manager
         position: list[int] = []
         evicted: list[tuple[int, int]] = []
-        evict, fill = manager.space.evict, manager.prefetcher.fill
+        evict, fill = manager.space.evict, manager.prefetcher.fetcher.fill
 
         def evicting(record: Record, *, free: bool = True) -> None:
             if position:
@@ -92,7 +92,7 @@ def test_a_fetch_ahead_evicts_nothing_needed_sooner(tmp_path: Path) -> None:
             finally:
                 position.pop()
 
-        manager.space.evict, manager.prefetcher.fill = evicting, filling  # type: ignore[method-assign]
+        manager.space.evict, manager.prefetcher.fetcher.fill = evicting, filling  # type: ignore[method-assign]
         for _ in range(10):
             loop(made, [0, 1, 2, 3, 4, 5, 2, 1, 4], 1)
             manager.flush()
@@ -265,7 +265,7 @@ def test_what_is_used_together_finds_room_together() -> None:
             made.compare(slot.bytes, block)
             assert made.manager.slots.current[block.id] is slot
             made.manager.release(block)
-        assert not made.manager.space.unseen
+        assert not made.manager.space.rules.unseen
         made.check()
 
 

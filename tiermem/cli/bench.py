@@ -1,6 +1,7 @@
 """Measure what this machine's links give, and keep it as the machine's profile.
 
-Short, for choosing budgets and for ``tiermem plan``; benchmarks/ has the careful ones.
+Short, for choosing budgets and for ``tiermem plan``; benchmarks/ has the careful ones. With
+--codec it measures instead what packing a checkpoint's bytes would give beside those links.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiermem.cli.options import parse_bytes, pick_device
+from tiermem.cli.plan import add_speed_arguments, read_speeds
 from tiermem.config import format_size
 from tiermem.core.block import ALIGNMENT, align_up
 from tiermem.errors import ConfigError
 
 if TYPE_CHECKING:
+    from tiermem.cli.codec import BreakEven, Packing
     from tiermem.cli.measured import Measurement
     from tiermem.runtime.metrics.machine_profile import MachineProfile
 
@@ -29,6 +32,12 @@ _DEPTHS = (8, 16, 4, 1)
 _MEMORY_SECONDS = 5.0
 _SWEEP_SECONDS = 6.0
 _BEST_SECONDS = 3.0
+_CODEC_WORDS = (
+    "needed: speed that the codec would have to have; below: speed of a link below which it pays",
+    "speed: packed and then moved, by moved as it is; beside: the codec works while the link does",
+    "simulated: float32 moments of Adam after a few steps of a small network; no "
+    "optimizer*.safetensors lies beside the weights",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--no-save", action="store_true", help="leave the saved profile as it is")
     parser.add_argument("--picture", metavar="FILE", help="draw bandwidth by size and by depth")
+    codec = parser.add_argument_group("packing, instead of links")
+    codec.add_argument(
+        "--codec",
+        metavar="DIR",
+        help="a checkpoint: ratio and speed of byte planes and lz4 for at most --size of its "
+        "weights and moments, and the speed of a link below which that pays",
+    )
+    add_speed_arguments(codec)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -57,6 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--size must be at least {ALIGNMENT} bytes")
     if arguments.repeat < 1:
         raise ConfigError(f"--repeat must be at least 1, not {arguments.repeat}")
+    if arguments.codec is not None:
+        return run_codec(arguments, nbytes)
     device = pick_device(arguments.device)
     folders = [default_swap_folder()] if arguments.nvme is None else arguments.nvme
     folders = [] if folders == ["none"] else folders
@@ -77,6 +96,39 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _print([*memory, *disks], saved)
     return 0
+
+
+def run_codec(arguments: argparse.Namespace, nbytes: int) -> int:
+    """Runs ``tiermem bench --codec``."""
+    from tiermem.cli.codec import break_evens, measure, samples, usual_threads
+    from tiermem.cli.machine import hardware
+
+    links, sources = read_speeds(arguments)
+    found = samples(arguments.codec, nbytes)
+    packings = [measure(sample, usual_threads(), arguments.repeat) for sample in found]
+    evens = [even for packing in packings for even in break_evens(packing, links)]
+    if arguments.json:
+        facts = {"hardware": hardware(), "results": [packing_row(p) for p in packings]}
+        rows = [asdict(even) for even in evens]
+        print(json.dumps({**facts, "break_even": rows, "speeds": sources}, indent=2))
+    else:
+        _print_codec(packings, evens, sources)
+    return 0
+
+
+def packing_row(packing: Packing) -> dict[str, object]:
+    """Returns a result of the codec as plain data; speeds are in GB/s of numbers."""
+    speeds = {
+        f"{direction}, {threads} thread{'s' if threads > 1 else ''}": speed.bytes_per_s / 1e9
+        for (direction, threads), speed in packing.speeds.items()
+    }
+    return {
+        "what": packing.what,
+        "sampled": format_size(packing.nbytes),
+        "of": format_size(packing.total),
+        "ratio": packing.ratio,
+        **speeds,
+    }
 
 
 def bench_memory(nbytes: int, repeat: int, device: str) -> list[Measurement]:
@@ -174,3 +226,37 @@ def _print(rows: Sequence[Measurement], saved: str) -> None:
     console.print(table)
     if saved:
         console.print(f"saved as {saved}", soft_wrap=True)
+
+
+def _print_codec(
+    packings: Sequence[Packing], evens: Sequence[BreakEven], sources: dict[str, str]
+) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table(title="Byte planes and lz4, GB/s of numbers")
+    table.add_column("what", no_wrap=True)
+    for packing in packings[:1]:
+        heads = [f"{direction} ×{threads}" for direction, threads in packing.speeds]
+        for column in ("MiB", "ratio", *heads):
+            table.add_column(column, justify="right")
+    for packing in packings:
+        rates = [f"{speed.bytes_per_s / 1e9:.2f}" for speed in packing.speeds.values()]
+        mib = f"{packing.nbytes / 2**20:.0f}"
+        table.add_row(packing.what, mib, f"{packing.ratio:.2f}", *rates)
+    console.print(table)
+    pays = Table(title="Where it pays, with the threads that do best")
+    pays.add_column("what", no_wrap=True)
+    for column in ("link", "GB/s", "needed", "below", "speed", "beside"):
+        pays.add_column(column, justify="left" if column == "link" else "right")
+    for even in evens:
+        needed = "–" if even.needed is None else f"{even.needed / 1e9:.1f}"
+        cells = (f"{even.link / 1e9:.1f}", needed, f"{even.pays_below / 1e9:.2f}")
+        gains = (f"{gain:.2f}×" for gain in (even.gain, even.gain_beside))
+        pays.add_row(even.what, even.way, *cells, *gains)
+    console.print(pays)
+    for line in _CODEC_WORDS:
+        console.print(line, soft_wrap=True)
+    for link, source in sources.items():
+        console.print(f"{link}: {source}", soft_wrap=True)

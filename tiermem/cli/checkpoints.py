@@ -112,7 +112,7 @@ class Checkpoints:
 
 def describe(settings: Settings) -> dict[str, Any]:
     """Returns what two parts of one run have to have in common."""
-    kept = asdict(replace(settings, optimizer_on="device", overlap=False))
+    kept = asdict(replace(settings, optimizer_on="device"))
     kept |= {name: str(kept[name]) for name in ("dtype", "master")}
     if settings.optimizer_on != "device":
         kept["optimizer_on"] = settings.optimizer_on  # it rounds differently

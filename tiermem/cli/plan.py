@@ -36,16 +36,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tiers.add_argument("--dram", required=True, metavar="SIZE")
     tiers.add_argument("--nvme-bytes", default="0", metavar="SIZE")
     speeds = parser.add_argument_group("speeds")
-    speeds.add_argument("--link-gbps", metavar="GB/S", help="host link, each way")
-    speeds.add_argument("--read-gbps", metavar="GB/S", help="disks, reading")
-    speeds.add_argument("--write-gbps", metavar="GB/S", help="disks, writing")
+    add_speed_arguments(speeds)
     speeds.add_argument("--tflops", default="700", metavar="N", help="of the device, in --dtype")
-    speeds.add_argument(
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_speed_arguments(group: argparse._ArgumentGroup) -> None:
+    """Adds the options for how fast links and disks are."""
+    group.add_argument("--link-gbps", metavar="GB/S", help="host link, each way")
+    group.add_argument("--read-gbps", metavar="GB/S", help="disks, reading")
+    group.add_argument("--write-gbps", metavar="GB/S", help="disks, writing")
+    group.add_argument(
         "--profile",
         metavar="FILE",
         help="what `tiermem bench` saved, of any machine; 'none' to use no profile",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -97,6 +102,23 @@ def read_machine(arguments: argparse.Namespace) -> tuple[Machine, dict[str, str]
     Raises:
         ConfigError: If one cannot be used.
     """
+    speeds, sources = read_speeds(arguments)
+    machine = Machine(
+        hbm=parse_bytes(arguments.hbm, "--hbm"),
+        dram=parse_bytes(arguments.dram, "--dram"),
+        nvme=parse_bytes(arguments.nvme_bytes, "--nvme-bytes"),
+        flops=1e12 * parse_count(arguments.tflops, "--tflops"),
+        **speeds,
+    )
+    return machine, sources
+
+
+def read_speeds(arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, str]]:
+    """Returns the speeds of links and disks, in bytes per second, and where each is from.
+
+    Raises:
+        ConfigError: If an option or the profile it names cannot be used.
+    """
     measured, source = _measured(arguments.profile)
     speeds: dict[str, float] = {}
     sources: dict[str, str] = {}
@@ -109,14 +131,7 @@ def read_machine(arguments: argparse.Namespace) -> tuple[Machine, dict[str, str]
             speeds[link], sources[link] = measured[link], source
         else:
             speeds[link], sources[link] = 1e9 * usual, "not measured: of the reference machine"
-    machine = Machine(
-        hbm=parse_bytes(arguments.hbm, "--hbm"),
-        dram=parse_bytes(arguments.dram, "--dram"),
-        nvme=parse_bytes(arguments.nvme_bytes, "--nvme-bytes"),
-        flops=1e12 * parse_count(arguments.tflops, "--tflops"),
-        **speeds,
-    )
-    return machine, sources
+    return speeds, sources
 
 
 def _measured(path: str | None) -> tuple[dict[str, float], str]:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -29,20 +30,21 @@ from tiermem.runtime.loans.host_loans import HostLoans
 from tiermem.runtime.loans.zero_copy import ZeroCopy
 from tiermem.runtime.lookahead.prefetcher import Prefetcher
 from tiermem.runtime.lookahead.replay import Replay
-from tiermem.runtime.memory.homes import HomeRequest, Homes
+from tiermem.runtime.memory.homes import HomeRequest, Homes, StoredBlock, ranges_of
 from tiermem.runtime.memory.hostheap import HostHeap
-from tiermem.runtime.memory.opening import open_hbm, open_homes, open_mover
+from tiermem.runtime.memory.opening import OpenHbm, open_hbm, open_homes, open_mover
 from tiermem.runtime.memory.slots import Holder, Slot, SlotCache
 from tiermem.runtime.metrics.counters import Counters, ResidencyRow, Stats, row_of, stats_of
 from tiermem.runtime.metrics.pass_timer import open_pass_timer
 from tiermem.runtime.metrics.timeline import Timeline
 from tiermem.runtime.parts import Parts
 from tiermem.runtime.placement.evictor import Evictor
+from tiermem.runtime.placement.limit import HbmLimit
 from tiermem.runtime.placement.no_room import too_much_for_good
 from tiermem.runtime.repair import repair_blocks
 from tiermem.runtime.transfers.block_io import BlockIo
 from tiermem.runtime.transfers.deferred import DeferredWork
-from tiermem.runtime.transfers.transfers import Transfers
+from tiermem.runtime.transfers.transfers import TransferLog, Transfers
 from tiermem.transfer.copy import CopyEngine, CudaCopyEngine, HostCopyEngine
 from tiermem.transfer.file.mover import FileMover
 
@@ -56,18 +58,25 @@ class BlockManager:
     io_engine: str
     io_reason: str
 
-    def __init__(self, settings: Settings, engine: Callable[[], IoEngine] | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        engine: Callable[[], IoEngine] | None = None,
+        hbm: Callable[[Settings, torch.device], OpenHbm] = open_hbm,
+    ) -> None:
         """Opens the tiers.
 
         Args:
             settings: Budgets, paths and policy.
             engine: Makes the I/O engine; by default the best that works here.
+            hbm: Opens HBM.
 
         Raises:
             ConfigError: If a path cannot be used.
             CapacityError: If memory or disk space is not there.
         """
         self.settings = settings
+        self._engine = engine
         self.device = torch.device(settings.device)
         cuda = self.device.type == "cuda"
         self.lock = threading.RLock()
@@ -87,9 +96,10 @@ class BlockManager:
         self.mover: FileMover | None = None
         try:
             open_homes(settings, self.device, partial(setattr, self, "homes"))
-            self.arena = open_hbm(settings.hbm, self.device)
+            opened = hbm(settings, self.device)
+            self.arena = opened.arena
             self.copy: CopyEngine = CudaCopyEngine(self.device) if cuda else HostCopyEngine()
-            self.table = ResidencyTable(self.arena.capacity)
+            self.table = ResidencyTable(opened.capacity, self.arena)
             self.slots = SlotCache(self.arena)
             self.by_address = self.slots.by_address
             # what leaves the stand-in for HBM is overwritten, so that a wrong residency shows;
@@ -101,13 +111,14 @@ class BlockManager:
                 self.slots,
                 self.homes,
                 self.copy,
-                self.counters,
-                self.timeline,
-                self.pass_timer,
+                TransferLog(self.counters, self.timeline, self.pass_timer),
                 poison=poison,
             )
             self.space = Evictor(
                 self.table, self.slots, self.traffic, self.planner, self.holders, self.counters
+            )
+            self.limit = HbmLimit(
+                self.space, self.arena, opened.room, most=opened.most, open=opened.open
             )
             self.contents = BlockIo(self.traffic)
             self.parts = Parts(
@@ -134,15 +145,19 @@ class BlockManager:
         wanted: Sequence[tuple[str, Role, Sequence[TensorShape]]],
         *,
         home: str | Sequence[str | None] | None = None,
+        stored: Sequence[StoredBlock | None] = (),
     ) -> list[Block]:
         """Packs and enters blocks, with home space for all of them or an error for all.
 
         Args:
             wanted: Name, role and tensors of each block.
             home: Overrides the policy's home: of all, or of each (None for the policy's).
+            stored: Of each block, where files of :meth:`attach_files` have its tensors (one
+                sequence of ranges for each); None for a block that gets an ordinary home. By
+                default that is all of them.
 
         Returns:
-            The blocks, in order; they hold no data yet.
+            The blocks, in order; those that are not ``stored`` hold no data yet.
 
         Raises:
             CapacityError: Naming the block and the least budget that would do.
@@ -152,19 +167,21 @@ class BlockManager:
             self.guard()
             blocks, requests = [], []
             homes = [home] * len(wanted) if home is None or isinstance(home, str) else home
-            for (name, role, shapes), own in zip(wanted, homes, strict=True):
+            files = stored or [None] * len(wanted)
+            for (name, role, shapes), own, in_files in zip(wanted, homes, files, strict=True):
                 specs, nbytes = pack(shapes)
                 blocks.append(Block(self._next_id, name, role, nbytes, specs))
                 self._next_id += 1
                 where = own or self.settings.policy.home(role)
-                requests.append(HomeRequest(name, nbytes, where))  # type: ignore[arg-type]
+                ranges = None if in_files is None else ranges_of(specs, in_files)
+                requests.append(HomeRequest(name, nbytes, where, ranges))  # type: ignore[arg-type]
             places = self.homes.reserve(requests)
             try:
-                for block, (tier, extent) in zip(blocks, places, strict=True):
-                    self.table.add(block, tier, extent)
+                for block, request, (tier, extent) in zip(blocks, requests, places, strict=True):
+                    self.table.add(block, tier, extent, defined=request.stored is not None)
                 self._fix([b for b in blocks if self.table[b.id].home is Tier.HBM])
                 later = (block.nbytes for block in blocks if block.role in _IN_BACKWARD)
-                self.space.largest_later = max(self.space.largest_later, *later, 0)
+                self.space.expect(max(later, default=0))
             except BaseException as error:
                 if not isinstance(error, REFUSALS):
                     self.repair_blocks()  # it may have come anywhere
@@ -174,6 +191,71 @@ class BlockManager:
                         self.homes.release(tier, extent)  # no block of the table had it yet
                 raise
             return blocks
+
+    def attach_files(
+        self, paths: Sequence[Path], check: Callable[[int, int], None] | None = None
+    ) -> int:
+        """Opens checkpoint files, in which blocks may have their homes from now on.
+
+        Args:
+            paths: The files; they are only read.
+            check: Called with the descriptor of each file and its index in ``paths``; raises if
+                that is not the file it should be.
+
+        Returns:
+            The number of the first of them; the others follow.
+
+        Raises:
+            CapacityError: If DRAM has no room for the chunks that reads pass through.
+            StorageError: If a file cannot be opened.
+        """
+        self.guard()
+        with self.lock:
+            self.guard()
+            first = self.homes.open_sources().add(paths, check)
+            self.flush()
+            self.traffic.ahead.cancel()
+            before = self.mover
+            open_mover(self.homes, self.copy, self.device, self._engine, self._take_mover)
+            if before is not None:
+                before.close()
+            return first
+
+    def make_writable(self, blocks: Sequence[Block]) -> None:
+        """Gives blocks at home in checkpoint files homes that may be written, or none of them.
+
+        Others are passed over. Policy ``"auto"`` is taken for ``"nvme"`` where there is no swap
+        file.
+
+        Raises:
+            CapacityError: If a tier cannot hold them.
+            StorageError: If one cannot be read; it and those behind it stay as they were.
+        """
+        self.guard()
+        with self.lock:
+            self.guard()
+            records = [self.table[block.id] for block in blocks]
+            records = [r for r in records if self.homes.read_only(r.home_extent)]
+            requests = [self._writable(record) for record in records]
+            places = self.homes.reserve(requests)
+            try:
+                for record, (tier, extent) in zip(records, places, strict=True):
+                    self.uses.acquire(record.block)
+                    try:
+                        self.traffic.rehome(record, tier, extent)
+                    finally:
+                        self.table.release(record.block.id)
+            except REFUSALS:  # any other may have come anywhere: a repair frees what nobody has
+                for record, (tier, extent) in zip(records, places, strict=True):
+                    if extent is not None and record.home_extent != extent:
+                        self.homes.release(tier, extent)
+                raise
+
+    def _writable(self, record: Record) -> HomeRequest:
+        home = self.settings.policy.home(record.block.role)
+        if home == "nvme" and self.homes.swap is None:
+            home = "auto"
+        return HomeRequest(record.block.name, record.block.nbytes, home)
 
     def remove_blocks(self, blocks: Sequence[Block]) -> None:
         """Takes blocks out and gives their space back; what they hold is lost.
@@ -208,7 +290,12 @@ class BlockManager:
             self.planner.forget({block.id for block in present})
             gone = [block.id for block in present]
             self.traffic.waste.forget(gone)
-            self.traffic.gone.difference_update(gone)
+            self.traffic.departures.forget(gone)
+
+    def can_hold(self, nbytes: int) -> bool:
+        """Whether HBM can hold so many bytes at one time; it is made larger for that if need be."""
+        with self.lock:
+            return self.limit.require(nbytes)
 
     def record(self, block: Block) -> Record:
         """Returns the table's row of a block."""
@@ -233,7 +320,7 @@ class BlockManager:
         """
         self.guard()  # before the lock as well: a forked child may find it taken for ever
         with self.lock:
-            return self.uses.take(block)
+            return self.uses.acquire(block)
 
     def acquire_all(self, blocks: Sequence[Block]) -> list[Slot]:
         """Acquires several blocks that are used together, or none.
@@ -243,7 +330,7 @@ class BlockManager:
         """
         self.guard()
         with self.lock:
-            unseen = self.space.unseen
+            unseen = self.space.rules.unseen
             taken: list[Block] = []
             try:
                 for block in blocks:
@@ -337,10 +424,12 @@ class BlockManager:
                 return  # nothing runs now; replays are not seen at all
             if self._heap is not None:
                 self._heap.look()
+            if self.limit.follow(key):
+                self.replay.repair()
             self.pass_timer.begin(key)
             self.prefetcher.end_pass()
             self.planner.begin(key, guess)
-            self.space.settle(self.planner.schedule)
+            self.space.rearrange(self.planner.schedule)
             if not self.replay.begin(*self.prefetcher.plan()):
                 self.prefetcher.run()
 
@@ -371,14 +460,14 @@ class BlockManager:
         Returns:
             Whether the fetch has begun.
         """
-        if record.home is Tier.NVME and not self.prefetcher.staged(record, position):
+        if record.home is Tier.NVME and not self.prefetcher.disk.staged(record, position):
             return False  # on its way into DRAM: it takes no room here until it is there
-        extent = self.space.place(record.block, position)
-        if extent is None:
+        room = self.space.place(record.block, position)
+        if room is None:
             return False
-        self.traffic.fill(record, extent)
-        self.replay.note(record, extent, position)
-        self.space.moved.add(record.block.id)
+        self.traffic.fill(record, room.extent)
+        self.replay.note(record, room, position)
+        self.space.order.note_use(record.block.id)
         self.counters.prefetches += 1
         return True
 
@@ -389,16 +478,24 @@ class BlockManager:
         with self.lock:
             homes, settings = self.homes, self.settings
             on_disk = homes.swap.capacity if homes.swap is not None else 0
+            files = homes.swap or homes.sources
             return stats_of(
                 self.counters,
                 used=(self.table.hbm.used, homes.dram.used, homes.nvme_used),
-                budget=(settings.hbm, settings.dram, settings.nvme_bytes or on_disk),
+                budget=(
+                    self.table.hbm.capacity
+                    if self.limit.open or settings.hbm_auto
+                    else settings.hbm,
+                    settings.dram,
+                    settings.nvme_bytes or on_disk,
+                ),
                 peak=(self.table.hbm.peak, homes.dram.peak, homes.nvme_peak),
                 io=self._io(),
-                direct=homes.swap is not None and homes.swap.direct,
+                direct=files is not None and files.direct,
                 efficiency=self.pass_timer.efficiency(),
-                ahead=(self.prefetcher.reads_into, self.traffic.ahead.kept),
+                ahead=(self.prefetcher.disk.reads_into, self.traffic.ahead.kept),
                 kept=self.space.division.kept,
+                mapped=self.arena.mapped,
             )
 
     def residency(self) -> list[ResidencyRow]:
@@ -417,8 +514,8 @@ class BlockManager:
             return
         with self.lock:
             self._closed = True
-            if hasattr(self, "traffic"):
-                self.traffic.quiet = False
+            if hasattr(self, "replay"):
+                self.replay.interrupt()
             self._give_back()
             self._given_back = True
 
@@ -429,7 +526,7 @@ class BlockManager:
         """
         with self.lock, ExitStack() as steps:  # runs them last first
             self._closed = True
-            self.traffic.quiet = False
+            self.replay.interrupt()
             steps.callback(self.homes.arena.unlock)
             steps.callback(self.copy.synchronize)
             if self.mover is not None:
@@ -467,7 +564,7 @@ class BlockManager:
             self.arena.show_to_children(None)
 
     def after_fork(self) -> None:
-        """Has children see nothing again."""
+        """Hides HBM from children again."""
         self.arena.show_to_children(())
         if self._forking:
             self._forking = False
@@ -477,7 +574,7 @@ class BlockManager:
         """Sees to it that a forked child is refused, waits for nobody and keeps no file open."""
         # another thread of the parent may have had the lock, and will never give it back here
         self.lock = threading.RLock()
-        self.traffic.quiet = False
+        self.replay.interrupt()
         if self._given_back:
             return
         if self.mover is not None:
@@ -514,7 +611,7 @@ class BlockManager:
         The next call from outside has :mod:`tiermem.runtime.repair` put it right.
         """
         self.torn = self.unsure = True
-        self.traffic.quiet = False  # so that the short way of a use is not taken
+        self.replay.interrupt()  # so that the next use asks whether anything is torn
 
     def repair_blocks(self) -> None:
         """Makes table, slots and transfers agree; see :mod:`tiermem.runtime.repair`."""
@@ -551,7 +648,7 @@ class BlockManager:
         if not blocks:
             return
         there = self.table.fixed_nbytes()
-        if there + sum(block.nbytes for block in blocks) > self.table.hbm.capacity:
+        if not self.limit.require(there + sum(block.nbytes for block in blocks)):
             raise too_much_for_good(blocks, there, self.table.hbm.capacity)
         for block in blocks:
             record = self.table[block.id]

@@ -13,50 +13,16 @@ import itertools
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from tiermem.config import format_size
 from tiermem.core.block import ALIGNMENT, Extent, align_up
 from tiermem.errors import CapacityError, ClosedError, ConfigError, StorageError
 from tiermem.storage import nameless
+from tiermem.storage.files import Piece, PieceSum
 from tiermem.storage.freelist import FreeList
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of an extent that lies in one file without a break.
-
-    Attributes:
-        file: Index of the file.
-        file_offset: First byte in that file.
-        extent_offset: First byte within the extent.
-        nbytes: Length in bytes, at most one chunk.
-    """
-
-    file: int
-    file_offset: int
-    extent_offset: int
-    nbytes: int
-
-
-@dataclass(slots=True)
-class PieceSum:
-    """What the index knows of one piece.
-
-    Attributes:
-        generation: Number of the write that counts; a later one outdates it.
-        nbytes: Length of the piece.
-        written: Whether that write came to its end; if not, the bytes are anybody's guess.
-        checksum: Of the bytes written, or ``None`` where checking is switched off.
-    """
-
-    generation: int
-    nbytes: int
-    written: bool = False
-    checksum: int | None = None
 
 
 class SwapFile:
@@ -331,6 +297,15 @@ class SwapFile:
         if entry is None or not entry.written or entry.nbytes != piece.nbytes:
             return None
         return entry
+
+    def refusal(self, extent: Extent, piece: Piece) -> str:
+        """Returns why a piece cannot be read; empty where it can."""
+        if self.written(extent, piece) is not None:
+            return ""
+        return "the file holds no whole data there: never written, or its last write failed"
+
+    def keep_sum(self, extent: Extent, piece: Piece, checksum: int) -> None:
+        """Does nothing: checksums are those of writes."""
 
     def version(self, extent: Extent) -> int:
         """Returns a number that is another one after every write of an extent; 0 before any."""

@@ -10,7 +10,7 @@ nothing. Reading the code is a hint only: it looks for names, never for classes.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -30,17 +30,36 @@ _UNCOUNTED = frozenset(
 _DEPTH = 5
 _TRUSTED = ("torch",)
 _SETUP = ("__init__", "_init_weights", "init_weights", "reset_parameters", "extra_repr")
-_known: dict[type, bool] = {}
+_MERGES = ("merge", "unmerge")
+_known: dict[tuple[type, bool], bool] = {}
 
 
-def may_write_uncounted(module: nn.Module) -> bool:
-    """Whether a call of ``module`` may write its weights without torch counting it."""
+def may_write_uncounted(module: nn.Module, *, merging: bool = True) -> bool:
+    """Whether a call of ``module`` may write its weights without torch counting it.
+
+    Args:
+        module: The module.
+        merging: Whether what it does to adapters merged into its weights counts.
+    """
     kind = type(module)
-    if kind not in _known:
-        _known[kind] = not _trusted(kind) and _reaches(_methods(kind), kind, set(), _DEPTH)
+    passed = _SETUP if merging else (*_SETUP, *_MERGES)
+    if (kind, merging) not in _known:
+        known = not _trusted(kind) and _reaches(_methods(kind), kind, set(), _DEPTH, passed)
+        _known[kind, merging] = known
     own = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     own += [value for value in vars(module).values() if isinstance(value, types.FunctionType)]
-    return _known[kind] or any(_reaches(iter([hook]), kind, set(), _DEPTH) for hook in own)
+    return _known[kind, merging] or any(
+        _reaches(iter([hook]), kind, set(), _DEPTH, passed) for hook in own
+    )
+
+
+def only_unmerges(module: nn.Module) -> bool:
+    """Whether such a write can only be one that takes merged adapters out again.
+
+    peft's layers list in ``merged_adapters`` what is merged; while it is empty they write nothing.
+    """
+    merged = getattr(module, "merged_adapters", None)
+    return isinstance(merged, list) and not may_write_uncounted(module, merging=False)
 
 
 def _trusted(thing: Any) -> bool:
@@ -57,8 +76,13 @@ def _methods(kind: type) -> Iterator[Any]:
             yield from (f for name, f in vars(base).items() if name == "forward")
 
 
-def _reaches(functions: Iterator[Any], kind: type, seen: set[Any], depth: int) -> bool:
-    """Whether code reached from ``functions`` speaks of a way around the version counter."""
+def _reaches(
+    functions: Iterator[Any], kind: type, seen: set[Any], depth: int, passed: Sequence[str]
+) -> bool:
+    """Whether code reached from ``functions`` speaks of a way around the version counter.
+
+    What is called by one of the names ``passed`` is not looked at.
+    """
     for thing in functions:
         function = _function(thing)
         if function is None or function.__code__ in seen or _trusted(function):
@@ -67,7 +91,8 @@ def _reaches(functions: Iterator[Any], kind: type, seen: set[Any], depth: int) -
         names = set(_names(function.__code__))
         if names & _UNCOUNTED:
             return True
-        if depth and _reaches(_callees(function, names, kind), kind, seen, depth - 1):
+        callees = _callees(function, names.difference(passed), kind)
+        if depth and _reaches(callees, kind, seen, depth - 1, passed):
             return True
     return False
 
@@ -95,8 +120,6 @@ def _names(code: types.CodeType) -> Iterator[str]:
 def _callees(function: types.FunctionType, names: set[str], kind: type) -> Iterator[Any]:
     """Yields what a function may call: methods of the class, globals, what it closes over."""
     for name in sorted(names):
-        if name in _SETUP:
-            continue
         method = getattr(kind, name, None)
         if method is not None and not _trusted(method):
             yield method

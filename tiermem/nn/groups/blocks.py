@@ -20,6 +20,13 @@ from tiermem.nn.groups.partition import (
     territories,
     training_bytes,
 )
+from tiermem.nn.groups.resident import (
+    Resident,
+    checked_resident,
+    divided,
+    is_resident,
+    residents,
+)
 
 _LARGE_BUFFER = 1 << 18
 
@@ -32,6 +39,7 @@ class Inventory:
         params: Its parameters.
         buffers: Its buffers that can move.
         homes: Homes of modules' weights that are not the policy's, by qualified name.
+        resident: Which parameters stay in HBM, with their gradients and state.
     """
 
     def __init__(
@@ -41,10 +49,12 @@ class Inventory:
         params: Sequence[Found],
         buffers: Sequence[Found],
         homes: Mapping[str, Home],
+        resident: Resident = "auto",
     ) -> None:
         """Looks at tensors while they have their own memory."""
         self.model = model
         self.homes = homes
+        self.resident = checked_resident(resident)
         self.blocks: Any = blocks
         if not isinstance(blocks, str) and not callable(blocks):
             self.blocks = list(blocks)
@@ -74,6 +84,7 @@ class BlockPlan:
         roots: Modules at which a block begins, by qualified name.
         territory: For every module, the name of the one at which its block begins.
         params: Parameters that share a block, by that name; of those over the same memory one.
+            Those that stay in HBM come last, by names of :mod:`tiermem.nn.groups.resident`.
         buffers: Large buffers, likewise.
         small: Buffers that stay in HBM.
     """
@@ -100,9 +111,14 @@ class BlockPlan:
             while root and root not in self.roots:
                 root = root.rpartition(".")[0]
             self.territory[name] = root
+        stay = residents(
+            known.model, known.params, lambda f: known.shape(f).nbytes, known.resident, self.hbm
+        )
+        apart = {id(found) for found in stay}
         for found in known.params:
-            if found.same_as is None:
+            if found.same_as is None and id(found) not in apart:
                 self.params.setdefault(self._root(found), []).append(found)
+        self.params.update(divided(stay))
         large, self.small = self._sort_buffers(known.buffers)
         for found in large:
             self.buffers.setdefault(self._root(found), []).append(found)
@@ -125,7 +141,10 @@ class BlockPlan:
 
     def homes(self) -> list[Home | None]:
         """Returns the home of each block, parameters' first, where it is not the policy's."""
-        return [home_of(root, self.inventory.homes) for root in (*self.params, *self.buffers)]
+        return [self._home(root) for root in (*self.params, *self.buffers)]
+
+    def _home(self, root: str) -> Home | None:
+        return "hbm" if is_resident(root) else home_of(root, self.inventory.homes)
 
     def fixed(self, policy: Home, root: str) -> bool:
         """Whether the blocks that begin at a module are at home in HBM.
@@ -134,7 +153,7 @@ class BlockPlan:
             policy: The home of weights in general.
             root: The module's qualified name.
         """
-        return (home_of(root, self.inventory.homes) or policy) == "hbm"
+        return (self._home(root) or policy) == "hbm"
 
     def chain(self, policy: Home) -> int:
         """Returns the most bytes that nested calls hold at once, less what is at home in HBM.

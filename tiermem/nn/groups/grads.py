@@ -232,7 +232,9 @@ class GradStore:
                 wanted.append((name, Role.GRAD, shapes))
                 units.append((entries, group))
         made = []
-        for block, (entries, group) in zip(self.manager.add_blocks(wanted), units, strict=True):
+        homes = ["hbm" if group.resident else None for _, group in units]
+        blocks = self.manager.add_blocks(wanted, home=homes)
+        for block, (entries, group) in zip(blocks, units, strict=True):
             unit = GradUnit(block, entries, group)
             made.append(unit)
             for index, entry in enumerate(entries):

@@ -158,6 +158,7 @@ class Group(Holder):
         writes_hidden: Whether every use counts as a write.
         suspect: Whether the code of its modules may write weights in a way that torch does not
             count (``weight.data``), so that the bytes are compared after every use.
+        merging: Modules that may only while they have merged adapters; looked at in every use.
         entries: Its parameters.
         buffers: Its buffers.
         holds: How many hold it.
@@ -167,12 +168,14 @@ class Group(Holder):
         freed: Whether its module was taken out of the tiers.
         stepped: How many of its writes were steps of an optimizer.
         stays: Whether it is held for as long as its module is in the tiers.
+        resident: Whether gradients and state of its parameters are at home in HBM as well.
     """
 
     lender: Lender
     freed = False
     stepped = 0
     stays = False
+    resident = False
 
     def __init__(self, manager: BlockManager, block: Block, *, writes_hidden: bool = False) -> None:
         """Describes a block.
@@ -194,6 +197,7 @@ class Group(Holder):
         self.insides: list[Calls] = []
         self.soft = False
         self.suspect = False
+        self.merging: list[Any] = []
         self._names: list[HeldDict] = []
         self._members: Sequence[Member] = ()
         self._tensors: Sequence[torch.Tensor] = ()
@@ -218,6 +222,17 @@ class Group(Holder):
         self._versions = self._count()  # what was written before is at home already
         self._away()
         _change(self._hidden)
+
+    def suspect_writes(self, unless_empty: Any = None) -> None:
+        """Has the bytes compared after uses.
+
+        Args:
+            unless_empty: A module that writes only while its ``merged_adapters`` are not empty.
+        """
+        if unless_empty is None:
+            self.merging, self.suspect = [], True
+        elif not self.suspect:
+            self.merging.append(unless_empty)
 
     def add_names(self, names: HeldDict) -> None:
         """Enters a module's dictionary, all of whose managed names are tensors of this group."""
@@ -268,7 +283,9 @@ class Group(Holder):
         if self.holds and self.manager.deferred.owed:  # of a step that could not be taken back
             self.manager.deferred.pay(self.block.id)
         if self.holds == 0:
-            slot = self._uses.take(self.block)
+            if self.merging:
+                self.suspect = any(module.merged_adapters for module in self.merging)
+            slot = self._uses.acquire(self.block)
             _change(self._shown)  # ordinary ones, since their block is held
             if slot is not self._slot:
                 self._point(slot, plain=self._plain)

@@ -25,6 +25,7 @@ from tiermem.errors import CapacityError
 from tiermem.nn.groups.above import Passes
 from tiermem.nn.groups.blocks import BlockPlan, Inventory
 from tiermem.nn.groups.inspect import Found
+from tiermem.nn.groups.resident import is_resident
 from tiermem.runtime.memory.homes import staging_size
 
 if TYPE_CHECKING:
@@ -110,8 +111,8 @@ class Program:
         at: Home = policy.home(Role.GRAD)
         wide = max((kept.grad_itemsize for kept in optimizers), default=0)
         units = [unit for plan in plans for unit in self._units(plan, wide)]
-        homes += [(at, unit.nbytes) for unit in units]
-        largest = 0 if at == "hbm" else max((unit.nbytes for unit in units), default=0)
+        homes += [(unit.home(at), unit.nbytes) for unit in units]
+        largest = max((u.nbytes for u in units if u.home(at) != "hbm"), default=0)
         steps: list[StepNeed] = []
         for kept in optimizers:
             room = hbm - sum(nbytes for home, nbytes in homes if home == "hbm")
@@ -119,8 +120,8 @@ class Program:
             for unit in units:
                 step, state, master = self._step(unit, kept, room)
                 steps += step
-                states += [(policy.home(Role.OPTIMIZER), nbytes) for nbytes in state]
-                masters += [(policy.home(Role.MASTER), nbytes) for nbytes in master]
+                states += [(unit.home(policy.home(Role.OPTIMIZER)), n) for n in state]
+                masters += [(unit.home(policy.home(Role.MASTER)), n) for n in master]
             homes += states + masters
         return Played(homes, chain, largest, steps)
 
@@ -130,7 +131,7 @@ class Program:
         known, dtype_of = plan.inventory, self._dtype_for
         weights_at = self._settings.policy.home(Role.PARAM)
         for root, members in plan.params.items():
-            fixed = plan.fixed(weights_at, root)
+            fixed, stays = plan.fixed(weights_at, root), is_resident(root)
             own = {id(f) for f in members}
             entries = [f for f in known.params if id(f.same_as or f) in own]
             block = known.packed(members)
@@ -144,11 +145,11 @@ class Program:
                     _of_itemsize(s, max(wide, dtype_of(f.tensor).itemsize))
                     for f, s in zip(part, shapes, strict=True)
                 ]
-                here.append(_Unit(part, shapes, 0 if fixed else block, pack(kept)[1]))
+                here.append(_Unit(part, shapes, 0 if fixed else block, pack(kept)[1], stays))
             frozen = [f for f in entries if not f.tensor.requires_grad]
             if frozen:  # an optimizer may keep state for them all the same, together
                 shapes = [known.shape(f) for f in frozen]
-                here.append(_Unit(frozen, shapes, 0 if fixed else block, 0))
+                here.append(_Unit(frozen, shapes, 0 if fixed else block, 0, stays))
             order = {id(f): number for number, f in enumerate(entries)}
             found += sorted(here, key=lambda unit: order[id(unit.members[0])])
         return found
@@ -168,9 +169,10 @@ class Program:
         states = [shape for param, own in mine for shape in kept.state(param, own)]
         masters = [m for param, own in mine if (m := kept.master(param, own)) is not None]
         weights = unit.block
-        whole = weights + (0 if policy.home(Role.GRAD) == "hbm" else unit.nbytes)
+        whole = weights + (0 if unit.home(policy.home(Role.GRAD)) == "hbm" else unit.nbytes)
         runs = [(0, 1)]
-        if kept.elementwise and unit.nbytes and len(mine) == 1 == len(unit.members):
+        parted = kept.elementwise and not unit.resident
+        if parted and unit.nbytes and len(mine) == 1 == len(unit.members):
             (_, own) = mine[0]
             if all(shape.shape == own.shape for shape in states) and own.nbytes:
                 each = sum(shape.itemsize for shape in [*states, *masters])
@@ -184,8 +186,8 @@ class Program:
             state = [pack([_run(s, size) for s in states])[1] for size in sizes if states]
             master = [pack([_run(s, size) for s in masters])[1] for size in sizes if masters]
         loose = 0
-        loose += 0 if policy.home(Role.OPTIMIZER) == "hbm" else max(state, default=0)
-        loose += 0 if policy.home(Role.MASTER) == "hbm" else max(master, default=0)
+        for role, sizes in ((Role.OPTIMIZER, state), (Role.MASTER, master)):
+            loose += 0 if unit.home(policy.home(role)) == "hbm" else max(sizes, default=0)
         nbytes = whole + loose * (1 if len(runs) == 1 else 3)
         return [StepNeed(nbytes, weights, kept.overlap)], state, master
 
@@ -278,12 +280,18 @@ class _Unit:
         shapes: Of these parameters.
         block: Bytes of their block of weights; 0 where that is fixed in HBM.
         nbytes: Of their gradients; 0 for frozen ones.
+        resident: Whether all that is theirs is at home in HBM.
     """
 
     members: Sequence[Found]
     shapes: Sequence[TensorShape]
     block: int
     nbytes: int
+    resident: bool
+
+    def home(self, policy: Home) -> Home:
+        """Returns the home of what is theirs, given that of such blocks in general."""
+        return "hbm" if self.resident else policy
 
 
 def _of_itemsize(shape: TensorShape, itemsize: int) -> TensorShape:
@@ -329,7 +337,7 @@ def check_gradients(runtime: Passes) -> list[GradUnit]:
         if largest is None:
             return made
         need = table.fixed_nbytes() + runtime.worst_chain + largest.nbytes
-        if need > table.hbm.capacity:
+        if not runtime.manager.can_hold(need):
             raise CapacityError(
                 f"backward cannot run in tier hbm with a budget of "
                 f"{format_size(table.hbm.capacity)}: block {largest.name!r} of gradients "

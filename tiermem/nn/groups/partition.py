@@ -22,7 +22,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _SMALL = 1 << 16
 _FINEST = 32 << 20
 _COARSEST = 96 << 20
-_TRAINED = 16
+TRAINED = 16
 """Bytes of a parameter that is trained by Adam: weight, gradient, master and two states, the weight
 of two bytes or of four (Rajbhandari et al., ZeRO, 2020, section 3.1)."""
 _AT_ONCE = 32  # in so many pieces HBM is divided, between the finest and the coarsest
@@ -54,7 +54,7 @@ def parameter_bytes(module: nn.Module) -> int:
 def training_bytes(module: nn.Module) -> int:
     """Returns what :func:`parameter_bytes` does, with gradients and state of what is trained."""
     return sum(
-        p.numel() * max(p.element_size(), _TRAINED if p.requires_grad else 0)
+        p.numel() * max(p.element_size(), TRAINED if p.requires_grad else 0)
         for p in module.parameters()
     )
 

@@ -141,7 +141,7 @@ class Activations:
         Raises:
             CapacityError: If activations should live on NVMe and there is no such tier.
         """
-        if self.store is not None and self._home == "nvme" and self._manager.mover is None:
+        if self.store is not None and self._home == "nvme" and self._manager.homes.swap is None:
             raise CapacityError(
                 "activations should live in tier nvme, and there is none; give "
                 "TierManager(nvme=folder)"

@@ -17,6 +17,7 @@ import torch
 
 from tiermem.config import format_size
 from tiermem.core.block import Tier
+from tiermem.core.residency import State
 from tiermem.errors import CapacityError, StorageError, TierError, WrapError
 from tiermem.nn.groups.grads import GradUnit
 from tiermem.nn.groups.group import Entry, Group, Member
@@ -37,14 +38,19 @@ class Leaving:
         wrapped: The model.
     """
 
-    def __init__(self, wrapped: WrappedModel, device: torch.device | None = None) -> None:
+    def __init__(
+        self, wrapped: WrappedModel, device: torch.device | None = None, *, closing: bool = False
+    ) -> None:
         """Reads nothing yet.
 
         Args:
             wrapped: The model.
             device: Where its tensors go; None for host memory.
+            closing: Whether the manager closes with it. Then weights that are still at home in
+                checkpoint files are mapped from them, and take no memory until they are used.
         """
         self.wrapped = wrapped
+        self._closing = closing
         self._target = device or _HOST
         self._runtime = wrapped.runtime
         self._manager = wrapped.manager
@@ -61,17 +67,13 @@ class Leaving:
         blocks = [*(g.block for g in groups), *(u.block for u in units)]
         return sum(block.nbytes for block in blocks)
 
-    def host_bytes(self, *, closing: bool) -> int:
-        """Returns the bytes of host memory that it takes beyond the DRAM budget.
-
-        Args:
-            closing: Whether the manager closes with it, so that page-locked memory is given back.
-        """
-        groups = self._groups()
+    def host_bytes(self) -> int:
+        """Returns the bytes of host memory that it takes beyond the DRAM budget."""
+        groups = [group for group in self._groups() if not self._stays_in_files(group)]
         largest = max((g.block.nbytes for g in groups), default=0)
         if self._target.type != "cpu":
             return 2 * largest
-        frees = closing or not self._manager.homes.arena.locked
+        frees = self._closing or not self._manager.homes.arena.locked
         new = sum(g.block.nbytes for g in groups if not (frees and self._in_dram(g)))
         return new + largest + sum(unit.block.nbytes for unit in self._units())
 
@@ -84,6 +86,16 @@ class Leaving:
         entries = [e for e in entries if not e.materialized or self._is_begun(e)]
         units = [e.unit for e in entries if e.unit is not None]
         return list({id(unit): unit for unit in units}.values())
+
+    def _stays_in_files(self, group: Group) -> bool:
+        """Whether a group's tensors will be mapped from checkpoint files."""
+        record = self._manager.record(group.block)
+        return (
+            self._closing
+            and self._target.type == "cpu"
+            and record.at_home is State.VALID
+            and self._manager.homes.read_only(record.home_extent)
+        )
 
     def _in_dram(self, group: Group) -> bool:
         return self._manager.record(group.block).home is Tier.DRAM
@@ -146,6 +158,10 @@ class Leaving:
 
     def _tensors(self, group: Group) -> list[torch.Tensor]:
         """Returns a group's tensors where they are to be, each in memory of its own."""
+        origins = self.wrapped.origins
+        if origins is not None and self._stays_in_files(group):
+            found = {member.index: member.tensor for member in group.members()}
+            return [origins.mapped(found[index]) for index in sorted(found)]
         with self._manager.lock, torch.inference_mode(False), torch.no_grad():
             return self._manager.contents.clone(group.block, self._target)
 
@@ -210,7 +226,7 @@ def give_back(wrapped: WrappedModel, device: torch.device | None) -> None:
         WrapError: If it is in use just now.
     """
     leaving = Leaving(wrapped, device)
-    _check_room([leaving], closing=False)
+    _check_room([leaving])
     leaving.read()
     leaving.finish()
 
@@ -226,8 +242,8 @@ def prepare(models: Iterable[WrappedModel]) -> list[Leaving]:
         StepError: If a step inside backward waits for ``optimizer.step()``.
         WrapError: If a model is in use just now.
     """
-    leaving = [Leaving(model) for model in models]
-    _check_room(leaving, closing=True)
+    leaving = [Leaving(model, closing=True) for model in models]
+    _check_room(leaving)
     failed: StorageError | None = None
     ready = []
     for each in leaving:
@@ -240,7 +256,7 @@ def prepare(models: Iterable[WrappedModel]) -> list[Leaving]:
         return leaving
     for each in ready:
         try:
-            _check_room([each], closing=False)
+            _check_room([each])
         except CapacityError:
             continue
         each.finish()
@@ -255,13 +271,13 @@ def finish(manager: BlockManager, leaving: Sequence[Leaving]) -> None:
             each.finish()
 
 
-def _check_room(leaving: Sequence[Leaving], *, closing: bool) -> None:
+def _check_room(leaving: Sequence[Leaving]) -> None:
     """Refuses to give models back for which host memory has no room.
 
     Raises:
         CapacityError: Naming the models and their bytes.
     """
-    needed = sum(each.host_bytes(closing=closing) for each in leaving)
+    needed = sum(each.host_bytes() for each in leaving)
     available = available_memory()
     if needed <= available:
         return

@@ -15,18 +15,20 @@ from tiermem.core.block import Role
 from tiermem.errors import REFUSALS, CapacityError
 from tiermem.nn.compat.compiler import hide_from_compiler
 from tiermem.nn.compat.outside import OUTSIDE
-from tiermem.nn.compat.writes import may_write_uncounted
+from tiermem.nn.compat.writes import may_write_uncounted, only_unmerges
 from tiermem.nn.groups.blocks import BlockPlan, Inventory
 from tiermem.nn.groups.group import Entry, Group, Member
 from tiermem.nn.groups.inspect import Found, can_move, find, link_shared, owners
 from tiermem.nn.groups.names import HeldDict, TieredDict
 from tiermem.nn.groups.partition import Predicate, checked_homes
+from tiermem.nn.groups.resident import Resident, is_resident
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.transformed import follow_transforms
 from tiermem.nn.wrap import around
 from tiermem.nn.wrap.applied import ApplyInterceptor
 from tiermem.nn.wrap.lookup import LookupInterceptor, is_lookup
 from tiermem.nn.wrap.originals import Originals, undo_wrap
+from tiermem.nn.wrap.origins import Origins
 from tiermem.nn.wrap.scope import (
     OF_ALL,
     OF_SCOPES,
@@ -36,6 +38,7 @@ from tiermem.nn.wrap.scope import (
     Scope,
 )
 from tiermem.nn.wrap.statedict import hold_or_give
+from tiermem.runtime.memory.homes import StoredBlock
 
 _OF_ALL: tuple[type[Interceptor], ...] = (ApplyInterceptor, *OF_ALL)
 _REPLACED = (
@@ -59,6 +62,7 @@ class WrappedModel:
         name: For messages.
         given_back: Whether the model has left the tiers.
         given: While a state dict is loaded: its values by the id of each tensor.
+        origins: Where values come from that its tensors did not have; None where they had all.
         leaving: Ids of the tensors that :mod:`tiermem.nn.wrap.giveback` has begun to make ordinary.
     """
 
@@ -69,6 +73,8 @@ class WrappedModel:
         blocks: str | Iterable[str] | Predicate,
         number: int,
         homes: Mapping[str, Home] | None = None,
+        origins: Origins | None = None,
+        resident: Resident = "auto",
     ) -> None:
         """Plans the blocks, checks the budgets, and only then moves the tensors in.
 
@@ -78,6 +84,8 @@ class WrappedModel:
             blocks: What moves as one; see :meth:`tiermem.TierManager.wrap`.
             number: Tells the models of one manager apart.
             homes: Homes of modules' weights in place of the policy's, by qualified name.
+            origins: Values that are not in the model's tensors; by default all are.
+            resident: Which parameters stay in HBM; see :meth:`tiermem.TierManager.wrap`.
 
         Raises:
             CapacityError: If a budget cannot hold it; the model is as it was.
@@ -92,6 +100,7 @@ class WrappedModel:
         self.entries: list[Entry] = []
         self.scopes: dict[str, Scope] = {}
         self.resident: Group | None = None
+        self.origins = origins
         self._sources: dict[int, list[torch.Tensor]] = {}
         self.given_back = False
         self.given: dict[int, torch.Tensor] = {}
@@ -103,7 +112,7 @@ class WrappedModel:
         link_shared(params)
         buffers = [f for f in find(model, "_buffers") if can_move(f)]
         own = checked_homes(homes, self._modules)
-        inventory = Inventory(model, blocks, params, buffers, own)
+        inventory = Inventory(model, blocks, params, buffers, own, resident)
         self.before: Originals | None = None  # what it was, until it is wrapped
         runtime.wrapping = self
         hide_from_compiler()
@@ -145,19 +154,27 @@ class WrappedModel:
         for root, members in plan.buffers.items():
             shapes = [known.shape(f) for f in members]
             wanted.append((f"{self._block_name(root)}.buffers", Role.BUFFER, shapes))
-        blocks = self.manager.add_blocks(wanted, home=plan.homes())
+        homes = plan.homes()
         members_of = [*plan.params.values(), *plan.buffers.values()]
-        for block, members in zip(blocks, members_of, strict=True):
+        stored = [
+            self._stored(members, own) if role is Role.PARAM else None
+            for (_, role, _), members, own in zip(wanted, members_of, homes, strict=True)
+        ]
+        blocks = self.manager.add_blocks(wanted, home=homes, stored=stored)
+        roots = [*plan.params, *plan.buffers]
+        for root, block, members, in_files in zip(roots, blocks, members_of, stored, strict=True):
             group = Group(self.manager, block, writes_hidden=block.role is Role.BUFFER)
+            group.resident = is_resident(root)
             self._fill_group(group, members, known.params)
             self.groups.append(group)
-            self._sources[block.id] = [f.tensor.detach() for f in members]
+            if in_files is None:
+                self._sources[block.id] = [f.tensor for f in members]
         self.resident = self._place_small(plan)
         large = [found for members in plan.buffers.values() for found in members]
         self._find_groups(known.params, large)
 
     def _block_name(self, root: str) -> str:
-        return f"{self.name}.{root}" if root else self.name
+        return f"{self.name}.{root.lstrip('.')}" if root else self.name
 
     def _place_small(self, plan: BlockPlan) -> Group | None:
         """Gives the small buffers their place in HBM, where they stay."""
@@ -169,8 +186,15 @@ class WrappedModel:
         group = Group(self.manager, block, writes_hidden=True)
         group.stays = True
         self._fill_group(group, plan.small, [])
-        self._sources[block.id] = [f.tensor.detach() for f in plan.small]
+        self._sources[block.id] = [f.tensor for f in plan.small]
         return group
+
+    def _stored(self, members: Sequence[Found], home: str | None) -> StoredBlock | None:
+        """Returns where files have a block that is to stay there; None for an ordinary home."""
+        where = home or self.manager.settings.policy.home(Role.PARAM)
+        if self.origins is None or where not in ("auto", "nvme"):
+            return None
+        return self.origins.stored([found.tensor for found in members])
 
     def _fill_group(self, group: Group, members: list[Found], params: Sequence[Found]) -> None:
         if group.block.role is Role.BUFFER:
@@ -209,8 +233,9 @@ class WrappedModel:
                 self.scopes[name] = Scope(name, self.number, groups, self, inside, begins=begins)
         for name, module in self._modules.items():
             if may_write_uncounted(module):
+                only = only_unmerges(module)
                 for group in needed.get(self._territory[name], {}).values():
-                    group.suspect = True
+                    group.suspect_writes(module if only else None)
 
     def _check_hbm(self) -> None:
         """Refuses a device budget in which the model could not run.
@@ -222,9 +247,9 @@ class WrappedModel:
         worst, chain = self._worst_chain()
         self.runtime.worst_chain = max(self.runtime.worst_chain, worst)
         least = fixed + worst
-        budget = self.manager.table.hbm.capacity
-        if least <= budget or not chain:
+        if not chain or self.manager.can_hold(least):
             return
+        budget = self.manager.table.hbm.capacity
         largest = max(chain, key=lambda g: g.block.nbytes).block
         raise CapacityError(
             f"block {largest.name!r} ({format_size(largest.nbytes)}) cannot be used in tier hbm "
@@ -255,7 +280,10 @@ class WrappedModel:
         """Copies every tensor to its block, then lets go of the tensors' own memory."""
         with torch.no_grad():
             for group in [*self.groups, *([self.resident] if self.resident else [])]:
-                sources = self._sources[group.block.id]
+                tensors = self._sources.get(group.block.id)
+                if tensors is None:
+                    continue  # its home is a file that has it
+                sources = [self._value(tensor) for tensor in tensors]
                 if self._fixed(group):
                     slot = self.manager.acquire(group.block)
                     for view, source in zip(slot.views, sources, strict=True):
@@ -264,6 +292,10 @@ class WrappedModel:
                 else:
                     self.manager.write_home(group.block, sources)
         self._sources.clear()
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor:
+        value = None if self.origins is None else self.origins.value(tensor)
+        return tensor.detach() if value is None else value
 
     def blocks(self) -> set[int]:
         """Returns the ids of the blocks of its parameters and buffers."""

@@ -11,7 +11,7 @@ import torch
 from tiermem.config import format_size
 from tiermem.core.block import Block, Extent, Role, Tier
 from tiermem.core.layout import TensorShape, pack
-from tiermem.errors import CapacityError
+from tiermem.errors import CapacityError, StorageError
 from tiermem.nn.compat.shapes import shape_of
 from tiermem.nn.groups.group import Entry
 from tiermem.nn.groups.need import Kept, check_gradients
@@ -160,7 +160,7 @@ def _in_parts(
     if len(unit.members) != 1 or len(unit.entries) != 1 or probe.sparse:
         return unit
     (entry,), ((param, number),) = unit.entries, unit.members
-    if entry.unit is None or not param.requires_grad:
+    if entry.unit is None or not param.requires_grad or entry.group.resident:
         return unit
     weight = entry.group.block.tensors[entry.index]
     gradient = entry.unit.block.tensors[entry.unit_index]
@@ -216,6 +216,7 @@ def _reserve(
 ) -> None:
     """Reserves homes for state and masters of all units, or of none."""
     wanted: list[Wanted] = []
+    homes: list[str | None] = []
     states: list[tuple[StepUnit, list[Place]]] = []
     masters: list[tuple[Masters, list[torch.Tensor]]] = []
     sizes = {id(unit): sum(b.nbytes for b in unit.blocks()) for unit in units}
@@ -224,6 +225,7 @@ def _reserve(
         shapes, places = _state_of(unit, kept, groups, probe)
         if shapes:
             wanted.append((f"{unit.name}.state", Role.OPTIMIZER, shapes))
+            homes.append(_home_of(unit))
             states.append((unit, places))
             sizes[id(unit)] = sizes.get(id(unit), 0) + pack(shapes)[1]
     for unit, kept in leaves:
@@ -233,16 +235,17 @@ def _reserve(
         if mine:
             shapes = [shape_of(f"{k.name}.master", unit.own(k.param), k.stride) for k in mine]
             wanted.append((f"{unit.name}.master", Role.MASTER, shapes))
+            homes.append(_home_of(unit))
             masters.append((unit.masters, [k.param for k in mine]))
             sizes[id(unit)] = sizes.get(id(unit), 0) + pack(shapes)[1]
     held = _hold_staging(runtime, list(sizes.values())) if on_host else []
     try:
-        blocks = runtime.manager.add_blocks(wanted)
+        blocks = runtime.manager.add_blocks(wanted, home=homes)
     except CapacityError:
         if not held:
             raise
         _let_go(runtime, held)
-        blocks = runtime.manager.add_blocks(wanted)
+        blocks = runtime.manager.add_blocks(wanted, home=homes)
     finally:
         _let_go(runtime, held)
     for (unit, own), block in zip(states, blocks[: len(states)], strict=True):
@@ -251,9 +254,16 @@ def _reserve(
         kept_by.place(block, params)
     try:
         _check_step(runtime, units, runtime.worst_chain if overlap else 0)
-    except CapacityError:
+        stepped = {e.group.block.id: e.group.block for unit in units for e in unit.entries}
+        runtime.manager.make_writable(list(stepped.values()))
+    except (CapacityError, StorageError):
         runtime.manager.remove_blocks(blocks)
         raise
+
+
+def _home_of(unit: StepUnit) -> str | None:
+    """Returns the home of what a unit keeps, where it is not the policy's."""
+    return "hbm" if unit.group is not None and unit.group.resident else None
 
 
 def _hold_staging(runtime: ModuleRuntime, sizes: Sequence[int]) -> list[Extent]:
@@ -314,7 +324,7 @@ def _check_step(runtime: ModuleRuntime, units: Sequence[StepUnit], held: int) ->
         need = fixed + _loose_nbytes(runtime, unit.at_once())
         if held and unit.group is not None:
             need += max(0, held - _loose_nbytes(runtime, [unit.group.block]))
-        if need > table.hbm.capacity:
+        if not runtime.manager.can_hold(need):
             raise CapacityError(
                 f"an optimizer step of block {unit.name!r} takes {format_size(need)} in tier hbm: "
                 f"weights, gradients, masters and state together; the budget is "

@@ -40,11 +40,8 @@ class HostLoans:
             if block.id in self._out:
                 continue
             parts.traffic.settle(block.id)
-            slot = parts.slots.current.get(block.id)
-            if slot is not None and slot.aliased:
-                return block.name
-            parts.space.unpoint(record)
-            if record.leases or (slot is not None and slot.aliased):
+            there = record.extent is not None and not record.fixed
+            if there and not parts.space.rules.let_loose(record):
                 return block.name
         for block in blocks:
             record = parts.table[block.id]
@@ -103,7 +100,7 @@ class HostLoans:
                 self._before[block.id] = [event for event in before if event is not None]
                 self._defined[block.id] = table[block.id].defined
                 table.discard(block.id)
-                traffic.gone.add(block.id)  # no copy is to be fetched past it
+                traffic.departures.add_home(block.id)  # no copy is to be fetched past it
             self._out[block.id] = self._out.get(block.id, 0) + 1
             events.extend(self._before[block.id])
         return [self._views(block) for block in blocks], events

@@ -38,7 +38,7 @@ class ZeroCopy:
         *,
         again: bool,
     ) -> Found | None:
-        """Has kernels look at a block where it lies.
+        """Lets kernels look at a block where it lies in DRAM.
 
         Args:
             block: The block.
@@ -96,9 +96,7 @@ class ZeroCopy:
 
     def _at_home(self, record: Record, *, again: bool) -> bool:
         """Whether the home copy is what the block holds, however late, and stays so."""
-        block_id = record.block.id
-        slot = self._parts.slots.current.get(block_id)
-        if slot is not None and (record.leases or slot.aliased):
+        if self._parts.space.rules.is_held(record):
             return False  # somebody may be writing there
         if again and record.in_hbm is State.DIRTY:
             self._parts.traffic.drain(record)

@@ -31,11 +31,30 @@ _MOST_LEFT = 3
 are not taken again: blocks that stay would come and go."""
 _OF_A_TURN = 0.5
 """Of the uses in which a loop fills HBM once: what comes again within them stays."""
+_FASTER = 1.05
+"""A link this many times as fast as it was thought to be has what stays decided anew."""
 _STATE = (Role.MASTER, Role.OPTIMIZER)
 _OF_THE_REST = 0.65
 """Of HBM beside what stays: how far a loop that writes fetches ahead. More than without anything
 that stays, since weights that do are not counted."""
 _READ_ONLY = (Role.PARAM, Role.BUFFER, Role.QUANT)
+
+
+@dataclass(frozen=True, slots=True)
+class Staying:
+    """What stays in HBM in the loops that write.
+
+    Attributes:
+        known: Masters and state that have been seen in such loops.
+        kept: Blocks that stay.
+        room: Bytes of HBM it was decided for.
+        rate: Bytes a second that were thought to come up then.
+    """
+
+    known: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()
+    room: int = 0
+    rate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +93,10 @@ class PlanMaker:
         self._parts = parts
         self._waste = parts.traffic.waste
         self._least = least
-        self._capacity = parts.table.hbm.capacity
         self._settled: tuple[tuple[object, int, int | None, bool], int, Plan] | None = None
         self._left = 0
         self._through_dram = True
-        # state that has been seen in loops that write, what stays because of it, and for what room
-        self._staying: tuple[frozenset[int], frozenset[int], int] = (frozenset(), frozenset(), 0)
+        self._staying = Staying()
 
     def made_of(self, held: set[int]) -> tuple[int, ...]:
         """Returns what an outlook depends on, besides the schedule; it changes with that."""
@@ -89,6 +106,7 @@ class PlanMaker:
             len(parts.table),
             self._waste.changes,
             len(held),
+            parts.table.hbm.capacity,
             self._spare() if parts.mover is not None else 0,
         )
 
@@ -110,12 +128,12 @@ class PlanMaker:
         sizes = {block: align_up(record.block.nbytes) for block, record in loose.items()}
         compute = self._compute(schedule, order)
         fetch = {block: self._seconds(record, beside) for block, record in loose.items()}
-        room = self._capacity - table.fixed_nbytes()
+        room = table.hbm.capacity - table.fixed_nbytes()
         plan = Plan(frozenset(), room)
         turn = 0
         if loose and all(r.block.role in _READ_ONLY for r in loose.values()):
             plan = self._keep_steady(schedule, sizes, room, compute, fetch, held, beside)
-        elif beside and (self._staying[1] or sum(sizes.values()) > room):
+        elif beside and (self._staying.kept or sum(sizes.values()) > room):
             plan = self._stay(order, loose, room)
             used = sum(sizes.get(b, 0) for b in order if b not in plan.residents)
             turn = max(1, int(_OF_A_TURN * len(order) * plan.reserve / max(1, used)))
@@ -137,7 +155,7 @@ class PlanMaker:
                 fetch[b] if missing else None for b, missing in zip(order, away, strict=True)
             ]
             timetable = Timetable(compute, fetches, margin=_MARGIN, latency=_LATENCY)
-        ahead, largest = self._capacity // 2, largest_beside(sizes, plan.residents)
+        ahead, largest = table.hbm.capacity // 2, largest_beside(sizes, plan.residents)
         if plan.residents and turn:
             ahead = int(_OF_THE_REST * plan.reserve)
         elif plan.residents and largest:  # beside the block in use, and one more
@@ -167,23 +185,27 @@ class PlanMaker:
         """Decides what stays where a loop writes, once state has been seen in it.
 
         Passes of one loop foresee different parts of it (a micro-batch without a step), and what
-        stays must be the same in all of them: it is decided again only for more state or less
-        room.
+        stays must be the same in all of them: it is decided again only for more state, other room,
+        or a link that turns out to be faster. The first steps, in which memory is still being
+        page-locked, see a slow one; what stayed because of that would cost the loop its window.
         """
-        table = self._parts.table
+        table, estimates = self._parts.table, self._parts.pass_timer.estimates
         state = {b: r for b, r in loose.items() if r.block.role in _STATE}
-        known, kept, then = self._staying
-        if room < then:
-            known, kept = frozenset(), frozenset()
+        link = LINK_UP[Tier.DRAM]
+        rate = max(estimates.rate(link), estimates.best_rate(link) or 0.0)
+        before = self._staying
+        other_room = before.known and not before.room <= room <= _FASTER * before.room
+        if other_room or (before.kept and rate > _FASTER * before.rate):
+            before = Staying(rate=before.rate)
+        known, kept = before.known, before.kept
         if not state.keys() <= known:
             sizes = {b: align_up(r.block.nbytes) for b, r in loose.items()}
             weights = {b: sizes[b] for b, r in loose.items() if r.block.role is Role.PARAM}
             own = {b: sizes[b] for b in state}
-            rate = self._parts.pass_timer.estimates.rate(LINK_UP[Tier.DRAM])
             kept = choose_to_stay(order, weights, own, max(sizes.values()), room, rate)
             known = known | state.keys()
         kept = frozenset(b for b in kept if (r := table.get(b)) is not None and not r.fixed)
-        self._staying = (known, kept, room)
+        self._staying = Staying(known, kept, room, max(rate, before.rate))
         return Plan(kept, room - sum(align_up(table[b].block.nbytes) for b in kept))
 
     def _keep_steady(
@@ -334,7 +356,8 @@ class PlanMaker:
             return False
         room = plan.reserve + spare
         known = [seconds for seconds in compute if seconds is not None]
-        if len(known) == len(compute) and sum(sizes.values()) > self._capacity + spare:
+        there = self._parts.table.hbm.capacity + spare
+        if len(known) == len(compute) and sum(sizes.values()) > there:
             inside = sizes.keys()  # what is read once is no part of the loop
             missing = refetched(order, sizes, plan.residents, room, inside)
             found = [fetch[b] for b, away in zip(order, missing, strict=True) if away]

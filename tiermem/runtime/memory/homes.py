@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from tiermem.config import Home, format_size
 from tiermem.core.allocator import Allocator
-from tiermem.core.block import Extent, Tier, align_up
-from tiermem.errors import REFUSALS, CapacityError
+from tiermem.core.block import Extent, TensorSpec, Tier, align_up
+from tiermem.errors import REFUSALS, CapacityError, InvariantError
 from tiermem.storage.arena import HostArena
+from tiermem.storage.checkpointstore import FIRST_OFFSET, CheckpointStore, SourceRange
+from tiermem.storage.files import FileStore, JoinedFiles
 from tiermem.storage.pagelock import PageLocks
 from tiermem.storage.swapfile import SwapFile
 
 Owned = tuple[Tier, Extent]
+StoredBlock = Sequence[Sequence[SourceRange]]
+"""Where checkpoint files have the tensors of a block: ranges of each, targets within the tensor."""
 
 _CHUNKS = 16
 _LEAST_CHUNK = 32 << 10
@@ -31,11 +35,22 @@ class HomeRequest:
         name: The block's name.
         nbytes: Its size.
         home: The tier the policy asks for.
+        stored: Where in checkpoint files its bytes are, if these are to be its home.
     """
 
     name: str
     nbytes: int
     home: Home
+    stored: tuple[SourceRange, ...] | None = None
+
+
+def ranges_of(specs: Sequence[TensorSpec], stored: StoredBlock) -> tuple[SourceRange, ...]:
+    """Returns where checkpoint files have the bytes of a block, targets within the block."""
+    return tuple(
+        replace(source, target=spec.offset + source.target)
+        for spec, sources in zip(specs, stored, strict=True)
+        for source in sources
+    )
 
 
 def chunk_size(dram: int) -> int:
@@ -87,6 +102,8 @@ class Homes:
             )
         self._bytes: dict[int, torch.Tensor] = {}
         self.swap = SwapFile([Path(p) for p in nvme], nvme_bytes, self.chunk) if nvme else None
+        self.sources: CheckpointStore | None = None
+        """Checkpoint files that blocks have their homes in."""
         self.staging: torch.Tensor | None = None
         self._staging: list[Owned] = []
         try:
@@ -94,11 +111,8 @@ class Homes:
                 Tier.DRAM, dram // 4096 * 4096, device=device, locks=locks, as_needed=True
             )
             self.dram = Allocator(self.arena.capacity)
-            extent = self.dram.allocate(staging) if staging else None
-            if extent is not None:
-                self.arena.need([extent])
-                self.staging = self.arena.bytes_of(extent)
-                self._staging = [(Tier.DRAM, extent)]
+            if staging:
+                self._stage(self._allocated(staging))
         except BaseException:
             self.close()
             raise
@@ -109,6 +123,65 @@ class Homes:
         self.owners: list[Callable[[], Iterable[Owned]]] = []
         """Each returns the space that it has from here. Whoever has any, but for blocks and what
         is read ahead, enters itself: what nobody has is freed by :meth:`repair`."""
+
+    @property
+    def files(self) -> FileStore | None:
+        """All files that blocks are read from: the swap file's, then those of checkpoints."""
+        if self.sources is None:
+            return self.swap
+        return JoinedFiles(self.swap, self.sources, FIRST_OFFSET)
+
+    def open_sources(self) -> CheckpointStore:
+        """Returns the store of checkpoint files; made, with its staging chunks, when first asked.
+
+        Raises:
+            CapacityError: If DRAM has no room for the staging chunks.
+        """
+        if self.staging is None:
+            nbytes = self.chunk * _CHUNKS
+            extent = self._in_dram(nbytes)
+            while extent is None and self._reclaim():
+                extent = self._in_dram(nbytes)
+            if extent is None:
+                raise CapacityError(
+                    f"tier dram: what is read from a checkpoint passes through {nbytes} bytes of "
+                    f"staging in DRAM, and {self.dram.capacity - self.dram.used} of "
+                    f"{self.dram.capacity} are free",
+                    f"give dram= at least {self.dram.used + nbytes}",
+                )
+            self._stage(extent)
+        if self.sources is None:
+            self.sources = CheckpointStore(self.chunk)
+        return self.sources
+
+    def _allocated(self, nbytes: int) -> Extent:
+        extent = self.dram.allocate(nbytes)
+        if extent is None:
+            raise InvariantError(f"an empty DRAM tier has no room for {nbytes} bytes of staging")
+        return extent
+
+    def _stage(self, extent: Extent) -> None:
+        """Makes an extent of DRAM the staging chunks."""
+        try:
+            self.arena.need([extent])
+        except CapacityError:
+            self.dram.free(extent)
+            raise
+        self.staging = self.arena.bytes_of(extent)
+        self._staging = [(Tier.DRAM, extent)]
+
+    @staticmethod
+    def read_only(extent: Extent | None) -> bool:
+        """Whether a home lies in a checkpoint, which is never written."""
+        return extent is not None and extent.offset >= FIRST_OFFSET
+
+    def version(self, extent: Extent) -> int | None:
+        """Returns a number that is another one after every write of a home in a file.
+
+        None where there are no such files.
+        """
+        files: FileStore | None = self.sources if self.read_only(extent) else self.swap
+        return None if files is None else files.version(extent)
 
     def reserve(self, requests: Sequence[HomeRequest]) -> list[tuple[Tier, Extent | None]]:
         """Reserves a home for every request, or for none.
@@ -138,13 +211,17 @@ class Homes:
         given: list[tuple[Tier, Extent | None]] = []
         try:
             tiers = self._choose(requests, given)
+            in_swap = [
+                request.stored is None and tier is Tier.NVME
+                for request, tier in zip(requests, tiers, strict=True)
+            ]
             below = sum(
-                align_up(r.nbytes) for r, t in zip(requests, tiers, strict=True) if t is Tier.NVME
+                align_up(r.nbytes) for r, swap in zip(requests, in_swap, strict=True) if swap
             )
             if below and self.swap is not None:
                 self.swap.grow(max(0, below - (self.swap.capacity - self.nvme_used)))
             for index, request in enumerate(requests):
-                if tiers[index] is Tier.NVME:
+                if in_swap[index]:
                     given[index] = (Tier.NVME, self._on_disk(request.nbytes))
             self.arena.need(extent for tier, extent in given if extent and tier is Tier.DRAM)
         except REFUSALS:  # any other may have come anywhere: repair() finds what it has left
@@ -165,6 +242,8 @@ class Homes:
         """Whether a home extent is handed out."""
         if tier is Tier.DRAM:
             return self.dram.holds(extent)
+        if self.read_only(extent):
+            return self.sources is not None and self.sources.holds(extent)
         return self.swap is not None and self.swap.holds(extent)
 
     def lend(self, nbytes: int) -> Extent | None:
@@ -187,6 +266,9 @@ class Homes:
         if tier is Tier.DRAM:
             self._bytes.pop(extent.offset, None)
             self.dram.free(extent)
+        elif self.read_only(extent):
+            if self.sources is not None:
+                self.sources.forget(extent)
         elif tier is Tier.NVME and self.swap is not None:
             self.swap.free(extent)
             self.nvme_used -= extent.nbytes
@@ -200,8 +282,11 @@ class Homes:
         found = {*self._staging, *blocks, *self.owned()}
         self._bytes.clear()
         self.dram.rebuild(extent for tier, extent in found if tier is Tier.DRAM)
+        in_files = [extent for tier, extent in found if tier is Tier.NVME]
+        if self.sources is not None:
+            self.sources.keep_only(extent for extent in in_files if self.read_only(extent))
         if self.swap is not None:
-            on_disk = [extent for tier, extent in found if tier is Tier.NVME]
+            on_disk = [extent for extent in in_files if not self.read_only(extent)]
             self.swap.keep_only(on_disk)
             self.nvme_used = sum(extent.nbytes for extent in on_disk)
         self.arena.need(())  # what an exception has left unlocked
@@ -212,8 +297,9 @@ class Homes:
 
     def close(self) -> None:
         """Closes the stores; the swap files vanish."""
-        if self.swap is not None:
-            self.swap.close()
+        for store in (self.swap, self.sources):
+            if store is not None:
+                store.close()
         if hasattr(self, "arena"):
             self.staging = None
             self._bytes.clear()
@@ -221,8 +307,9 @@ class Homes:
 
     def forked(self) -> None:
         """Lets go of the parent's files in a forked child."""
-        if self.swap is not None:
-            self.swap.forked()
+        for store in (self.swap, self.sources):
+            if store is not None:
+                store.forked()
 
     def _choose(
         self, requests: Sequence[HomeRequest], given: list[tuple[Tier, Extent | None]]
@@ -231,7 +318,9 @@ class Homes:
         tiers = []
         for request in requests:
             tier, extent = Tier.HBM, None
-            if request.home in ("dram", "auto"):
+            if request.stored is not None:
+                tier, extent = Tier.NVME, self._in_files(request, request.stored)
+            elif request.home in ("dram", "auto"):
                 tier, extent = Tier.DRAM, self._in_dram(request.nbytes)
                 while extent is None and self._reclaim():
                     extent = self._in_dram(request.nbytes)
@@ -249,6 +338,11 @@ class Homes:
             tiers.append(tier)
             given.append((tier, extent))
         return tiers
+
+    def _in_files(self, request: HomeRequest, ranges: tuple[SourceRange, ...]) -> Extent:
+        if self.sources is None:
+            raise InvariantError(f"block {request.name!r} lies in files that are not open")
+        return self.sources.place(ranges, align_up(request.nbytes))
 
     def _in_dram(self, nbytes: int) -> Extent | None:
         return self.dram.allocate_in(nbytes, self.arena.parts) or self.dram.allocate(nbytes)

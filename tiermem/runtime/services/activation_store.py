@@ -281,7 +281,7 @@ class ActivationStore:
         self._looked_to = float("inf")
 
     def open(self, copy: Copy) -> tuple[torch.UntypedStorage, int]:
-        """Has a copy in HBM, ordered before whatever the current stream does next.
+        """Brings a copy into HBM, ordered before whatever the current stream does next.
 
         Returns:
             A storage, and which byte of the one that was saved is its first.

@@ -20,7 +20,7 @@ from tiermem.core.block import Block, Extent, Tier, align_up
 from tiermem.errors import CapacityError, InvariantError
 from tiermem.runtime.memory.homes import HomeRequest
 from tiermem.runtime.transfers.block_io import view_of
-from tiermem.transfer.file.mover import FileTransfer
+from tiermem.transfer.file.mover import FileMover, FileTransfer
 
 if TYPE_CHECKING:
     from tiermem.runtime.manager import BlockManager
@@ -148,7 +148,7 @@ class HostStage:
             CapacityError: If the DRAM budget does not hold the largest load.
         """
         self._manager = manager
-        self._mover = manager.traffic.need_mover()
+        manager.traffic.need_mover()
         self._lock = threading.Lock()
         self._cargo: dict[int, Cargo] = {}
         self._orders: dict[Order, None] = {}  # announced, and not ended
@@ -158,6 +158,11 @@ class HostStage:
         self._moves: list[FileTransfer] = []
         self._reserved: list[Extent] = []
         self._own, self._shared = self._open(loads)
+
+    @property
+    def _mover(self) -> FileMover:
+        """The manager's, which opens another one for more files."""
+        return self._manager.traffic.need_mover()
 
     @property
     def nbytes(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from tiermem.core.block import Block, Tier
@@ -33,7 +35,14 @@ def differs_from_home(manager: BlockManager, block: Block) -> bool:
             mover = manager.traffic.need_mover()
             manager.traffic.run(mover.read(extent, home, label=block.name, urgent=True))
         same = torch.ones((), dtype=torch.bool, device=here.device)
-        for start in range(0, block.nbytes, _CHUNK):
-            end = start + _CHUNK
-            same &= (here[start:end] == home[start:end].to(here.device)).all()
+        for begin, end in _runs(block):
+            same &= (here[begin:end] == home[begin:end].to(here.device)).all()
         return not bool(same)
+
+
+def _runs(block: Block) -> Iterator[tuple[int, int]]:
+    """Yields the bytes of its tensors, begin and end, in runs of a chunk; not those in between."""
+    for spec in block.tensors:
+        last = spec.offset + spec.nbytes
+        for begin in range(spec.offset, last, _CHUNK):
+            yield begin, min(begin + _CHUNK, last)

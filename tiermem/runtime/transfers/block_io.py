@@ -145,7 +145,7 @@ class BlockIo:
         if not in_dram:
             traffic.run(traffic.need_mover().write(extent, target, label=block.name))
         traffic.table.home_written(block.id)
-        traffic.gone.add(block.id)
+        traffic.departures.add_home(block.id)
 
 
 def view_of(whole: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

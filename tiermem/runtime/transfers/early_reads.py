@@ -33,7 +33,7 @@ class Staged:
 
     extent: Extent
     home: Extent
-    version: int
+    version: int | None
     transfer: FileTransfer | None = None
     copied: Event | None = None
 
@@ -59,7 +59,7 @@ class Parked:
     transfer: FileTransfer
     mover: FileMover
     home: Extent
-    version: int
+    version: int | None
     taken: bool = False
 
 
@@ -235,8 +235,8 @@ class ReadAhead:
         Returns:
             Whether the read has begun.
         """
-        home, swap = record.home_extent, self._homes.swap
-        if home is None or swap is None:
+        home = record.home_extent
+        if home is None:
             return False
         block = record.block
         if self._queue.schedule is not schedule:
@@ -244,7 +244,7 @@ class ReadAhead:
         extent = self._place(block.id, align_up(block.nbytes), position)
         if extent is None:
             return False
-        entry = self.staged[block.id] = Staged(extent, home, swap.version(home))
+        entry = self.staged[block.id] = Staged(extent, home, self._homes.version(home))
         self._queue.put(block.id, position)
         target = self._homes.arena.bytes_of(Extent(extent.offset, home.nbytes))
         try:
@@ -263,12 +263,12 @@ class ReadAhead:
         The disk would stand still meanwhile: between two reads straight into HBM lie the use of a
         block, which makes the room, and the way back to the disk.
         """
-        home, swap = record.home_extent, self._homes.swap
-        if home is None or swap is None:
+        home = record.home_extent
+        if home is None:
             return
         for block_id in list(self.parked):
             self._unpark(block_id)
-        version = swap.version(home)
+        version = self._homes.version(home)
         transfer = mover.park(home, label=record.block.name)
         self.parked[record.block.id] = Parked(transfer, mover, home, version)
 
@@ -326,10 +326,9 @@ class ReadAhead:
 
     def _is_at_home(self, entry: Staged | Parked, record: Record) -> bool:
         """Whether the home still is where it was read, and has not been written since."""
-        swap = self._homes.swap
-        if swap is None or record.home_extent != entry.home:
+        if record.home_extent != entry.home:
             return False
-        return swap.version(entry.home) == entry.version
+        return self._homes.version(entry.home) == entry.version
 
     def copied(self, block_id: int, event: Event | None) -> None:
         """Says that a copy up has been submitted, which is over when ``event`` has passed."""

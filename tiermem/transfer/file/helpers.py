@@ -79,7 +79,8 @@ def carry_out(chunk: Chunk, copier: ChunkCopier) -> None:
         chunk.checksum_ns = time.perf_counter_ns() - before
     if chunk.task is Task.LAND and not chunk.wrong:
         before = time.perf_counter_ns()
-        copier.to_target(chunk.part(), chunk.memory, chunk.job.after).wait()
+        for target, source in chunk.parts():
+            copier.to_target(target, source, chunk.job.after).wait()
         chunk.copy_ns = time.perf_counter_ns() - before
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import enum
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tiermem.core.block import Extent
 from tiermem.errors import InvariantError, StorageError
-from tiermem.storage.swapfile import Piece
+from tiermem.storage.files import Piece
 from tiermem.transfer.driver import Signal
 from tiermem.transfer.file.copiers import Fence
 
@@ -240,11 +240,24 @@ class Chunk:
         return self.expected is not None and self.check and self.checksum != self.expected
 
     def part(self) -> torch.Tensor:
-        """Returns the part of the target or source that belongs to the piece."""
+        """Returns the part of the target or source that belongs to a piece in one run."""
+        return self._whole().narrow(0, self.piece.extent_offset, self.piece.nbytes)
+
+    def parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields the parts of the target, at least one, with the bytes in staging for each."""
+        if self.piece.parts is None:
+            yield self.part(), self.memory
+            return
+        whole = self._whole()
+        for part in self.piece.parts:
+            target = whole.narrow(0, part.extent_offset, part.nbytes)
+            yield target, self.memory.narrow(0, part.at, part.nbytes)
+
+    def _whole(self) -> torch.Tensor:
         tensor = self.job.tensor
         if tensor is None:
             raise InvariantError(f"the read of {self.job.transfer.label!r} has no target yet")
-        return tensor.narrow(0, self.piece.extent_offset, self.piece.nbytes)
+        return tensor
 
 
 class JobQueue:

@@ -13,7 +13,7 @@ import torch
 from tiermem.core.block import Extent
 from tiermem.errors import ClosedError
 from tiermem.io.engine import IoEngine
-from tiermem.storage.swapfile import SwapFile
+from tiermem.storage.files import FileStore
 from tiermem.transfer.driver import Signal
 from tiermem.transfer.file.copiers import ChunkCopier, Fence, HostCopier, check_tensor
 from tiermem.transfer.file.helpers import HelperFactory
@@ -73,7 +73,7 @@ class FileMover:
     that touch the same bytes run in the order of submission.
 
     Args:
-        store: The swap file.
+        store: The swap file, or several stores in one.
         engine_factory: Makes the engine (see :func:`tiermem.io.choose_engine`).
         staging: Host memory, uint8, 1-D, page-aligned, a whole number of chunks.
         chunk_nbytes: Bytes of a staging chunk, at least the store's chunk.
@@ -89,7 +89,7 @@ class FileMover:
 
     def __init__(
         self,
-        store: SwapFile,
+        store: FileStore,
         engine_factory: Callable[[], IoEngine],
         staging: torch.Tensor,
         chunk_nbytes: int,

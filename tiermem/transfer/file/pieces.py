@@ -21,7 +21,7 @@ import torch
 from tiermem.core.block import ALIGNMENT
 from tiermem.errors import IntegrityError, StorageError
 from tiermem.io.engine import IoCompletion, IoEngine, IoOp, IoRequest
-from tiermem.storage.swapfile import Piece, SwapFile
+from tiermem.storage.files import FileStore, Piece
 from tiermem.transfer.driver import Signal
 from tiermem.transfer.file.copiers import ChunkCopier, Fence, HostCopier
 from tiermem.transfer.file.helpers import Helpers
@@ -48,7 +48,7 @@ class Pieces:
     """The pieces under way. Used by the pump's thread alone.
 
     Args:
-        store: The swap file.
+        store: The files.
         staging: The chunks.
         copier: How chunks are copied on.
         verify: Whether checksums are computed and compared.
@@ -68,7 +68,7 @@ class Pieces:
 
     def __init__(
         self,
-        store: SwapFile,
+        store: FileStore,
         staging: Staging,
         copier: ChunkCopier,
         verify: bool,
@@ -248,14 +248,14 @@ class Pieces:
         return any(not job.rests_ns or job.tensor is not None for job in self.queue.jobs.values())
 
     def _begin_read(self, job: Job, piece: Piece) -> IoRequest | None:
-        if self._store.written(job.transfer.extent, piece) is None:
-            what = "the file holds no whole data there: never written, or its last write failed"
+        what = self._store.refusal(job.transfer.extent, piece)
+        if what:
             self._stop(job, self._error(job, piece, what, None))
             self._finish_if_over(job)
             return None
         chunk = self._take(job, piece)
         job.rests_ns = 0
-        if job.transfer.in_place and job.tensor is not None:
+        if job.transfer.in_place and job.tensor is not None and piece.parts is None:
             target = job.tensor.data_ptr() + piece.extent_offset
             if target % ALIGNMENT == 0 and piece.nbytes % ALIGNMENT == 0:
                 chunk.address = target
@@ -301,7 +301,8 @@ class Pieces:
         """Starts a copy that runs by itself; leaves a fence unless that is done already."""
         before = time.perf_counter_ns()
         if chunk.job.transfer.is_read:
-            fence = self._copier.to_target(chunk.part(), chunk.memory, chunk.job.after)
+            for target, source in chunk.parts():  # on one stream: the last is over last
+                fence = self._copier.to_target(target, source, chunk.job.after)
             chunk.job.transfer.event = fence.event
         else:
             fence = self._copier.from_source(chunk.memory, chunk.part())
@@ -348,7 +349,8 @@ class Pieces:
         """Checks a piece that was read and copies it on, or has that done."""
         entry = self._store.written(chunk.job.transfer.extent, chunk.piece)
         chunk.expected = entry.checksum if entry is not None else None
-        chunk.check = self.verify and chunk.expected is not None
+        known = entry is not None and (entry.checksum is not None or entry.learns)
+        chunk.check = self.verify and known
         in_place = chunk.address != chunk.memory.data_ptr()
         if self._in_host(chunk.job) and not in_place:
             self._give(chunk, Task.LAND)
@@ -371,6 +373,8 @@ class Pieces:
             self.counters.copy_ns += chunk.copy_ns
             if chunk.wrong:
                 self._stop(job, self._damage(chunk))
+            elif chunk.expected is None and chunk.checksum is not None and job.transfer.is_read:
+                self._store.keep_sum(job.transfer.extent, chunk.piece, chunk.checksum)
             if task is Task.FILL and job.error is None:
                 requests.append(self._send(chunk))
             else:
@@ -379,8 +383,12 @@ class Pieces:
             self.engine.submit(requests)
 
     def _damage(self, chunk: Chunk) -> IntegrityError:
+        entry = self._store.written(chunk.job.transfer.extent, chunk.piece)
+        what = "the bytes read are not the bytes written (checksum)"
+        if entry is not None and entry.learns:
+            what = "the bytes read are not those of the first read: the file was changed (checksum)"
         return IntegrityError(
-            "the bytes read are not the bytes written (checksum)",
+            what,
             block=chunk.job.transfer.label,
             path=self._store.folder(chunk.piece.file),
             offset=chunk.piece.file_offset,

@@ -16,7 +16,7 @@ import torch
 
 from tiermem.errors import ClosedError, StorageError
 from tiermem.io.engine import IoCompletion, IoEngine, start_threads
-from tiermem.storage.swapfile import SwapFile
+from tiermem.storage.files import FileStore
 from tiermem.transfer.file.copiers import ChunkCopier, HostCopier
 from tiermem.transfer.file.helpers import HelperFactory, carry_out, threads
 from tiermem.transfer.file.jobs import Chunk, FileTransfer, Job
@@ -45,7 +45,7 @@ class Pump:
 
     def __init__(
         self,
-        store: SwapFile,
+        store: FileStore,
         engine_factory: Callable[[], IoEngine],
         staging: torch.Tensor,
         chunk_nbytes: int,

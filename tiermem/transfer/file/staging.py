@@ -6,7 +6,7 @@ import torch
 
 from tiermem.core.block import ALIGNMENT
 from tiermem.errors import ConfigError
-from tiermem.storage.swapfile import Piece
+from tiermem.storage.files import Piece
 from tiermem.transfer.file.copiers import check_tensor
 from tiermem.transfer.file.jobs import Chunk, Job
 

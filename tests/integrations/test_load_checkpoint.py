@@ -1,0 +1,277 @@
+"""Models loaded straight from folders of transformers, beside ``from_pretrained``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tiermem
+
+transformers: Any = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # peft beside transformers
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {**SMALL, "num_experts_per_tok": 2}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**SMALL),
+    "tied, bfloat16": lambda: transformers.LlamaConfig(
+        **SMALL, tie_word_embeddings=True, dtype=torch.bfloat16
+    ),
+    "experts, stacked and joined": lambda: transformers.Qwen2MoeConfig(
+        **EXPERTS, num_experts=3, moe_intermediate_size=24, shared_expert_intermediate_size=24
+    ),
+    "experts, stacked": lambda: transformers.MixtralConfig(**EXPERTS, num_local_experts=3),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64
+    ),
+}
+
+
+def save(folder: Path, config: Any, **options: Any) -> Any:
+    """Saves a random model; returns what ``from_pretrained`` makes of it, nothing aligned."""
+    torch.manual_seed(0)
+    config._experts_implementation = "eager"  # others round differently by where bytes lie
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder, **options)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for param in model.parameters():
+        param.data = param.data.clone()
+    return model
+
+
+def nbytes(model: nn.Module) -> int:
+    return sum(param.numel() * param.element_size() for param in model.parameters())
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.arange(7)[None]
+    with torch.no_grad():
+        found: torch.Tensor = model(ids).logits
+    return found
+
+
+def check_equal(model: nn.Module, plain: nn.Module) -> None:
+    own, other = model.state_dict(), plain.state_dict()
+    assert list(own) == list(other)
+    for name, value in other.items():
+        assert own[name].dtype is value.dtype and torch.equal(own[name], value), name
+    pairs = zip(model.named_buffers(), plain.named_buffers(), strict=True)
+    for (name, buffer), (also, value) in pairs:
+        assert name == also and buffer.dtype is value.dtype and torch.equal(buffer, value), name
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_from_pretrained_makes(kind: str, tmp_path: Path) -> None:
+    plain = save(tmp_path, CONFIGS[kind](), max_shard_size="30KB")
+    expected = logits(plain)
+    for home in ("auto", "dram"):
+        hbm = max(nbytes(plain) * 3 // 5, 96 << 10)
+        policy = tiermem.Policy(params=home)
+        with tiermem.TierManager("cpu", hbm=hbm, dram="16MiB", policy=policy) as tier:
+            model: Any = tiermem.load_checkpoint(
+                transformers.AutoModelForCausalLM, tmp_path, tier=tier
+            )
+            assert type(model) is type(plain) and not model.training
+            for _ in range(3):
+                assert torch.equal(logits(model), expected)
+            links = tier.stats().links
+            if home == "auto":  # nothing was copied but what was read
+                assert "hbm->dram" not in links and "dram->nvme" not in links
+            check_equal(model, plain)
+        check_equal(model, plain)
+        assert torch.equal(logits(model), expected)
+
+
+def test_training_leaves_the_files_alone(tmp_path: Path) -> None:
+    plain = save(tmp_path, CONFIGS["tied, bfloat16"]())
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    stepper = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    ids = torch.arange(9)[None]
+    with tiermem.TierManager("cpu", hbm=6 * nbytes(plain), dram="16MiB") as tier:
+        model: Any = tiermem.load_checkpoint(transformers.AutoModelForCausalLM, tmp_path, tier=tier)
+        homes = [row.home for row in tier.residency() if row.role == "param"]
+        assert "nvme" in {str(getattr(home, "value", home)) for home in homes}
+        optimizer = tier.optimizer(model, torch.optim.AdamW, lr=1e-2)
+        for _ in range(3):
+            losses = [each(ids, labels=ids).loss for each in (plain, model)]
+            assert torch.equal(*losses)
+            for each in losses:
+                each.backward()
+            for each in (stepper, optimizer):
+                each.step()
+                each.zero_grad()
+        check_equal(model, plain)
+    check_equal(model, plain)
+    assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+def test_a_weight_that_is_written_by_hand(tmp_path: Path) -> None:
+    plain = save(tmp_path, CONFIGS["llama"]())
+    hbm = max(nbytes(plain) * 3 // 5, 96 << 10)
+    with tiermem.TierManager("cpu", hbm=hbm, dram="16MiB") as tier:
+        model: Any = tiermem.load_checkpoint(transformers.AutoModelForCausalLM, tmp_path, tier=tier)
+        for each in (plain, model):
+            with torch.no_grad():
+                for layer in each.model.layers:
+                    layer.mlp.up_proj.weight.mul_(0.5)
+        for _ in range(3):
+            assert torch.equal(logits(model), logits(plain))
+        check_equal(model, plain)
+    check_equal(model, plain)
+
+
+def test_adapters_around_streamed_weights(tmp_path: Path) -> None:
+    peft: Any = pytest.importorskip("peft")
+    plain = save(tmp_path, CONFIGS["llama"]())
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    torch.manual_seed(3)
+    plain = peft.get_peft_model(plain, config)
+    hbm = max(nbytes(plain) * 3 // 5, 128 << 10)
+    with tiermem.TierManager("cpu", hbm=hbm, dram="16MiB") as tier:
+        torch.manual_seed(3)
+        model: Any = tiermem.load_checkpoint(
+            transformers.AutoModelForCausalLM, tmp_path, tier=tier, lora=config
+        )
+        ids = torch.arange(9)[None]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        steppers: list[Any] = [
+            torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.5),
+            tier.optimizer(trained, torch.optim.SGD, lr=0.5),
+        ]
+        plain.eval()
+        for _ in range(3):
+            losses = [each(ids, labels=ids).loss for each in (plain, model)]
+            assert torch.equal(*losses)
+            for loss, stepper in zip(losses, steppers, strict=True):
+                loss.backward()
+                stepper.step()
+                stepper.zero_grad()
+        assert tier.stats().links.get("hbm->dram", tiermem.LinkStats()).nbytes == 0
+
+
+class Toy(nn.Module):
+    """Two linear layers, a buffer that is saved and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.second = nn.Linear(16, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("table", torch.arange(8.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x - self.mean)).relu() * self.table  # type: ignore[no-any-return,operator]
+
+
+def toy(path: Path, **changes: torch.Tensor | None) -> Toy:
+    from safetensors.torch import save_file
+
+    torch.manual_seed(1)
+    model = Toy()
+    model.mean.fill_(0.25)  # type: ignore[operator]
+    tensors = {**model.state_dict(), **changes}
+    save_file({k: v for k, v in tensors.items() if v is not None}, path)
+    return model
+
+
+def on_meta() -> Toy:
+    with torch.device("meta"):
+        model = Toy()
+    model.table = torch.arange(8.0)
+    return model
+
+
+@pytest.mark.parametrize("made_by", [Toy, Toy(), on_meta()], ids=["factory", "module", "meta"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_any_module(made_by: Any, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    plain = toy(tmp_path / "toy.safetensors")
+    if dtype is not None:
+        for param in plain.parameters():
+            param.data = param.data.to(dtype)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        model = tiermem.load_checkpoint(
+            made_by, tmp_path / "toy.safetensors", tier=tier, dtype=dtype
+        )
+        check_equal(model, plain)
+    check_equal(model, plain)
+
+
+def test_names(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    plain = toy(tmp_path / "toy.safetensors")
+    path = tmp_path / "other.safetensors"
+    save_file({f"net.{k}": v for k, v in plain.state_dict().items()} | {"x": torch.ones(2)}, path)
+    for names in (lambda name: f"net.{name}", {k: f"net.{k}" for k in plain.state_dict()}):
+        with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+            check_equal(tiermem.load_checkpoint(Toy, path, tier=tier, names=names), plain)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"first.bias": None}, "'first.bias'"),
+        ({"other": torch.ones(3)}, "'other'"),
+        ({"first.bias": torch.ones(3)}, r"'first.bias' has shape \(3,\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "toy.safetensors"
+    toy(path, **changes)
+    model = Toy()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        with pytest.raises(tiermem.CheckpointError, match=said):
+            tiermem.load_checkpoint(model, path, tier=tier)
+        assert not tier.residency()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_a_meta_buffer_without_a_value_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "toy.safetensors"
+    toy(path)
+    with torch.device("meta"):
+        model = Toy()
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        with pytest.raises(tiermem.CheckpointError, match="'table'"):
+            tiermem.load_checkpoint(model, path, tier=tier)
+
+
+def test_a_file_that_is_changed_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "toy.safetensors"
+    toy(path)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        model = tiermem.load_checkpoint(Toy, path, tier=tier)
+        whole = path.read_bytes()
+        with path.open("r+b") as file:
+            file.seek(len(whole) - 4)
+            file.write(b"\x55\x66\x77\x11")
+        with pytest.raises((tiermem.StorageError, tiermem.IntegrityError), match="changed"):
+            model.state_dict()
+        tier.close(discard=True)
+
+
+def test_no_config(tmp_path: Path) -> None:
+    toy(tmp_path / "model.safetensors")
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        with pytest.raises(tiermem.CheckpointError, match=r"config\.json"):
+            tiermem.load_checkpoint(transformers.AutoModelForCausalLM, tmp_path, tier=tier)
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "no such thing"}))
+        with pytest.raises(tiermem.CheckpointError, match="no such thing"):
+            tiermem.load_checkpoint(transformers.AutoModelForCausalLM, tmp_path, tier=tier)

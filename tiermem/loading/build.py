@@ -1,0 +1,98 @@
+"""Makes the model that a checkpoint is for: its parameters take no memory, its buffers are real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.errors import CheckpointError, ConfigError
+from tiermem.loading.untouched import parameters_on_meta
+from tiermem.storage.checkpoint.folder import CheckpointFiles
+
+Factory = nn.Module | Callable[[], nn.Module]
+
+
+def model_of(
+    made_by: Any, path: Path, files: CheckpointFiles, dtype: torch.dtype | None
+) -> nn.Module:
+    """Returns a module, or makes one.
+
+    Args:
+        made_by: A module; a callable without arguments that makes one; or a class of transformers
+            (``AutoModelForCausalLM``, ``LlamaForCausalLM``), made from the folder's config.json.
+        path: The checkpoint.
+        files: The same, opened.
+        dtype: Of a class of transformers' parameters; None for what ``from_pretrained`` takes.
+
+    Raises:
+        CheckpointError: If the folder has no configuration for a class.
+        ConfigError: If it is none of these.
+    """
+    if isinstance(made_by, nn.Module):
+        return made_by
+    if isinstance(made_by, type) and hasattr(made_by, "from_pretrained"):
+        return _transformers_model(made_by, path, files, dtype)
+    if not callable(made_by):
+        raise ConfigError(
+            "load_checkpoint takes a module, a callable that makes one or a class of "
+            f"transformers, not {made_by!r}"
+        )
+    with parameters_on_meta():
+        model = made_by()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{made_by!r} returned {type(model).__name__}, and no torch module")
+    return model
+
+
+def _transformers_model(
+    cls: Any, path: Path, files: CheckpointFiles, dtype: torch.dtype | None
+) -> nn.Module:
+    folder = path if path.is_dir() else path.parent
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder}: there is no config.json, which {cls.__name__} is made from; give a module "
+            "or a callable that makes one"
+        )
+    from transformers import AutoConfig, GenerationConfig
+
+    auto = not isinstance(cls, type) or not issubclass(cls, nn.Module)
+    config_class = AutoConfig if auto else cls.config_class
+    try:
+        config = config_class.from_pretrained(folder, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise CheckpointError(f"{folder}/config.json: {error}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise CheckpointError(f"{folder}/config.json: quantized checkpoints cannot be loaded yet")
+    dtype = dtype or getattr(config, "dtype", None) or _first_dtype(files)
+    make = cls.from_config if auto else cls._from_config
+    with parameters_on_meta():
+        model: Any = make(config, dtype=dtype)
+    model.tie_weights()
+    _keep_in_float32(model, dtype)
+    model.config._name_or_path = str(folder)
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def _first_dtype(files: CheckpointFiles) -> torch.dtype:
+    floating = (t.dtype for t in files.tensors.values() if t.dtype.is_floating_point)
+    return next(floating, torch.get_default_dtype())
+
+
+def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """Gives the parameters that transformers keeps in float32 that dtype."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    pattern, group_of, _ = build_glob_alternation(list(plan))
+    for name, param in list(model.named_parameters()):
+        match = pattern.search(name)
+        if match is not None and param.is_meta:
+            param.data = param.data.to(plan[group_of[str(match.lastgroup)]])

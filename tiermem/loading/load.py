@@ -1,0 +1,138 @@
+"""Models whose weights come from a safetensors checkpoint, and stay there until they are used."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.errors import CheckpointError, ConfigError
+from tiermem.loading.build import model_of
+from tiermem.loading.origins import FileOrigins
+from tiermem.loading.sources import Names, Source, sources_of, wanted_by
+from tiermem.loading.untouched import Untouched
+from tiermem.nn.wrap.wrapped import Blocks
+from tiermem.storage.checkpoint.folder import CheckpointFiles
+from tiermem.tier import TierManager
+
+
+def load_checkpoint(
+    model_or_factory: Any,
+    path: str | os.PathLike[str],
+    *,
+    tier: TierManager,
+    names: Names | None = None,
+    dtype: torch.dtype | None = None,
+    lora: Any = None,
+    blocks: Blocks = "auto",
+) -> nn.Module:
+    """Wraps a model whose weights are in a safetensors checkpoint.
+
+    The checkpoint is a home of the NVMe tier: with ``Policy(params="auto")`` or ``"nvme"`` weights
+    are read from it when they are needed, and what DRAM has to spare keeps copies; ``"dram"`` and
+    ``"hbm"`` fill that tier once. The files are never written: a weight that is gets a home as the
+    policy says. They must not be changed while the model is in the tiers.
+
+    Args:
+        model_or_factory: A module, whose parameters may be on the meta device; a callable that
+            makes one, whose parameters take no memory; or a class of transformers, such as
+            ``AutoModelForCausalLM``, which is made from the folder's ``config.json`` with the
+            dtypes, buffers and tied weights of ``from_pretrained``.
+        path: A safetensors file, or a folder with ``model.safetensors`` or an index.
+        tier: The manager.
+        names: The file's name for each of the model's parameters and persistent buffers: a
+            mapping (names that are not in it stay) or a callable. With it, other tensors of the
+            files are left alone.
+        dtype: Parameters of floating dtype get this one; by default a module's stay as they are,
+            and those of a class of transformers are as ``from_pretrained`` makes them.
+        lora: Puts adapters around frozen weights: a :class:`tiermem.Lora` or a ``peft.LoraConfig``.
+        blocks: As :meth:`tiermem.TierManager.wrap` takes it.
+
+    Returns:
+        The model, wrapped.
+
+    Raises:
+        CheckpointError: If the files are no valid checkpoint, names are missing or unexpected,
+            shapes differ, or a meta buffer gets no value. Nothing is changed.
+        CapacityError: If a budget cannot hold it.
+        ConfigError: If the first argument makes no module.
+        StorageError: If the files cannot be read, or change meanwhile.
+    """
+    if not isinstance(tier, TierManager):
+        raise ConfigError(f"tier must be a TierManager, not {tier!r}")
+    where = Path(path)
+    files = CheckpointFiles.open(where)
+    model = model_of(model_or_factory, where, files, dtype)
+    settings = None if lora is None else _settings(lora)
+    sources = sources_of(model, files, names)
+    _check_buffers(model, sources)
+    if settings is not None:
+        from tiermem.lora.adapters import add_adapters
+
+        add_adapters(model, settings)
+    _wrap(model, files, sources, tier, dtype, blocks)
+    return model
+
+
+def _wrap(
+    model: nn.Module,
+    files: CheckpointFiles,
+    sources: dict[str, Source],
+    tier: TierManager,
+    dtype: torch.dtype | None,
+    blocks: Blocks,
+) -> None:
+    """Wraps the model with its values from the files, and begins to read them."""
+    manager = tier._manager
+    untouched = Untouched(model, _casts(model, dtype, sources))
+    try:
+        wanted = wanted_by(model)
+        by_id = {id(wanted[name]): source for name, source in sources.items()}
+        names = {id(wanted[name]): name for name in sources}
+        first = manager.attach_files(files.paths, files.check_unchanged)
+        origins = FileOrigins(files, first, by_id, names)
+        wrapped = tier._wrap_model(model, blocks, origins=origins)
+    except BaseException:
+        untouched.undo()
+        raise
+    managed = wrapped.managed()
+    with torch.no_grad():
+        for tensor in {id(t): t for t in wanted.values()}.values():
+            value = None if id(tensor) in managed else origins.value(tensor)
+            if value is not None:
+                tensor.copy_(value)
+    manager.begin_pass(("loaded", wrapped.number), [g.block.id for g in wrapped.groups])
+
+
+def _settings(lora: Any) -> Any:
+    from tiermem.lora.config import Lora
+
+    return Lora.of(lora)
+
+
+def _casts(
+    model: nn.Module, dtype: torch.dtype | None, sources: dict[str, Source]
+) -> dict[int, torch.dtype]:
+    """Returns the dtypes of the parameters that get another one, by id."""
+    if dtype is None:
+        return {}
+    if not dtype.is_floating_point:
+        raise ConfigError(f"dtype must be a floating dtype, not {dtype}")
+    params = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        id(params[name]): dtype
+        for name in sources
+        if name in params and params[name].is_floating_point()
+    }
+
+
+def _check_buffers(model: nn.Module, sources: dict[str, Source]) -> None:
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if buffer.is_meta and name not in sources:
+            raise CheckpointError(
+                f"buffer {name!r} is on the meta device and has no value in the checkpoint; make "
+                "the model with real buffers (give load_checkpoint the callable that makes it)"
+            )

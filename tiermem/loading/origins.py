@@ -1,0 +1,98 @@
+"""Values of a model's tensors in checkpoint files, as wrapping a model asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import torch
+
+from tiermem.core.layout import contiguous_stride
+from tiermem.errors import CheckpointError
+from tiermem.loading.sources import Converted, Source
+from tiermem.loading.traced import StoredView
+from tiermem.runtime.memory.homes import StoredBlock
+from tiermem.storage.checkpoint.folder import CheckpointFiles
+from tiermem.storage.checkpointstore import SourceRange
+
+
+class FileOrigins:
+    """Sources of tensors by id.
+
+    Args:
+        files: The checkpoint.
+        first: Number that the manager gave the first of its files.
+        sources: By the id of each tensor.
+        names: By the same; for messages.
+    """
+
+    def __init__(
+        self,
+        files: CheckpointFiles,
+        first: int,
+        sources: Mapping[int, Source],
+        names: Mapping[int, str],
+    ) -> None:
+        self._files = files
+        self._first = first
+        self._sources = sources
+        self._names = names
+        self._mapped: dict[int, torch.UntypedStorage] = {}
+
+    def stored(self, tensors: Sequence[torch.Tensor]) -> StoredBlock | None:
+        """See :class:`tiermem.nn.wrap.origins.Origins`."""
+        found: list[list[SourceRange]] = []
+        for tensor in tensors:
+            source = self._sources.get(id(tensor))
+            if not isinstance(source, StoredView) or not _as_it_is(source, tensor):
+                return None
+            target, ranges = 0, []
+            for run in source.runs:
+                ranges.append(SourceRange(self._first + run.file, run.offset, run.nbytes, target))
+                target += run.nbytes
+            found.append(ranges)
+        return found if any(found) else None
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """See :class:`tiermem.nn.wrap.origins.Origins`."""
+        source = self._sources.get(id(tensor))
+        if source is None:
+            return None
+        if isinstance(source, StoredView):
+            return self._files.read_view(source.shape, source.dtype, source.runs)
+        values = {
+            key: [self._files.read_tensor(name) for name in names]
+            for key, names in source.sources.items()
+        }
+        made = source.convert(values)
+        if made.shape != tensor.shape:
+            raise CheckpointError(
+                f"{self._files.paths[0].parent}: {self._names[id(tensor)]!r} has shape "
+                f"{tuple(made.shape)} when converted and {tuple(tensor.shape)} in the model"
+            )
+        return made
+
+    def mapped(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :class:`tiermem.nn.wrap.origins.Origins`.
+
+        Pages are private: what is written to the tensor does not reach the file.
+        """
+        source = self._sources[id(tensor)]
+        if isinstance(source, Converted):
+            raise CheckpointError(f"{self._names[id(tensor)]!r} is not in the files as it is")
+        itemsize = source.dtype.itemsize
+        if len(source.runs) != 1 or source.runs[0].offset % itemsize:
+            return self._files.read_view(source.shape, source.dtype, source.runs)
+        run = source.runs[0]
+        storage = self._mapped.get(run.file)
+        if storage is None:
+            storage = self._mapped[run.file] = self._files.map_file(run.file)
+        flat = torch.empty(0, dtype=source.dtype)
+        stride = contiguous_stride(source.shape)
+        return flat.set_(storage, run.offset // itemsize, source.shape, stride)
+
+
+def _as_it_is(source: StoredView, tensor: torch.Tensor) -> bool:
+    """Whether the bytes of the files are those of the tensor."""
+    dense = tensor.is_contiguous() and prod(tensor.shape) * tensor.itemsize == source.nbytes
+    return dense and source.dtype is tensor.dtype

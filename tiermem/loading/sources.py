@@ -1,0 +1,273 @@
+"""Which tensors of a checkpoint each tensor of a model is made of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.errors import CheckpointError, ConfigError
+from tiermem.loading.traced import NotTracedError, Run, StoredView
+from tiermem.storage.checkpoint.folder import CheckpointFiles
+
+Names = Mapping[str, str] | Callable[[str], str]
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A tensor that is computed from several of the files'; read and converted when needed.
+
+    Attributes:
+        sources: Names of those, by the pattern they were found by.
+        convert: Makes the tensor of their values.
+    """
+
+    sources: dict[str, list[str]]
+    convert: Callable[[dict[str, list[torch.Tensor]]], torch.Tensor]
+
+
+Source = StoredView | Converted
+
+
+def sources_of(model: nn.Module, files: CheckpointFiles, names: Names | None) -> dict[str, Source]:
+    """Finds the source of every parameter and persistent buffer.
+
+    Args:
+        model: The model; values are not looked at.
+        files: The checkpoint.
+        names: The file's name for each of the model's; by default its own, or what transformers
+            has for a model of its own.
+
+    Returns:
+        By the model's name; of tied parameters one name at least.
+
+    Raises:
+        CheckpointError: If names are missing or unexpected, or shapes differ.
+    """
+    wanted = wanted_by(model)
+    ignored: tuple[str, ...] = ()
+    if names is not None:
+        found, used = _by_names(wanted, files, names)
+        ignored = (".*",)  # whoever names what to take leaves the rest
+    elif hasattr(model, "base_model_prefix") and hasattr(model, "config"):
+        found, used = _by_transformers(model, wanted, files)
+        patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        ignored = tuple(patterns)
+    else:
+        found = {name: view_of(files, name) for name in wanted if name in files.tensors}
+        used = set(found)
+    _check_missing(wanted, found, files)
+    used.update(name for name, _ in model.named_buffers(remove_duplicate=False))
+    _check_unexpected(files, used, ignored)
+    _check_shapes(wanted, found, files)
+    return found
+
+
+def wanted_by(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the parameters and persistent buffers of a model by name, tied ones by each."""
+    wanted: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                wanted[f"{prefix}.{name}" if prefix else name] = buffer
+    return wanted
+
+
+def view_of(files: CheckpointFiles, name: str) -> StoredView:
+    """Returns a tensor of the files, not read."""
+    stored = files.tensors[name]
+    run = Run(stored.file, stored.offset, stored.nbytes)
+    return StoredView(stored.shape, stored.dtype, [run])
+
+
+def _by_names(
+    wanted: Mapping[str, torch.Tensor], files: CheckpointFiles, names: Names
+) -> tuple[dict[str, Source], set[str]]:
+    found: dict[str, Source] = {}
+    used = set()
+    for name in wanted:
+        stored = names(name) if callable(names) else names.get(name, name)
+        if stored in files.tensors:
+            found[name] = view_of(files, stored)
+            used.add(stored)
+    return found, used
+
+
+def _by_transformers(
+    model: Any, wanted: Mapping[str, torch.Tensor], files: CheckpointFiles
+) -> tuple[dict[str, Source], set[str]]:
+    """Follows transformers' own rules of renaming and conversion (release 5).
+
+    As ``convert_and_load_state_dict_in_model`` of ``transformers.core_model_loading`` does, with
+    tensors that have not been read.
+    """
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+    except ImportError as error:
+        raise ConfigError(
+            "models of transformers are loaded by the rules of its release 5, and an older one is "
+            "installed; upgrade it, or give names="
+        ) from error
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    state, prefix = dict(wanted), model.base_model_prefix
+    found: dict[str, Source] = {}
+    used: set[str] = set()
+    gathered: dict[str, tuple[Any, dict[str, list[str]]]] = {}
+    for name in sorted(files.tensors, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = rename_source_key(name, [], [], prefix, state)
+        if target not in state:
+            continue
+        used.add(name)
+        if pattern is None:
+            found[target] = view_of(files, name)
+        else:
+            _, sources = gathered.setdefault(target, (by_pattern[pattern], {}))
+            sources.setdefault(pattern, []).append(name)
+    for target, (rule, sources) in gathered.items():
+        found.update(_conversion(model, target, rule, sources, files))
+    return found, used
+
+
+def _conversion(
+    model: Any, target: str, rule: Any, sources: dict[str, list[str]], files: CheckpointFiles
+) -> dict[str, Source]:
+    """Returns what a rule of transformers makes of tensors, by the model's names."""
+
+    def run(tensors: dict[str, list[Any]]) -> dict[str, Any]:
+        own = deepcopy(rule)
+        for operation in own.operations:
+            tensors = operation.convert(
+                tensors,
+                source_patterns=own.source_patterns,
+                target_patterns=own.target_patterns,
+                full_layer_name=target,
+                model=model,
+                config=model.config,
+                missing_keys=None,
+            )
+        return _full_names(target, tensors)
+
+    views = {key: [view_of(files, name) for name in names] for key, names in sources.items()}
+    try:
+        return {name: _only(made) for name, made in run(views).items()}
+    except NotTracedError:
+        pass
+    except Exception as error:
+        raise _not_converted(target, rule, sources, files, error) from error
+    blank = {
+        key: [torch.empty(view.shape, dtype=view.dtype, device="meta") for view in members]
+        for key, members in views.items()
+    }
+    try:
+        made = list(run(blank))
+    except Exception as error:
+        raise _not_converted(target, rule, sources, files, error) from error
+    return {name: Converted(sources, _one_of(run, name)) for name in made}
+
+
+def _one_of(
+    run: Callable[[dict[str, list[Any]]], dict[str, Any]], name: str
+) -> Callable[[dict[str, list[torch.Tensor]]], torch.Tensor]:
+    def convert(values: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+        made: torch.Tensor = _only(run(values)[name])
+        return made
+
+    return convert
+
+
+def _only(made: Any) -> Any:
+    return made[0] if isinstance(made, list) else made
+
+
+def _full_names(target: str, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Gives results, which are called as the rule's patterns, the names they have in the model."""
+    whole = target.replace("*.", "0.")
+    for key in tensors:
+        if key in whole:
+            before, _, behind = whole.partition(key)
+            return {before + name + behind: made for name, made in tensors.items()}
+    return tensors
+
+
+def _not_converted(
+    target: str,
+    rule: Any,
+    sources: dict[str, list[str]],
+    files: CheckpointFiles,
+    error: Exception,
+) -> CheckpointError:
+    names = [name for members in sources.values() for name in members]
+    return CheckpointError(
+        f"{files.paths[0].parent}: {target!r} cannot be made of {_some(names)} by transformers' "
+        f"{rule.operations}: {error}"
+    )
+
+
+# -- checks --------------------------------------------------------------------------
+
+
+def _check_missing(
+    wanted: Mapping[str, torch.Tensor],
+    found: Mapping[str, Source],
+    files: CheckpointFiles,
+) -> None:
+    there = {id(wanted[name]) for name in found if name in wanted}
+    missing = [name for name, tensor in wanted.items() if id(tensor) not in there]
+    if missing:
+        raise CheckpointError(
+            f"{files.paths[0].parent}: {len(missing)} tensors of the model are missing: "
+            f"{_some(missing)}; if the files call them otherwise, give names="
+        )
+
+
+def _check_unexpected(files: CheckpointFiles, used: set[str], ignored: Iterable[str]) -> None:
+    patterns = [re.compile(pattern) for pattern in ignored]
+    unexpected = [
+        name
+        for name in files.tensors
+        if name not in used and not any(pattern.search(name) for pattern in patterns)
+    ]
+    if unexpected:
+        raise CheckpointError(
+            f"{files.paths[0].parent}: {len(unexpected)} tensors are none of the model's: "
+            f"{_some(unexpected)}; if it calls them otherwise, or they are to be left, give names="
+        )
+
+
+def _check_shapes(
+    wanted: Mapping[str, torch.Tensor], found: Mapping[str, Source], files: CheckpointFiles
+) -> None:
+    for name, source in found.items():
+        tensor = wanted.get(name)
+        if tensor is None or not isinstance(source, StoredView):
+            continue
+        if source.shape != tensor.shape:
+            path = files.paths[source.runs[0].file] if source.runs else files.paths[0]
+            raise CheckpointError(
+                f"{path}: {name!r} has shape {tuple(source.shape)} there and "
+                f"{tuple(tensor.shape)} in the model"
+            )
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+    return ", ".join(map(repr, listed[:_SHOWN])) + more

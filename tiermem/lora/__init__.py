@@ -1,0 +1,8 @@
+"""Low-rank adapters (LoRA) around the layers of a frozen model, in peft's arithmetic and files.
+
+``config`` says what is wanted and refuses what cannot be had; ``targets`` chooses the modules;
+``adapters`` puts adapters into them; ``files`` saves and loads. It works on plain modules, and on
+wrapped ones by what every module has; it needs neither the tiers nor peft.
+
+Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021 (arXiv:2106.09685).
+"""

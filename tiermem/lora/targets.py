@@ -1,0 +1,259 @@
+"""Which modules get adapters: peft's rules, over the names of a model's modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.errors import ConfigError
+from tiermem.lora.config import Lora
+
+ALL_LINEAR = "all-linear"
+
+_COMMON = (
+    ("q_proj", "v_proj"),
+    ("query", "value"),
+    ("query_key_value",),
+    ("qkv_proj",),
+    ("Wqkv",),
+    ("c_attn",),
+    ("q", "v"),
+    ("query_proj", "value_proj"),
+    ("in_proj",),
+)
+"""Names of the projections of query and value, the first that a model has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A module that gets an adapter.
+
+    Attributes:
+        name: Its qualified name.
+        module: The module.
+        r: Rank.
+        scaling: Factor of the adapter's output.
+    """
+
+    name: str
+    module: nn.Module
+    r: int
+    scaling: float
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is transformers' ``Conv1D``: a linear layer whose weight lies transposed."""
+    return any(
+        kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+        for kind in type(module).__mro__
+    )
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module computes ``x @ weight.T``, or is transformers' ``Conv1D``."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def resolved(model: nn.Module, lora: Lora) -> str | tuple[str, ...]:
+    """Returns the target modules that are meant, by regular expression, names or "all-linear".
+
+    Raises:
+        ConfigError: If none are given, and the architecture is not known.
+    """
+    targets: Any = lora.target_modules
+    if targets is not None:
+        return ALL_LINEAR if str(targets).lower() == ALL_LINEAR else targets
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    found = _of_peft(kind) if isinstance(kind, str) else None
+    if found is not None:
+        return found if isinstance(found, str) else tuple(found)
+    ends = {name.rpartition(".")[2] for name, m in model.named_modules() if is_linear(m)}
+    for names in _COMMON:
+        if ends.issuperset(names):
+            return names
+    raise ConfigError(
+        f"target_modules: none are known for {type(model).__name__}; give names, such as some of "
+        f"{sorted(ends)[:12]}, or 'all-linear'"
+    )
+
+
+def _of_peft(kind: str) -> Any:
+    """Returns the target modules that peft has for an architecture, None for none."""
+    if find_spec("peft") is None:
+        return None
+    try:
+        from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as known
+    except ImportError:  # another version of it, or of what it imports
+        return None
+    return known.get(kind)
+
+
+def chosen(model: nn.Module, lora: Lora) -> list[Target]:
+    """Returns the modules that get adapters, in the order of the model's modules.
+
+    Raises:
+        ConfigError: If there are none, or one of them cannot have an adapter.
+    """
+    targets = resolved(model, lora)
+    if targets == ALL_LINEAR:
+        names = set(_all_linear(model, lora))
+    else:
+        names = {name for name, _ in model.named_modules() if name and _matches(name, targets)}
+    _check_experts(model, lora, names)
+    kept = _kept(model, lora, isinstance(targets, str) and targets != ALL_LINEAR)
+    found = [
+        Target(name, module, r, lora.scaling(r, by_pattern(name, lora.alpha_pattern, lora.alpha)))
+        for name, module in model.named_modules()
+        if name in names and kept(name)
+        for r in [int(by_pattern(name, lora.rank_pattern, lora.r))]
+    ]
+    if not found:
+        raise ConfigError(
+            f"target_modules={lora.target_modules!r}: {type(model).__name__} has no module of such "
+            "a name that is not excluded or saved whole"
+        )
+    places = _places(model)
+    for target in found:
+        _check(target, lora, places)
+    return found
+
+
+def _matches(name: str, targets: str | Sequence[str]) -> bool:
+    if isinstance(targets, str):
+        return re.fullmatch(targets, name) is not None
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def _all_linear(model: nn.Module, lora: Lora) -> Iterator[str]:
+    """Yields the names of all linear layers but the one that makes logits."""
+    get: Any = getattr(model, "get_output_embeddings", None)
+    head = None if get is None else get()
+    if head is None and lora.task_type == "SEQ_CLS":
+        heads = [getattr(model, name, None) for name in ("score", "classifier")]
+        head = next((module for module in heads if module is not None), None)
+    for name, module in model.named_modules():
+        if is_linear(module) and module is not head:
+            yield name
+
+
+def _kept(model: nn.Module, lora: Lora, by_expression: bool) -> Callable[[str], bool]:
+    """Returns a predicate of the names that neither are excluded nor lie in other layers."""
+    named, usual = lora.saved_names()
+    whole = [name for name, _ in saved_whole(model, lora)] if named or usual else []
+    excluded: Any = lora.exclude_modules or ()
+
+    def kept(name: str) -> bool:
+        if _matches(name, excluded):
+            return False
+        if any(name == each or name.startswith(f"{each}.") for each in whole):
+            return False
+        return by_expression or _in_layers(name, lora)
+
+    return kept
+
+
+def _in_layers(name: str, lora: Lora) -> bool:
+    """Whether a module lies in one of the layers asked for."""
+    layers: Any = lora.layers_to_transform
+    if not layers:
+        return True
+    patterns: Any = lora.layers_pattern
+    if not patterns:
+        found = re.match(r".*?\.[^.]*\.(\d+)\.", name)
+    else:
+        each = (patterns,) if isinstance(patterns, str) else patterns
+        matches = (re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", name) for pattern in each)
+        found = next((match for match in matches if match is not None), None)
+    return found is not None and int(found.group(1)) in layers
+
+
+def by_pattern(name: str, patterns: Mapping[str, float], default: float) -> float:
+    """Returns the value of the first pattern that matches the end of a name."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return float(value)
+    return float(default)
+
+
+def _check_experts(model: nn.Module, lora: Lora, names: Iterable[str]) -> None:
+    """Refuses names of projections of experts that are one parameter of three dimensions."""
+    targets: Any = lora.target_modules
+    fused = [n for n, p in model.named_parameters() if p.dim() == 3 and ".experts." in n]
+    if targets is None or not fused:
+        return
+    missing: Any = [ALL_LINEAR] if str(targets).lower() == ALL_LINEAR else []
+    if not isinstance(targets, str):
+        missing = [each for each in targets if not any(_matches(name, (each,)) for name in names)]
+    if missing:
+        raise ConfigError(
+            f"target_modules={missing} means more than modules of {type(model).__name__}: its "
+            f"experts are stacked in parameters such as {fused[0]!r}, which cannot have adapters "
+            "here; give names of linear layers"
+        )
+
+
+def _places(model: nn.Module) -> dict[int, set[tuple[int, str]]]:
+    """Returns where each module hangs: the modules that have it, and its name there."""
+    found: dict[int, set[tuple[int, str]]] = {}
+    for module in model.modules():
+        for name, child in module.named_children():
+            found.setdefault(id(child), set()).add((id(module), name))
+    return found
+
+
+def _check(target: Target, lora: Lora, places: dict[int, set[tuple[int, str]]]) -> None:
+    """Refuses a module that cannot have an adapter.
+
+    Raises:
+        ConfigError: Naming it.
+    """
+    module, what = target.module, f"target module {target.name!r}"
+    if not is_linear(module) and not isinstance(module, nn.Embedding):
+        raise ConfigError(
+            f"{what} is a {type(module).__name__}; adapters are for nn.Linear, nn.Embedding and "
+            "transformers' Conv1D: name those in it, or exclude it with exclude_modules"
+        )
+    weight = module._parameters.get("weight")
+    if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+        raise ConfigError(f"{what} has no floating weight; quantized layers cannot have adapters")
+    if weight.element_size() < 2:
+        raise ConfigError(f"{what} has a weight of {weight.dtype}; it is float16 or wider")
+    if lora.lora_bias and isinstance(module, nn.Embedding):
+        raise ConfigError(f"{what} is an embedding, whose adapter can have no lora_bias")
+    if len(places[id(module)]) > 1:
+        raise ConfigError(
+            f"{what} hangs in several modules, and peft gives one of them an adapter; exclude it "
+            "with exclude_modules"
+        )
+
+
+def saved_whole(model: nn.Module, lora: Lora) -> list[tuple[str, nn.Module]]:
+    """Returns the modules that are trained and saved whole, by qualified name.
+
+    Raises:
+        ConfigError: If one is not there, or has a weight in common with a module that is not.
+    """
+    named, usual = lora.saved_names()
+    modules = dict(model.named_modules())
+    found: dict[str, nn.Module] = {}
+    for each in (*named, *usual):
+        fitting = {n: m for n, m in modules.items() if n == each or n.endswith(f".{each}")}
+        if not fitting and each in named:
+            raise ConfigError(f"modules_to_save names {each!r}; the model has no such module")
+        found.update(fitting)
+    outer = {n: m for n, m in found.items() if not any(n.startswith(f"{o}.") for o in found)}
+    inside = {id(module) for top in outer.values() for module in top.modules()}
+    other = {id(p) for m in modules.values() if id(m) not in inside for p in m._parameters.values()}
+    for name, module in outer.items():
+        if any(id(param) in other for param in module.parameters()):
+            raise ConfigError(
+                f"modules_to_save names {name!r}, whose weight is tied to another module's; it "
+                "cannot be trained without that one: leave it out, or untie the two before"
+            )
+    return list(outer.items())

@@ -1,0 +1,94 @@
+"""Which parameters stay in HBM with all that training adds to them, while the others stream.
+
+Adapters (LoRA's, say) are small, and trained in every step; the weights around them are large and
+frozen. In one block with those, a step would write all of it, and so send frozen bytes home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from torch import nn
+
+from tiermem.errors import ConfigError
+from tiermem.nn.compat.outside import outside
+from tiermem.nn.groups.inspect import Found
+from tiermem.nn.groups.partition import TRAINED
+
+Resident = Literal["auto"] | Callable[[str, nn.Parameter], bool] | None
+"""Parameters that stay: ``"auto"``, a predicate of qualified name and parameter, or none."""
+
+_SHARE = 8  # "auto": so many times the bytes of what is trained are frozen, at least
+_OF_HBM = 8  # likewise: that part of HBM is what it may take with gradients and state
+_TOGETHER = 64
+"""Parameters of one block. All of them point at the block as it is held, by each module that uses
+one of them; and a step costs the host as much for a block of few as for a block of many."""
+_PREFIX = "."
+
+
+def residents(
+    model: nn.Module,
+    params: Sequence[Found],
+    nbytes: Callable[[Found], int],
+    resident: Resident,
+    hbm: int,
+) -> list[Found]:
+    """Returns the parameters that stay in HBM, of those over the same memory one.
+
+    Args:
+        model: The model.
+        params: Its parameters.
+        nbytes: Returns the bytes of one.
+        resident: Which; see :data:`Resident`.
+        hbm: The budget in bytes.
+    """
+    own = [found for found in params if found.same_as is None]
+    if resident is None:
+        return []
+    if callable(resident):
+        return [found for found in own if outside(resident, found.name, found.tensor)]
+    named = _named(model)
+    if named:
+        return [found for found in own if id(found.tensor) in named]
+    trained = [found for found in own if found.tensor.requires_grad]
+    small = sum(nbytes(found) for found in trained)
+    frozen = sum(nbytes(found) for found in own) - small
+    whole = sum(found.tensor.numel() * TRAINED for found in trained)
+    return trained if small * _SHARE <= frozen and whole * _OF_HBM <= hbm else []
+
+
+def _named(model: nn.Module) -> set[int]:
+    """Returns the ids of the parameters that modules want in HBM: names in ``resident_names``."""
+    return {
+        id(module._parameters.get(name))
+        for module in model.modules()
+        for name in getattr(type(module), "resident_names", ())
+        if module._parameters.get(name) is not None
+    }
+
+
+def checked_resident(resident: Resident) -> Resident:
+    """Returns what ``wrap`` was given.
+
+    Raises:
+        ConfigError: If it is none of what :data:`Resident` allows.
+    """
+    if resident is None or resident == "auto" or callable(resident):
+        return resident
+    raise ConfigError(
+        f"resident={resident!r}: give 'auto', None, or a predicate of a parameter's name and itself"
+    )
+
+
+def divided(members: Sequence[Found]) -> dict[str, list[Found]]:
+    """Returns the blocks of parameters that stay, by names that no module has."""
+    return {
+        f"{_PREFIX}resident[{number}]": list(members[start : start + _TOGETHER])
+        for number, start in enumerate(range(0, len(members), _TOGETHER))
+    }
+
+
+def is_resident(root: str) -> bool:
+    """Whether a name of :func:`divided` is given, rather than a module's."""
+    return root.startswith(_PREFIX)

@@ -1,0 +1,312 @@
+"""A checkpoint: one safetensors file, or a folder of them, looked at and not yet read."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import NoReturn
+
+import torch
+
+from tiermem.errors import CheckpointError, StorageError
+from tiermem.io.engine import memory_view
+from tiermem.storage.checkpoint.header import (
+    MAX_HEADER_NBYTES,
+    BadJsonError,
+    StoredTensor,
+    parse_object,
+    pread_exactly,
+    read_header,
+    shown,
+)
+
+INDEX_SUFFIX = ".index.json"
+
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors",
+)
+"""What is looked for in a folder; the first that is there counts.
+
+Of one file and an index side by side transformers takes the file, diffusers the index.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """What tells that a file is still the one whose header was read.
+
+    Attributes:
+        device: Number of its file system (``st_dev``).
+        inode: Number of the file there (``st_ino``).
+        size: Length in bytes.
+        mtime_ns: Time of the last change, in nanoseconds.
+    """
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, fd: int) -> FileIdentity:
+        """Returns the identity of an open file."""
+        facts = os.fstat(fd)
+        return cls(facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFiles:
+    """The files of a checkpoint and the tensors in them. No file stays open.
+
+    Attributes:
+        paths: The files; symbolic links are not resolved, so that messages say what users know.
+        tensors: Every tensor by name, by file and by where it lies there.
+        metadata: The files' ``__metadata__`` together; of keys that differ the first file's counts.
+        identities: Of each file, when its header was read.
+    """
+
+    paths: tuple[Path, ...]
+    tensors: dict[str, StoredTensor]
+    metadata: dict[str, str]
+    identities: tuple[FileIdentity, ...]
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> CheckpointFiles:
+        """Reads and checks the headers of a checkpoint.
+
+        Args:
+            path: A safetensors file, an index (``*.index.json``), or a folder with one of
+                :data:`WEIGHT_FILES`. Symbolic links are followed.
+
+        Raises:
+            CheckpointError: If there is none, or a file or the index is not valid.
+            StorageError: If reading fails.
+        """
+        found = _weight_file(Path(path).absolute())
+        if not found.name.endswith(INDEX_SUFFIX):
+            return cls._of_files([found])
+        named = _read_index(found)
+        names = sorted(set(named.values()))
+        files = cls._of_files([found.parent / name for name in names])
+        files._check_index(found, named, names)
+        return files
+
+    @classmethod
+    def _of_files(cls, paths: list[Path]) -> CheckpointFiles:
+        tensors: dict[str, StoredTensor] = {}
+        metadata: dict[str, str] = {}
+        identities = []
+        for file, path in enumerate(paths):
+            with open_to_read(path) as fd:
+                identity = FileIdentity.of(fd)
+                header = read_header(fd, path, file)
+            for name, stored in header.tensors.items():
+                if name in tensors:
+                    other = paths[tensors[name].file]
+                    raise CheckpointError(
+                        f"tensor {shown(name)} is in two files: {other} and {path}"
+                    )
+                tensors[name] = stored
+            metadata = {**header.metadata, **metadata}
+            identities.append(identity)
+        return cls(tuple(paths), tensors, metadata, tuple(identities))
+
+    def _check_index(self, index: Path, named: dict[str, str], names: list[str]) -> None:
+        """Checks that each tensor of an index is in its file.
+
+        Tensors of these files that the index does not name count like the others: transformers
+        takes the list of files from an index, and the tensors from their headers.
+        """
+        for name, file in named.items():
+            stored = self.tensors.get(name)
+            if stored is None:
+                raise CheckpointError(
+                    f"{index}: tensor {shown(name)} is not in {shown(file)}, where the index has "
+                    "it; a file of another checkpoint may have its name"
+                )
+            if names[stored.file] != file:
+                raise CheckpointError(
+                    f"{index}: tensor {shown(name)} is in {shown(names[stored.file])}, not in "
+                    f"{shown(file)}, where the index has it"
+                )
+
+    def check_unchanged(self, fd: int, index: int) -> None:
+        """Checks that an open file is the one whose header was read, as it was then.
+
+        Args:
+            fd: The file as opened since.
+            index: Which of the files it should be.
+
+        Raises:
+            StorageError: If it was replaced, written or cut meanwhile.
+        """
+        path = str(self.paths[index])
+        try:
+            before, now = self.identities[index], FileIdentity.of(fd)
+        except OSError as error:  # a network file system forgets what was replaced
+            raise StorageError("the file is gone", path=path, errno=error.errno) from error
+        if now == before:
+            return
+        same = (now.device, now.inode) == (before.device, before.inode)
+        if not same:
+            what = "the path leads to another file"
+        elif now.size != before.size:
+            what = f"it had {before.size} bytes and has {now.size}"
+        else:
+            what = "it was written"
+        raise StorageError(
+            f"the checkpoint changed after its header was read: {what}; load it again, and do "
+            "not write to files that are in use",
+            path=path,
+        )
+
+    def read_tensor(self, name: str) -> torch.Tensor:
+        """Reads one tensor into fresh memory of the host; for small ones.
+
+        Raises:
+            CheckpointError: If there is no such tensor, or the file is gone.
+            StorageError: If the file changed since its header was read, or reading fails.
+        """
+        stored = self.tensors.get(name)
+        if stored is None:
+            raise CheckpointError(f"{self.paths[0].parent}: there is no tensor {shown(name)}")
+        path = self.paths[stored.file]
+        # As bytes first: an empty one may have a shape that no other call takes.
+        flat = torch.empty(stored.nbytes, dtype=torch.uint8)
+        with open_to_read(path) as fd:
+            self.check_unchanged(fd, stored.file)
+            view = memory_view(flat.data_ptr(), stored.nbytes) if stored.nbytes else memoryview(b"")
+            pread_exactly(fd, view, stored.offset, path, f"tensor {shown(name)}")
+        return flat.view(stored.dtype).reshape(stored.shape)
+
+    def read_view(
+        self, shape: Sequence[int], dtype: torch.dtype, runs: Iterable[tuple[int, int, int]]
+    ) -> torch.Tensor:
+        """Reads a contiguous tensor from runs of bytes into fresh memory of the host.
+
+        Args:
+            shape: Sizes.
+            dtype: Of the elements.
+            runs: Index of the file, first byte and length of each run, in the tensor's order.
+
+        Raises:
+            CheckpointError: If a file is gone.
+            StorageError: If a file changed since its header was read, or reading fails.
+        """
+        flat = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
+        view = memory_view(flat.data_ptr(), len(flat)) if len(flat) else memoryview(b"")
+        with contextlib.ExitStack() as stack:
+            opened: dict[int, int] = {}
+            at = 0
+            for file, offset, nbytes in runs:
+                if file not in opened:
+                    opened[file] = stack.enter_context(open_to_read(self.paths[file]))
+                    self.check_unchanged(opened[file], file)
+                part = view[at : at + nbytes]
+                pread_exactly(opened[file], part, offset, self.paths[file], "a tensor")
+                at += nbytes
+        return flat.view(dtype).reshape(tuple(shape))
+
+    def map_file(self, index: int) -> torch.UntypedStorage:
+        """Maps a file into memory, privately: what is written there does not reach the file.
+
+        Raises:
+            CheckpointError: If the file is gone.
+            StorageError: If it changed since its header was read.
+        """
+        with open_to_read(self.paths[index]) as fd:
+            self.check_unchanged(fd, index)
+        size = self.identities[index].size
+        # typed as one of its base classes
+        return torch.UntypedStorage.from_file(str(self.paths[index]), False, size)  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def open_to_read(path: Path) -> Iterator[int]:
+    """Opens a file of a checkpoint; yields its descriptor.
+
+    Raises:
+        CheckpointError: If it is not there, not readable, or no file.
+        StorageError: If the disk fails.
+    """
+    try:
+        # Without O_NONBLOCK a pipe of that name would wait for somebody to write.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        _cannot_open(path, error)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise CheckpointError(f"{path}: it is no file")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _cannot_open(path: Path, error: OSError | ValueError) -> NoReturn:
+    if isinstance(error, OSError) and error.errno == errno.EIO:
+        raise StorageError("opening failed", path=str(path), errno=error.errno) from error
+    if isinstance(error, FileNotFoundError) and path.is_symlink():
+        raise CheckpointError(f"{path}: this link leads nowhere; download it again") from error
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        raise CheckpointError(f"{path}: there is no such file or folder") from error
+    reason = getattr(error, "strerror", None) or str(error)
+    raise CheckpointError(f"{shown(str(path))}: it cannot be opened ({reason})") from error
+
+
+def _weight_file(path: Path) -> Path:
+    """Returns the file to begin with: weights, or an index of them."""
+    try:
+        if not stat.S_ISDIR(os.stat(path).st_mode):
+            return path
+    except (OSError, ValueError) as error:
+        _cannot_open(path, error)
+    for name in WEIGHT_FILES:
+        if os.path.lexists(path / name):
+            return path / name
+    raise CheckpointError(
+        f"{path}: this folder has no {WEIGHT_FILES[0]} and no {WEIGHT_FILES[1]}; name a folder "
+        "with one of them, or a safetensors file"
+    )
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Returns the file's name of each tensor, as an index has it."""
+    with open_to_read(path) as fd:
+        size = os.fstat(fd).st_size
+        if size > MAX_HEADER_NBYTES:
+            raise CheckpointError(
+                f"{path}: {size} bytes are no index (at most {MAX_HEADER_NBYTES} are read)"
+            )
+        written = bytearray(size)
+        pread_exactly(fd, memoryview(written), 0, path, "the index")
+    try:
+        index = parse_object(written.decode("utf-8"))
+    except (BadJsonError, UnicodeDecodeError) as error:
+        why = "it is no UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+        raise CheckpointError(f"{path}: it is no valid index: {why}") from None
+    named = index.get("weight_map")
+    if not isinstance(named, dict) or not named:
+        raise CheckpointError(f"{path}: it is no valid index: 'weight_map' names no tensors")
+    for name, file in named.items():
+        _check_inside(path, name, file)
+    return {name: str(PurePosixPath(file)) for name, file in named.items()}
+
+
+def _check_inside(path: Path, name: str, file: object) -> None:
+    if not isinstance(file, str) or not file or "\0" in file:
+        raise CheckpointError(f"{path}: the index names no file for tensor {shown(name)}")
+    named = PurePosixPath(file)
+    if named.is_absolute() or ".." in named.parts:
+        raise CheckpointError(
+            f"{path}: the index has tensor {shown(name)} in {shown(file)}, which is outside of "
+            "its folder"
+        )

@@ -1,0 +1,373 @@
+"""The header of one safetensors file: which bytes are which tensor's.
+
+The format is that of https://github.com/huggingface/safetensors: the length of the header
+(8 bytes, little-endian), the header (a JSON object, padded with spaces), the tensors' bytes
+without holes. What that library refuses is refused here. Beyond that, these are refused, which
+no writer makes and the library happens to take: keys that come twice, white space before the
+object, fields by position instead of by name, and numbers of less than a byte (F4).
+
+The library itself hands out tensors, not offsets, and maps the file into memory: a file that is
+made shorter meanwhile then ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from tiermem.errors import CheckpointError, StorageError
+
+MAX_HEADER_NBYTES = 100_000_000
+"""Longest header that is read, as in the library."""
+
+_LENGTH_NBYTES = 8
+_METADATA = "__metadata__"
+_FIELDS = ("dtype", "shape", "data_offsets")
+_LARGEST = 2**64 - 1
+_LARGEST_FLOAT = 1.79e308
+_INTEGER_DIGITS = 20  # more are past 64 bits
+_DEEPEST = 125  # levels within a tensor's fields; the library's parser stops there
+_SHOWN = 200
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+_DTYPE_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
+_WITHOUT_DTYPE = ("F4", "F6_E2M3", "F6_E3M2")
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, attribute)
+    for name, attribute in _DTYPE_NAMES.items()
+    if hasattr(torch, attribute)  # F8_E8M0 came with torch 2.7
+}
+"""The format's names of the dtypes that this torch has."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies.
+
+    Attributes:
+        name: Its key in the file.
+        file: Index of the file.
+        dtype: Its dtype in the file.
+        shape: Its shape.
+        offset: First byte, from the beginning of the file; any number, aligned to nothing.
+        nbytes: Length in bytes; 0 where the shape has a zero.
+    """
+
+    name: str
+    file: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What one file says of itself.
+
+    Attributes:
+        tensors: Its tensors by name, in the order in which they lie.
+        metadata: The free text under ``__metadata__``; empty where there is none.
+    """
+
+    tensors: dict[str, StoredTensor]
+    metadata: dict[str, str]
+
+
+class BadJsonError(ValueError):
+    """JSON that is refused, and why; it never leaves this package."""
+
+
+def read_header(fd: int, path: Path, file: int = 0) -> Header:
+    """Reads and checks the header of an open file.
+
+    Nothing is allocated for a length that the file has not got, and no header of more than 100 MB
+    is read; time grows with its length, and memory to thirty times that at worst.
+
+    Args:
+        fd: The file, open for reading, without O_DIRECT.
+        path: Its path, for messages.
+        file: Its index, which the tensors get.
+
+    Raises:
+        CheckpointError: If it is no valid safetensors file, naming the file and the tensor.
+        StorageError: If reading fails.
+    """
+    size = os.fstat(fd).st_size
+    text, begin = _header_text(fd, path, size)
+    try:
+        if not text.startswith("{"):
+            raise BadJsonError("it does not begin with '{'")
+        entries = parse_object(text)
+    except BadJsonError as error:
+        _refuse(path, f"its header is not the JSON that the format asks for: {error}")
+    metadata = _metadata(path, entries.pop(_METADATA, None))
+    tensors = [_stored(path, file, begin, name, entry) for name, entry in entries.items()]
+    tensors.sort(key=lambda stored: (stored.offset, stored.nbytes))
+    _check_cover(path, tensors, begin, size)
+    return Header({stored.name: stored for stored in tensors}, metadata)
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """Reads a JSON object as strictly as the library's parser does, and refuses double keys.
+
+    Returns:
+        The object. Integers that 64 bits cannot hold, and ``-0``, are floats.
+
+    Raises:
+        BadJsonError: If it is not valid, with the reason.
+    """
+    try:
+        found = json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_int=_integer,
+            parse_float=_float,
+            parse_constant=_constant,
+        )
+        if _SURROGATE.search(text):  # Python takes halves of a pair, of which UTF-8 has none
+            json.dumps(found, ensure_ascii=False).encode()
+    except RecursionError:
+        raise BadJsonError("it is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise BadJsonError("it has half of a surrogate pair in a text") from None
+    except json.JSONDecodeError as error:  # which holds the whole text: it must not live on
+        raise BadJsonError(f"{error.msg} at character {error.pos}") from None
+    if not isinstance(found, dict):
+        raise BadJsonError("it is no object")
+    return found
+
+
+def shown(name: str) -> str:
+    """Returns a name as a message shows it: quoted, and never very long."""
+    return repr(name if len(name) <= _SHOWN else f"{name[:_SHOWN]}...")
+
+
+def pread_exactly(fd: int, view: memoryview, offset: int, path: Path, what: str) -> None:
+    """Fills ``view`` with the file's bytes from ``offset`` on.
+
+    Raises:
+        StorageError: If reading fails, or the file ends before.
+    """
+    done = 0
+    while done < view.nbytes:
+        try:
+            count = os.preadv(fd, [view[done:]], offset + done)
+        except OSError as error:
+            raise StorageError(
+                f"reading {what} failed",
+                path=str(path),
+                offset=offset + done,
+                nbytes=view.nbytes - done,
+                errno=error.errno,
+            ) from error
+        if count == 0:
+            raise StorageError(
+                f"the file ended within {what}; it was made shorter meanwhile",
+                path=str(path),
+                offset=offset + done,
+                nbytes=view.nbytes - done,
+            )
+        done += count
+
+
+# Parts of reading -----------------------------------------------------------------------
+
+
+def _header_text(fd: int, path: Path, size: int) -> tuple[str, int]:
+    """Returns the header, and the first byte behind it."""
+    if size < _LENGTH_NBYTES:
+        _refuse(path, f"it has {size} bytes, fewer than the length of a header; it was cut off")
+    length = bytearray(_LENGTH_NBYTES)
+    pread_exactly(fd, memoryview(length), 0, path, "the length of the header")
+    nbytes = int.from_bytes(length, "little")
+    if nbytes > MAX_HEADER_NBYTES:
+        _refuse(
+            path,
+            f"its first 8 bytes ask for a header of {nbytes} bytes, more than "
+            f"{MAX_HEADER_NBYTES}; it is no safetensors file, or a damaged one",
+        )
+    if nbytes > size - _LENGTH_NBYTES:
+        _refuse(path, f"its header has {nbytes} bytes, the file {size}; it was cut off")
+    header = bytearray(nbytes)
+    pread_exactly(fd, memoryview(header), _LENGTH_NBYTES, path, "the header")
+    try:
+        return header.decode("utf-8"), _LENGTH_NBYTES + nbytes
+    except UnicodeDecodeError as error:
+        at = error.start
+    _refuse(path, f"its header is no UTF-8 at byte {at}")
+
+
+def _metadata(path: Path, found: object) -> dict[str, str]:
+    if found is None:  # `null` counts as none at all, as in the library
+        return {}
+    if not isinstance(found, dict):
+        _refuse(path, f"{_METADATA} is no object")
+    for key, value in found.items():
+        if not isinstance(value, str):
+            _refuse(path, f"{_METADATA} has {shown(key)}, which is no text")
+    return found
+
+
+def _stored(path: Path, file: int, begin: int, name: str, entry: object) -> StoredTensor:
+    """Returns where a tensor lies, having checked all that concerns it alone."""
+    if not isinstance(entry, dict):
+        _refuse(path, f"tensor {shown(name)} is no object with the fields {', '.join(_FIELDS)}")
+    for field in _FIELDS:
+        if field not in entry:
+            _refuse(path, f"tensor {shown(name)} has no field {field!r}")
+    if len(entry) > len(_FIELDS):
+        _check_depth(path, name, entry)
+    dtype = _dtype(path, name, entry["dtype"])
+    shape = tuple(_numbers(path, name, entry, "shape"))
+    offsets = _numbers(path, name, entry, "data_offsets")
+    if len(offsets) != 2:
+        _refuse(path, f"tensor {shown(name)}: 'data_offsets' has {len(offsets)} numbers, not 2")
+    nbytes = _nbytes(path, name, dtype, shape)
+    first, end = offsets
+    if end - first != nbytes:
+        _refuse(
+            path,
+            f"tensor {shown(name)}: {nbytes} bytes by dtype and shape, but bytes {first} to "
+            f"{end} by 'data_offsets'",
+        )
+    return StoredTensor(name, file, dtype, shape, begin + first, nbytes)
+
+
+def _dtype(path: Path, name: str, written: object) -> torch.dtype:
+    if not isinstance(written, str):
+        _refuse(path, f"tensor {shown(name)}: its dtype is no text")
+    found = DTYPES.get(written)
+    if found is not None:
+        return found
+    why = "which the format does not know"
+    if written in _DTYPE_NAMES or written in _WITHOUT_DTYPE:
+        why = f"for which torch {torch.__version__} has none of whole bytes; convert the tensor"
+    _refuse(path, f"tensor {shown(name)}: its dtype is {shown(written)}, {why}")
+
+
+def _numbers(path: Path, name: str, entry: dict[str, Any], field: str) -> list[int]:
+    found = entry[field]
+    # A bool is an int to Python, so types are compared.
+    if isinstance(found, list) and all(type(n) is int and 0 <= n <= _LARGEST for n in found):
+        return found
+    _refuse(path, f"tensor {shown(name)}: {field!r} is no list of whole numbers from 0 to 2**64-1")
+
+
+def _nbytes(path: Path, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    elements = 1
+    for length in shape:
+        elements *= length
+        if elements > _LARGEST:  # from the left, so that a zero further right does not help
+            break
+    nbits = elements * dtype.itemsize * 8
+    if nbits > _LARGEST:
+        _refuse(path, f"tensor {shown(name)}: the size of its shape is past 64 bits")
+    if elements == 0:
+        try:
+            torch.empty(0, dtype=torch.uint8).reshape(shape)
+        except (RuntimeError, TypeError, ValueError, OverflowError):
+            _refuse(path, f"tensor {shown(name)}: torch has no empty tensor of its shape")
+    return nbits // 8
+
+
+def _check_cover(path: Path, tensors: list[StoredTensor], begin: int, size: int) -> None:
+    """Checks that tensors by ascending offset lie one behind the other up to the file's end."""
+    at = begin
+    for stored in tensors:
+        if stored.offset != at:
+            what = "a hole of" if stored.offset > at else "it overlaps the one before by"
+            _refuse(
+                path,
+                f"tensor {shown(stored.name)} begins at byte {stored.offset - begin} of the data, "
+                f"not at {at - begin}: {what} {abs(stored.offset - at)} bytes",
+            )
+        at += stored.nbytes
+    if at != size:
+        last = f"tensor {shown(tensors[-1].name)}" if tensors else "the header"
+        what = "it was cut off" if at > size else "something was added"
+        _refuse(path, f"{last}, the last, ends at byte {at}, the file at {size}; {what}")
+
+
+def _check_depth(path: Path, name: str, entry: dict[str, Any]) -> None:
+    """Refuses what is nested deeper, in fields that mean nothing, than the library reads."""
+    level: list[object] = [value for field, value in entry.items() if field not in _FIELDS]
+    for _ in range(_DEEPEST + 1):
+        level = [inner for value in level for inner in _inside(value)]
+        if not level:
+            return
+    _refuse(path, f"tensor {shown(name)} has fields that are nested too deeply")
+
+
+def _inside(value: object) -> Iterator[object]:
+    """Yields the containers' contents, and an empty container's stand-in."""
+    if isinstance(value, dict):
+        yield from value.values() or (None,)
+    elif isinstance(value, list):
+        yield from value or (None,)
+
+
+# JSON -----------------------------------------------------------------------------------
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise BadJsonError(f"the key {shown(key)} comes twice")
+            seen.add(key)
+    return found
+
+
+def _integer(text: str) -> int | float:
+    # Short ones only: Python takes time with the square of the digits.
+    if len(text) <= _INTEGER_DIGITS and text != "-0":
+        value = int(text)
+        if -(2**63) <= value <= _LARGEST:
+            return value
+    return _float(text)
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not abs(value) < _LARGEST_FLOAT:
+        raise BadJsonError(f"the number {text[:_SHOWN]} is out of range")
+    return value
+
+
+def _constant(text: str) -> NoReturn:
+    raise BadJsonError(f"{text} is no number of JSON")
+
+
+def _refuse(path: Path, why: str) -> NoReturn:
+    raise CheckpointError(f"{path}: {why}")
