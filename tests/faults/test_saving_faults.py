@@ -397,7 +397,7 @@ def test_a_block_that_cannot_be_read_leaves_the_former_one(prepared, tmp_path, m
         def fail(*_: object) -> None:
             raise lost
 
-        monkeypatch.setattr(run.tier._manager.contents, "views", fail)
+        monkeypatch.setattr(run.tier._manager.block_io, "views", fail)
         with pytest.raises(tiermem.StorageError, match="lost"):
             run.tier.save(tmp_path / "run")
         monkeypatch.undo()

@@ -142,7 +142,7 @@ def views_of(manager: BlockManager, block: Block) -> list[torch.Tensor]:
         StorageError: If its bytes cannot be read.
     """
     manager.deferred.pay(block.id)
-    return manager.contents.views(block)
+    return manager.block_io.views(block)
 
 
 @dataclass(slots=True, eq=False)

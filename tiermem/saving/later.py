@@ -159,23 +159,23 @@ class SaveHandle:
             self._left.extend(self._entries.values())
             manager.homes.owners.append(self._owned)
             manager.closers.append(self._cancel)
-            manager.traffic.keeper = self
+            manager.transfers.keeper = self
 
     def _send_home(self, records: list[Record]) -> None:
         """Has what is newer in HBM be written home, unless somebody may write it there unseen."""
-        traffic = self._manager.traffic
+        transfers = self._manager.transfers
         going = []
         for record in records:
-            traffic.settle(record.block.id)
-            slot = traffic.slots.current.get(record.block.id)
+            transfers.settle(record.block.id)
+            slot = transfers.slots.current.get(record.block.id)
             if record.in_hbm is not Residency.DIRTY or slot is None:
                 continue
             if record.home_extent is None or record.leases or slot.aliased or slot.wanted:
                 continue
-            traffic.drain(record)
+            transfers.drain(record)
             going.append(record)
         for record in going:
-            error = traffic.settle(record.block.id)
+            error = transfers.settle(record.block.id)
             if error is not None:
                 raise error
 
@@ -184,10 +184,10 @@ class SaveHandle:
         manager, record = self._manager, self._manager.table[entry.block.id]
         if record.home_extent is not None and record.at_home is Residency.VALID:
             if record.home is Tier.DRAM:
-                manager.copy.wait(manager.traffic.home_ready.get(entry.block.id))
+                manager.copy.wait(manager.transfers.home_ready.get(entry.block.id))
                 entry.home = manager.homes.arena.bytes_of(record.home_extent)
             return
-        whole = manager.contents.whole(entry.block)
+        whole = manager.block_io.whole(entry.block)
         if not self._copy(entry, whole):
             self._put(entry, whole)
             entry.state = _State.DONE
@@ -223,7 +223,7 @@ class SaveHandle:
         """Returns the bytes that a home has; the manager's lock is held where it is a file."""
         if entry.home is not None:
             return entry.home
-        return self._manager.contents.read_home(entry.block)
+        return self._manager.block_io.read_home(entry.block)
 
     def _copy(self, entry: _Entry, whole: torch.Tensor) -> bool:
         """Copies a block to DRAM that is free; returns whether there was any."""
@@ -296,7 +296,7 @@ class SaveHandle:
         if entry.state is _State.AT_HOME and entry.home is None:
             with self._locked():
                 if entry.state is _State.AT_HOME:  # and not copied since
-                    whole = self._manager.contents.read_home(entry.block)
+                    whole = self._manager.block_io.read_home(entry.block)
         with self._changed:
             if entry.state not in (_State.AT_HOME, _State.COPIED):
                 return
@@ -356,8 +356,8 @@ class SaveHandle:
 
     def _forget(self) -> None:
         manager = self._manager
-        if manager.traffic.keeper is self:
-            manager.traffic.keeper = None
+        if manager.transfers.keeper is self:
+            manager.transfers.keeper = None
         if self._owned in manager.homes.owners:
             manager.homes.owners.remove(self._owned)
         if self._cancel in manager.closers:
