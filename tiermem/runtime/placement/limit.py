@@ -39,12 +39,12 @@ class HbmLimit:
     """
 
     def __init__(
-        self, space: Evictor, arena: Arena, room: DeviceRoom | None, *, most: int, open: bool
+        self, evictor: Evictor, arena: Arena, room: DeviceRoom | None, *, most: int, open: bool
     ) -> None:
         """Leaves the capacity as it is.
 
         Args:
-            space: Whose HBM it is; this works under its lock.
+            evictor: Whose HBM it is; this works under its lock.
             arena: The memory behind it.
             room: What the device has besides; None where that cannot be known.
             most: Bytes that it never passes.
@@ -53,8 +53,8 @@ class HbmLimit:
         self.most = most // 4096 * 4096
         self.least = 0
         self.open = open and room is not None
-        self._space = space
-        self._table = space.table
+        self._evictor = evictor
+        self._table = evictor.table
         self._arena = arena
         self._unit = arena.chunk
         self._room = room
@@ -64,7 +64,7 @@ class HbmLimit:
         self._rounds = 0
         self._begun = False
         if self.open:
-            space.more = self.more
+            evictor.more = self.more
 
     def require(self, nbytes: int) -> bool:
         """Sees to it that so many bytes can be in use at one time; returns whether they can."""
@@ -164,16 +164,16 @@ class HbmLimit:
 
     def _shrink(self, end: int) -> None:
         """Has HBM end there, or as soon behind it as what is in use allows; gives the rest back."""
-        space, hbm = self._space, self._table.hbm
-        space.traffic.settle_all()
-        space.reap()
+        evictor, hbm = self._evictor, self._table.hbm
+        evictor.transfers.settle_all()
+        evictor.reap()
         hbm.open_walls()
         behind = [extent.offset for extent in hbm.extents() if extent.end > end]
         with suppress(StorageError):  # what cannot be written stays where it is
-            space.clear(behind, wait=True)
+            evictor.clear(behind, wait=True)
         end = max([end, *(extent.end for extent in hbm.extents())])
         self._resize(end)
-        space.division.reset()
+        evictor.regions.reset()
         self._arena.trim(end, max(end, self._arena.capacity))
         for gap in hbm.gaps():
             self._arena.trim(gap.offset, gap.end)
