@@ -273,7 +273,7 @@ _ELSEWHERE = (
     Mutation(
         "a block under way is removed without waiting",
         _RUNTIME + "manager.py",
-        "                self.traffic.settle(block.id)\n                if self.table",
+        "                self.transfers.settle(block.id)\n                if self.table",
         "                if self.table",
         FAULTS,
     ),
@@ -644,13 +644,13 @@ _LOOKS = (
     (
         "a kernel that looks at a block in DRAM leaves no event",
         _IN_PLACE,
-        "                traffic.home_ready[block.id] = event\n",
+        "                transfers.home_ready[block.id] = event\n",
         "                pass\n",
     ),
     (
         "a kernel looks at a block in DRAM before what was written comes home",
         _IN_PLACE,
-        "        parts.copy.use(traffic.home_ready.get(block.id))\n",
+        "        parts.copy.use(transfers.home_ready.get(block.id))\n",
         "",
     ),
     (

@@ -154,7 +154,7 @@ class Rig:
         manager = self.manager
         manager.flush()
         manager.table.check()
-        assert not manager.traffic.flights
+        assert not manager.transfers.flights
         slots = manager.slots.current
         assert set(slots) == {r.block.id for r in manager.table if r.extent is not None}
         assert set(manager.by_address.values()) == set(slots.values())

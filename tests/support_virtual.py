@@ -466,10 +466,10 @@ def streamed(
     try:
         assert manager.mover is not None
         manager.mover.close()
-        traffic = manager.traffic
-        manager.mover = traffic.mover = Mover(world)  # type: ignore[assignment]
-        manager.copy = traffic.copy = manager.uses._copy = Copies(world)  # type: ignore[assignment]
-        traffic._poison = False
+        transfers = manager.transfers
+        manager.mover = transfers.mover = Mover(world)  # type: ignore[assignment]
+        manager.copy = transfers.copy = manager.acquirer._copy = Copies(world)  # type: ignore[assignment]
+        transfers._poison = False
         manager.prefetcher.fetcher.beside = True
         rates = {"dram->hbm": machine.bus, "nvme->hbm": machine.in_place}
         manager.pass_timer.estimates = Estimates(lambda link, _: rates.get(link))

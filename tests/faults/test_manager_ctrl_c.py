@@ -91,7 +91,7 @@ def only_while_waited_for(made: Rig) -> None:
     def waiting(transfer: FileTransfer, *, hurry: bool = True) -> None:
         made.engine.release()
         wait(transfer)
-        for flight in made.manager.traffic.flights.values():
+        for flight in made.manager.transfers.flights.values():
             wait(flight.transfer)
         made.engine.hold()
 

@@ -314,7 +314,7 @@ def test_closing_while_things_are_under_way(tmp_path) -> None:
     with rig(8, [(2, "nvme"), (2, "nvme")], nvme=tmp_path) as made:
         made.engine.hold()
         made.manager.begin_pass("f", [block.id for block in made.blocks])
-        assert made.manager.traffic.flights
+        assert made.manager.transfers.flights
         made.manager.close()
         assert made.engine.in_flight == 0
         for call in (

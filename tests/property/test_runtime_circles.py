@@ -41,8 +41,8 @@ class FromTheStart(RingWalk):
 def copies_of(made: Rig) -> list[tuple[str, int]]:
     """Notes which block goes up or down, in order."""
     found: list[tuple[str, int]] = []
-    traffic = made.manager.traffic
-    fill, drain = traffic.fill, traffic.drain
+    transfers = made.manager.transfers
+    fill, drain = transfers.fill, transfers.drain
 
     def filling(record: Any, *args: Any) -> None:
         found.append(("up", record.block.id))
@@ -52,7 +52,7 @@ def copies_of(made: Rig) -> list[tuple[str, int]]:
         found.append(("down", record.block.id))
         drain(record)
 
-    traffic.fill, traffic.drain = filling, draining  # type: ignore[method-assign]
+    transfers.fill, transfers.drain = filling, draining  # type: ignore[method-assign]
     return found
 
 
@@ -66,9 +66,9 @@ def go(made: Rig, rounds: Sequence[Sequence[tuple[str, int]]]) -> list[tuple[str
         manager.begin_pass("loop")
         for what, number in script:
             block = made.blocks[number]
-            record, lent = manager.table[block.id], manager.lender.borrowers(block)
+            record, lent = manager.table[block.id], manager.host_loans.borrowers(block)
             if what == "back" and lent:
-                manager.lender.give_back([block], written=False)
+                manager.host_loans.give_back([block], written=False)
             elif lent:
                 continue  # its bytes are the borrower's
             elif what == "write":
@@ -78,14 +78,14 @@ def go(made: Rig, rounds: Sequence[Sequence[tuple[str, int]]]) -> list[tuple[str
             elif what == "forget":
                 manager.discard(block)
                 made.data.pop(block.id, None)
-            elif what == "lend" and not manager.lender.can_lend([block]):
-                manager.lender.lend([block])
+            elif what == "lend" and not manager.host_loans.can_lend([block]):
+                manager.host_loans.lend([block])
             elif what == "out" and record.extent is not None:
-                manager.space.clear([record.extent.offset], wait=True)
+                manager.evictor.clear([record.extent.offset], wait=True)
         manager.table.check()
     for block in made.blocks:
-        if manager.lender.borrowers(block):
-            manager.lender.give_back([block], written=False)
+        if manager.host_loans.borrowers(block):
+            manager.host_loans.give_back([block], written=False)
     made.check()
     return found
 

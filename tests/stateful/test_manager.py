@@ -199,7 +199,7 @@ class Manager(RuleBasedStateMachine):
         maker.make = lambda *args, **options: replace(  # type: ignore[method-assign]
             make(*args, **options), turn=uses
         )
-        self.manager.space.turns.uses = uses
+        self.manager.evictor.ring.uses = uses
 
     # -- use -----------------------------------------------------------------
 
@@ -348,7 +348,7 @@ class Manager(RuleBasedStateMachine):
     def what_is_read_ahead_has_places_of_its_own(self) -> None:
         if not hasattr(self, "manager"):
             return
-        ahead = self.manager.traffic.ahead
+        ahead = self.manager.transfers.ahead
         entries = [*ahead.staged.values(), *ahead._dying]
         held = {entry.extent for entry in entries}
         assert len(held) == len(entries), "two blocks in one place"
@@ -403,7 +403,7 @@ class Manager(RuleBasedStateMachine):
     def flush(self) -> None:
         self.engine.release()
         self.manager.flush()
-        assert not self.manager.traffic.flights
+        assert not self.manager.transfers.flights
 
     @rule()
     def poll(self) -> None:
@@ -426,7 +426,7 @@ class Manager(RuleBasedStateMachine):
         assert set(manager.by_address.values()) == set(slots.values())
         moving = (State.FILLING, State.DRAINING)
         flying = {r.block.id for r in manager.table if r.in_hbm in moving}
-        assert set(manager.traffic.flights) == flying
+        assert set(manager.transfers.flights) == flying
         for record in manager.table:
             owner = self.owners[record.block.id]
             assert record.leases == owner.held

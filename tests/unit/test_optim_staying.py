@@ -39,7 +39,7 @@ def staying(**options: Any) -> Iterator[Twins]:
 def dirty(pair: Twins) -> set[int]:
     """Returns the blocks that stay and whose home is behind."""
     manager = pair.tier._manager
-    records = (manager.table[block] for block in manager.space.residents)
+    records = (manager.table[block] for block in manager.evictor.residents)
     return {r.block.id for r in records if r.in_hbm is State.DIRTY}
 
 
@@ -50,7 +50,7 @@ def test_weights_and_state_that_stay_are_those_of_the_resident_run(overlap: str)
             pair.backward(step)
             pair.step()
         manager = pair.tier._manager
-        roles = {manager.table[block].block.role for block in manager.space.residents}
+        roles = {manager.table[block].block.role for block in manager.evictor.residents}
         assert Role.PARAM in roles and roles & {Role.OPTIMIZER, Role.MASTER}
         assert pair.tier.stats().kept_in_hbm > 0
         assert dirty(pair)
@@ -74,7 +74,7 @@ def test_weights_that_stay_and_that_the_host_steps() -> None:
         for step in range(3, 8):
             pair.backward(step)
             pair.step()
-        assert weights <= manager.space.residents
+        assert weights <= manager.evictor.residents
         pair.check()
 
 

@@ -95,7 +95,7 @@ def test_nothing_is_looked_for_while_all_is_there(monkeypatch: pytest.MonkeyPatc
     looks = counted(monkeypatch, SequenceWalk, "_wants_more")
     go_round(manager, blocks)
     assert not looks
-    manager.space.evict(manager.record(blocks[3]))
+    manager.evictor.evict(manager.record(blocks[3]))
     fetched = manager.stats().prefetches
     go_round(manager, blocks)
     assert looks and manager.stats().prefetches == fetched + 1

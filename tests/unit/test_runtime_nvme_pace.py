@@ -132,9 +132,9 @@ def test_another_kind_of_work_in_between_leaves_the_copies_there(tmp_path: Path)
         for _ in range(3):
             made.warm(train)
             made.warm(short)
-        kept = {b.id for b in made.blocks if made.manager.traffic.ahead.keeps(b.id)}
+        kept = {b.id for b in made.blocks if made.manager.transfers.ahead.keeps(b.id)}
         made.rounds(train, 1)
-        assert {b.id for b in made.blocks if made.manager.traffic.ahead.keeps(b.id)} == kept
+        assert {b.id for b in made.blocks if made.manager.transfers.ahead.keeps(b.id)} == kept
 
 
 def test_dram_that_is_wanted_for_something_else_is_given_back(tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ class Acquirer:
         self._pass_timer = parts.pass_timer
         self._counters = parts.counters
         self._copy = parts.copy
-        self._space = parts.space
-        self._traffic = parts.traffic
-        self._ready = parts.traffic.ready
+        self._evictor = parts.evictor
+        self._transfers = parts.transfers
+        self._ready = parts.transfers.ready
         self._current = parts.slots.current
         self._prefetcher = prefetcher
         self._replay = replay
@@ -71,7 +71,7 @@ class Acquirer:
             self._table.lease(block_id)
             self._copy.use(self._ready.get(block_id))
             if moved_on and not self._replay.advance(step):
-                self._space.order.note_use(block_id)
+                self._evictor.order.note_use(block_id)
                 self._prefetcher.run()
             if step is None and moved_on and self._pass_timer.sampling:
                 self._pass_timer.started(record, self._ready.get(block_id))
@@ -83,7 +83,7 @@ class Acquirer:
 
     def place_blank(self, record: Record) -> None:
         """Gives a block without data a place, to be written there."""
-        self._traffic.blank(record, self._place(record.block))
+        self._transfers.blank(record, self._place(record.block))
 
     def _let_in(self, block_id: int) -> Record:
         """Returns the record of a block that may be used now, with nothing owed to it.
@@ -114,9 +114,9 @@ class Acquirer:
             self._counters.hits += 1
         else:
             self._bring(record)
-        later = self._space.largest_later
+        later = self._evictor.largest_later
         if later and not record.leases:
-            self._space.tidy(record, later)
+            self._evictor.tidy(record, later)
         return moved_on
 
     def _bring(self, record: Record) -> None:
@@ -125,25 +125,25 @@ class Acquirer:
         A fetch ahead that failed says nothing: it is made again, and that one's error counts.
         """
         self._counters.misses += 1
-        block, traffic = record.block, self._traffic
+        block, transfers = record.block, self._transfers
         asked = False
         while not record.usable:
             if record.in_hbm is not State.ABSENT:
-                if block.id in traffic.flights:
+                if block.id in transfers.flights:
                     self._prefetcher.look_ahead()  # what comes next is asked for before the wait
-                error = traffic.settle(block.id)
+                error = transfers.settle(block.id)
                 if error is not None and asked:
                     raise error
             elif record.defined:
                 extent = self._place(block)
                 asked = self._prefetcher.disk.stage_now(record)
-                traffic.fill(record, extent, self._prefetcher.look_ahead)
+                transfers.fill(record, extent, self._prefetcher.look_ahead)
             else:
                 self.place_blank(record)
 
     def _place(self, block: Block) -> Extent:
         """Returns a place for a block that is needed now."""
-        room = self._space.place(block, None)
+        room = self._evictor.place(block, None)
         if room is None:
             raise InvariantError(f"no place for block {block.name!r}")
         return room.extent

@@ -96,7 +96,7 @@ class BlockManager:
             # on a GPU that costs bandwidth, and is for tests
             poison = not cuda or os.environ.get("TIERMEM_POISON") == "1"
             self.pass_timer = open_pass_timer(self.copy, self.counters, self.device)
-            self.traffic = Transfers(
+            self.transfers = Transfers(
                 self.table,
                 self.slots,
                 self.homes,
@@ -104,21 +104,21 @@ class BlockManager:
                 TransferLog(self.counters, self.timeline, self.pass_timer),
                 poison=poison,
             )
-            self.space = Evictor(
-                self.table, self.slots, self.traffic, self.planner, self.holders, self.counters
+            self.evictor = Evictor(
+                self.table, self.slots, self.transfers, self.planner, self.holders, self.counters
             )
-            self.contents = BlockIo(self.traffic)
+            self.block_io = BlockIo(self.transfers)
             self.parts = Parts(
                 settings, self.device, self.table, self.slots, self.homes, self.copy,
                 self.planner, self.pass_timer, self.counters, self.holders, self.deferred,
-                self.traffic, self.space,
+                self.transfers, self.evictor,
             )  # fmt: skip
-            self.lender = HostLoans(self.parts)
-            self.in_place = ZeroCopy(self.parts, self)
+            self.host_loans = HostLoans(self.parts)
+            self.zero_copy = ZeroCopy(self.parts, self)
             open_mover(self.homes, self.copy, self.device, engine, self._take_mover)
-            self.prefetcher = Prefetcher(self.parts, self.lender, self.try_fill)
+            self.prefetcher = Prefetcher(self.parts, self.host_loans, self.try_fill)
             self.replay = Replay(self.parts, self.prefetcher)
-            self.uses = Acquirer(self.parts, self, self.prefetcher, self.replay)
+            self.acquirer = Acquirer(self.parts, self, self.prefetcher, self.replay)
             self._heap = None if cuda else HostHeap()
         except BaseException:
             self._give_back()
@@ -162,7 +162,7 @@ class BlockManager:
                     self.table.add(block, tier, extent)
                 self._fix([b for b in blocks if self.table[b.id].home is Tier.HBM])
                 later = (block.nbytes for block in blocks if block.role in _IN_BACKWARD)
-                self.space.expect(max(later, default=0))
+                self.evictor.expect(max(later, default=0))
             except BaseException as error:
                 if not isinstance(error, REFUSALS):
                     self.repair_blocks()  # it may have come anywhere
@@ -186,25 +186,25 @@ class BlockManager:
         with self.lock:
             present = [block for block in blocks if self.table.get(block.id) is not None]
             for block in present:
-                self.traffic.settle(block.id)
+                self.transfers.settle(block.id)
                 if self.table[block.id].leases:
                     raise InvariantError(f"block {block.name!r} is in use and cannot be removed")
             if any(self.table[block.id].home is Tier.DRAM for block in present):
                 self.copy.wait(self.copy.risen())  # the host may be the next to write at home
             for block in present:
                 record = self.table[block.id]
-                self.traffic.ahead.drop(block.id)
-                self.copy.wait(self.traffic.home_ready.pop(block.id, None))
-                self.space.forget(record, gone=True)
+                self.transfers.ahead.drop(block.id)
+                self.copy.wait(self.transfers.home_ready.pop(block.id, None))
+                self.evictor.forget(record, gone=True)
                 if record.home_extent is not None:
                     self.homes.release(record.home, record.home_extent)
                 self.slots.forget(block.id)
-                self.in_place.forget(block.id)
-                self.traffic.failing.discard(block.id)
+                self.zero_copy.forget(block.id)
+                self.transfers.failing.discard(block.id)
             self.planner.forget({block.id for block in present})
             gone = [block.id for block in present]
-            self.traffic.waste.forget(gone)
-            self.traffic.departures.forget(gone)
+            self.transfers.waste.forget(gone)
+            self.transfers.departures.forget(gone)
 
     def record(self, block: Block) -> Record:
         """Returns the table's row of a block."""
@@ -229,7 +229,7 @@ class BlockManager:
         """
         self.guard()  # before the lock as well: a forked child may find it taken for ever
         with self.lock:
-            return self.uses.acquire(block)
+            return self.acquirer.acquire(block)
 
     def acquire_all(self, blocks: Sequence[Block]) -> list[Slot]:
         """Acquires several blocks that are used together, or none.
@@ -239,7 +239,7 @@ class BlockManager:
         """
         self.guard()
         with self.lock:
-            unseen = self.space.rules.unseen
+            unseen = self.evictor.rules.unseen
             taken: list[Block] = []
             try:
                 for block in blocks:
@@ -275,10 +275,10 @@ class BlockManager:
         """Forgets what a block holds; who still looks at its bytes keeps them as they were."""
         with self.lock:
             self.deferred.pay(block.id)
-            self.traffic.settle(block.id)
-            self.traffic.ahead.drop(block.id)
-            self.space.forget(self.table[block.id], gone=False)
-            self.traffic.failing.discard(block.id)
+            self.transfers.settle(block.id)
+            self.transfers.ahead.drop(block.id)
+            self.evictor.forget(self.table[block.id], gone=False)
+            self.transfers.failing.discard(block.id)
 
     def read(self, block: Block) -> list[torch.Tensor]:
         """Returns copies of a block's tensors in ordinary host memory.
@@ -290,7 +290,7 @@ class BlockManager:
         with self.lock, torch.inference_mode(False), torch.no_grad():
             self.guard()
             self.deferred.pay(block.id)
-            return self.contents.read(block)
+            return self.block_io.read(block)
 
     def read_home(self, block: Block) -> torch.Tensor:
         """Returns the bytes of a block's file, in ordinary host memory.
@@ -302,17 +302,17 @@ class BlockManager:
         self.guard()
         with self.lock:
             self.guard()
-            return self.contents.read_home(block)
+            return self.block_io.read_home(block)
 
     def restore(self, block: Block, begin: int, end: int) -> None:
         """Copies home bytes over a leased copy once more; see :meth:`BlockIo.restore`."""
         with self.lock, torch.inference_mode(False), torch.no_grad():
-            self.contents.restore(block, begin, end)
+            self.block_io.restore(block, begin, end)
 
     def slot_bytes(self, block: Block) -> torch.Tensor:
         """Returns the bytes of a leased block, ordered after what brought them."""
         with self.lock:
-            self.copy.use(self.traffic.ready.get(block.id))
+            self.copy.use(self.transfers.ready.get(block.id))
             return self.slots.current[block.id].bytes
 
     def write_home(self, block: Block, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -320,7 +320,7 @@ class BlockManager:
         self.guard()
         with self.lock, torch.inference_mode(False), torch.no_grad():
             self.guard()
-            self.contents.write_home(block, tensors)
+            self.block_io.write_home(block, tensors)
 
     # -- passes ----------------------------------------------------------
 
@@ -336,7 +336,7 @@ class BlockManager:
             self.pass_timer.begin(key)
             self.prefetcher.end_pass()
             self.planner.begin(key, guess)
-            self.space.rearrange(self.planner.schedule)
+            self.evictor.rearrange(self.planner.schedule)
             if not self.replay.begin(*self.prefetcher.plan()):
                 self.prefetcher.run()
 
@@ -349,13 +349,13 @@ class BlockManager:
     def poll(self) -> None:
         """Takes up every transfer that has finished."""
         with self.lock:
-            self.traffic.poll()
+            self.transfers.poll()
 
     def flush(self) -> None:
         """Waits until no transfer is under way, and frees what belongs to no block."""
         with self.lock:
-            self.traffic.settle_all()
-            self.space.reap()
+            self.transfers.settle_all()
+            self.evictor.reap()
 
     def try_fill(self, record: Record, position: int) -> bool:
         """Begins to fetch a block ahead of its use, if that evicts nothing needed sooner.
@@ -369,12 +369,12 @@ class BlockManager:
         """
         if record.home is Tier.NVME and not self.prefetcher.disk.staged(record, position):
             return False  # on its way into DRAM: it takes no room here until it is there
-        room = self.space.place(record.block, position)
+        room = self.evictor.place(record.block, position)
         if room is None:
             return False
-        self.traffic.fill(record, room.extent)
+        self.transfers.fill(record, room.extent)
         self.replay.note(record, room, position)
-        self.space.order.note_use(record.block.id)
+        self.evictor.order.note_use(record.block.id)
         self.counters.prefetches += 1
         return True
 
@@ -393,15 +393,15 @@ class BlockManager:
                 io=self._io(),
                 direct=homes.swap is not None and homes.swap.direct,
                 efficiency=self.pass_timer.efficiency(),
-                ahead=(self.prefetcher.disk.reads_into, self.traffic.ahead.kept),
-                kept=self.space.division.kept,
+                ahead=(self.prefetcher.disk.reads_into, self.transfers.ahead.kept),
+                kept=self.evictor.regions.kept,
             )
 
     def residency(self) -> list[ResidencyRow]:
         """Returns where every block is."""
         with self.lock:
             if not self.closed:
-                self.traffic.poll()
+                self.transfers.poll()
             return [row_of(record) for record in self.table]
 
     def close(self) -> None:
@@ -442,7 +442,7 @@ class BlockManager:
             if hasattr(self, "slots"):
                 steps.callback(self.slots.clear)
             if hasattr(self, "in_place"):
-                steps.callback(self.in_place.clear)
+                steps.callback(self.zero_copy.clear)
             if hasattr(self, "copy"):
                 steps.callback(self.copy.synchronize)
             if self.mover is not None:
@@ -514,7 +514,7 @@ class BlockManager:
 
     def repair_blocks(self) -> None:
         """Makes table, slots and transfers agree; see :mod:`tiermem.runtime.repair`."""
-        repair_blocks(self.parts, self.lender, self.in_place, self.prefetcher, self.replay)
+        repair_blocks(self.parts, self.host_loans, self.zero_copy, self.prefetcher, self.replay)
 
     # -- inside ----------------------------------------------------------
 
@@ -529,7 +529,7 @@ class BlockManager:
 
     def _take_mover(self, made: tuple[FileMover | None, str, str]) -> None:
         self.mover, self.io_engine, self.io_reason = made
-        self.traffic.mover = self.mover
+        self.transfers.mover = self.mover
 
     def _io(self) -> tuple[str, str]:
         """Returns the name of the I/O engine, and why it is this one."""
@@ -551,5 +551,5 @@ class BlockManager:
             raise too_much_for_good(blocks, there, self.table.hbm.capacity)
         for block in blocks:
             record = self.table[block.id]
-            self.uses.place_blank(record)
+            self.acquirer.place_blank(record)
             record.fixed = True

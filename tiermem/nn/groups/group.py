@@ -169,7 +169,7 @@ class Group(Holder):
         stays: Whether it is held for as long as its module is in the tiers.
     """
 
-    lender: Lender
+    host_loans: Lender
     freed = False
     stepped = 0
     stays = False
@@ -184,7 +184,7 @@ class Group(Holder):
                 (buffers, by C++ kernels), so that every use counts as a write.
         """
         self.manager = manager
-        self._uses = manager.uses
+        self._acquirer = manager.acquirer
         self._release = manager.table.release
         self.block = block
         self.writes_hidden = writes_hidden
@@ -208,9 +208,9 @@ class Group(Holder):
         self._slot: Slot | None = None
         manager.holders[block.id] = self
 
-    def ready(self, lender: Lender) -> None:
+    def ready(self, host_loans: Lender) -> None:
         """Lets go of the tensors' own memory; from now on ``lender`` brings them up."""
-        self.lender = lender
+        self.lender = host_loans
         self._members = (*self.entries, *self.buffers)
         for member in self._members:
             group_of[id(member.tensor)] = self
@@ -268,7 +268,7 @@ class Group(Holder):
         if self.holds and self.manager.deferred.owed:  # of a step that could not be taken back
             self.manager.deferred.pay(self.block.id)
         if self.holds == 0:
-            slot = self._uses.acquire(self.block)
+            slot = self._acquirer.acquire(self.block)
             _change(self._shown)  # ordinary ones, since their block is held
             if slot is not self._slot:
                 self._point(slot, plain=self._plain)

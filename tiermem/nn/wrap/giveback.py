@@ -147,7 +147,7 @@ class Leaving:
     def _tensors(self, group: Group) -> list[torch.Tensor]:
         """Returns a group's tensors where they are to be, each in memory of its own."""
         with self._manager.lock, torch.inference_mode(False), torch.no_grad():
-            return self._manager.contents.clone(group.block, self._target)
+            return self._manager.block_io.clone(group.block, self._target)
 
     def finish(self) -> None:
         """Makes the tensors ordinary; goes on where it was cut short (by Ctrl-C)."""

@@ -29,7 +29,7 @@ class DiskAhead:
         self.parks = False
         self._parts = parts
         self._fetcher = fetcher
-        self._ahead = parts.traffic.ahead
+        self._ahead = parts.transfers.ahead
         self._read_to = 0
         self._parked_to = 0
 
@@ -69,9 +69,9 @@ class DiskAhead:
             block_id: The block used last.
             cursor: Where the compute is since.
         """
-        traffic, ahead = self._parts.traffic, self._ahead
-        if traffic.flights or ahead.reading:
-            traffic.poll()
+        transfers, ahead = self._parts.transfers, self._ahead
+        if transfers.flights or ahead.reading:
+            transfers.poll()
         if ahead.staged:
             ahead.used(block_id, cursor)
         if ahead.unsettled:

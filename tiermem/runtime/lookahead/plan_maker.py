@@ -72,7 +72,7 @@ class PlanMaker:
             least: Bytes to stream through where nothing has been measured.
         """
         self._parts = parts
-        self._waste = parts.traffic.waste
+        self._waste = parts.transfers.waste
         self._least = least
         self._capacity = parts.table.hbm.capacity
         self._settled: tuple[tuple[object, int, int | None, bool], int, Plan] | None = None
@@ -348,7 +348,7 @@ class PlanMaker:
     def _spare(self) -> int:
         """Returns the bytes of DRAM that nothing else needs."""
         dram = self._parts.homes.dram
-        return dram.capacity - dram.used + self._parts.traffic.ahead.nbytes
+        return dram.capacity - dram.used + self._parts.transfers.ahead.nbytes
 
     def _compute(self, schedule: Schedule, order: Sequence[int]) -> list[float | None]:
         """Returns the seconds of each use; None where the pass is not known."""

@@ -27,15 +27,15 @@ class Prefetcher:
     """
 
     def __init__(
-        self, parts: Parts, lender: HostLoans, fill: Callable[[Record, int], bool]
+        self, parts: Parts, host_loans: HostLoans, fill: Callable[[Record, int], bool]
     ) -> None:
         """Works on ``parts``; see :class:`Fetcher`."""
-        self.fetcher = Fetcher(parts, lender, fill)
+        self.fetcher = Fetcher(parts, host_loans, fill)
         self.disk = DiskAhead(parts, self.fetcher)
         self._parts = parts
         self._planner = parts.planner
         self._pass_timer = parts.pass_timer
-        self._waste = parts.traffic.waste
+        self._waste = parts.transfers.waste
         depth = parts.settings.prefetch_depth
         least = min(_AUTO_BYTES, parts.table.hbm.capacity // 4)
         self._reach = Reach(None if depth == "auto" else depth, least)
@@ -130,9 +130,9 @@ class Prefetcher:
         outlook, walk = found
         self._planned, self._walk = schedule, walk
         self.fetcher.begin_schedule()
-        plan, space = outlook.plan, self._parts.space
-        space.keep(plan.residents, plan.slot, plan.lanes)
-        space.turns.begin(outlook.turn, self.fetcher.number, schedule)
+        plan, evictor = outlook.plan, self._parts.evictor
+        evictor.keep(plan.residents, plan.slot, plan.lanes)
+        evictor.ring.begin(outlook.turn, self.fetcher.number, schedule)
         self.disk.plan(schedule, outlook)
         self._restart(self._planner.cursor)
         return found

@@ -136,14 +136,14 @@ class Replay:
         self._parts = parts
         self._prefetcher = prefetcher
         self._planner = parts.planner
-        self._space = parts.space
-        self._may_leave = parts.space.rules.may_leave
-        self._traffic = parts.traffic
-        self._departures = parts.traffic.departures
+        self._evictor = parts.evictor
+        self._may_leave = parts.evictor.rules.may_leave
+        self._transfers = parts.transfers
+        self._departures = parts.transfers.departures
         self._deferred = parts.deferred
         self._copy = parts.copy
         self._current = parts.slots.current
-        self._waste = parts.traffic.waste
+        self._waste = parts.transfers.waste
         self._tapes: dict[Schedule, _Tape] = {}
         self._open: _Pass | None = None
         self._run: _Run | None = None
@@ -179,10 +179,10 @@ class Replay:
         tape.measured += timer.sampling
         check = timer.sampling and not tape.measured % _CHECKED
         if tape.steps is None or check or self._disk_at_work():
-            self._open = _Pass(schedule, tape, self._space.places)
+            self._open = _Pass(schedule, tape, self._evictor.places)
             return False
         self._run = _Run(tape.steps, schedule, number, self._departures.count)
-        self._space.order.lose_track()
+        self._evictor.order.lose_track()
         self.swift = not (timer.sampling or timer.pending)
         return self.advance()
 
@@ -219,7 +219,7 @@ class Replay:
             or record is None
             or (record.in_hbm is not _VALID and record.in_hbm is not _DIRTY)
             or (extent := record.extent) is None
-            or (extent.offset < self._space.largest_later and not record.leases)
+            or (extent.offset < self._evictor.largest_later and not record.leases)
         ):
             return None
         return step
@@ -255,7 +255,7 @@ class Replay:
                 and (holder := self._parts.holders.get(went)) is not None
             ):
                 holder.unpoint()
-            if not self._traffic.exchange(leaves, comes):
+            if not self._transfers.exchange(leaves, comes):
                 return self._stop()
             run.departures += 1
             self._waste.fetched(comes.block.id, run.number + swap.passes, swap.key)
@@ -321,7 +321,7 @@ class Replay:
         if noted is None:
             return
         tape, swaps = noted.tape, noted.swaps
-        if self._space.places != noted.places + len(swaps) or not self._from_dram(noted):
+        if self._evictor.places != noted.places + len(swaps) or not self._from_dram(noted):
             tape.done = tape.steps = None  # it also did what is not done again that simply
             return
         done = [
@@ -355,5 +355,5 @@ class Replay:
 
     def _disk_at_work(self) -> bool:
         """Whether what a disk does has to be looked at now and then."""
-        traffic = self._traffic
-        return bool(traffic.flights or traffic.ahead.reading or traffic.ahead.staged)
+        transfers = self._transfers
+        return bool(transfers.flights or transfers.ahead.reading or transfers.ahead.staged)

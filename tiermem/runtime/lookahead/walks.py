@@ -29,21 +29,21 @@ class Fetcher:
     """
 
     def __init__(
-        self, parts: Parts, lender: HostLoans, fill: Callable[[Record, int], bool]
+        self, parts: Parts, host_loans: HostLoans, fill: Callable[[Record, int], bool]
     ) -> None:
         """Works on ``parts``.
 
         Args:
             parts: Of the manager.
-            lender: Knows which blocks are on loan, which nothing fetches.
+            host_loans: Knows which blocks are on loan, which nothing fetches.
             fill: :meth:`BlockManager.try_fill`.
         """
         self.beside = parts.device.type == "cuda"
         self.number = 0
         self.fill = fill
-        self._lender = lender
+        self._host_loans = host_loans
         self._planner = parts.planner
-        self._waste = parts.traffic.waste
+        self._waste = parts.transfers.waste
         # of the passes foreseen the one that was asked about last: begin, end, number and name
         self._pass: tuple[int, int, tuple[int, Hashable]] = (0, 0, (0, None))
 
@@ -53,7 +53,7 @@ class Fetcher:
 
     def on_loan(self, record: Record) -> bool:
         """Whether code on the host has a block's home."""
-        return self._lender.borrowers(record.block) > 0
+        return self._host_loans.borrowers(record.block) > 0
 
     def is_due(self, record: Record, schedule: Schedule, position: int) -> bool:
         """Whether a block is to be fetched for its use at a position, as far as it goes."""
@@ -190,7 +190,7 @@ class SequenceWalk:
         self._schedule = schedule
         self._outlook = outlook
         self._reach = reach
-        self._departures = parts.traffic.departures
+        self._departures = parts.transfers.departures
         self._seen = -1  # departures that this walk knows of
         self._cursor = 0
         # what is ahead of the cursor and takes room: position and bytes of each, and all of them
@@ -224,7 +224,7 @@ class SequenceWalk:
 
     def go_on(self, end: int) -> int:
         """Begins fetches, the soonest first; see :class:`Walk`."""
-        get, residents = self._parts.table.get, self._parts.space.residents
+        get, residents = self._parts.table.get, self._parts.evictor.residents
         order, fetcher = self._schedule.order, self._fetcher
         begun = 0
         while self.position < end and self._wants_more():
@@ -323,7 +323,7 @@ class LanesWalk:
         self._get = parts.table.get
         self._fetcher = fetcher
         self._schedule = schedule
-        self._departures = parts.traffic.departures
+        self._departures = parts.transfers.departures
         self._seen = -1
         self._lanes = LaneWalk(lanes)
 

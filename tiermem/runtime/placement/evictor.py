@@ -45,10 +45,10 @@ class Evictor:
     What is leased, fixed, under way or seen by anything but parameters stays.
 
     Attributes:
-        division: Of HBM between what stays and what streams.
+        regions: Of HBM between what stays and what streams.
         rules: Say who may leave.
         order: Who of those in HBM is needed last.
-        turns: Hands HBM out in a ring, where a loop writes what it streams.
+        ring: Hands HBM out in a ring, where a loop writes what it streams.
         largest_later: Bytes of the largest block that may be needed while others are in use.
         places: How often room was asked for.
     """
@@ -57,7 +57,7 @@ class Evictor:
         self,
         table: ResidencyTable,
         slots: SlotCache,
-        traffic: Transfers,
+        transfers: Transfers,
         planner: Planner,
         holders: dict[int, Holder],
         counters: Counters,
@@ -65,15 +65,15 @@ class Evictor:
         """Works on ``table``, under its lock."""
         self.table = table
         self.slots = slots
-        self.traffic = traffic
-        self.division = Regions(table)
-        self.rules = LeaveRules(slots, self.division, traffic.failing, holders)
-        self.order = LeavingOrder(table, planner, self.division)
-        self.turns = Ring(table, planner, self.division, self.rules)
+        self.transfers = transfers
+        self.regions = Regions(table)
+        self.rules = LeaveRules(slots, self.regions, transfers.failing, holders)
+        self.order = LeavingOrder(table, planner, self.regions)
+        self.ring = Ring(table, planner, self.regions, self.rules)
         self.largest_later = 0
         self.places = 0
-        self._settling = Settling(table, self.division)
-        self._compactor = Compactor(table, slots, traffic, self.rules, counters)
+        self._settling = Settling(table, self.regions)
+        self._compactor = Compactor(table, slots, transfers, self.rules, counters)
         self._planner = planner
         self._counters = counters
         self._orphans: list[Slot] = []
@@ -83,11 +83,11 @@ class Evictor:
     @property
     def residents(self) -> frozenset[int]:
         """Blocks that shall stay while the present loop goes on."""
-        return self.division.residents
+        return self.regions.residents
 
     def keep(self, residents: frozenset[int], slot: int, lanes: tuple[int, ...] = ()) -> None:
         """Makes blocks residents, and divides HBM for that; see :meth:`Regions.keep`."""
-        if self.division.keep(residents, slot, lanes):
+        if self.regions.keep(residents, slot, lanes):
             self._settling.try_again()
 
     def rearrange(self, loop: object) -> None:
@@ -121,11 +121,11 @@ class Evictor:
             StorageError: If what must leave cannot be written.
         """
         self.places += 1
-        if self.turns.uses and block.id not in self.residents:
+        if self.ring.uses and block.id not in self.residents:
             extent = self._next_in_ring(block.nbytes, position)
             if extent is not None:
                 return Room(extent)
-        parts = self.division.parts_for(block)
+        parts = self.regions.parts_for(block)
         room = self._exchange(block, position, parts)
         if room is None:
             extent = self._search(block, position, parts)
@@ -134,7 +134,7 @@ class Evictor:
 
     def _next_in_ring(self, nbytes: int, position: int | None) -> Extent | None:
         """Makes room where the ring has come to, if nothing there is needed soon."""
-        ring = self.turns
+        ring = self.ring
         extent = ring.next_free(nbytes)
         if extent is not None:
             return extent
@@ -186,7 +186,7 @@ class Evictor:
         self.order.catch_up()
         record = None
         leaves = self._leaves_for(position)
-        if self.division.by_lane:
+        if self.regions.by_lane:
             leaves = self._as_large(leaves, size)
         for block_id in self.order.last(1, self._beyond(position), leaves):
             record = self.table[block_id]
@@ -231,7 +231,7 @@ class Evictor:
                 window = None
                 part = self._part_of(extent.offset, parts) if extent is not None else (0, 0)
                 if extent is not None and (
-                    not self.division.by_lane or part[0] <= extent.offset < part[1]
+                    not self.regions.by_lane or part[0] <= extent.offset < part[1]
                 ):
                     window = hbm.window_around(extent.offset, nbytes, price, *part)
                 if window is not None and (best is None or window.cost < best.cost):
@@ -281,8 +281,8 @@ class Evictor:
         Raises:
             CapacityError: If there is none left.
         """
-        if self.traffic.flights:
-            self.traffic.settle(next(iter(self.traffic.flights)))
+        if self.transfers.flights:
+            self.transfers.settle(next(iter(self.transfers.flights)))
             return tried
         if tried == 3:
             raise too_small(block, self.table, self.slots)
@@ -319,7 +319,7 @@ class Evictor:
             return
         before, behind = extent.offset, self.table.hbm.capacity - extent.end
         if behind < later and max(before, behind) < min(later, before + behind):
-            self.traffic.settle_all()
+            self.transfers.settle_all()
             if record.usable and self.rules.movable(record):
                 self._gather(min(later, before + behind), keep=record)
 
@@ -354,14 +354,14 @@ class Evictor:
             if record is None or not self.rules.let_loose(record):
                 continue
             if record.in_hbm is State.DIRTY:
-                self.traffic.drain(record)
+                self.transfers.drain(record)
             loose.append(record)
             if record.in_hbm is State.DRAINING:
                 pending.append(record)
         if pending and not wait:
             return False
         for record in pending:
-            error = self.traffic.settle(record.block.id)
+            error = self.transfers.settle(record.block.id)
             if error is not None:
                 raise error
         for record in loose:
@@ -380,7 +380,7 @@ class Evictor:
         self.rules.unpoint(record)
         self.table.drop(block_id, free=free)
         self.order.note_departure(block_id)
-        self.traffic.leave(block_id)
+        self.transfers.leave(block_id)
         self._counters.evictions += 1
 
     def forget(self, record: Record, *, gone: bool) -> None:
@@ -402,7 +402,7 @@ class Evictor:
         else:
             self.table.discard(block_id, keep=keep)
         if gone or not record.fixed:
-            self.traffic.leave(block_id, seen=keep)
+            self.transfers.leave(block_id, seen=keep)
 
     def repair(self) -> None:
         """Makes table, slots and what is kept beside them agree after an exception anywhere.
@@ -418,7 +418,7 @@ class Evictor:
         self.order.repair()
         self.rules.unseen.clear()
         self._settling.repair()
-        self.division.reset()
+        self.regions.reset()
 
     def reclaim_lost(self) -> None:
         """Frees what was kept because a transfer might write there; nothing is under way now."""
@@ -441,7 +441,7 @@ class Evictor:
             for block_id in list(self.slots.current):
                 record = self.table.get(block_id)
                 if record is None or record.extent is None:
-                    self.traffic.leave(block_id, seen=True)
+                    self.transfers.leave(block_id, seen=True)
         strays = self.table.strays()
         for extent in strays:
             self.table.hbm.free(extent)

@@ -32,7 +32,7 @@ class BlockSweep:
 
     def sweeping(self) -> AbstractContextManager[None]:
         """Makes reads and writes share the disk evenly, also where one of them is waited for."""
-        return self._manager.traffic.sharing_disk()
+        return self._manager.transfers.sharing_disk()
 
     def fetch(self, blocks: Sequence[Block]) -> None:
         """Begins to fetch blocks that are used next; evicts nothing that is used sooner."""
@@ -66,5 +66,5 @@ class BlockSweep:
                     continue
                 if block.role is Role.GRAD and not gradients:
                     continue
-                if manager.space.rules.may_leave(record, Why.WRITTEN):
-                    manager.traffic.drain(record)
+                if manager.evictor.rules.may_leave(record, Why.WRITTEN):
+                    manager.transfers.drain(record)
