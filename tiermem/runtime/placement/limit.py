@@ -165,7 +165,7 @@ class HbmLimit:
     def _shrink(self, end: int) -> None:
         """Has HBM end there, or as soon behind it as what is in use allows; gives the rest back."""
         evictor, hbm = self._evictor, self._table.hbm
-        evictor.traffic.settle_all()
+        evictor.transfers.settle_all()
         evictor.reap()
         hbm.open_walls()
         behind = [extent.offset for extent in hbm.extents() if extent.end > end]
