@@ -79,14 +79,16 @@ class BothWays:
             done[at] += host.numel()
 
     def _parts(self, arena: HostArena, nbytes: int) -> Iterator[torch.Tensor]:
-        offset = 0
+        """Yields the arena's bytes over and over, none of them across two page-locked parts."""
+        whole = arena.locked or arena.capacity  # the rest is for homes to come
         while nbytes > 0:
-            size = min(self._chunk, nbytes)
-            if offset + size > arena.capacity:
-                offset = 0
-            yield arena.bytes_of(Extent(offset, size))
-            offset += size
-            nbytes -= size
+            for begin, end in arena.parts:
+                for offset in range(begin, min(end, whole), self._chunk):
+                    size = min(self._chunk, nbytes, min(end, whole) - offset)
+                    if size <= 0:
+                        return
+                    yield arena.bytes_of(Extent(offset, size))
+                    nbytes -= size
 
 
 class HostAdam:
