@@ -68,14 +68,19 @@ def corpus_of(paths: Sequence[str], tokens: Tokens) -> TokenCorpus:
 
 
 def prepare(model: Any) -> None:
-    """Sets a model to training, with its layers recomputed in backward."""
+    """Sets a model to training, with its layers recomputed in backward where it can do that."""
     model.train()
-    if hasattr(model, "gradient_checkpointing_enable"):
-        try:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        except ValueError:  # there are classes that cannot: their activations are kept
-            return
-        model.config.use_cache = False  # which recomputing rules out
+    if not can_recompute(model) or isinstance(model, ByteGPT):
+        return
+    enable = getattr(model, "activation_checkpointing_enable", None)  # its name in later releases
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+def can_recompute(model: nn.Module) -> bool:
+    """Whether a model's layers can be recomputed in backward."""
+    return isinstance(model, ByteGPT) or bool(
+        getattr(model, "supports_gradient_checkpointing", False)
+    )
 
 
 def train(

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import json
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -80,7 +81,12 @@ def run(arguments: argparse.Namespace) -> int:
     lora = parse_lora(arguments.lora)
     folder = open_folder(arguments.checkpoint, checkpointing=True)
     tiers = pick_tiers(arguments, folder, lora, plan)
-    with deterministic(plan.device), capped(tiers.cap, plan.device):
+    with (
+        deterministic(plan.device),
+        capped(tiers.cap, plan.device),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, about its own names
         result = _train(arguments, folder, lora, plan, tiers, console)
     if arguments.json:
         print(json.dumps(result, indent=2))
@@ -211,6 +217,7 @@ def pick_tiers(
     """
     import torch
 
+    from tiermem.cli.adapting import can_recompute
     from tiermem.cli.needs import least_budgets, sizes_of
     from tiermem.tier import default_hbm, device_of
 
@@ -218,7 +225,9 @@ def pick_tiers(
     _check_context(sizes, plan.context)
     device = device_of(plan.device)
     cap = default_hbm(device) if arguments.hbm is None else parse_bytes(arguments.hbm, "--hbm")
-    activations = sizes.training_nbytes(plan.batch * plan.context, plan.loss_chunks)
+    activations = sizes.training_nbytes(
+        plan.batch * plan.context, plan.loss_chunks, can_recompute(folder.model)
+    )
     activations += _RESERVE if device.type == "cuda" else 0
     stand_in, trained = _with_adapters(folder, lora)
     numbers = sum(param.numel() * param.element_size() for param in trained)

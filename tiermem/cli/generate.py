@@ -375,7 +375,8 @@ class Watch(AbstractContextManager["Watch"]):
         self._progress = progress
         self._count = len(layers)
         self._hooks = [
-            layer.register_forward_hook(self._hook(number)) for number, layer in enumerate(layers, 1)
+            layer.register_forward_hook(self._hook(number))
+            for number, layer in enumerate(layers, 1)
         ]
 
     def __exit__(self, *_: Any) -> None:

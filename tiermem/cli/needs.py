@@ -66,18 +66,19 @@ class Sizes:
         layer = (_WIDTHS * self.width + _MLP_WIDTHS * self.mlp) * self.itemsize
         return tokens * layer + self.vocabulary * (self.itemsize + 8)
 
-    def training_nbytes(self, tokens: int, chunks: int = 0) -> int:
-        """Returns the bytes of activations of forward and backward with recomputed layers.
+    def training_nbytes(self, tokens: int, chunks: int = 0, recomputed: bool = True) -> int:
+        """Returns the bytes of activations of forward and backward.
 
         Args:
             tokens: In one forward, all sequences together.
             chunks: In how many parts logits and loss are made; 0 for all at once.
+            recomputed: Whether layers are; if not, each keeps what it holds.
         """
-        inputs = self.layers * self.width * self.itemsize
         layer = _WITH_GRADIENTS * (_WIDTHS * self.width + _MLP_WIDTHS * self.mlp) * self.itemsize
+        kept = self.layers * (self.width * self.itemsize if recomputed else layer)
         at_once = -(-tokens // max(1, chunks))
         logits = at_once * self.vocabulary * (2 * self.itemsize + 12)
-        return tokens * inputs + max(tokens * layer, logits)
+        return tokens * kept + max(tokens * layer, logits)
 
 
 def sizes_of(model: nn.Module) -> Sizes:
