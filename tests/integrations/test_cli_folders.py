@@ -1,4 +1,4 @@
-"""``tiermem generate`` and ``tiermem train --checkpoint`` beside transformers and peft, resident."""
+"""``tiermem generate`` and ``tiermem train --checkpoint`` beside resident transformers and peft."""
 
 from __future__ import annotations
 

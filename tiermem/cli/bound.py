@@ -34,7 +34,7 @@ class Bound:
 
 
 def streamed_nbytes(model: nn.Module) -> int:
-    """Returns the bytes of weights that each token needs: of an embedding of its own, rows alone."""
+    """Returns the bytes of weights that a token needs; of an embedding of its own, rows alone."""
     params = {id(param): param.numel() * param.element_size() for param in model.parameters()}
     linear = {id(m.weight) for m in model.modules() if not isinstance(m, nn.Embedding) and _has(m)}
     for module in model.modules():

@@ -40,9 +40,9 @@ OUT = "adapters"
 """Where they are saved if nothing is said."""
 
 _OF_THE_DEMONSTRATION = (
-    "layers width heads dtype master nvme_bytes optimizer_on overlap no_compare save save_every "
-    "resume"
-).split()
+    *("layers", "width", "heads", "dtype", "master", "nvme_bytes", "optimizer_on", "overlap"),
+    *("no_compare", "save", "save_every", "resume"),
+)
 _RESERVE = 128 << 20
 """Of the device: workspaces of kernel libraries, and rounding of torch's allocator."""
 
@@ -72,7 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tiermem.cli.folders import open_folder
-    from tiermem.cli.training import deterministic
 
     quiet = arguments.quiet or arguments.json
     console = Console(highlight=False, quiet=quiet)
@@ -81,11 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     lora = parse_lora(arguments.lora)
     folder = open_folder(arguments.checkpoint, checkpointing=True)
     tiers = pick_tiers(arguments, folder, lora, plan)
-    with (
-        deterministic(plan.device),
-        capped(tiers.cap, plan.device),
-        warnings.catch_warnings(),
-    ):
+    with capped(tiers.cap, plan.device), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about its own names
         result = _train(arguments, folder, lora, plan, tiers, console)
     if arguments.json:

@@ -123,7 +123,7 @@ def pick_hbm(arguments: argparse.Namespace, model: nn.Module, device: str, besid
     """Returns the budget for weights, filled as far as the device has room.
 
     Args:
-        arguments: With ``--hbm`` and ``--nvme``.
+        arguments: With ``--hbm``.
         model: Without its weights.
         device: Where it will run.
         beside: Bytes that keys, values and activations will take.
@@ -139,8 +139,8 @@ def pick_hbm(arguments: argparse.Namespace, model: nn.Module, device: str, besid
     what = f"keys, values and activations take {format_size(beside)}"
     if found.least_hbm + beside > free:
         raise CapacityError(
-            f"{what} and the largest blocks of weights {format_size(found.least_hbm)}, and {device} "
-            f"has {format_size(free)} free",
+            f"{what} and the largest blocks of weights {format_size(found.least_hbm)}, and "
+            f"{device} has {format_size(free)} free",
             "give a shorter --prompt or fewer --max-new-tokens, or free memory there",
         )
     if given is None:
@@ -214,9 +214,11 @@ def _loaded(folder: Folder, tier: TierManager) -> nn.Module:
     import tiermem
 
     if not folder.is_byte_gpt:
-        from transformers import logging
+        import transformers
 
-        logging.set_verbosity_error()  # its advice is about generate(), which users do not call
+        # Its advice is about generate(), which users do not call here.
+        quiet: Any = transformers.logging.set_verbosity_error
+        quiet()
     # The model that was looked at: what load_checkpoint would make of AutoModelForCausalLM.
     return tiermem.load_checkpoint(folder.model, folder.path, tier=tier)
 
