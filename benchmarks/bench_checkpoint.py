@@ -25,6 +25,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,11 @@ def forget(folder: Path) -> None:
 def held() -> int:
     """Returns the bytes of host memory that the process alone has."""
     return int(psutil.Process().memory_full_info().uss)
+
+
+def _repeat(call: Callable[[], Any], times: int) -> None:
+    for _ in range(times):
+        call()
 
 
 class Bench:
@@ -184,7 +190,7 @@ class Bench:
                 ours, copies = [], []
                 for _ in range(self.options.repeats):
                     tier.reset_stats()
-                    ours.append(self.clock.once(lambda: [call() for _ in range(_ROW)]) / _ROW)
+                    ours.append(self.clock.once(partial(_repeat, call, _ROW)) / _ROW)
                     moved = tier.stats().links.get("dram->hbm", tiermem.LinkStats()).nbytes // _ROW
                     copies.append(self.clock.once(raw_copy(tier, moved, "")))
                 beyond = held() - before - tier.stats().used["dram"]

@@ -68,7 +68,7 @@ from training import (
 
 from tiermem.config import format_size, parse_size
 
-OVERLAPS = ("forward", "backward")
+OVERLAPS = ("auto", "forward", "backward")
 WHATS = ("full", "peers", "capped", "residual", "saved")
 _HBM = {"6.7b": "2.25GiB", "3b": "2GiB", "1b": "1.75GiB", "narrow": "64MiB", "tiny": "1MiB"}
 _LEAST_WARM = 4
@@ -416,8 +416,8 @@ def arguments() -> argparse.Namespace:
     add("--micro", type=int, nargs="*", default=[1], help="micro-batches of a step")
     add("--layers", type=int, nargs="*", default=[], help="instead of the shape's own")
     add("--chunks", type=int, default=16, help="in which logits and loss are made")
-    add("--where", default="device", choices=("device", "host", "both"))
-    add("--overlap", nargs="?", default="forward", const="forward", choices=OVERLAPS)
+    add("--where", default="auto", choices=("auto", "device", "host", "both"))
+    add("--overlap", nargs="?", default="auto", const="forward", choices=OVERLAPS)
     add("--no-overlap", dest="overlap", action="store_false", help="step() makes the steps")
     add("--grad-dtype", default="weights", choices=("weights", "fp32"))
     add("--hbm", default=None, help="default: by shape")

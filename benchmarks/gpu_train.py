@@ -120,7 +120,9 @@ def beyond(column: str, kind: str) -> Read:
 def equal(results: Results) -> float | None:
     """Returns the share of rows with steps on the device whose bits are the resident run's."""
     rows = [row for kind in _KINDS for row in results.rows(kind)]
-    found = [r["equal"] for r in rows if "equal" in r and r.get("where", "device") == "device"]
+    found = [
+        r["equal"] for r in rows if "equal" in r and r.get("where", "device") in ("auto", "device")
+    ]
     return sum(map(bool, found)) / len(found) if found else None
 
 

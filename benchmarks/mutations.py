@@ -46,6 +46,7 @@ class Mutation:
 
 
 _RUNTIME, _CORE = "tiermem/runtime/", "tiermem/core/"
+_RULES = _RUNTIME + "placement/leaving.py"
 _PIECES, _SAVED = "tiermem/transfer/file/pieces.py", "tiermem/nn/passes/saved.py"
 _COPY, _PARTS = "tiermem/transfer/copy.py", "tiermem/optim/units/parted.py"
 
@@ -81,7 +82,7 @@ _ELSEWHERE = (
     ),
     Mutation(
         "aliases hidden by a parameter are not looked for again",
-        _RUNTIME + "placement/evictor.py",
+        _RULES,
         "        return not slot.aliased\n",
         "        return True\n",
         MANAGER,
@@ -95,9 +96,9 @@ _ELSEWHERE = (
     ),
     Mutation(
         "a block that somebody looks at leaves in a loop that repeats",
-        _RUNTIME + "lookahead/replay.py",
-        "            or slot.aliased\n",
-        "",
+        _RULES,
+        "if slot is None or slot.aliased:\n            return False\n        if why",
+        "if slot is None:\n            return False\n        if why",
         STEADY,
     ),
     Mutation(
@@ -173,15 +174,15 @@ _ELSEWHERE = (
     Mutation(
         "weights whose block has left a loop that repeats look at what came there",
         _RUNTIME + "lookahead/replay.py",
-        "            holder.unpoint()\n",
-        "            pass\n",
+        "                holder.unpoint()\n",
+        "                pass\n",
         ("tests/unit/test_replay_loop.py",),
     ),
     Mutation(
         "a use goes on as foreseen though a block has left",
         _RUNTIME + "transfers/transfers.py",
-        "        self.changes += 1\n        self.quiet = False\n        self.gone.add(",
-        "        self.changes += 1\n        self.gone.add(",
+        "        self.count += 1\n        self._unread.add(block_id)\n",
+        "        self._unread.add(block_id)\n",
         STEADY,
     ),
     Mutation(
@@ -208,8 +209,8 @@ _ELSEWHERE = (
     Mutation(
         "a pass that repeats is measured without its copies",
         _RUNTIME + "transfers/transfers.py",
-        "after, sampling = self.home_ready.get(came), self.pass_timer.sampling",
-        "after, sampling = self.home_ready.get(came), False",
+        "        sampling = timer.sampling\n",
+        "        sampling = False\n",
         STEADY,
     ),
     Mutation(
@@ -272,7 +273,7 @@ _ELSEWHERE = (
     Mutation(
         "a block under way is removed without waiting",
         _RUNTIME + "manager.py",
-        "                self.traffic.settle(block.id)\n                if self.table",
+        "                self.transfers.settle(block.id)\n                if self.table",
         "                if self.table",
         FAULTS,
     ),
@@ -287,22 +288,22 @@ _ELSEWHERE = (
     Mutation(
         "a fetch ahead evicts what is needed sooner",
         _RUNTIME + "placement/evictor.py",
-        "resident or distance <= position or slot.wanted",
-        "resident or slot.wanted",
+        "if position is not None and distance <= position:",
+        "if position is not None and distance < 0:",
         MANAGER,
     ),
     Mutation(
         "what is in HBM to stay goes down all the same",
-        _RUNTIME + "services/sweep.py",
-        "                if manager.space.division.stays(record):\n                    continue\n",
-        "",
+        _RULES,
+        "return not self._regions.stays(record)",
+        "return True",
         ("tests/unit/test_runtime_ring.py",),
     ),
     Mutation(
         "the circle goes over what stays",
         _RUNTIME + "placement/ring.py",
-        "end = self._hbm, block.nbytes, self._space.division.border",
-        "end = self._hbm, block.nbytes, self._hbm.capacity",
+        "        return self._regions.border\n",
+        "        return self._hbm.capacity\n",
         ("tests/unit/test_runtime_ring.py",),
     ),
     Mutation(
@@ -314,14 +315,14 @@ _ELSEWHERE = (
     ),
     Mutation(
         "a block that was moved is not pointed anew",
-        _RUNTIME + "placement/compaction.py",
-        "            holder.repoint(target)\n        source.pointed = 0\n",
-        "            pass\n        source.pointed = 0\n",
+        _RULES,
+        "            holder.repoint(new)\n",
+        "            pass\n",
         MANAGER,
     ),
     Mutation(
         "a block whose address is known is moved",
-        _RUNTIME + "placement/evictor.py",
+        _RULES,
         "return record.leases == known + self.unseen.get(record.block.id, 0)",
         "return True",
         MANAGER,
@@ -643,13 +644,13 @@ _LOOKS = (
     (
         "a kernel that looks at a block in DRAM leaves no event",
         _IN_PLACE,
-        "                traffic.home_ready[block.id] = event\n",
+        "                transfers.home_ready[block.id] = event\n",
         "                pass\n",
     ),
     (
         "a kernel looks at a block in DRAM before what was written comes home",
         _IN_PLACE,
-        "        parts.copy.use(traffic.home_ready.get(block.id))\n",
+        "        parts.copy.use(transfers.home_ready.get(block.id))\n",
         "",
     ),
     (
@@ -660,15 +661,15 @@ _LOOKS = (
     ),
     (
         "a block that is held may be looked at in DRAM",
-        _IN_PLACE,
-        "(record.leases or slot.aliased)",
+        _RULES,
+        "(record.leases > 0 or slot.aliased)",
         "slot.aliased",
     ),
     (
         "a block that somebody has a view of may be looked at in DRAM",
-        _IN_PLACE,
-        "(record.leases or slot.aliased)",
-        "record.leases",
+        _RULES,
+        "(record.leases > 0 or slot.aliased)",
+        "record.leases > 0",
     ),
     (
         "a stale home may be looked at",
@@ -702,8 +703,8 @@ _MEASURING = (
     (
         "what measuring takes the host counts as a change",
         "tiermem/runtime/metrics/pass_timer.py",
-        "if self._key is not None and not self._slowed:",
-        "if self._key is not None:",
+        "if length.key is not None and not length.slowed:",
+        "if length.key is not None:",
     ),
     (
         "one pass of another length is a change",

@@ -200,8 +200,9 @@ class Tiered(Trainer):
         model: Is wrapped.
         grad_dtype: In which gradients are summed up, or None for the weights' own.
         where: Where steps are made.
-        overlap: ``"forward"``: in the next forward; ``"backward"``: inside backward, and the
-            loop says ``optimizer.accumulate(n)``; False: in ``step()``.
+        overlap: ``"auto"``: the default; ``"forward"``: in the next forward;
+            ``"backward"``: inside backward, and the loop says
+            ``optimizer.accumulate(n)``; False: in ``step()``.
     """
 
     def __init__(
@@ -209,8 +210,8 @@ class Tiered(Trainer):
         tier: tiermem.TierManager,
         model: Lm,
         grad_dtype: torch.dtype | None = None,
-        where: Any = "device",
-        overlap: Any = "forward",
+        where: Any = "auto",
+        overlap: Any = "auto",
     ) -> None:
         super().__init__(tier.wrap(model))
         self.tier = tier

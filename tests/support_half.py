@@ -133,7 +133,7 @@ class Forward:
     @property
     def plan(self) -> Plan:
         """The plan in force."""
-        return self.manager.prefetcher._outlooks[self.manager.planner.schedule].plan
+        return self.manager.prefetcher._outlooks[self.manager.planner.schedule][0].plan
 
 
 @contextmanager
@@ -146,9 +146,9 @@ def forward(hbm: int, host: Host | None = None) -> Iterator[Forward]:
     manager = BlockManager(settings)
     try:
         bus = _Bus(world, host or Host())
-        manager.copy = manager.traffic.copy = manager.uses._copy = bus  # type: ignore[assignment]
-        manager.traffic._poison = False
-        manager.prefetcher._dram = manager.prefetcher._works = True
+        manager.copy = manager.transfers.copy = manager.acquirer._copy = bus  # type: ignore[assignment]
+        manager.transfers._poison = False
+        manager.prefetcher.fetcher.beside = True
         manager.pass_timer.estimates = Estimates(lambda link, _: {"dram->hbm": BUS}.get(link))
         manager.pass_timer._clock = Clock(world)  # type: ignore[assignment]
         blocks = manager.add_blocks(

@@ -71,7 +71,14 @@ class LateCopyEngine(HostCopyEngine):
         self.harm: list[str] = []
         self.lock = threading.RLock()  # those of files are submitted by the pump
 
-    def up(self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Any) -> Any:
+    def up(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        extent: Extent,
+        after: Any,
+        again: Any = None,
+    ) -> Any:
         if extent.nbytes:
             return super().up(target, source, extent, after)
         return self.later(LateCopy(self, self.ups, target, source, after, target))
@@ -139,12 +146,12 @@ class LateChunkCopier:
 
 def make_late(manager: BlockManager, engine: LateCopyEngine) -> None:
     """Has a manager whose blocks all live in DRAM make the copies of saved tensors late."""
-    manager.copy = manager.traffic.copy = engine
+    manager.copy = manager.transfers.copy = engine
     homes = manager.homes
     if manager.mover is None or homes.swap is None or homes.staging is None:
         return
     manager.mover.close()
     copier = LateChunkCopier(engine)
-    manager.mover = manager.traffic.mover = FileMover(
+    manager.mover = manager.transfers.mover = FileMover(
         homes.swap, choose_engine()[0], homes.staging, homes.chunk, copier
     )

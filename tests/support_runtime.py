@@ -15,6 +15,7 @@ from tiermem.config import Policy, Settings
 from tiermem.core.block import Block, Extent, Role
 from tiermem.core.layout import TensorShape
 from tiermem.core.schedule import Schedule
+from tiermem.runtime.lookahead.plan_maker import StreamPlan
 from tiermem.runtime.lookahead.prefetcher import Prefetcher
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.slots import Holder, Slot
@@ -45,14 +46,15 @@ class EvenClock(HostClock):
 
 def park_always(prefetcher: Prefetcher) -> None:
     """Has every plan read straight into HBM, and begin before there is room."""
-    plan = prefetcher._plan
+    disk = prefetcher.disk
+    plan = disk.plan
 
-    def as_wanted(schedule: Schedule) -> None:
-        plan(schedule)
-        prefetcher._shared = prefetcher._through_dram = False
-        prefetcher._parking = True
+    def as_wanted(schedule: Schedule, outlook: StreamPlan) -> None:
+        plan(schedule, outlook)
+        disk.shared = disk.through_dram = False
+        disk.parks = True
 
-    prefetcher._plan = as_wanted  # type: ignore[method-assign]
+    disk.plan = as_wanted  # type: ignore[method-assign]
 
 
 class Owner(Holder):
@@ -152,7 +154,7 @@ class Rig:
         manager = self.manager
         manager.flush()
         manager.table.check()
-        assert not manager.traffic.flights
+        assert not manager.transfers.flights
         slots = manager.slots.current
         assert set(slots) == {r.block.id for r in manager.table if r.extent is not None}
         assert set(manager.by_address.values()) == set(slots.values())

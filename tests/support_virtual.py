@@ -246,7 +246,7 @@ class Copies:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def up(self, target: Any, source: Any, extent: Extent, after: Any) -> Event:
+    def up(self, target: Any, source: Any, extent: Extent, after: Any, again: Any = None) -> Event:
         self.world.rising = max(self.world.rising, self.world.compute)
         return Event(self.world, self.world.copy(extent.nbytes, submitted=self.world.now))
 
@@ -466,11 +466,11 @@ def streamed(
     try:
         assert manager.mover is not None
         manager.mover.close()
-        traffic = manager.traffic
-        manager.mover = traffic.mover = Mover(world)  # type: ignore[assignment]
-        manager.copy = traffic.copy = manager.uses._copy = Copies(world)  # type: ignore[assignment]
-        traffic._poison = False
-        manager.prefetcher._dram = True
+        transfers = manager.transfers
+        manager.mover = transfers.mover = Mover(world)  # type: ignore[assignment]
+        manager.copy = transfers.copy = manager.acquirer._copy = Copies(world)  # type: ignore[assignment]
+        transfers._poison = False
+        manager.prefetcher.fetcher.beside = True
         rates = {"dram->hbm": machine.bus, "nvme->hbm": machine.in_place}
         manager.pass_timer.estimates = Estimates(lambda link, _: rates.get(link))
         manager.pass_timer._clock = Clock(world)

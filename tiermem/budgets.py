@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem.config import Home, Policy, Settings, parse_size
+from tiermem.config import Home, Policy, Settings
 from tiermem.core.block import align_up
 from tiermem.errors import StepError
 from tiermem.nn.compat.shapes import shape_of
@@ -30,7 +30,7 @@ from tiermem.optim.units.plan import kept_of
 from tiermem.optim.units.undo import cannot_fail_midway
 from tiermem.runtime.memory.hostmemory import available_memory
 from tiermem.runtime.services.host_staging import MOST_LOADS
-from tiermem.tier import Size, default_hbm, device_of
+from tiermem.tier import Size, default_hbm, device_of, hbm_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,8 @@ def budgets_for(
     buffer_dtype: torch.dtype | None = None,
     master_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
-    overlap: Overlap = False,
-    where: Where = "device",
+    overlap: Overlap = "auto",
+    where: Where = "auto",
     **settings: Any,
 ) -> Budgets:
     """Returns the budgets that training a model takes, as its blocks will be; moves nothing.
@@ -87,7 +87,7 @@ def budgets_for(
         cls: The optimizer's class; None for a model that only infers.
         params: What the optimizer gets; by default all parameters of the model.
         device: As for the manager.
-        hbm: Likewise; by default what its default would be now.
+        hbm: Likewise; by default 80% of what is free on the device.
         nvme: Whether there is an NVMe tier.
         policy: As for the manager.
         blocks: As for ``wrap``.
@@ -107,8 +107,8 @@ def budgets_for(
         StepError: If the class cannot be tried.
     """
     target = device_of(device)
-    room = default_hbm(target) if hbm is None else parse_size(hbm, "hbm")
-    room = room // 4096 * 4096
+    asked = hbm_of(hbm, target)
+    room = (default_hbm(target) if asked is None else asked) // 4096 * 4096
     limits = Settings(
         device=str(target),
         hbm=room,
@@ -128,10 +128,11 @@ def budgets_for(
         given = groups_of(model if params is None else params)
         groups = [{**g, "params": [twins.param(p) for p in g["params"]]} for g in given]
         stepped = _Stepped(groups, optimizer_class(cls), settings, master_dtype)
-        kept.append(stepped.kept(target, overlap=bool(overlap), elementwise=where != "host"))
+        held = overlap not in (False, "auto")  # so that steps need room beside what a forward holds
+        kept.append(stepped.kept(target, overlap=held, elementwise=where != "host"))
     played = program.play(room, gradients=cls is not None, optimizers=kept)
     dram, on_disk = program.below_hbm(played)
-    if cls is not None and where != "device":
+    if cls is not None and where in ("host", "both"):
         largest = align_up(max((step.nbytes for step in played.steps), default=0))
         dram += largest * (stepped.may_fail_midway() + (MOST_LOADS if nvme else 0))
     everything = sum(nbytes for _, nbytes in played.homes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -25,15 +26,17 @@ _UNITS = {
 }
 _MOST = 2**80
 _DIGITS = len(str(_MOST))
+_SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%\s*")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
 
 
-def parse_size(value: int | str, name: str = "size") -> int:
+def parse_size(value: int | str, name: str = "size", *, besides: str = "") -> int:
     """Reads a size as users write it.
 
     Args:
         value: Bytes as an int, or text such as ``"7GiB"``, ``"7 GB"``, ``"512MiB"``.
         name: The setting's name, for the message.
+        besides: What else the setting may be, for the message.
 
     Returns:
         The size in bytes.
@@ -54,7 +57,7 @@ def parse_size(value: int | str, name: str = "size") -> int:
     if match is None or unit is None:
         raise ConfigError(
             f"{name} is not a size: {_short(value)!r}; write bytes or a number with one of "
-            "KB, MB, GB, TB, KiB, MiB, GiB, TiB"
+            f"KB, MB, GB, TB, KiB, MiB, GiB, TiB{besides}"
         )
     number = match.group(1)
     if len(number.partition(".")[0].lstrip("0")) > _DIGITS:
@@ -63,6 +66,31 @@ def parse_size(value: int | str, name: str = "size") -> int:
     if size > _MOST:
         raise _too_large(name, _short(value))
     return size
+
+
+def parse_budget(value: int | str | None, name: str, total: Callable[[], int]) -> int | None:
+    """Reads a budget: a size, a share of what there is, or what is to be found out.
+
+    Args:
+        value: As for :func:`parse_size`, or text such as ``"80%"``, ``"auto"`` or None.
+        name: The setting's name, for the message.
+        total: Returns the bytes that a share is of.
+
+    Returns:
+        The budget in bytes; None for ``"auto"`` and None.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
+    if value is None or value == "auto":
+        return None
+    share = _SHARE.fullmatch(value) if isinstance(value, str) else None
+    if share is None:
+        return parse_size(value, name, besides=", a share such as '80%', or 'auto'")
+    percent = float(share.group(1)[:_DIGITS])
+    if not 0 < percent <= 100:
+        raise ConfigError(f"{name}={_short(str(value))!r}: a share is above 0% and at most 100%")
+    return int(total() * percent / 100)
 
 
 def _short(text: str) -> str:
@@ -175,7 +203,7 @@ class Settings:
 
     Attributes:
         device: ``"cpu"`` or a CUDA device.
-        hbm: Budget in bytes.
+        hbm: Budget in bytes; what is never passed, where the budget is to be found out.
         dram: Budget in bytes.
         nvme: Folders, none for no NVMe tier.
         nvme_bytes: Most bytes on disk, or None.
@@ -184,6 +212,7 @@ class Settings:
         activation_min: Bytes from which a saved tensor leaves HBM.
         activation_layers: Layers, from the first, whose saved tensors do; None for all.
         activation_ahead: Bytes of them fetched ahead; None for two blocks' worth.
+        hbm_auto: Whether the budget of HBM is to be found out while the program runs.
     """
 
     device: str
@@ -196,3 +225,4 @@ class Settings:
     activation_min: int = 1 << 20
     activation_layers: int | None = None
     activation_ahead: int | None = None
+    hbm_auto: bool = False

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from tiermem.config import Home, Policy, Settings, parse_size
+from tiermem.config import Home, Policy, Settings, parse_budget, parse_size
 from tiermem.core.block import Role
 from tiermem.errors import REFUSALS, ConfigError, WrapError
 from tiermem.nn.compat.entrances import entrance
@@ -29,7 +29,8 @@ from tiermem.nn.wrap.wrapped import Blocks, WrappedModel
 from tiermem.optim.rules.groups import Params
 from tiermem.optim.tiered import Overlap, TieredOptimizer, Where
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.memory.hostmemory import available_memory
+from tiermem.runtime.memory.hostmemory import available_memory, total_memory
+from tiermem.runtime.memory.opening import AT_ONCE
 from tiermem.runtime.metrics.counters import PaceRow, ResidencyRow, Stats
 from tiermem.runtime.metrics.timeline import Timeline
 
@@ -67,11 +68,16 @@ class TierManager:
             device: ``"cuda"`` (or ``"cuda:1"``, ...), or ``"cpu"``, where an arena of host
                 memory stands in for HBM and the very same code runs.
             hbm: Budget of device memory for what tiermem holds there (activations and the
-                framework's own memory come on top); bytes or text such as ``"7GiB"``. By default
-                80% of what is free on the device.
-            dram: Budget of host memory; by default half of what is available, to the machine and
-                within the limits of the process's cgroups. What homes leave over of it is used
-                to read ahead from files.
+                framework's own memory come on top); bytes, text such as ``"7GiB"``, or a share
+                such as ``"80%"`` of what the device has. It is a limit: memory is taken as
+                blocks come there. By default, and with ``"auto"``, it is found out: half of
+                what is free at first, then all that the program leaves but for a margin, and
+                as little as possible after torch has run out of memory; the step that raised
+                can be made again.
+            dram: Budget of host memory, likewise a limit; ``"50%"`` is of what the machine has
+                and the process's cgroups allow. By default, and with ``"auto"``, half of what
+                is available, to the machine and within these limits. What homes leave over of
+                it is used to read ahead from files.
             nvme: A folder on a fast disk, or several to stripe over; None for two tiers only.
             nvme_bytes: Most bytes on disk; by default what is needed.
             policy: The home tier of each role.
@@ -88,11 +94,13 @@ class TierManager:
             CapacityError: If memory or disk space is not there.
         """
         where = device_of(device)
+        room = hbm_of(hbm, where)
+        below = parse_budget(dram, "dram", total_memory)
         self._manager = BlockManager(
             Settings(
                 device=str(where),
-                hbm=default_hbm(where) if hbm is None else parse_size(hbm, "hbm"),
-                dram=_default_dram() if dram is None else parse_size(dram, "dram"),
+                hbm=_most_hbm(where) if room is None else room,
+                dram=_default_dram() if below is None else below,
                 nvme=_folders(nvme),
                 nvme_bytes=None if nvme_bytes is None else parse_size(nvme_bytes, "nvme_bytes"),
                 policy=Policy.of(policy),
@@ -104,6 +112,7 @@ class TierManager:
                     if activation_ahead == "auto"
                     else parse_size(activation_ahead, "activation_ahead")
                 ),
+                hbm_auto=room is None and where.type == "cuda",
             )
         )
         try:
@@ -166,7 +175,10 @@ class TierManager:
         self._manager.guard()
         check_module(model, id(self._manager))
         self._runtime.activations.check()
+        on_device = any(p.is_cuda for p in model.parameters())
         wrapped = WrappedModel(model, self._runtime, blocks, self._wraps, homes, origins, resident)
+        if on_device:
+            torch.cuda.empty_cache()  # torch keeps what the model has left for tensors to come
         self._runtime.owner = self  # who has the model has the tiers
         self._wraps += 1
         return wrapped
@@ -198,8 +210,8 @@ class TierManager:
         *,
         master_dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
-        overlap: Overlap = False,
-        where: Where = "device",
+        overlap: Overlap = "auto",
+        where: Where = "auto",
         host_share: float | None = None,
         **settings: Any,
     ) -> TieredOptimizer:
@@ -219,7 +231,11 @@ class TierManager:
                 rather than in the parameters', and ``param.grad`` has it. For float16 weights,
                 ``GradScaler.unscale_`` needs it (torch unscales no float16 gradients); without
                 ``unscale_`` the scale is undone in ``step()``, after the cast to the master.
-            overlap: ``"forward"`` (or True): ``step()`` leaves each block to be stepped just
+            overlap: ``"auto"``: as ``"forward"`` for every block where no program can tell, which
+                is found out at each step; the others are stepped in ``step()``. Bits, budgets that
+                suffice and what can be looked at are those of ``False``. An error of a disk may
+                come in the next forward, which can be called again. ``False``: in ``step()``.
+                ``"forward"`` (or True): ``step()`` leaves each block to be stepped just
                 before its next use, in the next forward, where its weights come up anyway. Nobody
                 sees a weight before its step is made, and the step uses the settings of when it
                 was asked for. ``"backward"``: each block is stepped as soon as its gradient is
@@ -228,7 +244,8 @@ class TierManager:
                 clipping, loss scaling and settings changed between backward and ``step()`` are
                 refused, at the first step, which is made after backward. With several backwards
                 per step, say ``optimizer.accumulate(n)``.
-            where: ``"device"``: state and masters come up for the step, which rounds as the
+            where: ``"auto"``: what is fastest with the resident optimizer's bits, which is the
+                device. ``"device"``: state and masters come up for the step, which rounds as the
                 resident one does. ``"host"``: blocks whose weights, gradients, state and masters
                 are all at home in DRAM or in files, which pass through staging in the DRAM budget,
                 are stepped there by torch's CPU kernels, which round differently; the others on
@@ -249,7 +266,9 @@ class TierManager:
         """
         self._optimizers += 1
         known = {record.block.id for record in self._manager.table}
-        begun, keepers = len(self._runtime.on_begin), len(self._runtime.keepers)
+        runtime = self._runtime
+        lists: list[list[Any]] = [runtime.on_begin, runtime.on_backward, runtime.keepers]
+        begun = [len(found) for found in lists]
         try:
             return TieredOptimizer(
                 self._runtime,
@@ -266,7 +285,8 @@ class TierManager:
         except REFUSALS:
             raise
         except BaseException as error:  # nobody has what was reserved
-            del self._runtime.on_begin[begun:], self._runtime.keepers[keepers:]
+            for found, count in zip(lists, begun, strict=True):
+                del found[count:]
             if OUTSIDE not in error.__dict__:  # it may have come anywhere
                 self._manager.cut_short()
                 self._manager.guard()
@@ -390,7 +410,8 @@ class TierManager:
     def __repr__(self) -> str:
         settings = self._manager.settings
         state = "closed" if self.closed else f"{len(self._manager.table)} blocks"
-        return f"TierManager({settings.device}, hbm={settings.hbm}, dram={settings.dram}, {state})"
+        hbm = "auto" if settings.hbm_auto else settings.hbm
+        return f"TierManager({settings.device}, hbm={hbm}, dram={settings.dram}, {state})"
 
 
 def _close(manager: weakref.ref[BlockManager]) -> None:
@@ -455,11 +476,31 @@ def _layers(layers: int | None) -> int | None:
     return layers
 
 
+def hbm_of(hbm: Size | None, device: torch.device) -> int | None:
+    """Returns a budget of device memory in bytes; None where it is to be found out.
+
+    Raises:
+        ConfigError: If it is no budget.
+    """
+
+    def total() -> int:
+        return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else total_memory()
+
+    return parse_budget(hbm, "hbm", total)
+
+
 def default_hbm(device: torch.device) -> int:
-    """Returns the bytes of device memory that a manager takes where it is told nothing."""
+    """Returns the bytes of device memory that blocks are chosen for where nothing is said."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * 0.8)
+        return int(torch.cuda.mem_get_info(device)[0] * AT_ONCE)
     return _default_dram() // 4
+
+
+def _most_hbm(device: torch.device) -> int:
+    """Returns what a budget that is to be found out never passes; on the CPU it is that."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return default_hbm(device)
 
 
 def _default_dram() -> int:

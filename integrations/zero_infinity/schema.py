@@ -337,7 +337,7 @@ _MANAGER = tuple(
     )
     for key, effect in (
         ("device", "where the model computes: 'cuda' where there is one, else 'cpu'"),
-        ("hbm", "budget of device memory; by default 80% of what is free"),
+        ("hbm", "budget of device memory; by default what the program leaves"),
         ("dram", "budget of host memory; by default what the run needs, see the guide"),
         ("nvme_bytes", "most bytes on disk"),
         ("prefetch_depth", "blocks looked ahead"),

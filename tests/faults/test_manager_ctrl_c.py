@@ -21,8 +21,11 @@ WATCHED = (
     "manager.py",
     "transfers/transfers.py",
     "placement/evictor.py",
+    "placement/leaving.py",
     "placement/compaction.py",
     "lookahead/prefetcher.py",
+    "lookahead/walks.py",
+    "lookahead/disk_ahead.py",
     "acquire.py",
     "lookahead/replay.py",
 )
@@ -88,7 +91,7 @@ def only_while_waited_for(made: Rig) -> None:
     def waiting(transfer: FileTransfer, *, hurry: bool = True) -> None:
         made.engine.release()
         wait(transfer)
-        for flight in made.manager.traffic.flights.values():
+        for flight in made.manager.transfers.flights.values():
             wait(flight.transfer)
         made.engine.hold()
 
@@ -158,7 +161,7 @@ def test_ctrl_c_at_every_line_of_a_use_in_a_loop_that_repeats() -> None:
         number += 1
         with rig(3, [(1, "dram")] * 7, depth=1) as made:
             manager = made.manager
-            manager.prefetcher._dram = manager.prefetcher._works = True
+            manager.prefetcher.fetcher.beside = True
             while not manager.replay.repeating:
                 manager.begin_pass("loop")
                 for block in made.blocks:

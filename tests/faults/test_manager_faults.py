@@ -297,13 +297,15 @@ def nothing_left() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("what", ["HostArena", "SlotCache", "Evictor", "FileMover", "Prefetcher"])
+@pytest.mark.parametrize(
+    "what", ["MappedHostArena", "SlotCache", "Evictor", "FileMover", "Prefetcher"]
+)
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_opening_that_fails_leaves_nothing(tmp_path, monkeypatch, what, error) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise error
 
-    opened_there = what in ("HostArena", "FileMover")
+    opened_there = what in ("MappedHostArena", "FileMover")
     monkeypatch.setattr(opening if opened_there else manager_module, what, refuse)
     config = Settings("cpu", 8 * PAGE, 1 << 20, (str(tmp_path),), None, Policy(), "auto")
     with pytest.raises(error):
@@ -314,7 +316,7 @@ def test_closing_while_things_are_under_way(tmp_path) -> None:
     with rig(8, [(2, "nvme"), (2, "nvme")], nvme=tmp_path) as made:
         made.engine.hold()
         made.manager.begin_pass("f", [block.id for block in made.blocks])
-        assert made.manager.traffic.flights
+        assert made.manager.transfers.flights
         made.manager.close()
         assert made.engine.in_flight == 0
         for call in (

@@ -129,7 +129,7 @@ def empty_hbm(tier: tiermem.TierManager) -> None:
         manager.flush()
         for record in list(manager.table):
             if record.in_hbm is State.VALID and not record.leases and not record.fixed:
-                manager.space.evict(record)
+                manager.evictor.evict(record)
 
 
 FAULTS = {

@@ -69,12 +69,12 @@ def rewrite(tier: Any, value: float) -> None:
     manager = tier._manager
     block = next(record.block for record in manager.table if "embed" in record.block.name)
     with manager.lock:
-        (tensors,), events = manager.lender.lend([block])
+        (tensors,), events = manager.host_loans.lend([block])
     for event in events:
         event.synchronize()
     tensors[0].fill_(value)
     with manager.lock:
-        manager.lender.give_back([block])
+        manager.host_loans.give_back([block])
 
 
 def race(tier: Any, model: Any, plain: Any) -> bool:

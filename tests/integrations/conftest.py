@@ -31,8 +31,8 @@ def _tried_once(name: str, make: Any, settings: Any, *rest: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def classes_are_tried_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the many engines of these tests cheap: a trial is half of what one costs."""
-    if "zero_infinity" in request.module.__name__:
+    """Makes the many optimizers of these tests cheap: a trial is half of what one costs."""
+    if any(name in request.module.__name__ for name in ("zero_infinity", "test_lora")):
         monkeypatch.setattr(tiered, "check_separable", _tried_once)
 
 

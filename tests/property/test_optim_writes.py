@@ -28,7 +28,7 @@ class Writes:
         self.count: Counter[int] = Counter()
         self.idle: list[str] = []
         self._last: dict[int, bytes] = {}
-        real = manager.traffic.drain
+        real = manager.transfers.drain
 
         def drain(record: Any) -> None:
             block = record.block
@@ -39,7 +39,7 @@ class Writes:
             self.count[block.id] += 1
             real(record)
 
-        manager.traffic.drain = drain
+        manager.transfers.drain = drain
 
     def forget(self, block_id: int) -> None:
         """A block without data is written anew, whatever it holds."""

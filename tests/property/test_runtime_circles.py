@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,8 +13,8 @@ from support_examples import examples
 from support_runtime import Rig, rig
 
 from tiermem.core.block import Role
-from tiermem.core.schedule import Schedule
-from tiermem.runtime.lookahead.prefetcher import Prefetcher
+from tiermem.runtime.lookahead import walks
+from tiermem.runtime.lookahead.walks import RingWalk
 
 COUNT = 12
 
@@ -30,18 +31,18 @@ def script_of(rng: random.Random, bother: float) -> list[tuple[str, int]]:
     return found
 
 
-class FromTheStart(Prefetcher):
+class FromTheStart(RingWalk):
     """Looks at every place of the schedule again whenever anything has changed."""
 
-    def _step_back(self, schedule: Schedule, cursor: int) -> None:
-        self._restart(cursor)
+    def _step_back(self, cursor: int) -> None:
+        self.restart(cursor)
 
 
 def copies_of(made: Rig) -> list[tuple[str, int]]:
     """Notes which block goes up or down, in order."""
     found: list[tuple[str, int]] = []
-    traffic = made.manager.traffic
-    fill, drain = traffic.fill, traffic.drain
+    transfers = made.manager.transfers
+    fill, drain = transfers.fill, transfers.drain
 
     def filling(record: Any, *args: Any) -> None:
         found.append(("up", record.block.id))
@@ -51,23 +52,23 @@ def copies_of(made: Rig) -> list[tuple[str, int]]:
         found.append(("down", record.block.id))
         drain(record)
 
-    traffic.fill, traffic.drain = filling, draining  # type: ignore[method-assign]
+    transfers.fill, transfers.drain = filling, draining  # type: ignore[method-assign]
     return found
 
 
 def go(made: Rig, rounds: Sequence[Sequence[tuple[str, int]]]) -> list[tuple[str, int]]:
     """Goes through rounds of uses and of what else happens to blocks; returns the copies."""
     manager = made.manager
-    manager.prefetcher._dram = manager.prefetcher._works = True
+    manager.prefetcher.fetcher.beside = True
     manager.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
     found = copies_of(made)
     for script in rounds:
         manager.begin_pass("loop")
         for what, number in script:
             block = made.blocks[number]
-            record, lent = manager.table[block.id], manager.lender.borrowers(block)
+            record, lent = manager.table[block.id], manager.host_loans.borrowers(block)
             if what == "back" and lent:
-                manager.lender.give_back([block], written=False)
+                manager.host_loans.give_back([block], written=False)
             elif lent:
                 continue  # its bytes are the borrower's
             elif what == "write":
@@ -77,14 +78,14 @@ def go(made: Rig, rounds: Sequence[Sequence[tuple[str, int]]]) -> list[tuple[str
             elif what == "forget":
                 manager.discard(block)
                 made.data.pop(block.id, None)
-            elif what == "lend" and not manager.lender.can_lend([block]):
-                manager.lender.lend([block])
+            elif what == "lend" and not manager.host_loans.can_lend([block]):
+                manager.host_loans.lend([block])
             elif what == "out" and record.extent is not None:
-                manager.space.clear([record.extent.offset], wait=True)
+                manager.evictor.clear([record.extent.offset], wait=True)
         manager.table.check()
     for block in made.blocks:
-        if manager.lender.borrowers(block):
-            manager.lender.give_back([block], written=False)
+        if manager.host_loans.borrowers(block):
+            manager.host_loans.give_back([block], written=False)
     made.check()
     return found
 
@@ -98,11 +99,10 @@ def go(made: Rig, rounds: Sequence[Sequence[tuple[str, int]]]) -> list[tuple[str
 )
 def test_it_makes_the_same_copies(hbm: int, depth: int, bother: float, seed: int) -> None:
     found = []
-    for kind in (Prefetcher, FromTheStart):
+    for kind in (RingWalk, FromTheStart):
         rng = random.Random(seed)
         script, other = script_of(rng, bother), script_of(rng, bother)
-        with rig(hbm, depth=depth) as made:
-            made.manager.prefetcher.__class__ = kind
+        with rig(hbm, depth=depth) as made, patch.object(walks, "RingWalk", kind):
             for _ in range(COUNT):
                 made.add(rng.choice([1, 1, 2]), "dram", Role.OPTIMIZER)
             found.append(go(made, [script, script, script, other, script, script]))

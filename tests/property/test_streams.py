@@ -104,8 +104,8 @@ class Streamed:
                 ),
                 ScriptedEngine,
             )
-        self.manager.traffic._poison = poison
-        self.manager.prefetcher._dram = self.manager.prefetcher._works = True
+        self.manager.transfers._poison = poison
+        self.manager.prefetcher.fetcher.beside = True
         self.glances = 0
         self.blocks = self.manager.add_blocks(
             [(f"b{i}", Role.PARAM, [SHAPE]) for i in range(blocks)]
@@ -119,7 +119,7 @@ class Streamed:
     def add_files(self, count: int) -> None:
         """Adds as many blocks whose homes are files, of which none has room in DRAM."""
         manager = self.manager
-        traffic, copy = manager.traffic, manager.copy
+        transfers, copy = manager.transfers, manager.copy
         assert manager.mover is not None and isinstance(copy, StreamCopyEngine)
         manager.mover.close()
         found = manager.add_blocks(
@@ -134,7 +134,7 @@ class Streamed:
             self.values.append(100 + number)
         self.blocks += found
         self.landing = Landing(copy, content)
-        manager.mover = traffic.mover = self.landing  # type: ignore[assignment]
+        manager.mover = transfers.mover = self.landing  # type: ignore[assignment]
         park_always(manager.prefetcher)
         dram = manager.homes.dram
         dram.allocate(dram.capacity - dram.used)
@@ -172,20 +172,20 @@ class Streamed:
 
         again = self.random.random() < 0.5
         self.glances += bool(
-            self.manager.in_place.read(self.blocks[number], look, PAGE, again=again)
+            self.manager.zero_copy.read(self.blocks[number], look, PAGE, again=again)
         )
 
     def rewrite(self, number: int) -> None:
         """The host writes a block where it lies in DRAM, as soon as it may."""
-        block, lender = self.blocks[number], self.manager.lender
-        assert not lender.can_lend([block])
-        lender.settle([block])
-        (tensors,), events = lender.lend([block])
+        block, host_loans = self.blocks[number], self.manager.host_loans
+        assert not host_loans.can_lend([block])
+        host_loans.settle([block])
+        (tensors,), events = host_loans.lend([block])
         for event in events:
             event.synchronize()
         value = self.values[number] = (self.values[number] + 11) % 251
         tensors[0].fill_(value)
-        lender.give_back([block])
+        host_loans.give_back([block])
 
     def replace(self, number: int) -> None:
         """A block is taken out, and another one has its home, which the host writes."""
@@ -236,7 +236,7 @@ class Streamed:
         manager = self.manager
         for record in list(manager.table):
             if record.in_hbm is State.DIRTY:
-                manager.traffic.drain(record)
+                manager.transfers.drain(record)
         self.device.synchronize()
         for block, value in zip(self.blocks, self.values, strict=True):
             record = manager.table[block.id]

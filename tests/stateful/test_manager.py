@@ -191,7 +191,15 @@ class Manager(RuleBasedStateMachine):
 
     @rule(uses=st.integers(0, 6))
     def circles(self, uses: int) -> None:
-        self.manager.space.turns.uses = uses
+        """From now on plans hand HBM out in a ring, or do not."""
+        prefetcher = self.manager.prefetcher
+        prefetcher._outlooks.clear()
+        maker = prefetcher._maker
+        make = maker.make
+        maker.make = lambda *args, **options: replace(  # type: ignore[method-assign]
+            make(*args, **options), turn=uses
+        )
+        self.manager.evictor.ring.uses = uses
 
     # -- use -----------------------------------------------------------------
 
@@ -323,7 +331,7 @@ class Manager(RuleBasedStateMachine):
     def share_dram(self, picks: list[int] | None, slots: int) -> None:
         """From now on plans say so, or that order of use alone decides; as beside a GPU."""
         prefetcher = self.manager.prefetcher
-        prefetcher._dram = prefetcher._works = True
+        prefetcher.fetcher.beside = True
         prefetcher._outlooks.clear()
         maker = prefetcher._maker
         make = type(maker).make
@@ -340,7 +348,7 @@ class Manager(RuleBasedStateMachine):
     def what_is_read_ahead_has_places_of_its_own(self) -> None:
         if not hasattr(self, "manager"):
             return
-        ahead = self.manager.traffic.ahead
+        ahead = self.manager.transfers.ahead
         entries = [*ahead.staged.values(), *ahead._dying]
         held = {entry.extent for entry in entries}
         assert len(held) == len(entries), "two blocks in one place"
@@ -395,7 +403,7 @@ class Manager(RuleBasedStateMachine):
     def flush(self) -> None:
         self.engine.release()
         self.manager.flush()
-        assert not self.manager.traffic.flights
+        assert not self.manager.transfers.flights
 
     @rule()
     def poll(self) -> None:
@@ -418,7 +426,7 @@ class Manager(RuleBasedStateMachine):
         assert set(manager.by_address.values()) == set(slots.values())
         moving = (State.FILLING, State.DRAINING)
         flying = {r.block.id for r in manager.table if r.in_hbm in moving}
-        assert set(manager.traffic.flights) == flying
+        assert set(manager.transfers.flights) == flying
         for record in manager.table:
             owner = self.owners[record.block.id]
             assert record.leases == owner.held

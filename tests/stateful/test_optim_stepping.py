@@ -122,10 +122,10 @@ class Stepping(RuleBasedStateMachine):
 
     @initialize(
         tie=st.booleans(),
-        cls=st.sampled_from([Own, Own, Late]),
+        cls=st.sampled_from([Own, Own, Late, torch.optim.AdamW]),
         first=st.integers(1, LAYERS),
         frozen=st.sets(layers),
-        overlap=st.sampled_from([False, False, "forward", "backward"]),
+        overlap=st.sampled_from([False, "auto", "forward", "backward"]),
         where=st.sampled_from(["device", "device", "device", "host", "both"]),
         home=st.sampled_from(["auto", "auto", "auto", "hbm", "nvme", "weights"]),
         spare=st.sampled_from([0, 4096, 1 << 16]),
@@ -144,7 +144,7 @@ class Stepping(RuleBasedStateMachine):
         self.folder = tempfile.mkdtemp() if home == "nvme" else None
         policy: Any = {"params": "hbm"} if home == "weights" else home
         hbm = 1 << 17 if home in ("hbm", "weights") else 1 << 15  # for what is thawed, too
-        own = {"foreach": False} if cls is Late else {}
+        own = {} if cls is Own else {"foreach": False}
         while True:
             self.tier = tiermem.TierManager(
                 device="cpu", hbm=hbm, dram=3 << 19, nvme=self.folder, policy=policy

@@ -86,7 +86,7 @@ def test_gradients_do_not_leave_hbm(overlap: str) -> None:
             row.nbytes for row in pair.tier.residency()
         )
         written = []
-        drain = pair.tier._manager.traffic.drain
+        drain = pair.tier._manager.transfers.drain
 
         def spy(record: Any) -> None:
             written.append(record.block.role)
@@ -95,7 +95,7 @@ def test_gradients_do_not_leave_hbm(overlap: str) -> None:
         for step in range(5):
             pair.backward(step)
             if step == 2:
-                pair.tier._manager.traffic.drain = spy
+                pair.tier._manager.transfers.drain = spy
             pair.step()
         pair.check()
         assert Role.OPTIMIZER in written

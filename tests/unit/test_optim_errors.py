@@ -279,7 +279,8 @@ def test_a_fused_step_under_a_grad_scaler_is_taken_back(monkeypatch: pytest.Monk
 
     settings = {"lr": 0.01, "fused": True}
     tiers = Tiers("tight")
-    with Twins(Small, tiers, torch.optim.AdamW, settings, master_dtype=None) as pair:
+    options = {"master_dtype": None, "overlap": False}
+    with Twins(Small, tiers, torch.optim.AdamW, settings, **options) as pair:
         for number in range(2):
             scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
             pair.backward(number, scale=8.0)

@@ -31,7 +31,7 @@ def staying(**options: Any) -> Iterator[Twins]:
     """Opens twins whose loops go in circles as on a GPU."""
     with Twins(Even, ROOMY, **options) as pair:
         manager = pair.tier._manager
-        manager.prefetcher._dram = manager.prefetcher._works = True
+        manager.prefetcher.fetcher.beside = True
         # a link that is slow beside such small blocks: they set the size of the circle
         link_of(pair, 1.0)
         yield pair
@@ -46,7 +46,7 @@ def link_of(pair: Twins, rate: float) -> None:
 def dirty(pair: Twins) -> set[int]:
     """Returns the blocks that stay and whose home is behind."""
     manager = pair.tier._manager
-    records = (manager.table[block] for block in manager.space.residents)
+    records = (manager.table[block] for block in manager.evictor.residents)
     return {r.block.id for r in records if r.in_hbm is State.DIRTY}
 
 
@@ -57,7 +57,7 @@ def test_weights_and_state_that_stay_are_those_of_the_resident_run(overlap: str)
             pair.backward(step)
             pair.step()
         manager = pair.tier._manager
-        roles = {manager.table[block].block.role for block in manager.space.residents}
+        roles = {manager.table[block].block.role for block in manager.evictor.residents}
         assert Role.PARAM in roles and roles & {Role.OPTIMIZER, Role.MASTER}
         assert pair.tier.stats().kept_in_hbm > 0
         assert dirty(pair)
@@ -81,7 +81,7 @@ def test_weights_that_stay_and_that_the_host_steps() -> None:
         for step in range(3, 8):
             pair.backward(step)
             pair.step()
-        assert weights <= manager.space.residents
+        assert weights <= manager.evictor.residents
         pair.check()
 
 

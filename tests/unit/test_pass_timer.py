@@ -350,7 +350,7 @@ def test_a_loop_moves_as_few_bytes_as_it_can(pages: list[int]) -> None:
         loop(made, list(range(12)), 6)
         manager.counters.reset()
         loop(made, list(range(12)), 10)
-        residents = manager.space.residents
+        residents = manager.evictor.residents
         reserve = sum(sorted(pages)[-3:])
         assert sum(manager.table[b].block.nbytes for b in residents) == (hbm - reserve) * PAGE
         moved = manager.stats().links["dram->hbm"].nbytes / PAGE / 10
@@ -366,7 +366,7 @@ def test_residents_stay_from_pass_to_pass() -> None:
                 made.manager.begin_pass(key)
                 for number in order:
                     made.use(made.blocks[number])
-                seen.append(made.manager.space.residents)
+                seen.append(made.manager.evictor.residents)
         assert len(seen[-1]) == 3 and set(seen[4:]) == {seen[-1]}
 
 
@@ -394,7 +394,7 @@ def test_the_depth_follows_the_estimates(tmp_path: Path) -> None:
             manager.flush()
             manager.begin_pass("f")
             made.use(made.blocks[0])
-            return len(manager.prefetcher._ahead)
+            return len(manager.prefetcher._walk._ahead)
 
         assert ahead() == 2
         speed[0] = PAGE / 0.045  # 45 ms and a quarter, at 10 ms of compute each
@@ -410,13 +410,13 @@ def test_a_fetch_is_wasted_if_the_block_leaves_or_the_pass_ends(
         manager = made.manager
         loop(made, [0, 1], 3)
         for block in made.blocks:
-            manager.space.evict(manager.table[block.id])
+            manager.evictor.evict(manager.table[block.id])
         manager.begin_pass("f")
         manager.flush()
         made.use(made.blocks[0])
         assert manager.stats().prefetch_wasted == 0
         if leaves:
-            manager.space.evict(manager.table[made.blocks[1].id])
+            manager.evictor.evict(manager.table[made.blocks[1].id])
         else:
             manager.begin_pass("g")
         assert manager.stats().prefetch_wasted == 1
@@ -514,7 +514,7 @@ def test_what_is_held_all_the_while_stays() -> None:
                 made.use(block)
             made.manager.release(outer)
             made.manager.end_pass()
-        assert outer.id in made.manager.space.residents
+        assert outer.id in made.manager.evictor.residents
         made.manager.counters.reset()
         made.manager.begin_pass("f")
         made.use(outer)

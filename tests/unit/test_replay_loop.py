@@ -24,7 +24,7 @@ from tiermem.core.layout import TensorShape
 from tiermem.core.residency import State
 from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.names import HeldDict, TieredDict
-from tiermem.runtime.lookahead.prefetcher import Prefetcher
+from tiermem.runtime.lookahead.walks import SequenceWalk
 from tiermem.runtime.manager import BlockManager
 from tiermem.transfer.copy import Fences
 
@@ -57,7 +57,7 @@ def opened(blocks: int, slots: int) -> tuple[BlockManager, list[Block]]:
             prefetch_depth=1,
         )
     )
-    manager.prefetcher._dram = manager.prefetcher._works = True
+    manager.prefetcher.fetcher.beside = True
     shape = TensorShape("w", (PAGE,), (1,), torch.uint8, 1)
     made = manager.add_blocks([(f"b{i}", Role.PARAM, [shape]) for i in range(blocks)])
     for number, block in enumerate(made):
@@ -92,10 +92,10 @@ def test_nothing_is_looked_for_while_all_is_there(monkeypatch: pytest.MonkeyPatc
     manager, blocks = opened(5, 5)
     for _ in range(3):
         go_round(manager, blocks)
-    looks = counted(monkeypatch, Prefetcher, "_walk")
+    looks = counted(monkeypatch, SequenceWalk, "_wants_more")
     go_round(manager, blocks)
     assert not looks
-    manager.space.evict(manager.record(blocks[3]))
+    manager.evictor.evict(manager.record(blocks[3]))
     fetched = manager.stats().prefetches
     go_round(manager, blocks)
     assert looks and manager.stats().prefetches == fetched + 1
@@ -249,7 +249,7 @@ def test_bytes_are_right_in_a_loop_of_modules_that_repeats(hbm: int) -> None:
     expected = plain(x)
     with tiermem.TierManager("cpu", hbm=hbm * PAGE, dram=16 * PAGE) as tier, torch.no_grad():
         manager = tier._manager
-        manager.prefetcher._dram = manager.prefetcher._works = True
+        manager.prefetcher.fetcher.beside = True
         manager.pass_timer._clock = EvenClock()
         tier.wrap(model, blocks=[str(i) for i in range(8)])
         for _ in range(12):

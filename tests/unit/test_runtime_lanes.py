@@ -137,7 +137,7 @@ def test_bytes_are_right_whatever_is_used(passes: Sequence[Sequence[int]], depth
     manager = BlockManager(
         Settings("cpu", hbm, sum(SIZES) * PAGE, (), None, Policy(params="dram"), "auto")
     )
-    manager.prefetcher._dram = manager.prefetcher._works = True
+    manager.prefetcher.fetcher.beside = True
     share, outlook.share_hbm = outlook.share_hbm, laned
     try:
         blocks = manager.add_blocks(
@@ -160,7 +160,7 @@ def test_bytes_are_right_whatever_is_used(passes: Sequence[Sequence[int]], depth
             for block in held:
                 manager.release(block)
             manager.table.check()
-        assert manager.space.division.by_lane
+        assert manager.evictor.regions.by_lane
     finally:
         outlook.share_hbm = share
         manager.close()
@@ -191,7 +191,7 @@ def test_lanes_are_left_where_the_loop_is_no_round_any_more() -> None:
             made.passes(1)
             assert made.plan.lanes
             there_and_back(made)
-            assert not made.plan.lanes and not made.manager.space.division.by_lane
+            assert not made.plan.lanes and not made.manager.evictor.regions.by_lane
         for _ in range(2):
             made.passes(1)
             there_and_back(made)

@@ -41,7 +41,7 @@ def parking(folder: Path, hbm: int = 2, fault: Any = None) -> Iterator[Rig]:
         assert manager.mover is not None and homes.swap is not None and homes.staging is not None
         manager.mover.close()
         made.engine = engine = ScriptedEngine(fault=fault)
-        manager.mover = manager.traffic.mover = FileMover(
+        manager.mover = manager.transfers.mover = FileMover(
             homes.swap, lambda: engine, homes.staging, homes.chunk, Copier()
         )
         park_always(manager.prefetcher)
@@ -58,7 +58,7 @@ def loop(made: Rig, rounds: int = 1) -> None:
 def parked(made: Rig) -> list[str]:
     """Returns the names of the blocks whose reads have no place yet."""
     table = made.manager.table
-    return [table[block_id].block.name for block_id in made.manager.traffic.ahead.parked]
+    return [table[block_id].block.name for block_id in made.manager.transfers.ahead.parked]
 
 
 def test_every_block_is_read_once_a_round(tmp_path: Path) -> None:
@@ -92,9 +92,9 @@ def test_a_home_that_was_written_meanwhile_is_read_anew(tmp_path: Path) -> None:
     """Whoever writes it: the read has none of the new bytes."""
     with parking(tmp_path) as made:
         loop(made, 4)
-        (block_id,) = made.manager.traffic.ahead.parked
+        (block_id,) = made.manager.transfers.ahead.parked
         record = made.manager.table[block_id]
-        mover = made.manager.traffic.need_mover()
+        mover = made.manager.transfers.need_mover()
         assert record.home_extent is not None
         write = mover.write(record.home_extent, made.noise(record.block), label="elsewhere")
         mover.wait(write)
@@ -108,18 +108,18 @@ def test_it_is_nobody_s_when_its_block_goes(what: str, tmp_path: Path) -> None:
     with parking(tmp_path) as made:
         loop(made, 4)
         (name,) = parked(made)
-        entry = next(iter(made.manager.traffic.ahead.parked.values()))
+        entry = next(iter(made.manager.transfers.ahead.parked.values()))
         if what == "remove":
             (block,) = [block for block in made.blocks if block.name == name]
             made.manager.remove_blocks([block])
             made.blocks.remove(block)
-            made.manager.traffic.need_mover().wait(entry.transfer)
+            made.manager.transfers.need_mover().wait(entry.transfer)
             assert not parked(made)
             loop(made, 2)
             made.check()
         else:
             made.manager.close()
-            made.manager.traffic.ahead.drop(next(iter(made.manager.traffic.ahead.parked)))
+            made.manager.transfers.ahead.drop(next(iter(made.manager.transfers.ahead.parked)))
         assert entry.transfer.error is not None
 
 
@@ -164,7 +164,7 @@ def test_ctrl_c_as_it_gets_a_place_leaves_no_read_behind(
 ) -> None:
     with parking(tmp_path, hbm=3) as made:
         loop(made, 4)
-        mover = made.manager.traffic.need_mover()
+        mover = made.manager.transfers.need_mover()
         land = mover.land
 
         def interrupted(*args: Any, **settings: Any) -> Any:
@@ -190,6 +190,6 @@ def test_the_time_it_rested_is_not_the_disk_s(tmp_path: Path) -> None:
         transfer = FileTransfer(extent, is_read=True, label="b", urgent=False)
         transfer.started_ns, transfer.rested_ns, transfer.finished_ns = 1000, 400_000, 1_001_000
         made.manager.counters.reset()
-        made.manager.traffic._landed("nvme->hbm", block, transfer)
+        made.manager.transfers.log.landed("nvme->hbm", block, transfer)
         link = made.manager.stats().links["nvme->hbm"]
         assert link.seconds == pytest.approx(600e-6)

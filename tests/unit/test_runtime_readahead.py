@@ -28,7 +28,7 @@ def opened(request: pytest.FixtureRequest) -> Callable[..., Any]:
     @contextmanager
     def make(*args: Any, **settings: Any) -> Iterator[Rig]:
         with rig(*args, **settings) as made:
-            made.manager.prefetcher._dram = request.param == "device"
+            made.manager.prefetcher.fetcher.beside = request.param == "device"
             unplanned(made, through_dram=True)
             yield made
 
@@ -51,7 +51,7 @@ def loop(made: Rig, order: list[int], rounds: int = 1, key: str = "f") -> None:
 
 def staged(made: Rig) -> set[int]:
     """Returns the numbers of the blocks that are in DRAM or on their way there."""
-    ids = made.manager.traffic.ahead.staged
+    ids = made.manager.transfers.ahead.staged
     return {n for n, block in enumerate(made.blocks) if block.id in ids}
 
 
@@ -59,7 +59,7 @@ def forgotten(made: Rig, number: int) -> int:
     """Has a loop learned and all that was read ahead given up; returns where a block is at home."""
     loop(made, [*range(8)], 3)
     made.manager.flush()
-    made.manager.traffic.ahead.drop_all()
+    made.manager.transfers.ahead.drop_all()
     extent = made.manager.record(made.blocks[number]).home_extent
     assert extent is not None
     return extent.offset
@@ -163,8 +163,10 @@ def test_a_write_below_hbm_makes_the_copy_stale(opened: Callable[..., Any], tmp_
         record = manager.record(block)
         assert record.home_extent is not None
         new = made.noise(block)
-        manager.traffic.run(manager.traffic.need_mover().write(record.home_extent, new, label="w"))
-        assert manager.traffic.ahead.look(record) is None
+        manager.transfers.run(
+            manager.transfers.need_mover().write(record.home_extent, new, label="w")
+        )
+        assert manager.transfers.ahead.look(record) is None
         made.use(block)
         loop(made, [*range(8)], 2)
         made.check()
@@ -186,7 +188,7 @@ def test_a_place_is_not_used_again_while_the_disk_reads_into_it(
     opened: Callable[..., Any], tmp_path: Path
 ) -> None:
     with opened(2, BLOCKS * 2, nvme=tmp_path, dram=4) as made:
-        ahead = made.manager.traffic.ahead
+        ahead = made.manager.transfers.ahead
         loop(made, [*range(8)], 3)
         loop(made, [*range(8, 16)], 3, key="g")
         made.manager.flush()
@@ -208,7 +210,7 @@ def test_a_place_is_not_used_again_while_the_disk_reads_into_it(
 def test_on_a_gpu_the_host_waits_for_the_disk_only(tmp_path: Path) -> None:
     """No block goes through chunks that wait for the compute, as long as DRAM has room."""
     with rig(2, BLOCKS, nvme=tmp_path, dram=16) as made:
-        made.manager.prefetcher._dram = True
+        made.manager.prefetcher.fetcher.beside = True
         loop(made, [*range(8)], 4)
         links = made.manager.stats().links
         assert "nvme->hbm" not in links
@@ -217,7 +219,7 @@ def test_on_a_gpu_the_host_waits_for_the_disk_only(tmp_path: Path) -> None:
 
 def test_what_the_disk_alone_holds_up_goes_straight_into_hbm(tmp_path: Path) -> None:
     with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
-        made.manager.prefetcher._dram = True
+        made.manager.prefetcher.fetcher.beside = True
         unplanned(made, through_dram=False)
         loop(made, [*range(8)], 6)
         made.manager.counters.reset()
@@ -252,7 +254,7 @@ def test_a_read_that_cannot_begin_takes_no_place(
 ) -> None:
     with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
         manager = made.manager
-        mover, ahead = manager.traffic.need_mover(), manager.traffic.ahead
+        mover, ahead = manager.transfers.need_mover(), manager.transfers.ahead
         loop(made, [*range(8)], 3)
         manager.flush()
         ahead.drop_all()
@@ -287,7 +289,7 @@ def test_removed_blocks_leave_nothing_behind(opened: Callable[..., Any], tmp_pat
         made.manager.flush()
         free = made.manager.homes.dram
         made.manager.remove_blocks(made.blocks)
-        made.manager.traffic.ahead.drop_all()
+        made.manager.transfers.ahead.drop_all()
         assert free.used == made.manager.homes.chunk * 16
         made.blocks.clear()
 
@@ -341,7 +343,7 @@ def test_a_read_in_place_needs_host_memory(tmp_path: Path) -> None:
         assert extent is not None
         target = torch.empty(PAGE, dtype=torch.uint8, device="meta")
         with pytest.raises(ValueError, match="host memory"):
-            made.manager.traffic.need_mover().read(extent, target, label="r", in_place=True)
+            made.manager.transfers.need_mover().read(extent, target, label="r", in_place=True)
 
 
 class Copy:
@@ -364,7 +366,7 @@ def shared(made: Rig, kept: list[int], slots: int) -> Callable[[int, int], bool]
     manager = made.manager
     loop(made, [*range(8)], 3)
     manager.flush()
-    ahead, mover = manager.traffic.ahead, manager.traffic.need_mover()
+    ahead, mover = manager.transfers.ahead, manager.transfers.need_mover()
     ahead.share({made.blocks[n].id: PAGE for n in kept}, PAGE, slots, mover)
     schedule = manager.planner.schedule
 
@@ -378,7 +380,7 @@ def shared(made: Rig, kept: list[int], slots: int) -> Callable[[int, int], bool]
 def test_a_plan_gives_some_blocks_places_and_the_rest_slots(tmp_path: Path) -> None:
     with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
         begin = shared(made, [6, 7], 2)
-        ahead = made.manager.traffic.ahead
+        ahead = made.manager.transfers.ahead
         assert ahead.slots == 2 and ahead.kept == 2 * PAGE == ahead.nbytes - 2 * PAGE
         large = made.add(2, "nvme")
         assert ahead.takes(made.blocks[6]) and ahead.takes(made.blocks[0])
@@ -396,7 +398,7 @@ def test_a_place_waits_for_the_read_that_it_was_used_for(tmp_path: Path) -> None
     """As when a home is written while it is read: the same bytes of DRAM, and another read."""
     with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
         begin = shared(made, [6], 0)
-        ahead = made.manager.traffic.ahead
+        ahead = made.manager.transfers.ahead
         made.engine.hold()
         assert begin(6, 6)
         ahead.drop(made.blocks[6].id)
@@ -411,7 +413,7 @@ def test_a_place_waits_for_the_read_that_it_was_used_for(tmp_path: Path) -> None
 def test_a_slot_waits_for_the_copy_out_of_it(tmp_path: Path) -> None:
     with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
         begin = shared(made, [], 2)
-        ahead, copies = made.manager.traffic.ahead, [Copy(), Copy()]
+        ahead, copies = made.manager.transfers.ahead, [Copy(), Copy()]
         assert not ahead.wait_for_slot(), "there is nothing to wait for"
         for number, copy in enumerate(copies):
             assert begin(4 + number, 4 + number)
@@ -427,11 +429,11 @@ def test_reads_that_a_plan_has_no_use_for_are_given_up(tmp_path: Path) -> None:
     with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
         begin = shared(made, [], 4)
         manager = made.manager
-        ahead = manager.traffic.ahead
+        ahead = manager.transfers.ahead
         made.engine.hold()
         assert all(begin(n, n) for n in (4, 5, 6, 7))
         errors = manager.counters.errors
-        ahead.share({made.blocks[0].id: PAGE}, PAGE, 1, manager.traffic.need_mover())
+        ahead.share({made.blocks[0].id: PAGE}, PAGE, 1, manager.transfers.need_mover())
         assert ahead.unsettled and not ahead.slots, "the disk still writes there"
         made.engine.release()
         manager.flush()

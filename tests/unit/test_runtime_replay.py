@@ -88,7 +88,7 @@ def loop(blocks: int, slots: int, *, depth: Any = 1, large: int = 0) -> Iterator
             prefetch_depth=depth,
         )
     )
-    manager.prefetcher._dram = manager.prefetcher._works = True
+    manager.prefetcher.fetcher.beside = True
     manager.pass_timer._clock = EvenClock()
     pages = [2 if number < large else 1 for number in range(blocks)]
     made = manager.add_blocks(
@@ -100,7 +100,7 @@ def loop(blocks: int, slots: int, *, depth: Any = 1, large: int = 0) -> Iterator
     for number, (block, p) in enumerate(zip(made, pages, strict=True)):
         manager.write_home(block, [torch.full((p * PAGE,), number, dtype=torch.uint8)])
     found = Loop(manager, made, list(range(blocks)))
-    up, left, exchange = manager.copy.up, manager.traffic.left, manager.traffic.exchange
+    up, left, exchange = manager.copy.up, manager.transfers.left, manager.transfers.exchange
 
     def rising(target: torch.Tensor, *args: Any) -> Any:
         found.events.append(("up", target.data_ptr() - manager.arena.address))
@@ -118,8 +118,8 @@ def loop(blocks: int, slots: int, *, depth: Any = 1, large: int = 0) -> Iterator
         return done
 
     manager.copy.up = rising  # type: ignore[method-assign]
-    manager.traffic.left = leaving  # type: ignore[method-assign]
-    manager.traffic.exchange = exchanging  # type: ignore[method-assign]
+    manager.transfers.left = leaving  # type: ignore[method-assign]
+    manager.transfers.exchange = exchanging  # type: ignore[method-assign]
     try:
         yield found
     finally:
@@ -219,7 +219,7 @@ def write(made: Loop, number: int) -> Callable[[], None]:
 
 def evict(made: Loop, number: int) -> Callable[[], None]:
     record = made.manager.record(made.blocks[number])
-    if record.usable and made.manager.space.clear([record.extent.offset], wait=True):  # type: ignore[union-attr]
+    if record.usable and made.manager.evictor.clear([record.extent.offset], wait=True):  # type: ignore[union-attr]
         assert not record.usable
     return lambda: None
 
@@ -367,7 +367,7 @@ def test_a_child_that_is_forked_in_between_is_refused() -> None:
             code = 1
             try:
                 with suppress(ClosedError), made.manager.lock:
-                    made.manager.uses.take(made.blocks[2])
+                    made.manager.acquirer.acquire(made.blocks[2])
                     code = 2
                 code = 0 if code == 1 else code
             finally:
@@ -394,7 +394,7 @@ def test_a_block_that_left_in_between_is_fetched_ahead() -> None:
     with loop(5, 5) as made:
         until_it_repeats(made)
         before = made.manager.stats()
-        made.manager.space.evict(made.manager.record(made.blocks[3]))
+        made.manager.evictor.evict(made.manager.record(made.blocks[3]))
         made.go_round()
         after = made.manager.stats()
         assert after.misses == before.misses and after.prefetches == before.prefetches + 1
@@ -403,7 +403,7 @@ def test_a_block_that_left_in_between_is_fetched_ahead() -> None:
         until_it_repeats(made)
         made.manager.begin_pass("loop")
         made.use(0)
-        made.manager.space.evict(made.manager.record(made.blocks[3]))
+        made.manager.evictor.evict(made.manager.record(made.blocks[3]))
         for number in range(1, 5):
             made.use(number)
         assert made.manager.stats().misses == after.misses

@@ -28,7 +28,7 @@ def opened(sizes: list[int], hbm: int, depth: int) -> BlockManager:
             prefetch_depth=depth,
         )
     )
-    made.prefetcher._dram = made.prefetcher._works = True  # as on a GPU
+    made.prefetcher.fetcher.beside = True  # as on a GPU
     return made
 
 
@@ -68,7 +68,7 @@ def test_a_loop_moves_only_what_does_not_stay(manager: BlockManager) -> None:
     blocks = blocks_of(manager)
     for _ in range(16):
         go_round(manager, blocks)
-    residents = manager.space.residents
+    residents = manager.evictor.residents
     stay = sum(b.nbytes for b in blocks if b.id in residents)
     reserve = sum(sorted(SIZES)[-1 - manager.settings.prefetch_depth :])  # type: ignore[operator]
     assert stay >= (sum(SIZES) // 2 - reserve) * PAGE
@@ -119,21 +119,21 @@ def test_what_stays_is_sent_away_where_it_leaves_holes_too_small() -> None:
     """One of two pages in the middle of six: three more would not fit on either side."""
     manager = opened([1, 2, 3], 6, depth=0)
     small, middle, large = blocks_of(manager, [1, 2, 3])
-    space = manager.space
+    evictor = manager.evictor
     manager.acquire(large)  # nothing is planned from here on
     manager.release(large)
-    space.evict(manager.record(large))
-    space.keep(frozenset({small.id, middle.id}), PAGE)
+    evictor.evict(manager.record(large))
+    evictor.keep(frozenset({small.id, middle.id}), PAGE)
     for block in (middle, small):
         manager.acquire(block)
         manager.release(block)
     extent = manager.record(middle).extent
     assert extent is not None and extent.offset == 3 * PAGE
-    space.keep(frozenset({middle.id, large.id}), PAGE)
+    evictor.keep(frozenset({middle.id, large.id}), PAGE)
     loop = object()
-    space.settle(loop)
+    evictor.rearrange(loop)
     assert manager.record(middle).extent == extent  # it may be for one round only
-    space.settle(loop)
+    evictor.rearrange(loop)
     assert manager.record(middle).extent is None
     for block in (large, middle):
         manager.acquire(block)

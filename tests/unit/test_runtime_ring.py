@@ -30,7 +30,7 @@ def places(made: Rig) -> list[tuple[Block, Extent]]:
 def training(hbm: int, count: int, *, beside: bool = True) -> Iterator[Rig]:
     """Opens a manager over blocks that a step writes."""
     with rig(hbm, depth=0) as made:
-        made.manager.prefetcher._dram = beside
+        made.manager.prefetcher.fetcher.beside = beside
         for _ in range(count):
             made.add(1, "dram", Role.OPTIMIZER)
         yield made
@@ -110,20 +110,20 @@ def test_copies_are_not_fetched_past_a_block_that_the_host_works_on() -> None:
     """Its own copy, once it is back, would wait for theirs."""
     with rig(8, [(1, "dram")] * 6, depth=4) as made:
         manager = made.manager
-        manager.prefetcher._dram = manager.prefetcher._works = True
+        manager.prefetcher.fetcher.beside = True
         for _ in range(3):
             manager.begin_pass("f")
             for block in made.blocks:
                 made.use(block)
         for block in made.blocks:
-            manager.lender.lend([block])
-            manager.lender.give_back([block])
-        manager.lender.lend([made.blocks[3]])
+            manager.host_loans.lend([block])
+            manager.host_loans.give_back([block])
+        manager.host_loans.lend([made.blocks[3]])
         manager.begin_pass("f")
         made.use(made.blocks[0])
         there = [n for n, b in enumerate(made.blocks) if manager.table[b.id].usable]
         assert there == [0, 1, 2]
-        manager.lender.give_back([made.blocks[3]])
+        manager.host_loans.give_back([made.blocks[3]])
         for block in made.blocks[1:]:
             made.use(block)
 
@@ -149,7 +149,7 @@ def stepping(hbm: int, count: int) -> Iterator[Rig]:
     """Opens a manager over weights and their state, as on a GPU."""
     with rig(hbm) as made:
         manager = made.manager
-        manager.prefetcher._dram = manager.prefetcher._works = True
+        manager.prefetcher.fetcher.beside = True
         manager.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
         manager.pass_timer.estimates.rate = lambda *_: 1.0  # type: ignore[method-assign]
         for role in (Role.PARAM, Role.OPTIMIZER):
@@ -162,20 +162,20 @@ def test_what_there_is_room_for_is_neither_fetched_nor_written() -> None:
     """Ten weights and ten of state, six places for the circle: eleven of twenty stay."""
     with stepping(6 + 11, 10) as made:
         steps(made, 5)
-        space, table = made.manager.space, made.manager.table
+        evictor, table = made.manager.evictor, made.manager.table
         weights = {block.id for block in made.blocks[:10]}
-        assert weights <= space.residents and len(space.residents) == 11
-        assert space.division.border == 6 * PAGE and made.manager.stats().kept_in_hbm == 11 * PAGE
-        assert all(space.division.stays(table[block]) for block in space.residents)
-        before = {block: table[block].extent for block in space.residents}
+        assert weights <= evictor.residents and len(evictor.residents) == 11
+        assert evictor.regions.border == 6 * PAGE and made.manager.stats().kept_in_hbm == 11 * PAGE
+        assert all(evictor.regions.stays(table[block]) for block in evictor.residents)
+        before = {block: table[block].extent for block in evictor.residents}
         moved: list[int] = []
-        traffic = made.manager.traffic
-        fill, drain = traffic.fill, traffic.drain
-        traffic.fill = lambda r, *a: (moved.append(r.block.id), fill(r, *a))[1]  # type: ignore[method-assign]
-        traffic.drain = lambda r: (moved.append(r.block.id), drain(r))[1]  # type: ignore[method-assign]
+        transfers = made.manager.transfers
+        fill, drain = transfers.fill, transfers.drain
+        transfers.fill = lambda r, *a: (moved.append(r.block.id), fill(r, *a))[1]  # type: ignore[method-assign]
+        transfers.drain = lambda r: (moved.append(r.block.id), drain(r))[1]  # type: ignore[method-assign]
         steps(made, 3)
-        assert moved and not set(moved) & space.residents
-        assert {block: table[block].extent for block in space.residents} == before
+        assert moved and not set(moved) & evictor.residents
+        assert {block: table[block].extent for block in evictor.residents} == before
         made.check()
 
 
@@ -183,16 +183,16 @@ def test_a_pass_begins_with_kernels_not_with_fetches() -> None:
     """What its first four uses want comes at once; what comes later is fetched by later uses."""
     with stepping(6, 32) as made:
         steps(made, 3)
-        planner, traffic = made.manager.planner, made.manager.traffic
+        planner, transfers = made.manager.planner, made.manager.transfers
         ahead: list[int] = []
-        fill = traffic.fill
+        fill = transfers.fill
 
         def filling(record: Any, *args: Any) -> None:
             if record.block.id != planner.last:
                 ahead.append(planner.cursor)
             fill(record, *args)
 
-        traffic.fill = filling  # type: ignore[method-assign]
+        transfers.fill = filling  # type: ignore[method-assign]
         steps(made, 2)
         assert len(planner.schedule) >= 64
         assert ahead and min(ahead) > 4
@@ -211,18 +211,18 @@ def test_a_short_loop_is_fetched_ahead_from_its_first_use_on() -> None:
 def test_the_circle_keeps_out_of_what_stays() -> None:
     with stepping(6 + 11, 10) as made:
         steps(made, 5)
-        space, table = made.manager.space, made.manager.table
+        evictor, table = made.manager.evictor, made.manager.table
         for block in made.blocks:
             extent = table[block.id].extent
-            if extent is not None and block.id not in space.residents:
-                assert extent.end <= space.division.border
+            if extent is not None and block.id not in evictor.residents:
+                assert extent.end <= evictor.regions.border
         made.check()
 
 
 def test_without_room_beside_the_circle_everything_goes_round() -> None:
     with stepping(6, 10) as made:
         steps(made, 4)
-        assert made.manager.space.residents == frozenset()
+        assert made.manager.evictor.residents == frozenset()
         assert made.manager.stats().kept_in_hbm == 0
         made.check()
 
@@ -230,7 +230,7 @@ def test_without_room_beside_the_circle_everything_goes_round() -> None:
 def test_a_pass_that_foresees_less_state_changes_nothing() -> None:
     with stepping(6 + 11, 10) as made:
         steps(made, 4)
-        residents = made.manager.space.residents
+        residents = made.manager.evictor.residents
         for _ in range(3):  # micro-batches without a step
             made.manager.begin_pass("forward")
             for block in made.blocks[:10]:
@@ -239,7 +239,7 @@ def test_a_pass_that_foresees_less_state_changes_nothing() -> None:
             for block in reversed(made.blocks[:10]):
                 made.write(block)
         steps(made, 2)
-        assert made.manager.space.residents == residents
+        assert made.manager.evictor.residents == residents
         made.check()
 
 
@@ -249,7 +249,7 @@ def test_less_stays_once_there_is_less_room() -> None:
         made.add(4, "hbm")
         fixed = made.blocks.pop()
         steps(made, 4)
-        assert len(made.manager.space.residents) == 11 - 4
+        assert len(made.manager.evictor.residents) == 11 - 4
         made.blocks.append(fixed)
         made.check()
 
@@ -264,5 +264,5 @@ def test_what_stays_goes_once_it_is_removed() -> None:
             for block in made.blocks:
                 made.write(block)
         alive = {block.id for block in made.blocks}
-        assert made.manager.space.residents <= alive
+        assert made.manager.evictor.residents <= alive
         made.check()

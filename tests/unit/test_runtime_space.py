@@ -51,20 +51,20 @@ def test_a_loop_evicts_what_is_needed_last(tmp_path: Path) -> None:
 def test_a_wait_for_the_disk_leaves_it_more_to_read(tmp_path: Path) -> None:
     """The use before is over by then, so the read into its slot begins ahead of the wait."""
     with rig(2, [(1, "nvme")] * 6, nvme=tmp_path, dram=0) as made:
-        traffic, engine = made.manager.traffic, made.engine
+        transfers, engine = made.manager.transfers, made.engine
         assert engine is not None
         loop(made, [*range(6)], 4)
         waits: list[int] = []
-        wait = traffic.wait
+        wait = transfers.wait
 
         def seen(transfer: FileTransfer) -> None:
-            waits.append(len(traffic.flights))
+            waits.append(len(transfers.flights))
             engine.release()
             wait(transfer)
             engine.hold()
 
-        traffic.settle_all()
-        traffic.wait = seen  # type: ignore[method-assign]
+        transfers.settle_all()
+        transfers.wait = seen  # type: ignore[method-assign]
         engine.hold()
         loop(made, [*range(6)], 1)
         engine.release()
@@ -78,7 +78,7 @@ def test_a_fetch_ahead_evicts_nothing_needed_sooner(tmp_path: Path) -> None:
         manager = made.manager
         position: list[int] = []
         evicted: list[tuple[int, int]] = []
-        evict, fill = manager.space.evict, manager.prefetcher.fill
+        evict, fill = manager.evictor.evict, manager.prefetcher.fetcher.fill
 
         def evicting(record: Record, *, free: bool = True) -> None:
             if position:
@@ -92,7 +92,7 @@ def test_a_fetch_ahead_evicts_nothing_needed_sooner(tmp_path: Path) -> None:
             finally:
                 position.pop()
 
-        manager.space.evict, manager.prefetcher.fill = evicting, filling  # type: ignore[method-assign]
+        manager.evictor.evict, manager.prefetcher.fetcher.fill = evicting, filling  # type: ignore[method-assign]
         for _ in range(10):
             loop(made, [0, 1, 2, 3, 4, 5, 2, 1, 4], 1)
             manager.flush()
@@ -265,7 +265,7 @@ def test_what_is_used_together_finds_room_together() -> None:
             made.compare(slot.bytes, block)
             assert made.manager.slots.current[block.id] is slot
             made.manager.release(block)
-        assert not made.manager.space.unseen
+        assert not made.manager.evictor.rules.unseen
         made.check()
 
 

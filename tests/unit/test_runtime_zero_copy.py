@@ -21,7 +21,7 @@ def glance(bench: Rig, block: Block, *, again: bool = False) -> torch.Tensor | N
     def look(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return tensors[0].clone()
 
-    return bench.manager.in_place.read(block, look, 7, again=again)
+    return bench.manager.zero_copy.read(block, look, 7, again=again)
 
 
 def seen(bench: Rig, block: Block, *, again: bool = False) -> bool:
@@ -106,10 +106,10 @@ def test_what_is_lent_to_the_host_is_not_looked_at() -> None:
     with rig(2, BLOCKS) as bench:
         manager, block = bench.manager, bench.blocks[0]
         assert seen(bench, block)
-        (tensors,), _ = manager.lender.lend([block])
+        (tensors,), _ = manager.host_loans.lend([block])
         assert not seen(bench, block)
         tensors[0].copy_(bench.noise(block))
-        manager.lender.give_back([block])
+        manager.host_loans.give_back([block])
         assert seen(bench, block)
 
 
@@ -120,7 +120,7 @@ def test_an_error_of_the_kernel_is_the_callers() -> None:
             raise IndexError("no such row")
 
         with pytest.raises(IndexError, match="no such row"):
-            bench.manager.in_place.read(bench.blocks[0], fail, 7, again=False)
+            bench.manager.zero_copy.read(bench.blocks[0], fail, 7, again=False)
         assert seen(bench, bench.blocks[0])
         bench.check()
 
@@ -141,7 +141,7 @@ def test_cut_short_the_host_waits_for_kernels_that_nobody_knows_of(
             if when == "mark":
                 patch.setattr(manager.copy, "mark", cut)
             with pytest.raises(KeyboardInterrupt):
-                manager.in_place.read(bench.blocks[0], look, 7, again=False)
+                manager.zero_copy.read(bench.blocks[0], look, 7, again=False)
             assert waited
             waited.clear()
         assert seen(bench, bench.blocks[0])

@@ -13,17 +13,17 @@ import copy
 import json
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiermem.cli.options import (
     activation_options,
-    parse_bytes,
     parse_depth,
     pick_device,
     policy_of,
+    read_budget,
 )
 from tiermem.config import format_size
 from tiermem.errors import CapacityError, ConfigError
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     lora = parse_lora(arguments.lora)
     folder = open_folder(arguments.checkpoint, checkpointing=True)
     tiers = pick_tiers(arguments, folder, lora, plan)
-    with capped(tiers.cap, plan.device), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about its own names
         result = _train(arguments, folder, lora, plan, tiers, console)
     if arguments.json:
@@ -214,12 +214,13 @@ def pick_tiers(
 
     from tiermem.cli.adapting import can_recompute
     from tiermem.cli.needs import least_budgets, sizes_of
-    from tiermem.tier import default_hbm, device_of
+    from tiermem.tier import default_hbm, device_of, hbm_of
 
     sizes = sizes_of(folder.model)
     _check_context(sizes, plan.context)
     device = device_of(plan.device)
-    cap = default_hbm(device) if arguments.hbm is None else parse_bytes(arguments.hbm, "--hbm")
+    asked = hbm_of(read_budget(arguments.hbm, "--hbm"), device)
+    cap = default_hbm(device) if asked is None else asked
     activations = sizes.training_nbytes(
         plan.batch * plan.context, plan.loss_chunks, can_recompute(folder.model)
     )
@@ -270,19 +271,22 @@ def _with_adapters(folder: Folder, lora: tiermem.Lora) -> tuple[Any, list[Any]]:
 
 
 @contextlib.contextmanager
-def capped(cap: int, device: str) -> Any:
+def capped(tiers: Tiers, device: str) -> Iterator[None]:
     """Has torch refuse more of the device than the cap, within the ``with`` block.
 
-    The tiers' arena is torch's memory, too; the CUDA context is not, and comes on top.
+    To be entered when the tiers are open. Their memory is the driver's, and not counted by torch,
+    or one allocation of torch's, where a driver cannot map it; the CUDA context comes on top.
     """
     import torch
 
     if not device.startswith("cuda"):
         yield
         return
-    total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), device)
+    counted = torch.cuda.memory_reserved(device) >= tiers.hbm
+    most = tiers.cap if counted else tiers.cap - tiers.hbm
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), device)
     try:
         yield
     finally:
@@ -311,15 +315,18 @@ def _train(
     nvme = [path for path in arguments.nvme or [] if path != "none"]
     out = Path(arguments.out or OUT)
     losses: list[float] = []
-    with tiermem.TierManager(
-        plan.device,
-        hbm=tiers.hbm,
-        dram=arguments.dram,
-        nvme=nvme or None,
-        policy=policy_of(arguments),
-        prefetch_depth=parse_depth(arguments.prefetch_depth),  # type: ignore[arg-type]
-        **activation_options(arguments),
-    ) as tier:
+    with (
+        tiermem.TierManager(
+            plan.device,
+            hbm=tiers.hbm,
+            dram=read_budget(arguments.dram, "--dram"),
+            nvme=nvme or None,
+            policy=policy_of(arguments),
+            prefetch_depth=parse_depth(arguments.prefetch_depth),  # type: ignore[arg-type]
+            **activation_options(arguments),
+        ) as tier,
+        capped(tiers, plan.device),
+    ):
         console.print(
             f"{format_size(tiers.cap)} for the process: {format_size(tiers.hbm)} of HBM for the "
             f"tiers, {format_size(tiers.adapters)} of it for adapters with their optimizer, and "

@@ -12,7 +12,7 @@ import time
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from tiermem.cli.options import parse_bytes, pick_device
+from tiermem.cli.options import pick_device, read_budget
 from tiermem.cli.plan import add_speed_arguments
 from tiermem.config import format_size
 from tiermem.errors import CapacityError, ConfigError
@@ -132,9 +132,10 @@ def pick_hbm(arguments: argparse.Namespace, model: nn.Module, device: str, besid
         CapacityError: If the device, or ``--hbm``, is too small.
     """
     from tiermem.cli.needs import least_budgets
+    from tiermem.tier import device_of, hbm_of
 
     free = free_nbytes(device)
-    given = None if arguments.hbm is None else parse_bytes(arguments.hbm, "--hbm")
+    given = hbm_of(read_budget(arguments.hbm, "--hbm"), device_of(device))
     found = least_budgets(model, device=device, hbm=given, nvme=True)
     what = f"keys, values and activations take {format_size(beside)}"
     if found.least_hbm + beside > free:
@@ -189,9 +190,8 @@ def _write(
     beside = cache + sizes.forward_nbytes(len(prompt))
     hbm = pick_hbm(arguments, folder.model, device, beside)
     weights = streamed_nbytes(folder.model)
-    with tiermem.TierManager(
-        device, hbm=hbm, dram=arguments.dram, nvme=arguments.nvme or None
-    ) as tier:
+    dram = read_budget(arguments.dram, "--dram")
+    with tiermem.TierManager(device, hbm=hbm, dram=dram, nvme=arguments.nvme or None) as tier:
         budget = tier.stats().budget
         progress.say(
             f"loading: {format_size(weights)} of weights for each token; "

@@ -138,9 +138,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--overlap",
         nargs="?",
         const="forward",
-        choices=("forward", "backward"),
-        help="make each block's step in the next forward (default, where this is given), or in "
-        "backward as soon as its gradient is final, which leaves no room for clipping",
+        default="auto",
+        choices=("auto", "forward", "backward"),
+        help="make each block's step in the next forward (default, where this is given), in "
+        "backward as soon as its gradient is final, which leaves no room for clipping, or where "
+        "no program can tell (auto, the default)",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--no-compare", action="store_true", help="skip the resident run")
@@ -270,7 +272,7 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
         loss_chunks=arguments.loss_chunks,
         master=None if arguments.master is None else _dtype(arguments.master),
         optimizer_on=arguments.optimizer_on,
-        overlap=arguments.overlap or False,
+        overlap=arguments.overlap,
         clip=arguments.clip,
     )
 

@@ -37,7 +37,7 @@ class Settings:
         loss_chunks: In how many parts the logits and the loss are made; 0 for all at once.
         master: Of the masters of the weights, or None for none.
         optimizer_on: ``"device"``, ``"host"`` or ``"both"``; the resident run is all on the device.
-        overlap: ``"forward"`` or ``"backward"`` if the tiered run makes its steps there.
+        overlap: When the tiered run makes its steps, as for ``tier.optimizer``.
         clip: Most that the norm of all gradients may be, or 0 for any.
     """
 
@@ -53,7 +53,7 @@ class Settings:
     loss_chunks: int = 0
     master: torch.dtype | None = None
     optimizer_on: Literal["device", "host", "both"] = "device"
-    overlap: Literal[False, "forward", "backward"] = False
+    overlap: Literal["auto", "forward", "backward"] = "auto"
     clip: float = 1.0
 
     @property

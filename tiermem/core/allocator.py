@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 from tiermem.core.block import ALIGNMENT, Extent, align_up
 from tiermem.errors import InvariantError
@@ -28,22 +29,43 @@ class Window:
     cost: float
 
 
+class Backing(Protocol):
+    """The memory behind a store, of which there may be less than the store has addresses."""
+
+    def back(self, extent: Extent) -> bool:
+        """Sees to it that there is memory behind an extent; returns whether there is."""
+        ...
+
+    def missing(self) -> Sequence[Extent]:
+        """Returns the runs that have no memory behind them, by offset."""
+        ...
+
+
 class Allocator:
     """Extents in ``[0, capacity)``: best fit, lowest address first, gaps joined at once.
 
     Everything is deterministic, so that a repeated sequence of requests gets
     the same addresses again.
+
+    Where memory comes behind the addresses only as they are handed out, it may be refused. From
+    then on the runs without memory are *walls*: nobody gets them, and nobody can clear them,
+    until :meth:`open_walls`.
     """
 
-    def __init__(self, capacity: int, alignment: int = ALIGNMENT) -> None:
+    def __init__(
+        self, capacity: int, alignment: int = ALIGNMENT, backing: Backing | None = None
+    ) -> None:
         """Starts empty.
 
         Args:
             capacity: Bytes; what is beyond the last whole ``alignment`` is unused.
             alignment: Every extent begins and ends on a multiple of it.
+            backing: The memory; None where it is there already.
         """
         self.capacity = capacity // alignment * alignment
         self.alignment = alignment
+        self._backing = backing
+        self._walls: dict[int, int] = {}
         self._taken: dict[int, int] = {}
         self._order: list[int] = []
         self._gaps: list[tuple[int, int]] = [(0, self.capacity)] if self.capacity else []
@@ -58,7 +80,12 @@ class Allocator:
     @property
     def count(self) -> int:
         """How many extents are handed out."""
-        return len(self._taken)
+        return len(self._taken) - len(self._walls)
+
+    @property
+    def walled(self) -> int:
+        """Bytes that nobody gets, since there is no memory for them."""
+        return sum(self._walls.values())
 
     def has_gap(self, nbytes: int) -> bool:
         """Whether that many bytes are free in one run; they may not be aligned."""
@@ -66,7 +93,8 @@ class Allocator:
 
     def holds(self, extent: Extent) -> bool:
         """Whether ``extent`` is one that was handed out."""
-        return self._taken.get(extent.offset) == extent.nbytes
+        taken = self._taken.get(extent.offset) == extent.nbytes
+        return taken and extent.offset not in self._walls
 
     def gaps(self) -> list[Extent]:
         """Returns the free runs by address; no two of them touch."""
@@ -85,9 +113,13 @@ class Allocator:
         return found
 
     def extents(self) -> Iterable[Extent]:
-        """Yields the allocated extents by address."""
+        """Yields the allocated extents by address, and the walls."""
         for offset in self._order:
             yield Extent(offset, self._taken[offset])
+
+    def is_wall(self, offset: int) -> bool:
+        """Whether a wall begins at an offset."""
+        return offset in self._walls
 
     def allocate(self, nbytes: int) -> Extent | None:
         """Takes the smallest gap that fits.
@@ -108,9 +140,17 @@ class Allocator:
             parts: First byte of each run and the first behind it, ascending.
 
         Returns:
-            The extent, or None where no run has a gap that is large enough.
+            The extent, or None where no run has a gap that is large enough, with memory for it.
         """
         size = self._size(nbytes)
+        while (start := self._best(size, parts)) is not None:
+            extent = Extent(start, size)
+            if self._backed(extent):
+                return self.take(extent)
+        return None
+
+    def _best(self, size: int, parts: Sequence[tuple[int, int]]) -> int | None:
+        """Returns where the smallest gap within some runs begins that is large enough."""
         best: tuple[int, int] | None = None
         for offset, gap in self._gaps:
             if gap < size:
@@ -122,10 +162,14 @@ class Allocator:
                 room = min(offset + gap, high) - start
                 if room >= size and (best is None or room < best[1]):
                     best = (start, room)
-        return None if best is None else self.take(Extent(best[0], size))
+        return None if best is None else best[0]
+
+    def back(self, extent: Extent) -> bool:
+        """Sees to it that there is memory behind bytes that are taken, or about to be."""
+        return self._backing is None or self._backing.back(extent)
 
     def take(self, extent: Extent) -> Extent:
-        """Takes exactly ``extent``, all of which must be free.
+        """Takes exactly ``extent``, all of which must be free and :meth:`back` with memory.
 
         Raises:
             InvariantError: If any byte of it is taken, or it is empty or not aligned.
@@ -152,7 +196,7 @@ class Allocator:
             nbytes: Bytes asked for, above zero; rounded up to the alignment.
 
         Returns:
-            The extent, or None where any byte of it is taken.
+            The extent, or None where any byte of it is taken, or has no memory.
         """
         size = self._size(nbytes)
         gaps = self._gaps
@@ -164,6 +208,8 @@ class Allocator:
         if behind < 0:
             return None
         extent = Extent(offset, size)
+        if self._backing is not None and not self._backed(extent):
+            return None
         rest = [(offset + size, behind)] if behind else []
         gaps[index : index + 1] = [(start, offset - start), *rest] if start < offset else rest
         return self._take(extent)
@@ -175,11 +221,15 @@ class Allocator:
             InvariantError: If it is not one that was handed out.
         """
         start, nbytes = extent.offset, extent.nbytes
-        if self._taken.get(start) != nbytes:
+        if self._taken.get(start) != nbytes or start in self._walls:
             raise InvariantError(f"{extent} was not allocated")
+        self.used -= nbytes
+        self._open(start, nbytes)
+
+    def _open(self, start: int, nbytes: int) -> None:
+        """Makes a taken run a gap, and joins it with its neighbours."""
         del self._taken[start]
         del self._order[bisect_left(self._order, start)]
-        self.used -= nbytes
         gaps = self._gaps
         first = last = bisect_left(gaps, (start,))
         end = start + nbytes
@@ -193,8 +243,54 @@ class Allocator:
                 last, end = last + 1, behind + size
         gaps[first:last] = [(start, end - start)]
 
+    def resize(self, capacity: int) -> None:
+        """Ends the store elsewhere; what has been handed out stays where it is.
+
+        Args:
+            capacity: Bytes, as for a new one.
+
+        Raises:
+            InvariantError: If anything lies behind the new end.
+        """
+        self.open_walls()
+        end, old = capacity // self.alignment * self.alignment, self.capacity
+        if self._order and self._order[-1] + self._taken[self._order[-1]] > end:
+            raise InvariantError(f"a store of {old} bytes cannot end at {end}: it is in use there")
+        begin = old
+        if self._gaps and sum(self._gaps[-1]) == old:
+            begin = self._gaps.pop()[0]
+        if begin < end:
+            self._gaps.append((begin, end - begin))
+        self.capacity = end
+
+    def open_walls(self) -> bool:
+        """Has memory be asked for again where it was refused; returns whether it was anywhere."""
+        walls, self._walls = self._walls, {}
+        for offset, nbytes in walls.items():
+            self._open(offset, nbytes)
+        return bool(walls)
+
+    def _backed(self, extent: Extent) -> bool:
+        """Has memory be there for an extent that is about to be taken; builds walls if not."""
+        backing = self._backing
+        if backing is None or backing.back(extent):
+            return True
+        for run in backing.missing():
+            for gap in self.gaps_in(run.offset, run.end):
+                self._walls[gap.offset] = gap.nbytes
+                used, peak = self.used, self.peak
+                self.take(gap)
+                self.used, self.peak = used, peak
+        if all(not self._cut(run, extent) for run in backing.missing()):
+            raise InvariantError(f"{extent} has memory, and it was refused")
+        return False
+
+    @staticmethod
+    def _cut(one: Extent, other: Extent) -> bool:
+        return one.offset < other.end and other.offset < one.end
+
     def rebuild(self, extents: Iterable[Extent]) -> None:
-        """Makes just these be handed out, whatever was before.
+        """Makes just these be handed out, whatever was before; walls are opened.
 
         Args:
             extents: No two of them overlap.
@@ -212,6 +308,7 @@ class Allocator:
             at = extent.end
         if at < self.capacity:
             gaps.append((at, self.capacity - at))
+        self._walls = {}
         self._taken = {extent.offset: extent.nbytes for extent in ordered}
         self._order = [extent.offset for extent in ordered]
         self._gaps = gaps

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tiermem.core.allocator import Allocator
+from tiermem.core.allocator import Allocator, Backing
 from tiermem.core.block import Block, Extent, Tier
 from tiermem.errors import InvariantError
 
@@ -92,13 +92,14 @@ class ResidencyTable:
         at: Returns the record of the block in HBM at an offset; None for an orphan.
     """
 
-    def __init__(self, hbm_nbytes: int) -> None:
+    def __init__(self, hbm_nbytes: int, backing: Backing | None = None) -> None:
         """Starts empty.
 
         Args:
             hbm_nbytes: Capacity of HBM.
+            backing: The memory behind it; None where it is there already.
         """
-        self.hbm = Allocator(hbm_nbytes)
+        self.hbm = Allocator(hbm_nbytes, backing=backing)
         self.nbytes = 0
         self._records: dict[int, Record] = {}
         self._at: dict[int, Record] = {}
@@ -176,9 +177,15 @@ class ResidencyTable:
         if record.in_hbm is not State.FILLING:
             raise self._wrong(record, "said to be filled")
         if ok:
-            record.in_hbm = State.VALID
+            self.filled(record)
         else:
             self._leave(record, keep=keep)
+
+    def filled(self, record: Record) -> None:
+        """Ends a fill that went well, by the record; see :meth:`end_fill`."""
+        if record.in_hbm is not _FILLING:
+            raise self._wrong(record, "said to be filled")
+        record.in_hbm = _VALID
 
     def place_blank(self, block_id: int, extent: Extent) -> None:
         """Gives a block that holds no data yet a place in HBM, to be written there."""
@@ -345,7 +352,9 @@ class ResidencyTable:
         return [
             extent
             for extent in self.hbm.extents()
-            if extent.offset not in self._at and extent.offset not in self._orphans
+            if extent.offset not in self._at
+            and extent.offset not in self._orphans
+            and not self.hbm.is_wall(extent.offset)
         ]
 
     def reclaim(self, extent: Extent) -> None:

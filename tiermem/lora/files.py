@@ -87,18 +87,20 @@ def load_adapters(model: nn.Module, path: PathLike) -> None:
     folder = Path(path)
     lora = _read_settings(folder / SETTINGS)
     plain = settings_of(model) is None
-    _check_values(model, lora)
+    _check_values(model, lora, folder / WEIGHTS)
     if plain:
         check_plain(model)
     else:
         _check_alike(model, lora, folder / SETTINGS)
-    tensors = _read(folder / WEIGHTS, _expected(model, lora, folder / SETTINGS))
+    wanted = _expected(model, lora, folder / SETTINGS)
+    tensors = _read(folder / WEIGHTS, wanted, _also(model, lora))
     if plain:
         with torch.random.fork_rng(devices=()):  # what is drawn is not kept
             add_adapters(model, lora)
         for each in adapted(model).values():
             each.lora_dropout.train(each.training)
     own = {**_own(model), **_biases(model, lora)}
+    own.update((name, param) for name, param in _also(model, lora).items() if name in tensors)
     parts = {_PREFIX + name: module for name, module in saved_whole(model, lora)}
     for name, module in parts.items():
         start = f"{name}."
@@ -107,7 +109,7 @@ def load_adapters(model: nn.Module, path: PathLike) -> None:
     with torch.no_grad():
         for name, param in own.items():
             if not any(name.startswith(f"{part}.") for part in parts):
-                param.copy_(tensors[name])
+                _set(param, tensors[name])
 
 
 # -- names -----------------------------------------------------------------
@@ -135,6 +137,19 @@ def _bias_name(name: str, inside: Iterable[str]) -> str:
     """Returns a bias's name in the file: peft puts the modules that it adapts into another."""
     module = name.rpartition(".")[0]
     return f"{_PREFIX}{module}.base_layer.bias" if module in inside else _PREFIX + name
+
+
+def _also(model: nn.Module, lora: Lora) -> dict[str, torch.Tensor]:
+    """Returns the weights of adapted modules: peft saves embeddings' with their adapters."""
+    inside: dict[str, nn.Module] = {**adapted(model)}
+    if not inside:
+        inside = {target.name: target.module for target in chosen(model, lora)}
+    return {
+        f"{_PREFIX}{name}.base_layer.{part}": param
+        for name, module in inside.items()
+        for part in ("weight", "bias")
+        if (param := module._parameters.get(part)) is not None
+    }
 
 
 def _expected(model: nn.Module, lora: Lora, path: Path) -> dict[str, tuple[int, ...]]:
@@ -252,7 +267,7 @@ def _check_alike(model: nn.Module, lora: Lora, path: Path) -> None:
             )
 
 
-def _check_values(model: nn.Module, lora: Lora) -> None:
+def _check_values(model: nn.Module, lora: Lora, path: Path) -> None:
     """Refuses to load what a file has beside adapters into parameters that have no values yet.
 
     Raises:
@@ -263,14 +278,25 @@ def _check_values(model: nn.Module, lora: Lora) -> None:
         trained = any(name.startswith(f"{each}.") for each in whole)
         trained |= lora.bias != "none" and name.endswith("bias")
         if trained and param.is_meta:
-            raise CheckpointError(
-                f"parameter {name!r} has no values yet, and the adapters come with others for it; "
-                "load the base model first (tiermem.load_checkpoint), then tiermem.load_adapters"
-            )
+            raise _too_soon(path, name)
 
 
-def _read(path: Path, expected: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+def _too_soon(path: Path, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} has values for {name!r}, a weight of the model that has none of its own yet; load "
+        "the base model first (tiermem.load_checkpoint), then tiermem.load_adapters"
+    )
+
+
+def _read(
+    path: Path, expected: dict[str, tuple[int, ...]], also: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Returns the tensors of a file, all of which are as expected.
+
+    Args:
+        path: The file.
+        expected: Shapes of what it has to hold, by name.
+        also: What else it may hold, in the shapes of these.
 
     Raises:
         CheckpointError: If the file is none, or has other tensors or other shapes.
@@ -283,16 +309,20 @@ def _read(path: Path, expected: dict[str, tuple[int, ...]]) -> dict[str, torch.T
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             names = set(file.keys())
-            _check_names(path, names, expected)
+            _check_names(path, names, expected, also)
             for name in sorted(names):
-                _check_tensor(path, name, file.get_slice(name), expected[name])
-            return {name: file.get_tensor(name) for name in expected}
+                shape = expected[name] if name in expected else tuple(also[name].shape)
+                _check_tensor(path, name, file.get_slice(name), shape)
+                if name not in expected and also[name].is_meta:
+                    raise _too_soon(path, name)
+            return {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
 
 
-def _check_names(path: Path, names: set[str], expected: Iterable[str]) -> None:
-    missing, unknown = sorted(set(expected) - names), sorted(names - set(expected))
+def _check_names(path: Path, names: set[str], expected: Iterable[str], also: Iterable[str]) -> None:
+    missing = sorted(set(expected) - names)
+    unknown = sorted(names.difference(expected, also))
     if missing:
         raise CheckpointError(f"{path} lacks {len(missing)} tensors of the model's: {missing[:3]}")
     if unknown:
@@ -314,6 +344,12 @@ def _check_tensor(path: Path, name: str, found: Any, shape: tuple[int, ...]) -> 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+
+
+def _set(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Writes a tensor where it has other values: a block that is not written stays clean."""
+    if param.requires_grad or not torch.equal(param.cpu(), value.to(param.dtype)):
+        param.copy_(value)
 
 
 def _replace(path: Path, write: Callable[[str], object]) -> None:

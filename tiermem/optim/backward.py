@@ -119,13 +119,13 @@ class InBackward:
 
     def _hold_back(self) -> None:
         """Chooses the blocks that backward steps last, and forward begins with."""
-        space = self._manager.space
-        room = int(space.division.border * (_BESIDE_MORE if space.residents else _HELD_BACK))
+        evictor = self._manager.evictor
+        room = int(evictor.regions.border * (_BESIDE_MORE if evictor.residents else _HELD_BACK))
         self._held_back = set()
         for group in self._runtime.groups:
             units = self._units.get(id(group), ())
             blocks = [group.block, *(block for unit in units for block in unit.kept_blocks())]
-            room -= sum(block.nbytes for block in blocks if block.id not in space.residents)
+            room -= sum(block.nbytes for block in blocks if block.id not in evictor.residents)
             if room < 0 and self._held_back:
                 return
             self._held_back.add(id(group))

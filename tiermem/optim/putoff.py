@@ -9,6 +9,7 @@ from typing import Any
 
 from tiermem.nn.compat.quiet import quiet, uncompiled
 from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.optim.auto import AutoOverlap
 from tiermem.optim.rounds import Round
 from tiermem.optim.rules.groups import frozen_settings
 from tiermem.optim.rules.scaling import Scaling
@@ -18,7 +19,11 @@ from tiermem.runtime.transfers.deferred import Deferred
 
 
 class PutOff:
-    """Owes steps to blocks, which have them made before anybody looks."""
+    """Owes steps to blocks, which have them made before anybody looks.
+
+    Attributes:
+        failed: Whether one of those that are owed met with an error when it was to be made.
+    """
 
     def __init__(
         self,
@@ -26,6 +31,7 @@ class PutOff:
         owed: set[int],
         state: State,
         explain: Callable[[BaseException], None],
+        auto: AutoOverlap | None = None,
     ) -> None:
         """Owes nothing yet.
 
@@ -34,13 +40,16 @@ class PutOff:
             owed: Ids of the units whose step is still to be made; kept up to date.
             state: The tiered optimizer's, to be kept up to date.
             explain: Has an error say how far a step got.
+            auto: Is told how steps that were put off went; None for nobody.
         """
         self._runtime = runtime
         self._manager = runtime.manager
         self._owed = owed
         self._state = state
         self._explain = explain
+        self._auto = auto
         self._deferred: dict[int, list[Deferred]] = {}
+        self.failed = False
 
     def owe(self, units: Sequence[StepUnit], current: Round) -> list[StepUnit]:
         """Puts off the step of every unit that can wait, settings as now; returns the others."""
@@ -97,8 +106,14 @@ class PutOff:
                 step(unit, self._runtime, settings, self._state, scaling, ticket=ticket, owed=True)
             except BaseException as error:
                 self._explain(error)
+                self.failed = isinstance(error, Exception)
+                if self._auto is not None:
+                    self._auto.failed(error)
                 raise
         self._owed.discard(id(unit))
         self._deferred.pop(id(unit), None)
+        self.failed = self.failed and bool(self._deferred)
+        if self._auto is not None:
+            self._auto.paid()
         pipeline.write(unit.kept_blocks())
         self._manager.timeline.add("optimizer", unit.name, began, time.perf_counter_ns())

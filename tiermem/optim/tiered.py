@@ -21,6 +21,7 @@ from tiermem.nn.groups.need import Kept
 from tiermem.nn.passes.runtime import Keeper, ModuleRuntime, entries_of
 from tiermem.nn.tensors.lazy import end
 from tiermem.optim import clip
+from tiermem.optim.auto import AutoOverlap
 from tiermem.optim.backward import InBackward
 from tiermem.optim.classes import (
     check_wrapped,
@@ -55,8 +56,8 @@ from tiermem.optim.units.plan import Member, kept_of, plan_units
 from tiermem.optim.units.unit import StepUnit
 from tiermem.runtime.services.sweep import BlockSweep
 
-Where = Literal["device", "host", "both"]
-Overlap = bool | Literal["forward", "backward"]
+Where = Literal["auto", "device", "host", "both"]
+Overlap = bool | Literal["auto", "forward", "backward"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,8 +100,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         *,
         master_dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
-        overlap: Overlap = False,
-        where: Where = "device",
+        overlap: Overlap = "auto",
+        where: Where = "auto",
         host_share: float | None = None,
         **settings: Any,
     ) -> None:
@@ -127,13 +128,20 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._manager.guard()
         self._cls = optimizer_class(cls)
         self._settings = settings
-        if overlap not in (False, True, "forward", "backward"):
-            raise StepError(f"overlap={overlap!r}: it is False, True, 'forward' or 'backward'")
-        self._overlap = bool(overlap)
+        if overlap not in (False, True, "auto", "forward", "backward"):
+            raise StepError(
+                f"overlap={overlap!r}: it is 'auto', False, True, 'forward' or 'backward'"
+            )
+        self._overlap = overlap not in (False, "auto")  # whatever comes of it
+        self._auto = AutoOverlap(runtime, self._cls) if overlap == "auto" else None
         self._inside = InBackward(runtime, self._take_in_edits) if overlap == "backward" else None
         self._owed: set[int] = set()
-        if where not in ("device", "host", "both"):
-            raise StepError(f"where={where!r}: a step is made on 'device', 'host' or 'both'")
+        if where not in ("auto", "device", "host", "both"):
+            raise StepError(
+                f"where={where!r}: a step is made on 'device', 'host' or 'both', or where it is "
+                "fastest with the device's bits ('auto')"
+            )
+        where = "device" if where == "auto" else where  # the host rounds differently
         if host_share is not None and (where != "both" or not 0 <= host_share <= 1):
             raise StepError(
                 f"host_share={host_share!r}, where={where!r}: it is a share from 0 to 1 of what "
@@ -161,7 +169,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         groups = self._complete(groups)
         with told_of_duplicates():
             super().__init__(groups, dict(self._defaults))
-        self._put_off = PutOff(runtime, self._owed, self._state, self._explain_owed)
+        self._put_off = PutOff(runtime, self._owed, self._state, self._explain_owed, self._auto)
         self._members = Membership(self.param_groups)
         self._learn(range(len(self.param_groups)))
         self._ready = True
@@ -170,6 +178,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._keeper = Keeper(self._blocks, self._owned)
         runtime.keepers.append(self._keeper)
         runtime.on_begin.append(self._before_forward)
+        if self._auto is not None:
+            self._auto.begin(self._state)
 
     # -- the optimizer's own methods -------------------------------------
 
@@ -229,12 +239,17 @@ class TieredOptimizer(torch.optim.Optimizer):
             if current.error is not None:
                 error, current.error = current.error, None
                 raise error
+            if self._auto is not None:
+                self._choose(self._auto, current)
             units = self._begin_on_host(current)
-            if self._overlap:
-                units = self._put_off.owe(units, current)
+            waiting = [unit for unit in units if self._may_wait(unit)]
+            if waiting:
+                now = {id(unit) for unit in self._put_off.owe(waiting, current)}
+                units = [u for u in units if id(u) in now or not self._may_wait(u)]
             self._step(units, current)
-            if not self._overlap:
-                self._finish()
+            self._finish_but_waiting()
+            if self._auto is not None:
+                self._auto.made(current.units, current.groups)
             if self._inside is not None:
                 self._inside.after_step()
             self._counts.after_step(current.groups, self.param_groups)
@@ -255,11 +270,13 @@ class TieredOptimizer(torch.optim.Optimizer):
             StorageError: If a block cannot be taken back because its disk fails.
         """
         self._refuse_if_closed("abandon_step()")
+        cut_short = self._rounds or self._put_off.failed  # else what is owed can be made
         with self._manager.lock, torch.no_grad():
             for unit in self._units:
                 unit.abandon()
-                if self._put_off.cancel(unit):
+                if cut_short and self._put_off.cancel(unit):
                     unit.clear_forgotten(self._runtime)
+            self._put_off.failed = False
             if self._host is not None:
                 self._host.abandon()
         if self._inside is not None:
@@ -328,6 +345,28 @@ class TieredOptimizer(torch.optim.Optimizer):
             for unit in self._units if unfinished else ():
                 if id(unit) in unfinished and unit.group is not None:
                     self._manager.deferred.pay(unit.group.block.id)
+
+    def _finish_but_waiting(self) -> None:
+        """Makes what is left of a step and may not wait: the host's."""
+        if self._overlap or not self._owed:
+            return
+        with self._manager.lock:
+            for unit in self._units:
+                if id(unit) in self._owed and unit.group is not None and not self._may_wait(unit):
+                    self._manager.deferred.pay(unit.group.block.id)
+
+    def _choose(self, auto: AutoOverlap, current: Round) -> None:
+        auto.choose(
+            current.left(),
+            current.groups,
+            self._state,
+            looked_into=self._looked_into,
+            draws=any(nature.draws for nature in self._natures.values()),
+        )
+
+    def _may_wait(self, unit: StepUnit) -> bool:
+        """Whether a step may wait for the next use of its block."""
+        return self._overlap or (self._auto is not None and id(unit) in self._auto.waiting)
 
     def _unfinished(self) -> set[int]:
         """Returns units that are owed a step, of those that were asked for."""
@@ -555,6 +594,8 @@ class TieredOptimizer(torch.optim.Optimizer):
             for kept in self._kept:
                 runtime.program.optimizers.remove(kept)
             runtime.on_begin.remove(self._before_forward)
+            if self._auto is not None:
+                self._auto.close()
             runtime.keepers.remove(self._keeper)
             self._norms.close(units)
             for kept in self._state.values():
@@ -757,6 +798,8 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._host = HostSteps(self._runtime, *args)
 
     def _before_forward(self, training: bool) -> None:
+        if self._auto is not None and self._auto.has_failed:
+            self._finish()  # here, and not in the middle, where it had no room, say
         if training:
             self._refuse_if_pending("a training forward")
             if self._inside is None or not self._inside.made:

@@ -1,8 +1,8 @@
-"""A block is used: it is brought up if need be, leased, and what comes next is fetched."""
+"""A block is used: it is brought into HBM if need be, leased, and what comes next is fetched."""
 
 from __future__ import annotations
 
-from tiermem.core.block import Block
+from tiermem.core.block import Block, Extent
 from tiermem.core.residency import Record, State
 from tiermem.errors import ConfigError, InvariantError
 from tiermem.runtime.base.functorch import modes, without_modes
@@ -35,54 +35,46 @@ class Acquirer:
         self._pass_timer = parts.pass_timer
         self._counters = parts.counters
         self._copy = parts.copy
-        self._space = parts.space
-        self._moved = parts.space.moved
-        self._traffic = parts.traffic
-        self._ready = parts.traffic.ready
+        self._evictor = parts.evictor
+        self._transfers = parts.transfers
+        self._ready = parts.transfers.ready
         self._current = parts.slots.current
         self._prefetcher = prefetcher
         self._replay = replay
 
-    def take(self, block: Block) -> Slot:
-        """Brings a block into HBM and leases it; see :meth:`BlockManager.acquire`."""
-        gate, deferred, block_id = self._gate, self._deferred, block.id
-        if self._replay.swift:
-            slot = self._replay.take(block_id)
-            if slot is not None:
-                return slot
-        if modes():
-            with without_modes():
-                return self.take(block)
-        if gate.closed or gate.torn:
-            gate.guard()
-        if deferred.owed:
-            if block_id in deferred.owed:
-                deferred.pay(block_id)
-            deferred.collect()
-        record = self._get(block_id) or self._table[block_id]
+    def acquire(self, block: Block) -> Slot:
+        """Brings a block into HBM and leases it; see :meth:`BlockManager.acquire`.
+
+        Every use goes this way: the block is made usable, leased, and the look-ahead moves on. In
+        a pass that repeats others, what has been checked for those is not checked again, and the
+        look-ahead does what it did then.
+        """
+        block_id = block.id
+        step = self._replay.foreseen(block_id) if self._replay.swift else None
+        if step is not None:
+            record: Record = step.used  # type: ignore[assignment]
+        else:
+            if modes():
+                with without_modes():
+                    return self.acquire(block)
+            record = self._let_in(block_id)
+            if self._copy.capturing():
+                return self._captured(record)
         leases = record.leases
-        if self._copy.capturing():
-            return self._captured(record)
         try:
-            pass_timer = self._pass_timer
-            moved_on = self._planner.touch(block_id)
-            if moved_on and pass_timer.sampling:
-                pass_timer.arrived()
-            state = record.in_hbm
-            if state is State.VALID or state is State.DIRTY:
+            if step is not None:
+                self._planner.follow(block_id)
                 self._counters.hits += 1
+                moved_on = True
             else:
-                self._bring(record)
-            if self._space.largest_later and not leases:
-                self._space.tidy(record, self._space.largest_later)
+                moved_on = self._make_usable(record)
             self._table.lease(block_id)
             self._copy.use(self._ready.get(block_id))
-            if moved_on:
-                if not self._replay.repeat():
-                    self._moved.add(block_id)
-                    self._prefetcher.run()
-                if pass_timer.sampling:
-                    pass_timer.started(record, self._ready.get(block_id))
+            if moved_on and not self._replay.advance(step):
+                self._evictor.order.note_use(block_id)
+                self._prefetcher.run()
+            if step is None and moved_on and self._pass_timer.sampling:
+                self._pass_timer.started(record, self._ready.get(block_id))
             return self._current[block_id]
         except BaseException:
             if record.leases > leases:
@@ -91,10 +83,41 @@ class Acquirer:
 
     def place_blank(self, record: Record) -> None:
         """Gives a block without data a place, to be written there."""
-        extent = self._space.place(record.block, None)
-        if extent is None:
-            raise InvariantError(f"no place for block {record.block.name!r}")
-        self._traffic.blank(record, extent)
+        self._transfers.blank(record, self._place(record.block))
+
+    def _let_in(self, block_id: int) -> Record:
+        """Returns the record of a block that may be used now, with nothing owed to it.
+
+        Raises:
+            ClosedError: If blocks can no longer be used.
+        """
+        gate, deferred = self._gate, self._deferred
+        if gate.closed or gate.torn:
+            gate.guard()
+        if deferred.owed:
+            if block_id in deferred.owed:
+                deferred.pay(block_id)
+            deferred.collect()
+        return self._get(block_id) or self._table[block_id]
+
+    def _make_usable(self, record: Record) -> bool:
+        """Brings a block into HBM, its bytes there or on their way by a stream.
+
+        Returns:
+            Whether the schedule has moved on; not where the same block was used last.
+        """
+        moved_on = self._planner.touch(record.block.id)
+        if moved_on and self._pass_timer.sampling:
+            self._pass_timer.arrived()
+        state = record.in_hbm
+        if state is State.VALID or state is State.DIRTY:
+            self._counters.hits += 1
+        else:
+            self._bring(record)
+        later = self._evictor.largest_later
+        if later and not record.leases:
+            self._evictor.tidy(record, later)
+        return moved_on
 
     def _bring(self, record: Record) -> None:
         """Makes the HBM copy usable, waiting for what has to be waited for.
@@ -102,23 +125,28 @@ class Acquirer:
         A fetch ahead that failed says nothing: it is made again, and that one's error counts.
         """
         self._counters.misses += 1
-        block, traffic = record.block, self._traffic
+        block, transfers = record.block, self._transfers
         asked = False
         while not record.usable:
             if record.in_hbm is not State.ABSENT:
-                if block.id in traffic.flights:
+                if block.id in transfers.flights:
                     self._prefetcher.look_ahead()  # what comes next is asked for before the wait
-                error = traffic.settle(block.id)
+                error = transfers.settle(block.id)
                 if error is not None and asked:
                     raise error
             elif record.defined:
-                extent = self._space.place(block, None)
-                if extent is None:
-                    raise InvariantError(f"no place for block {block.name!r}")
-                asked = self._prefetcher.stage_now(record)
-                traffic.fill(record, extent, self._prefetcher.look_ahead)
+                extent = self._place(block)
+                asked = self._prefetcher.disk.stage_now(record)
+                transfers.fill(record, extent, self._prefetcher.look_ahead)
             else:
                 self.place_blank(record)
+
+    def _place(self, block: Block) -> Extent:
+        """Returns a place for a block that is needed now."""
+        room = self._evictor.place(block, None)
+        if room is None:
+            raise InvariantError(f"no place for block {block.name!r}")
+        return room.extent
 
     def _captured(self, record: Record) -> Slot:
         """Leases a block for kernels that a CUDA graph records: its address must hold for good."""

@@ -32,18 +32,19 @@ from tiermem.runtime.lookahead.prefetcher import Prefetcher
 from tiermem.runtime.lookahead.replay import Replay
 from tiermem.runtime.memory.homes import HomeRequest, Homes, StoredBlock, ranges_of
 from tiermem.runtime.memory.hostheap import HostHeap
-from tiermem.runtime.memory.opening import open_hbm, open_homes, open_mover
+from tiermem.runtime.memory.opening import OpenHbm, open_hbm, open_homes, open_mover
 from tiermem.runtime.memory.slots import Holder, Slot, SlotCache
 from tiermem.runtime.metrics.counters import Counters, ResidencyRow, Stats, row_of, stats_of
 from tiermem.runtime.metrics.pass_timer import open_pass_timer
 from tiermem.runtime.metrics.timeline import Timeline
 from tiermem.runtime.parts import Parts
 from tiermem.runtime.placement.evictor import Evictor
+from tiermem.runtime.placement.limit import HbmLimit
 from tiermem.runtime.placement.no_room import too_much_for_good
 from tiermem.runtime.repair import repair_blocks
 from tiermem.runtime.transfers.block_io import BlockIo
 from tiermem.runtime.transfers.deferred import DeferredWork
-from tiermem.runtime.transfers.transfers import Transfers
+from tiermem.runtime.transfers.transfers import TransferLog, Transfers
 from tiermem.transfer.copy import CopyEngine, CudaCopyEngine, HostCopyEngine
 from tiermem.transfer.file.mover import FileMover
 
@@ -57,12 +58,18 @@ class BlockManager:
     io_engine: str
     io_reason: str
 
-    def __init__(self, settings: Settings, engine: Callable[[], IoEngine] | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        engine: Callable[[], IoEngine] | None = None,
+        hbm: Callable[[Settings, torch.device], OpenHbm] = open_hbm,
+    ) -> None:
         """Opens the tiers.
 
         Args:
             settings: Budgets, paths and policy.
             engine: Makes the I/O engine; by default the best that works here.
+            hbm: Opens HBM.
 
         Raises:
             ConfigError: If a path cannot be used.
@@ -89,40 +96,42 @@ class BlockManager:
         self.mover: FileMover | None = None
         try:
             open_homes(settings, self.device, partial(setattr, self, "homes"))
-            self.arena = open_hbm(settings.hbm, self.device)
+            opened = hbm(settings, self.device)
+            self.arena = opened.arena
             self.copy: CopyEngine = CudaCopyEngine(self.device) if cuda else HostCopyEngine()
-            self.table = ResidencyTable(self.arena.capacity)
+            self.table = ResidencyTable(opened.capacity, self.arena)
             self.slots = SlotCache(self.arena)
             self.by_address = self.slots.by_address
             # what leaves the stand-in for HBM is overwritten, so that a wrong residency shows;
             # on a GPU that costs bandwidth, and is for tests
             poison = not cuda or os.environ.get("TIERMEM_POISON") == "1"
             self.pass_timer = open_pass_timer(self.copy, self.counters, self.device)
-            self.traffic = Transfers(
+            self.transfers = Transfers(
                 self.table,
                 self.slots,
                 self.homes,
                 self.copy,
-                self.counters,
-                self.timeline,
-                self.pass_timer,
+                TransferLog(self.counters, self.timeline, self.pass_timer),
                 poison=poison,
             )
-            self.space = Evictor(
-                self.table, self.slots, self.traffic, self.planner, self.holders, self.counters
+            self.evictor = Evictor(
+                self.table, self.slots, self.transfers, self.planner, self.holders, self.counters
             )
-            self.contents = BlockIo(self.traffic)
+            self.limit = HbmLimit(
+                self.evictor, self.arena, opened.room, most=opened.most, open=opened.open
+            )
+            self.block_io = BlockIo(self.transfers)
             self.parts = Parts(
                 settings, self.device, self.table, self.slots, self.homes, self.copy,
                 self.planner, self.pass_timer, self.counters, self.holders, self.deferred,
-                self.traffic, self.space,
+                self.transfers, self.evictor,
             )  # fmt: skip
-            self.lender = HostLoans(self.parts)
-            self.in_place = ZeroCopy(self.parts, self)
+            self.host_loans = HostLoans(self.parts)
+            self.zero_copy = ZeroCopy(self.parts, self)
             open_mover(self.homes, self.copy, self.device, engine, self._take_mover)
-            self.prefetcher = Prefetcher(self.parts, self.lender, self.try_fill)
+            self.prefetcher = Prefetcher(self.parts, self.host_loans, self.try_fill)
             self.replay = Replay(self.parts, self.prefetcher)
-            self.uses = Acquirer(self.parts, self, self.prefetcher, self.replay)
+            self.acquirer = Acquirer(self.parts, self, self.prefetcher, self.replay)
             self._heap = None if cuda else HostHeap()
         except BaseException:
             self._give_back()
@@ -172,7 +181,7 @@ class BlockManager:
                     self.table.add(block, tier, extent, defined=request.stored is not None)
                 self._fix([b for b in blocks if self.table[b.id].home is Tier.HBM])
                 later = (block.nbytes for block in blocks if block.role in _IN_BACKWARD)
-                self.space.largest_later = max(self.space.largest_later, *later, 0)
+                self.evictor.expect(max(later, default=0))
             except BaseException as error:
                 if not isinstance(error, REFUSALS):
                     self.repair_blocks()  # it may have come anywhere
@@ -205,12 +214,11 @@ class BlockManager:
             self.guard()
             first = self.homes.open_sources().add(paths, check)
             self.flush()
-            self.traffic.ahead.cancel()
+            self.transfers.ahead.cancel()
             before = self.mover
             open_mover(self.homes, self.copy, self.device, self._engine, self._take_mover)
             if before is not None:
                 before.close()
-            self.prefetcher.files_opened()
             return first
 
     def make_writable(self, blocks: Sequence[Block]) -> None:
@@ -232,9 +240,9 @@ class BlockManager:
             places = self.homes.reserve(requests)
             try:
                 for record, (tier, extent) in zip(records, places, strict=True):
-                    self.uses.take(record.block)
+                    self.acquirer.acquire(record.block)
                     try:
-                        self.traffic.rehome(record, tier, extent)
+                        self.transfers.rehome(record, tier, extent)
                     finally:
                         self.table.release(record.block.id)
             except REFUSALS:  # any other may have come anywhere: a repair frees what nobody has
@@ -262,25 +270,30 @@ class BlockManager:
         with self.lock:
             present = [block for block in blocks if self.table.get(block.id) is not None]
             for block in present:
-                self.traffic.settle(block.id)
+                self.transfers.settle(block.id)
                 if self.table[block.id].leases:
                     raise InvariantError(f"block {block.name!r} is in use and cannot be removed")
             if any(self.table[block.id].home is Tier.DRAM for block in present):
                 self.copy.wait(self.copy.risen())  # the host may be the next to write at home
             for block in present:
                 record = self.table[block.id]
-                self.traffic.ahead.drop(block.id)
-                self.copy.wait(self.traffic.home_ready.pop(block.id, None))
-                self.space.forget(record, gone=True)
+                self.transfers.ahead.drop(block.id)
+                self.copy.wait(self.transfers.home_ready.pop(block.id, None))
+                self.evictor.forget(record, gone=True)
                 if record.home_extent is not None:
                     self.homes.release(record.home, record.home_extent)
                 self.slots.forget(block.id)
-                self.in_place.forget(block.id)
-                self.traffic.failing.discard(block.id)
+                self.zero_copy.forget(block.id)
+                self.transfers.failing.discard(block.id)
             self.planner.forget({block.id for block in present})
             gone = [block.id for block in present]
-            self.traffic.waste.forget(gone)
-            self.traffic.gone.difference_update(gone)
+            self.transfers.waste.forget(gone)
+            self.transfers.departures.forget(gone)
+
+    def can_hold(self, nbytes: int) -> bool:
+        """Whether HBM can hold so many bytes at one time; it is made larger for that if need be."""
+        with self.lock:
+            return self.limit.require(nbytes)
 
     def record(self, block: Block) -> Record:
         """Returns the table's row of a block."""
@@ -305,7 +318,7 @@ class BlockManager:
         """
         self.guard()  # before the lock as well: a forked child may find it taken for ever
         with self.lock:
-            return self.uses.take(block)
+            return self.acquirer.acquire(block)
 
     def acquire_all(self, blocks: Sequence[Block]) -> list[Slot]:
         """Acquires several blocks that are used together, or none.
@@ -315,7 +328,7 @@ class BlockManager:
         """
         self.guard()
         with self.lock:
-            unseen = self.space.unseen
+            unseen = self.evictor.rules.unseen
             taken: list[Block] = []
             try:
                 for block in blocks:
@@ -351,10 +364,10 @@ class BlockManager:
         """Forgets what a block holds; who still looks at its bytes keeps them as they were."""
         with self.lock:
             self.deferred.pay(block.id)
-            self.traffic.settle(block.id)
-            self.traffic.ahead.drop(block.id)
-            self.space.forget(self.table[block.id], gone=False)
-            self.traffic.failing.discard(block.id)
+            self.transfers.settle(block.id)
+            self.transfers.ahead.drop(block.id)
+            self.evictor.forget(self.table[block.id], gone=False)
+            self.transfers.failing.discard(block.id)
 
     def read(self, block: Block) -> list[torch.Tensor]:
         """Returns copies of a block's tensors in ordinary host memory.
@@ -366,7 +379,7 @@ class BlockManager:
         with self.lock, torch.inference_mode(False), torch.no_grad():
             self.guard()
             self.deferred.pay(block.id)
-            return self.contents.read(block)
+            return self.block_io.read(block)
 
     def read_home(self, block: Block) -> torch.Tensor:
         """Returns the bytes of a block's file, in ordinary host memory.
@@ -378,17 +391,17 @@ class BlockManager:
         self.guard()
         with self.lock:
             self.guard()
-            return self.contents.read_home(block)
+            return self.block_io.read_home(block)
 
     def restore(self, block: Block, begin: int, end: int) -> None:
         """Copies home bytes over a leased copy once more; see :meth:`BlockIo.restore`."""
         with self.lock, torch.inference_mode(False), torch.no_grad():
-            self.contents.restore(block, begin, end)
+            self.block_io.restore(block, begin, end)
 
     def slot_bytes(self, block: Block) -> torch.Tensor:
         """Returns the bytes of a leased block, ordered after what brought them."""
         with self.lock:
-            self.copy.use(self.traffic.ready.get(block.id))
+            self.copy.use(self.transfers.ready.get(block.id))
             return self.slots.current[block.id].bytes
 
     def write_home(self, block: Block, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -396,7 +409,7 @@ class BlockManager:
         self.guard()
         with self.lock, torch.inference_mode(False), torch.no_grad():
             self.guard()
-            self.contents.write_home(block, tensors)
+            self.block_io.write_home(block, tensors)
 
     # -- passes ----------------------------------------------------------
 
@@ -409,10 +422,12 @@ class BlockManager:
                 return  # nothing runs now; replays are not seen at all
             if self._heap is not None:
                 self._heap.look()
+            if self.limit.follow(key):
+                self.replay.repair()
             self.pass_timer.begin(key)
             self.prefetcher.end_pass()
             self.planner.begin(key, guess)
-            self.space.settle(self.planner.schedule)
+            self.evictor.rearrange(self.planner.schedule)
             if not self.replay.begin(*self.prefetcher.plan()):
                 self.prefetcher.run()
 
@@ -425,13 +440,13 @@ class BlockManager:
     def poll(self) -> None:
         """Takes up every transfer that has finished."""
         with self.lock:
-            self.traffic.poll()
+            self.transfers.poll()
 
     def flush(self) -> None:
         """Waits until no transfer is under way, and frees what belongs to no block."""
         with self.lock:
-            self.traffic.settle_all()
-            self.space.reap()
+            self.transfers.settle_all()
+            self.evictor.reap()
 
     def try_fill(self, record: Record, position: int) -> bool:
         """Begins to fetch a block ahead of its use, if that evicts nothing needed sooner.
@@ -443,14 +458,14 @@ class BlockManager:
         Returns:
             Whether the fetch has begun.
         """
-        if record.home is Tier.NVME and not self.prefetcher.staged(record, position):
+        if record.home is Tier.NVME and not self.prefetcher.disk.staged(record, position):
             return False  # on its way into DRAM: it takes no room here until it is there
-        extent = self.space.place(record.block, position)
-        if extent is None:
+        room = self.evictor.place(record.block, position)
+        if room is None:
             return False
-        self.traffic.fill(record, extent)
-        self.replay.note(record, extent, position)
-        self.space.moved.add(record.block.id)
+        self.transfers.fill(record, room.extent)
+        self.replay.note(record, room, position)
+        self.evictor.order.note_use(record.block.id)
         self.counters.prefetches += 1
         return True
 
@@ -465,20 +480,27 @@ class BlockManager:
             return stats_of(
                 self.counters,
                 used=(self.table.hbm.used, homes.dram.used, homes.nvme_used),
-                budget=(settings.hbm, settings.dram, settings.nvme_bytes or on_disk),
+                budget=(
+                    self.table.hbm.capacity
+                    if self.limit.open or settings.hbm_auto
+                    else settings.hbm,
+                    settings.dram,
+                    settings.nvme_bytes or on_disk,
+                ),
                 peak=(self.table.hbm.peak, homes.dram.peak, homes.nvme_peak),
                 io=self._io(),
                 direct=files is not None and files.direct,
                 efficiency=self.pass_timer.efficiency(),
-                ahead=(self.prefetcher.reads_into, self.traffic.ahead.kept),
-                kept=self.space.division.kept,
+                ahead=(self.prefetcher.disk.reads_into, self.transfers.ahead.kept),
+                kept=self.evictor.regions.kept,
+                mapped=self.arena.mapped,
             )
 
     def residency(self) -> list[ResidencyRow]:
         """Returns where every block is."""
         with self.lock:
             if not self.closed:
-                self.traffic.poll()
+                self.transfers.poll()
             return [row_of(record) for record in self.table]
 
     def close(self) -> None:
@@ -490,8 +512,8 @@ class BlockManager:
             return
         with self.lock:
             self._closed = True
-            if hasattr(self, "traffic"):
-                self.traffic.quiet = False
+            if hasattr(self, "replay"):
+                self.replay.interrupt()
             self._give_back()
             self._given_back = True
 
@@ -502,7 +524,7 @@ class BlockManager:
         """
         with self.lock, ExitStack() as steps:  # runs them last first
             self._closed = True
-            self.traffic.quiet = False
+            self.replay.interrupt()
             steps.callback(self.homes.arena.unlock)
             steps.callback(self.copy.synchronize)
             if self.mover is not None:
@@ -519,7 +541,7 @@ class BlockManager:
             if hasattr(self, "slots"):
                 steps.callback(self.slots.clear)
             if hasattr(self, "in_place"):
-                steps.callback(self.in_place.clear)
+                steps.callback(self.zero_copy.clear)
             if hasattr(self, "copy"):
                 steps.callback(self.copy.synchronize)
             if self.mover is not None:
@@ -540,7 +562,7 @@ class BlockManager:
             self.arena.show_to_children(None)
 
     def after_fork(self) -> None:
-        """Has children see nothing again."""
+        """Hides HBM from children again."""
         self.arena.show_to_children(())
         if self._forking:
             self._forking = False
@@ -550,7 +572,7 @@ class BlockManager:
         """Sees to it that a forked child is refused, waits for nobody and keeps no file open."""
         # another thread of the parent may have had the lock, and will never give it back here
         self.lock = threading.RLock()
-        self.traffic.quiet = False
+        self.replay.interrupt()
         if self._given_back:
             return
         if self.mover is not None:
@@ -587,11 +609,11 @@ class BlockManager:
         The next call from outside has :mod:`tiermem.runtime.repair` put it right.
         """
         self.torn = self.unsure = True
-        self.traffic.quiet = False  # so that the short way of a use is not taken
+        self.replay.interrupt()  # so that the next use asks whether anything is torn
 
     def repair_blocks(self) -> None:
         """Makes table, slots and transfers agree; see :mod:`tiermem.runtime.repair`."""
-        repair_blocks(self.parts, self.lender, self.in_place, self.prefetcher, self.replay)
+        repair_blocks(self.parts, self.host_loans, self.zero_copy, self.prefetcher, self.replay)
 
     # -- inside ----------------------------------------------------------
 
@@ -606,7 +628,7 @@ class BlockManager:
 
     def _take_mover(self, made: tuple[FileMover | None, str, str]) -> None:
         self.mover, self.io_engine, self.io_reason = made
-        self.traffic.mover = self.mover
+        self.transfers.mover = self.mover
 
     def _io(self) -> tuple[str, str]:
         """Returns the name of the I/O engine, and why it is this one."""
@@ -624,9 +646,9 @@ class BlockManager:
         if not blocks:
             return
         there = self.table.fixed_nbytes()
-        if there + sum(block.nbytes for block in blocks) > self.table.hbm.capacity:
+        if not self.limit.require(there + sum(block.nbytes for block in blocks)):
             raise too_much_for_good(blocks, there, self.table.hbm.capacity)
         for block in blocks:
             record = self.table[block.id]
-            self.uses.place_blank(record)
+            self.acquirer.place_blank(record)
             record.fixed = True

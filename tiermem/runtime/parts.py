@@ -36,8 +36,8 @@ class Parts:
         counters: What happened.
         holders: Who points at blocks in HBM, by the id of the block.
         deferred: Work that is owed to blocks.
-        traffic: Transfers under way.
-        space: Places in HBM.
+        transfers: Transfers under way.
+        evictor: Places in HBM.
     """
 
     settings: Settings
@@ -51,10 +51,10 @@ class Parts:
     counters: Counters
     holders: dict[int, Holder]
     deferred: DeferredWork
-    traffic: Transfers
-    space: Evictor
+    transfers: Transfers
+    evictor: Evictor
 
     @property
     def mover(self) -> FileMover | None:
         """The file mover; None without an NVMe tier."""
-        return self.traffic.mover
+        return self.transfers.mover

@@ -23,24 +23,24 @@ from tiermem.runtime.parts import Parts
 
 
 def repair_blocks(
-    parts: Parts, lender: HostLoans, in_place: ZeroCopy, prefetcher: Prefetcher, replay: Replay
+    parts: Parts, host_loans: HostLoans, zero_copy: ZeroCopy, prefetcher: Prefetcher, replay: Replay
 ) -> None:
     """Makes table, slots and transfers agree; leases and whoever has them are left alone.
 
     Called under the manager's lock by whoever has just taken it, so that no operation on blocks is
     under way. It waits for the disk. Cut short itself, it can be called again.
     """
-    parts.space.repair()
-    parts.traffic.repair()
-    parts.space.reclaim_lost()
-    lender.repair()
+    parts.evictor.repair()
+    parts.transfers.repair()
+    parts.evictor.reclaim_lost()
+    host_loans.repair()
     parts.planner.reset()
-    prefetcher.reset()
-    replay.reset()
+    prefetcher.repair()
+    replay.repair()
     parts.pass_timer.cut_short()
-    in_place.clear()
+    zero_copy.clear()
     parts.deferred.repair()
-    parts.space.reap()
+    parts.evictor.reap()
 
 
 def repair_homes(parts: Parts) -> None:

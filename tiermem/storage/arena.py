@@ -9,7 +9,7 @@ memory itself lives until the last such tensor is gone.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -29,7 +29,12 @@ class Arena:
     Attributes:
         tier: HBM or DRAM.
         capacity: Bytes.
+        address: First byte in memory.
+        chunk: Bytes of the pieces in which memory is taken and given back.
     """
+
+    address = 0
+    chunk = ALIGNMENT
 
     def __init__(self, tier: Tier, capacity: int) -> None:
         """Keeps the numbers; subclasses allocate."""
@@ -48,6 +53,27 @@ class Arena:
             extents: Page-aligned, or None for all of it.
         """
         return
+
+    @property
+    def mapped(self) -> int:
+        """Bytes that are taken from the device or the host now."""
+        return self.capacity
+
+    def back(self, extent: Extent) -> bool:
+        """Sees to it that there is memory behind an extent; returns whether there is."""
+        return True
+
+    def missing(self) -> Sequence[Extent]:
+        """Returns the runs that have no memory behind them, by offset."""
+        return ()
+
+    def trim(self, begin: int, end: int) -> int:
+        """Gives up what memory it can behind ``[begin, end)``, whose bytes nobody needs.
+
+        Returns:
+            How many bytes that was.
+        """
+        return 0
 
     def close(self) -> None:
         """Drops the arena's own hold on the memory."""
@@ -85,12 +111,8 @@ class HostArena(Arena):
         """
         super().__init__(tier, capacity)
         size = max(self.capacity, ALIGNMENT)
-        try:
-            self._map: mmap.mmap | None = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
-        except (OSError, ValueError, OverflowError) as error:
-            raise CapacityError(
-                f"tier {tier.value}: no {capacity} bytes of host memory: {error}"
-            ) from error
+        self._map: mmap.mmap | None = self._open(size)
+        self._seen: Any = self._map
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 self._map.madvise(mmap.MADV_HUGEPAGE)
@@ -104,6 +126,15 @@ class HostArena(Arena):
         self._locked = None if locks is None else LockedPrefix(locks, self.address, size)
         if not as_needed:
             self.need([Extent(0, size)])
+
+    def _open(self, nbytes: int) -> mmap.mmap:
+        """Maps the memory."""
+        try:
+            return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE)
+        except (OSError, ValueError, OverflowError) as error:
+            raise CapacityError(
+                f"tier {self.tier.value}: no {nbytes} bytes of host memory: {error}"
+            ) from error
 
     @property
     def parts(self) -> list[tuple[int, int]]:
@@ -124,7 +155,7 @@ class HostArena(Arena):
         if self._map is None:
             raise ClosedError(f"the {self.tier.value} arena is closed")
         return torch.frombuffer(
-            self._map, dtype=torch.uint8, offset=extent.offset, count=extent.nbytes
+            self._seen, dtype=torch.uint8, offset=extent.offset, count=extent.nbytes
         )
 
     def show_to_children(self, extents: Iterable[Extent] | None) -> None:
@@ -165,17 +196,17 @@ class HostArena(Arena):
         """Unregisters and lets the mapping go with its last tensor."""
         super().close()
         self.unlock()
-        self._map = None
+        self._map = self._seen = None
 
 
 class DeviceBytes:
     """Hands bytes that a device reaches to torch, for ``torch.as_tensor``; keeps them alive."""
 
-    def __init__(self, whole: torch.Tensor, offset: int, nbytes: int) -> None:
-        """Describes ``nbytes`` bytes of ``whole``, from ``offset`` on."""
-        self._whole = whole
+    def __init__(self, keeper: object, address: int, nbytes: int) -> None:
+        """Describes ``nbytes`` bytes from ``address`` on, which are there while ``keeper`` is."""
+        self._keeper = keeper
         self.__cuda_array_interface__: dict[str, Any] = {
-            "data": (whole.data_ptr() + offset, False),
+            "data": (address, False),
             "shape": (nbytes,),
             "typestr": "|u1",
             "strides": None,
@@ -184,7 +215,11 @@ class DeviceBytes:
 
 
 class DeviceArena(Arena):
-    """Memory of a CUDA device, taken once from torch's allocator."""
+    """Memory of a CUDA device, taken once from torch's allocator.
+
+    For devices and drivers that cannot map it piece by piece; see
+    :class:`~tiermem.storage.mapped.MappedDeviceArena`.
+    """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         """Allocates.
@@ -206,12 +241,13 @@ class DeviceArena(Arena):
                 f"tier hbm: {device} has {free} of {total} bytes free, not the {capacity} "
                 "asked for with hbm="
             ) from error
+        self.address = self._whole.data_ptr()
 
     def bytes_of(self, extent: Extent) -> torch.Tensor:
         """Returns a new 1-D uint8 tensor over ``extent``, with a storage of its own."""
         if self._whole is None:
             raise ClosedError("the hbm arena is closed")
-        found = DeviceBytes(self._whole, extent.offset, extent.nbytes)
+        found = DeviceBytes(self._whole, self.address + extent.offset, extent.nbytes)
         return torch.as_tensor(found, device=self.device)
 
     def close(self) -> None:

@@ -448,7 +448,7 @@ class CudaCopyEngine(StreamCopyEngine):
         """
         if not self._reaches(source.data_ptr()):
             return None
-        found = torch.as_tensor(DeviceBytes(source, 0, source.numel()))
+        found = torch.as_tensor(DeviceBytes(source, source.data_ptr(), source.numel()))
         return found if found.device == self.up_stream.device else None
 
 

@@ -171,7 +171,7 @@ class Group(Holder):
         resident: Whether gradients and state of its parameters are at home in HBM as well.
     """
 
-    lender: Lender
+    host_loans: Lender
     freed = False
     stepped = 0
     stays = False
@@ -187,7 +187,7 @@ class Group(Holder):
                 (buffers, by C++ kernels), so that every use counts as a write.
         """
         self.manager = manager
-        self._uses = manager.uses
+        self._acquirer = manager.acquirer
         self._release = manager.table.release
         self.block = block
         self.writes_hidden = writes_hidden
@@ -212,9 +212,9 @@ class Group(Holder):
         self._slot: Slot | None = None
         manager.holders[block.id] = self
 
-    def ready(self, lender: Lender) -> None:
+    def ready(self, host_loans: Lender) -> None:
         """Lets go of the tensors' own memory; from now on ``lender`` brings them up."""
-        self.lender = lender
+        self.lender = host_loans
         self._members = (*self.entries, *self.buffers)
         for member in self._members:
             group_of[id(member.tensor)] = self
@@ -285,7 +285,7 @@ class Group(Holder):
         if self.holds == 0:
             if self.merging:
                 self.suspect = any(module.merged_adapters for module in self.merging)
-            slot = self._uses.take(self.block)
+            slot = self._acquirer.acquire(self.block)
             _change(self._shown)  # ordinary ones, since their block is held
             if slot is not self._slot:
                 self._point(slot, plain=self._plain)

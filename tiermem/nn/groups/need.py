@@ -337,7 +337,7 @@ def check_gradients(runtime: Passes) -> list[GradUnit]:
         if largest is None:
             return made
         need = table.fixed_nbytes() + runtime.worst_chain + largest.nbytes
-        if need > table.hbm.capacity:
+        if not runtime.manager.can_hold(need):
             raise CapacityError(
                 f"backward cannot run in tier hbm with a budget of "
                 f"{format_size(table.hbm.capacity)}: block {largest.name!r} of gradients "

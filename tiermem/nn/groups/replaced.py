@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tiermem.core.block import ALIGNMENT, Extent
 from tiermem.errors import ParameterError
 from tiermem.nn.tensors.placeholder import is_placeholder
 from tiermem.runtime.memory.slots import Slot
@@ -110,7 +109,7 @@ def take_home(group: Group, slot: Slot) -> bool:
         Whether values were taken over.
     """
     arena = group.manager.arena
-    base = arena.bytes_of(Extent(0, ALIGNMENT)).data_ptr()
+    base = arena.address
     found = False
     for member in group.members():
         data, view = member.tensor.data, slot.views[member.index]

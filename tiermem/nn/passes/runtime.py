@@ -120,6 +120,7 @@ class ModuleRuntime:
         addresses: Where users were told that parameters are.
         activations: Saved tensors that leave HBM.
         on_begin: Called before each top-level pass (the optimizers check in here).
+        on_backward: Called as each backward begins.
         keepers: What each optimizer has in the tiers.
         attempts: Steps that are under way, or could not be taken back yet.
         backwards: Told of every backward (optimizers that step in it).
@@ -159,6 +160,7 @@ class ModuleRuntime:
             settings.activation_ahead,
         )
         self.on_begin: list[Callable[[bool], None]] = []
+        self.on_backward: list[Callable[[], None]] = []
         self.keepers: list[Keeper] = []
         self.attempts: list[UnderWay] = []
         manager.homes.owners.append(self._owned)
@@ -344,6 +346,8 @@ class ModuleRuntime:
         torch.autograd.Variable._execution_engine.queue_callback(ending)
         self._in_backward = True
         self._backward_began = time.perf_counter_ns()
+        for look in self.on_backward:
+            look()
         trained = {e.unit.block.id for g in self.groups for e in g.entries if e.unit is not None}
         order = [b for b in self.manager.planner.schedule.order if b not in trained]
         del order[self.manager.planner.cursor :]

@@ -163,7 +163,7 @@ class Leaving:
             found = {member.index: member.tensor for member in group.members()}
             return [origins.mapped(found[index]) for index in sorted(found)]
         with self._manager.lock, torch.inference_mode(False), torch.no_grad():
-            return self._manager.contents.clone(group.block, self._target)
+            return self._manager.block_io.clone(group.block, self._target)
 
     def finish(self) -> None:
         """Makes the tensors ordinary; goes on where it was cut short (by Ctrl-C)."""

@@ -87,8 +87,8 @@ class LookupInterceptor(CallInterceptor):
         nbytes, frozen = ids.numel() * self._row, not self._entry.param.requires_grad
         self._manager.guard()  # before the lock: a forked child may find it taken for ever
         with self._manager.lock:
-            in_place = self._manager.in_place
-            return in_place.read(self._groups[0].block, look, nbytes, again=frozen)
+            zero_copy = self._manager.zero_copy
+            return zero_copy.read(self._groups[0].block, look, nbytes, again=frozen)
 
     def _may(self, ids: torch.Tensor) -> bool:
         """Whether a call comes to a look at few rows of the weight of now, and to nothing else.

@@ -247,9 +247,9 @@ class WrappedModel:
         worst, chain = self._worst_chain()
         self.runtime.worst_chain = max(self.runtime.worst_chain, worst)
         least = fixed + worst
-        budget = self.manager.table.hbm.capacity
-        if least <= budget or not chain:
+        if not chain or self.manager.can_hold(least):
             return
+        budget = self.manager.table.hbm.capacity
         largest = max(chain, key=lambda g: g.block.nbytes).block
         raise CapacityError(
             f"block {largest.name!r} ({format_size(largest.nbytes)}) cannot be used in tier hbm "

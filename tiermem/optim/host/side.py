@@ -203,7 +203,7 @@ class HostSide:
                 runtime.grads.open(u)  # its change is to be seen
                 runtime.manager.release(u.block)
         taken = [e.name for e in unit.entries if e.materialized]
-        taken = taken or [runtime.manager.lender.can_lend(self._blocks())]
+        taken = taken or [runtime.manager.host_loans.can_lend(self._blocks())]
         if taken[0]:
             raise StepError(
                 f"{unit.name!r} is stepped on the host, and {taken[0]!r} is in use: let views of "
@@ -229,7 +229,7 @@ class HostSide:
         Raises:
             StorageError: If one cannot be written; nothing is stepped.
         """
-        runtime.manager.lender.settle(self._blocks())
+        runtime.manager.host_loans.settle(self._blocks())
 
     def _blocks(self) -> list[Block]:
         """Returns what a step works on, the weights last."""
@@ -265,10 +265,10 @@ class HostSide:
         files = self.in_files(runtime)
         own = [block for block in files if block is not blocks[-1]]
         load = Load(own, [block for block in files if block is blocks[-1]])
-        out = {block.id: manager.lender.borrowers(block) for block in blocks}
+        out = {block.id: manager.host_loans.borrowers(block) for block in blocks}
         job: Job | None = None
         try:
-            views, events = manager.lender.lend(blocks)
+            views, events = manager.host_loans.lend(blocks)
             job = Job(
                 stored,
                 loose,
@@ -291,8 +291,8 @@ class HostSide:
                 for u in held:
                     u.pending.clear()
             else:
-                lent = [b for b in blocks if manager.lender.borrowers(b) > out[b.id]]
-                manager.lender.give_back(lent, written=False)
+                lent = [b for b in blocks if manager.host_loans.borrowers(b) > out[b.id]]
+                manager.host_loans.give_back(lent, written=False)
             raise
 
     def announce(self, job: Job) -> None:
@@ -320,7 +320,7 @@ class HostSide:
                 another try has gone well.
             StorageError: The same, where the disk was the reason.
         """
-        unit, lender = self.unit, runtime.manager.lender
+        unit, host_loans = self.unit, runtime.manager.host_loans
         optimizer = unit.optimizer_for(None)
         if job.future is None or (job.broken and not job.computed):
             self.begin(runtime, job, pool)
@@ -333,7 +333,7 @@ class HostSide:
                 raise failure
             if job.stage is not None and job.order is not None:
                 job.stage.done(job.order, job.written)  # the thread may not have come to that
-                last = [b for b in job.load.shared if lender.borrowers(b) == 1]
+                last = [b for b in job.load.shared if host_loans.borrowers(b) == 1]
                 job.stage.settle([*job.load.own, *last])
         except BaseException as error:
             job.broken = future.done()  # else it was the wait that was cut short
@@ -377,14 +377,14 @@ class HostSide:
     def _return(self, runtime: ModuleRuntime, job: Job, *, written: bool) -> None:
         """Gives blocks back, each once, also where Ctrl-C comes in between."""
         if not job.returned:
-            lender = runtime.manager.lender
-            lent = {block.id: lender.borrowers(block) for block in job.blocks}
+            host_loans = runtime.manager.host_loans
+            lent = {block.id: host_loans.borrowers(block) for block in job.blocks}
             try:
-                lender.give_back(job.blocks, written=written)
+                host_loans.give_back(job.blocks, written=written)
                 job.returned = True
             except BaseException:
-                out = [b for b in job.blocks if lender.borrowers(b) == lent[b.id]]
-                lender.give_back(out, written=written)
+                out = [b for b in job.blocks if host_loans.borrowers(b) == lent[b.id]]
+                host_loans.give_back(out, written=written)
                 job.returned = True
                 raise
         for entry in job.stored:

@@ -88,7 +88,15 @@ def floating(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
 
 def frozen(settings: dict[str, Any]) -> dict[str, Any]:
     """Returns settings that stay as they are (a tensor learning rate is written in place)."""
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in settings.items()}
+    return {key: _frozen(value) for key, value in settings.items()}
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if type(value) in (list, tuple):
+        return type(value)(map(_frozen, value))
+    return {key: _frozen(inner) for key, inner in value.items()} if type(value) is dict else value
 
 
 def frozen_settings(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

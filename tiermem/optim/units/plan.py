@@ -324,7 +324,7 @@ def _check_step(runtime: ModuleRuntime, units: Sequence[StepUnit], held: int) ->
         need = fixed + _loose_nbytes(runtime, unit.at_once())
         if held and unit.group is not None:
             need += max(0, held - _loose_nbytes(runtime, [unit.group.block]))
-        if need > table.hbm.capacity:
+        if not runtime.manager.can_hold(need):
             raise CapacityError(
                 f"an optimizer step of block {unit.name!r} takes {format_size(need)} in tier hbm: "
                 f"weights, gradients, masters and state together; the budget is "

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 
 class Forked(Protocol):
-    """Has something to do around a fork. None of it may raise or wait for another thread."""
+    """Something that acts around a fork. None of it may raise or wait for another thread."""
 
     def before_fork(self) -> None:
         """This process is about to fork."""
@@ -61,5 +61,5 @@ def generation() -> int:
 
 
 def tell_of_forks(owner: Forked) -> None:
-    """Has an owner told of every fork, as long as it lives."""
+    """Tells an owner of every fork, as long as the owner lives."""
     _told.add(owner)

@@ -39,17 +39,14 @@ class HostLoans:
             record = parts.table[block.id]
             if block.id in self._out:
                 continue
-            parts.traffic.settle(block.id)
-            slot = parts.slots.current.get(block.id)
-            if slot is not None and slot.aliased:
-                return block.name
-            parts.space.unpoint(record)
-            if record.leases or (slot is not None and slot.aliased):
+            parts.transfers.settle(block.id)
+            there = record.extent is not None and not record.fixed
+            if there and not parts.evictor.rules.let_loose(record):
                 return block.name
         for block in blocks:
             record = parts.table[block.id]
             if record.home is Tier.NVME and record.in_hbm is State.DIRTY:
-                parts.traffic.drain(record)
+                parts.transfers.drain(record)
         return ""
 
     def settle(self, blocks: Sequence[Block]) -> None:
@@ -58,14 +55,14 @@ class HostLoans:
         Raises:
             StorageError: If one of them cannot be written; it is in HBM still.
         """
-        traffic = self._parts.traffic
+        transfers = self._parts.transfers
         for block in blocks:
-            error = traffic.settle(block.id)
+            error = transfers.settle(block.id)
             record = self._parts.table[block.id]
             if error is None and record.home is Tier.NVME and record.in_hbm is State.DIRTY:
                 # its write has failed, and somebody who waited for another has taken that up
-                traffic.drain(record)
-                error = traffic.settle(block.id)
+                transfers.drain(record)
+                error = transfers.settle(block.id)
             if error is not None:
                 raise error
 
@@ -84,24 +81,24 @@ class HostLoans:
             InvariantError: If one of them has its home in HBM, or is under way.
         """
         parts = self._parts
-        table, traffic = parts.table, parts.traffic
+        table, transfers = parts.table, parts.transfers
         for block in blocks:
             record = table[block.id]
             if record.home_extent is None:
                 raise InvariantError(f"block {block.name!r} has its home in {record.home.value}")
             if record.in_hbm is State.DIRTY and record.home is Tier.DRAM:
-                traffic.drain(record)
+                transfers.drain(record)
             if record.in_hbm is not State.ABSENT:
-                parts.space.evict(record)
+                parts.evictor.evict(record)
         events = []
         risen = parts.copy.risen()  # what is still being copied up reads these bytes
         for block in blocks:
             if block.id not in self._out:
-                before = [risen, traffic.home_ready.get(block.id)]
+                before = [risen, transfers.home_ready.get(block.id)]
                 self._before[block.id] = [event for event in before if event is not None]
                 self._defined[block.id] = table[block.id].defined
                 table.discard(block.id)
-                traffic.gone.add(block.id)  # no copy is to be fetched past it
+                transfers.departures.add_home(block.id)  # no copy is to be fetched past it
             self._out[block.id] = self._out.get(block.id, 0) + 1
             events.extend(self._before[block.id])
         return [self._views(block) for block in blocks], events

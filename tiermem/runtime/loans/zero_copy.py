@@ -38,7 +38,7 @@ class ZeroCopy:
         *,
         again: bool,
     ) -> Found | None:
-        """Has kernels look at a block where it lies.
+        """Lets kernels look at a block where it lies in DRAM.
 
         Args:
             block: The block.
@@ -57,7 +57,7 @@ class ZeroCopy:
             ClosedError: After ``close()``, or in a forked child.
         """
         self._gate.guard()
-        parts, traffic = self._parts, self._parts.traffic
+        parts, transfers = self._parts, self._parts.transfers
         record = parts.table[block.id]
         if (
             record.home is not Tier.DRAM
@@ -70,14 +70,14 @@ class ZeroCopy:
         tensors = self._tensors(record)
         if not tensors:
             return None
-        parts.copy.use(traffic.home_ready.get(block.id))
+        parts.copy.use(transfers.home_ready.get(block.id))
         marked = False
         try:
             found = look(tensors)
             # whoever writes there next waits for these kernels, as for a copy that wrote there
             event = parts.copy.mark()
             if event is not None:
-                traffic.home_ready[block.id] = event
+                transfers.home_ready[block.id] = event
             marked = True
         finally:
             if not marked:  # an error, or Ctrl-C: there may be kernels that nobody can wait for
@@ -96,12 +96,10 @@ class ZeroCopy:
 
     def _at_home(self, record: Record, *, again: bool) -> bool:
         """Whether the home copy is what the block holds, however late, and stays so."""
-        block_id = record.block.id
-        slot = self._parts.slots.current.get(block_id)
-        if slot is not None and (record.leases or slot.aliased):
+        if self._parts.evictor.rules.is_held(record):
             return False  # somebody may be writing there
         if again and record.in_hbm is State.DIRTY:
-            self._parts.traffic.drain(record)
+            self._parts.transfers.drain(record)
         return record.at_home is State.VALID
 
     def _tensors(self, record: Record) -> Sequence[torch.Tensor]:

@@ -91,9 +91,8 @@ class PlanMaker:
             least: Bytes to stream through where nothing has been measured.
         """
         self._parts = parts
-        self._waste = parts.traffic.waste
+        self._waste = parts.transfers.waste
         self._least = least
-        self._capacity = parts.table.hbm.capacity
         self._settled: tuple[tuple[object, int, int | None, bool], int, Plan] | None = None
         self._left = 0
         self._through_dram = True
@@ -107,6 +106,7 @@ class PlanMaker:
             len(parts.table),
             self._waste.changes,
             len(held),
+            parts.table.hbm.capacity,
             self._spare() if parts.mover is not None else 0,
         )
 
@@ -128,7 +128,7 @@ class PlanMaker:
         sizes = {block: align_up(record.block.nbytes) for block, record in loose.items()}
         compute = self._compute(schedule, order)
         fetch = {block: self._seconds(record, beside) for block, record in loose.items()}
-        room = self._capacity - table.fixed_nbytes()
+        room = table.hbm.capacity - table.fixed_nbytes()
         plan = Plan(frozenset(), room)
         turn = 0
         if loose and all(r.block.role in _READ_ONLY for r in loose.values()):
@@ -155,7 +155,7 @@ class PlanMaker:
                 fetch[b] if missing else None for b, missing in zip(order, away, strict=True)
             ]
             timetable = Timetable(compute, fetches, margin=_MARGIN, latency=_LATENCY)
-        ahead, largest = self._capacity // 2, largest_beside(sizes, plan.residents)
+        ahead, largest = table.hbm.capacity // 2, largest_beside(sizes, plan.residents)
         if plan.residents and turn:
             ahead = int(_OF_THE_REST * plan.reserve)
         elif plan.residents and largest:  # beside the block in use, and one more
@@ -185,7 +185,7 @@ class PlanMaker:
         """Decides what stays where a loop writes, once state has been seen in it.
 
         Passes of one loop foresee different parts of it (a micro-batch without a step), and what
-        stays must be the same in all of them: it is decided again only for more state, less room,
+        stays must be the same in all of them: it is decided again only for more state, other room,
         or a link that turns out to be faster. The first steps, in which memory is still being
         page-locked, see a slow one; what stayed because of that would cost the loop its window.
         """
@@ -194,7 +194,8 @@ class PlanMaker:
         link = LINK_UP[Tier.DRAM]
         rate = max(estimates.rate(link), estimates.best_rate(link) or 0.0)
         before = self._staying
-        if room < before.room or (before.kept and rate > _FASTER * before.rate):
+        other_room = before.known and not before.room <= room <= _FASTER * before.room
+        if other_room or (before.kept and rate > _FASTER * before.rate):
             before = Staying(rate=before.rate)
         known, kept = before.known, before.kept
         if not state.keys() <= known:
@@ -355,7 +356,8 @@ class PlanMaker:
             return False
         room = plan.reserve + spare
         known = [seconds for seconds in compute if seconds is not None]
-        if len(known) == len(compute) and sum(sizes.values()) > self._capacity + spare:
+        there = self._parts.table.hbm.capacity + spare
+        if len(known) == len(compute) and sum(sizes.values()) > there:
             inside = sizes.keys()  # what is read once is no part of the loop
             missing = refetched(order, sizes, plan.residents, room, inside)
             found = [fetch[b] for b, away in zip(order, missing, strict=True) if away]
@@ -369,7 +371,7 @@ class PlanMaker:
     def _spare(self) -> int:
         """Returns the bytes of DRAM that nothing else needs."""
         dram = self._parts.homes.dram
-        return dram.capacity - dram.used + self._parts.traffic.ahead.nbytes
+        return dram.capacity - dram.used + self._parts.transfers.ahead.nbytes
 
     def _compute(self, schedule: Schedule, order: Sequence[int]) -> list[float | None]:
         """Returns the seconds of each use; None where the pass is not known."""

@@ -6,8 +6,8 @@ it is looked up. Who is where is still looked at, since a wrong guess must cost 
 else: a block that is written, held, seen by somebody or not there any more stays as it is, and
 the rest of the pass is decided as the first one was.
 
-Most passes are neither measured nor disturbed. A use in one of those is done by
-:meth:`Replay.take` in one go, with nothing asked that cannot have changed.
+Most passes are neither measured nor disturbed. :meth:`Replay.foreseen` finds what a use does in one
+of those with nothing asked that cannot have changed since the pass began.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from bisect import bisect_right
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from tiermem.core.block import Extent, Tier
+from tiermem.core.block import Tier
 from tiermem.core.residency import Record, State
 from tiermem.core.schedule import Schedule
 from tiermem.runtime.lookahead.prefetcher import Prefetcher
-from tiermem.runtime.memory.slots import Slot
 from tiermem.runtime.parts import Parts
+from tiermem.runtime.placement.evictor import Room
+from tiermem.runtime.placement.leaving import Why
 
 _VALID, _DIRTY = State.VALID, State.DIRTY
+_AHEAD = Why.AHEAD
 _MOST_TAPES = 16
 _HARVEST = 8
 _CHECKED = 4  # of the measured passes, which has what is repeated decided once more
@@ -101,43 +103,56 @@ class _Pass:
     swaps: list[tuple[int, Swap]] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False)
+class _Run:
+    """A pass under way that repeats others.
+
+    Attributes:
+        steps: What is done at each place of the schedule.
+        schedule: What it goes by.
+        number: Of the pass.
+        departures: How many departures from HBM it has seen, its own among them; -1 where it is
+            not to go on.
+        cursor: The step done last.
+    """
+
+    steps: list[Step]
+    schedule: Schedule
+    number: int
+    departures: int
+    cursor: int = -1
+
+
 class Replay:
     """Writes down what passes do, and does it again; under the manager's lock.
 
     Attributes:
         swift: Whether the pass under way repeats others and is not measured, so that
-            :meth:`take` may be asked first.
+            :meth:`foreseen` may be asked first.
     """
 
     def __init__(self, parts: Parts, prefetcher: Prefetcher) -> None:
         """Works on ``parts``; ``prefetcher`` decides where nothing is repeated."""
         self._parts = parts
         self._prefetcher = prefetcher
-        self._table = parts.table
         self._planner = parts.planner
-        self._space = parts.space
-        self._traffic = parts.traffic
-        self._waste = parts.traffic.waste
-        self._pass_timer = parts.pass_timer
-        self._counters = parts.counters
-        self._copy = parts.copy
+        self._evictor = parts.evictor
+        self._may_leave = parts.evictor.rules.may_leave
+        self._transfers = parts.transfers
+        self._departures = parts.transfers.departures
         self._deferred = parts.deferred
+        self._copy = parts.copy
         self._current = parts.slots.current
-        self._holders = parts.holders
-        self._ready = parts.traffic.ready
+        self._waste = parts.transfers.waste
         self._tapes: dict[Schedule, _Tape] = {}
         self._open: _Pass | None = None
-        self._steps: list[Step] | None = None
-        self._schedule: Schedule | None = None
-        self._cursor = 0
-        self._changes = 0
-        self._number = 0
+        self._run: _Run | None = None
         self.swift = False
 
     @property
     def repeating(self) -> bool:
         """Whether the pass under way does what those before it did."""
-        return self._steps is not None
+        return self._run is not None
 
     def begin(self, outlook: object, number: int) -> bool:
         """Says that a pass begins, the planner and the plan being ready for it.
@@ -149,7 +164,7 @@ class Replay:
         Returns:
             Whether it repeats those before it, and what is due now has been done.
         """
-        undisturbed = self._steps is None or self._traffic.changes == self._changes
+        undisturbed = self._run is None or self._run.departures == self._departures.count
         self._close()
         schedule = self._planner.schedule
         tape = self._tapes.get(schedule)
@@ -160,31 +175,39 @@ class Replay:
                 del self._tapes[next(iter(self._tapes))]
         if not undisturbed:
             tape.done = tape.steps = None
-        tape.measured += self._pass_timer.sampling
-        check = self._pass_timer.sampling and not tape.measured % _CHECKED
+        timer = self._parts.pass_timer
+        tape.measured += timer.sampling
+        check = timer.sampling and not tape.measured % _CHECKED
         if tape.steps is None or check or self._disk_at_work():
-            self._open = _Pass(schedule, tape, self._space.places)
+            self._open = _Pass(schedule, tape, self._evictor.places)
             return False
-        self._steps, self._schedule = tape.steps, schedule
-        self._cursor, self._number, self._changes = -1, number, self._traffic.changes
-        self._traffic.quiet = True
-        self._space.lose_track()
-        self.swift = not (self._pass_timer.sampling or self._pass_timer.pending)
-        return self.repeat()
+        self._run = _Run(tape.steps, schedule, number, self._departures.count)
+        self._evictor.order.lose_track()
+        self.swift = not (timer.sampling or timer.pending)
+        return self.advance()
 
-    def take(self, block_id: int) -> Slot | None:
-        """Leases a block, and does what follows, where its use is the one foreseen.
+    def interrupt(self) -> None:
+        """Ends the replay of the pass under way at its next use; any thread may call it."""
+        run = self._run
+        if run is not None:
+            run.departures = -1
+
+    def foreseen(self, block_id: int) -> Step | None:
+        """Returns what to do at the use of a block that is in HBM and was foreseen.
+
+        It is for :meth:`advance`, once the block is leased; ``used`` is set.
 
         Returns:
-            Its slot; None, with nothing done, where anything is out of the ordinary.
+            None where anything is out of the ordinary.
         """
-        steps, planner = self._steps, self._planner
-        cursor = self._cursor + 1
+        run = self._run
+        if run is None:
+            return None
+        steps, cursor = run.steps, run.cursor + 1
         if (
-            steps is None
-            or cursor >= len(steps)
-            or not self._traffic.quiet
-            or planner.cursor + 1 != cursor
+            cursor >= len(steps)
+            or run.departures != self._departures.count
+            or self._planner.cursor + 1 != cursor
             or self._deferred.owed
             or self._copy.capturing()
         ):
@@ -196,118 +219,109 @@ class Replay:
             or record is None
             or (record.in_hbm is not _VALID and record.in_hbm is not _DIRTY)
             or (extent := record.extent) is None
-            or (extent.offset < self._space.largest_later and not record.leases)
+            or (extent.offset < self._evictor.largest_later and not record.leases)
         ):
             return None
-        leases = record.leases
-        try:
-            planner.follow(block_id)
-            self._cursor = cursor
-            self._counters.hits += 1
-            self._table.lease(block_id)
-            self._copy.use(self._ready.get(block_id))
-            if not self._follow(step):
-                self._prefetcher.run()
-            return self._current[block_id]
-        except BaseException:
-            if record.leases > leases:
-                self._table.release(block_id)
-            raise
+        return step
 
-    def note(self, record: Record, extent: Extent, position: int) -> None:
+    def advance(self, step: Step | None = None) -> bool:
+        """Does what the passes before did at this use.
+
+        Args:
+            step: What :meth:`foreseen` returned for it, if it was asked.
+
+        Returns:
+            False where it is to be decided, and so is the rest of the pass.
+        """
+        run = self._run
+        if run is None:
+            return False
+        if step is None:
+            step = self._step_now(run)
+            if step is None:
+                return self._stop()
+        run.cursor += 1
+        if step.block in self._waste.pending:
+            self._waste.used(step.block)
+        for swap in step.swaps:
+            leaves, comes = swap.leaves, swap.comes
+            extent = leaves.extent
+            as_was = extent is not None and extent.nbytes == swap.nbytes
+            if not (as_was and self._may_leave(leaves, _AHEAD)):
+                return self._stop()
+            went = leaves.block.id
+            if (
+                self._current[went].pointed
+                and (holder := self._parts.holders.get(went)) is not None
+            ):
+                holder.unpoint()
+            if not self._transfers.exchange(leaves, comes):
+                return self._stop()
+            run.departures += 1
+            self._waste.fetched(comes.block.id, run.number + swap.passes, swap.key)
+        return True
+
+    def note(self, record: Record, room: Room, position: int) -> None:
         """Says that a block is on its way up ahead of its use.
 
         Args:
             record: The block.
-            extent: Its place.
+            room: Its place, and who left for it.
             position: Uses until it is needed.
         """
-        noted, leaves = self._open, self._space.left
-        if noted is not None and leaves is not None:
+        noted = self._open
+        if noted is not None and room.left is not None:
             cursor = self._planner.cursor
-            swap = Swap(record, leaves, extent.nbytes, cursor + position)
+            swap = Swap(record, room.left, room.extent.nbytes, cursor + position)
             noted.swaps.append((cursor, swap))
 
-    def reset(self) -> None:
+    def repair(self) -> None:
         """Forgets what passes did, after an exception anywhere."""
         self._tapes.clear()
-        self._open = self._steps = self._schedule = None
+        self._open = self._run = None
         self.swift = False
-
-    def repeat(self) -> bool:
-        """Does what the passes before did at this use; returns False where it is to be decided."""
-        steps = self._steps
-        if steps is None:
-            return False
-        planner = self._planner
-        cursor = planner.cursor
-        if (
-            cursor != self._cursor + 1
-            or cursor >= len(steps)
-            or planner.schedule is not self._schedule
-            or not self._traffic.quiet
-        ):
-            return self._stop()
-        self._cursor = cursor
-        if self._pass_timer.pending:
-            self._pass_timer.harvest(_HARVEST)
-        if self._pass_timer.sampling:
-            self._prefetcher.look_back(planner.last)
-        return self._follow(steps[cursor])
 
     # -- inside ----------------------------------------------------------
 
-    def _follow(self, step: Step) -> bool:
-        """Has those come who come at one place; returns False where that is to be decided."""
-        if step.block in self._waste.pending:
-            self._waste.used(step.block)
-        for swap in step.swaps:
-            if not self._do(swap):
-                return self._stop()
-        return True
+    def _step_now(self, run: _Run) -> Step | None:
+        """Returns what to do at the use that the planner has come to; None if it was not foreseen.
 
-    def _do(self, swap: Swap) -> bool:
-        """Has one block come into the place of another, if that is still as it was."""
-        leaves = swap.leaves
-        went = leaves.block.id
-        slot = self._current.get(went)
+        For uses that :meth:`foreseen` was not asked about: the begin of a pass, one that is
+        measured, and whatever is out of the ordinary.
+        """
+        planner, timer = self._planner, self._parts.pass_timer
+        cursor = run.cursor + 1
         if (
-            slot is None
-            or slot.extent.nbytes != swap.nbytes
-            or (slot.pointed and not slot.idle)
-            or slot.aliased
-            or leaves.leases
+            planner.cursor != cursor
+            or cursor >= len(run.steps)
+            or planner.schedule is not run.schedule
+            or run.departures != self._departures.count
         ):
-            return False
-        if slot.pointed and (holder := self._holders.get(went)) is not None:
-            holder.unpoint()
-        if not self._traffic.exchange(leaves, swap.comes):
-            return False
-        self._changes += 1
-        counters = self._counters
-        counters.evictions += 1
-        counters.prefetches += 1
-        self._waste.pending[swap.comes.block.id] = (self._number + swap.passes, swap.key)
-        return True
+            return None
+        if timer.pending:
+            timer.harvest(_HARVEST)
+        if timer.sampling:
+            self._prefetcher.look_back(planner.last)
+        return run.steps[cursor]
 
     def _stop(self) -> bool:
-        """Has the rest of the pass be decided, and passes be watched anew."""
-        if self._schedule is not None:
-            self._tapes.pop(self._schedule, None)
+        """Ends the replay: the rest of the pass is decided, and passes are written down anew."""
+        if self._run is not None:
+            self._tapes.pop(self._run.schedule, None)
             self._prefetcher.start_over()
-        self._steps = self._schedule = None
+        self._run = None
         self.swift = False
         return False
 
     def _close(self) -> None:
         """Keeps what the pass before did, and makes steps of it if it is what its own did."""
         noted, self._open = self._open, None
-        self._steps = self._schedule = None
+        self._run = None
         self.swift = False
         if noted is None:
             return
         tape, swaps = noted.tape, noted.swaps
-        if self._space.places != noted.places + len(swaps) or not self._from_dram(noted):
+        if self._evictor.places != noted.places + len(swaps) or not self._from_dram(noted):
             tape.done = tape.steps = None  # it also did what is not done again that simply
             return
         done = [
@@ -319,7 +333,7 @@ class Replay:
 
     def _steps_of(self, noted: _Pass) -> list[Step]:
         """Returns what was done at each place of a pass."""
-        schedule, table = noted.schedule, self._table
+        schedule, table = noted.schedule, self._parts.table
         passes = schedule.passes
         end = passes[1][0] if len(passes) > 1 else len(schedule)
         steps = [Step(None, -1), *(Step(table.get(block), block) for block in schedule.order[:end])]
@@ -336,10 +350,10 @@ class Replay:
         """Whether what a pass needs is in HBM or DRAM, so that no disk is asked for anything."""
         if self._parts.mover is None:
             return True
-        records = map(self._table.get, set(noted.schedule.order))
+        records = map(self._parts.table.get, set(noted.schedule.order))
         return not any(record is None or record.home is Tier.NVME for record in records)
 
     def _disk_at_work(self) -> bool:
         """Whether what a disk does has to be looked at now and then."""
-        traffic = self._traffic
-        return bool(traffic.flights or traffic.ahead.reading or traffic.ahead.staged)
+        transfers = self._transfers
+        return bool(transfers.flights or transfers.ahead.reading or transfers.ahead.staged)

@@ -34,8 +34,25 @@ def available_memory(root: Path = Path("/")) -> int:
     return max(0, min([free, *_allowed(root)]))
 
 
-def _allowed(root: Path) -> Iterator[int]:
-    """Yields what every memory cgroup around this process still allows."""
+def total_memory(root: Path = Path("/")) -> int:
+    """Returns the bytes of host memory that this process could have if nobody else took any.
+
+    Args:
+        root: As for :func:`available_memory`.
+    """
+    import psutil
+
+    there: int = psutil.virtual_memory().total
+    return min([there, *_allowed(root, whole=True)])
+
+
+def _allowed(root: Path, *, whole: bool = False) -> Iterator[int]:
+    """Yields what every memory cgroup around this process still allows.
+
+    Args:
+        root: As for :func:`available_memory`.
+        whole: Whether to yield the limits, whatever is used of them.
+    """
     try:
         groups = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
         mounts = (root / "proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
@@ -50,7 +67,7 @@ def _allowed(root: Path) -> Iterator[int]:
         else:
             continue
         for folder in _folders(mounts, kind, option, path):
-            left = _left(root / str(folder).lstrip("/"), names)
+            left = _left(root / str(folder).lstrip("/"), names, whole=whole)
             if left is not None:
                 yield left
 
@@ -82,14 +99,14 @@ def _folders(mounts: list[str], kind: str, option: str, path: str) -> Iterator[P
         return
 
 
-def _left(folder: Path, names: _Names) -> int | None:
-    """Returns the bytes that one cgroup still allows; None where it has no limit."""
+def _left(folder: Path, names: _Names, *, whole: bool) -> int | None:
+    """Returns the bytes that one cgroup still allows, or its limit; None where it has none."""
     limits = [limit for name in names.limits if (limit := _number(folder / name)) is not None]
     used = _number(folder / names.usage)
     least = min(limits, default=_NO_LIMIT)
     if used is None or least >= _NO_LIMIT:
         return None
-    return least - used + _reclaimable(folder, names.reclaimable)
+    return least if whole else least - used + _reclaimable(folder, names.reclaimable)
 
 
 def _number(path: Path) -> int | None:

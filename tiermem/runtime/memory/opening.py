@@ -4,24 +4,70 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
 from tiermem.config import Settings
-from tiermem.core.block import Tier
+from tiermem.errors import CapacityError
 from tiermem.io.engine import IoEngine
 from tiermem.io.probe import choose_engine
 from tiermem.runtime.base.undisturbed import undisturbed
+from tiermem.runtime.memory.device_room import CudaRoom, DeviceRoom
 from tiermem.runtime.memory.homes import Homes
-from tiermem.storage.arena import Arena, DeviceArena, HostArena
+from tiermem.storage.arena import Arena, DeviceArena
+from tiermem.storage.devicepieces import open_calls
+from tiermem.storage.mapped import MappedDeviceArena, MappedHostArena
 from tiermem.transfer.copy import CopyEngine, CudaChunkCopier, CudaCopyEngine
 from tiermem.transfer.file.mover import FileMover
 
+AT_ONCE = 0.8
+"""Of a device's free memory: what is taken where it has to be taken at once."""
 
-def open_hbm(nbytes: int, device: torch.device) -> Arena:
-    """Opens the HBM arena, whole pages of it: on the device, or the stand-in for one."""
-    whole = nbytes // 4096 * 4096
-    return DeviceArena(whole, device) if device.type == "cuda" else HostArena(Tier.HBM, whole)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenHbm:
+    """HBM as it is opened.
+
+    Attributes:
+        arena: The memory.
+        capacity: Bytes of it that may be used at first.
+        most: Bytes that may ever be used.
+        room: What the device has besides; None where that cannot be known.
+        open: Whether the limit is to be found out.
+    """
+
+    arena: Arena
+    capacity: int
+    most: int
+    room: DeviceRoom | None
+    open: bool
+
+
+def open_hbm(settings: Settings, device: torch.device) -> OpenHbm:
+    """Opens the HBM arena, whole pages of it: on the device, or the stand-in for one.
+
+    Raises:
+        CapacityError: If the device has not got that much at all.
+    """
+    whole = settings.hbm // 4096 * 4096
+    if device.type != "cuda":
+        host = MappedHostArena(whole, whole=undisturbed)
+        return OpenHbm(host, host.capacity, host.capacity, None, False)
+    calls = open_calls(device)
+    if calls is None:  # all at once, as there is no other way
+        if settings.hbm_auto:
+            whole = int(torch.cuda.mem_get_info(device)[0] * AT_ONCE) // 4096 * 4096
+        single = DeviceArena(whole, device)
+        return OpenHbm(single, single.capacity, single.capacity, None, False)
+    room = CudaRoom(device)
+    if whole > room.total:
+        raise CapacityError(
+            f"tier hbm: {device} has {room.total} bytes, not the {whole} asked for with hbm="
+        )
+    arena = MappedDeviceArena(whole, device, calls, whole=undisturbed)
+    start = min(whole, room.free() // 2 // 4096 * 4096) if settings.hbm_auto else whole
+    return OpenHbm(arena, start, arena.capacity, room, settings.hbm_auto)
 
 
 def open_homes(settings: Settings, device: torch.device, keep: Callable[[Homes], None]) -> None:

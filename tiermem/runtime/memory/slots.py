@@ -185,7 +185,10 @@ class SlotCache:
 
     def exchange(self, went: int, block: Block, extent: Extent) -> Slot:
         """Returns the slot of a block that comes to the address of another, which leaves."""
-        slot = self.slot(block, extent)
+        kept = self._kept.get(block.id)
+        slot = None if kept is None else kept.get(extent.offset)
+        if slot is None:
+            slot = self.slot(block, extent)
         del self.current[went]
         self.current[block.id] = self.by_address[slot.address] = slot
         return slot

@@ -118,6 +118,8 @@ class Stats:
         kept_in_dram: Bytes of blocks from files of which DRAM keeps copies while the present
             loop goes on, so that they are not read again.
         kept_in_hbm: Bytes of blocks that are in HBM to stay while the present loop streams others.
+        hbm_mapped: Bytes of device memory that the HBM tier has taken by now, in whole chunks; its
+            budget is what it may take.
         activations: Tensors saved for backward that left HBM.
     """
 
@@ -149,6 +151,7 @@ class Stats:
     reads_into: str = "none"
     kept_in_dram: int = 0
     kept_in_hbm: int = 0
+    hbm_mapped: int = 0
     activations: ActivationStats = field(default_factory=ActivationStats)
 
     @property
@@ -275,6 +278,7 @@ def stats_of(
     efficiency: Efficiency | None,
     ahead: tuple[str, int] = ("none", 0),
     kept: int = 0,
+    mapped: int = 0,
 ) -> Stats:
     """Returns what was counted, for users.
 
@@ -288,6 +292,7 @@ def stats_of(
         efficiency: The measured passes beside their bound.
         ahead: Where streamed blocks are read to from files, and bytes of which DRAM keeps copies.
         kept: Bytes of what is in HBM to stay.
+        mapped: Bytes that HBM has of the device.
     """
     busy = counters.busy_ns
     lost = min(busy, counters.stall_ns + counters.copy_ns)
@@ -320,6 +325,7 @@ def stats_of(
         reads_into=ahead[0],
         kept_in_dram=ahead[1],
         kept_in_hbm=kept,
+        hbm_mapped=mapped,
     )
 
 

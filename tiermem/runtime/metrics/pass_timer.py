@@ -65,6 +65,38 @@ class _Sample:
     waits: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(slots=True, eq=False)
+class _Totals:
+    """What the measured passes add up to, without the first of each name.
+
+    Attributes:
+        seconds: From begin to end.
+        compute: Seconds of compute, as long as it usually takes.
+        waits: Seconds of waiting, by what was waited for.
+        moved: Bytes, by link.
+    """
+
+    seconds: float = 0.0
+    compute: float = 0.0
+    waits: dict[str, float] = field(default_factory=dict)
+    moved: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Length:
+    """How long the pass under way takes by the host's clock.
+
+    Attributes:
+        key: Its name; None before the first.
+        began: Seconds.
+        slowed: Whether measuring takes some of that time.
+    """
+
+    key: Hashable = None
+    began: float = 0.0
+    slowed: bool = False
+
+
 class PassTimer:
     """Stamps the passes that are to be measured, and hands what they say to the estimates.
 
@@ -87,9 +119,7 @@ class PassTimer:
         self._clock = clock
         self._counters = counters
         self._open: _Sample | None = None
-        self._key: Hashable = None
-        self._began = 0.0
-        self._slowed = False
+        self._length = _Length()
         self._waiting: deque[_Sample] = deque()
         self._before: Stamp | None = None
         self._stalled = 0
@@ -97,9 +127,7 @@ class PassTimer:
         self._fills: dict[int, _Fill] = {}
         self._older: dict[int, _Fill] = {}
         self._last: dict[str, int] = {}
-        self._measured = self._compute = 0.0
-        self._waits: dict[str, float] = {}
-        self._bytes: dict[str, int] = {}
+        self._totals = _Totals()
 
     # -- stamping --------------------------------------------------------
 
@@ -109,9 +137,10 @@ class PassTimer:
         now = self._clock.host()
         # measuring takes the host time: where it is what limits, such a pass would look like a
         # change, be measured again for that, and so on
-        if self._key is not None and not self._slowed:
-            self.estimates.took(self._key, now - self._began)
-        self._key, self._began = key, now
+        length = self._length
+        if length.key is not None and not length.slowed:
+            self.estimates.took(length.key, now - length.began)
+        length.key, length.began = key, now
         if self._older or self._fills:
             for fill in self._older.values():
                 self._let_go(fill)
@@ -120,7 +149,7 @@ class PassTimer:
             self.sampling = self._clock.usable()
             if self.sampling:
                 self._open = _Sample(key, self._counters.bytes_by_link())
-        self._slowed = self.sampling or self.pending
+        length.slowed = self.sampling or self.pending
 
     def cut_short(self) -> None:
         """Drops what is being measured, after an exception anywhere."""
@@ -213,27 +242,27 @@ class PassTimer:
         self._waiting.clear()
         self._open = None
         self.sampling = self.pending = False
-        self._measured = self._compute = 0.0
-        self._waits, self._bytes = {}, {}
+        self._totals = _Totals()
         self.estimates.ask_again()
 
     def efficiency(self) -> Efficiency | None:
         """Returns how the measured passes compare with their bound; None before any."""
         self.harvest(_ALL)
-        if self._measured <= 0.0:
+        totals = self._totals
+        if totals.seconds <= 0.0:
             return None
-        bounds = {"compute": self._compute}
-        for link, nbytes in self._bytes.items():
+        bounds = {"compute": totals.compute}
+        for link, nbytes in totals.moved.items():
             rate = self.estimates.best_rate(link)
             if rate is None and link == "hbm->dram":
                 rate = self.estimates.best_rate("dram->hbm")
             if rate is not None and nbytes:
                 bounds[link] = nbytes / rate
         limit = max(bounds, key=lambda name: bounds[name])
-        losses = {name: seconds for name, seconds in self._waits.items() if seconds > 0.0}
-        rest = self._measured - self._compute - sum(losses.values())
+        losses = {name: seconds for name, seconds in totals.waits.items() if seconds > 0.0}
+        rest = totals.seconds - totals.compute - sum(losses.values())
         losses[_HOST] = losses.get(_HOST, 0.0) + max(0.0, rest)
-        return Efficiency(self._measured, bounds[limit], limit, losses)
+        return Efficiency(totals.seconds, bounds[limit], limit, losses)
 
     def rows(self, records: Iterable[Record]) -> list[PaceRow]:
         """Returns what was learned of these blocks."""
@@ -330,15 +359,16 @@ class PassTimer:
         estimates.observe(sample.key, compute, sample.flows, fills)
         if first:  # in the first one everything is learned, by tiermem and by torch
             return
-        self._measured += sample.measured
+        totals = self._totals
+        totals.seconds += sample.measured
         for block, (total, count) in sample.compute.items():
             usual = estimates.compute(sample.key, block)
-            self._compute += total if usual is None else min(total, usual * count)
+            totals.compute += total if usual is None else min(total, usual * count)
         for name, seconds in sample.waits.items():
-            self._waits[name] = self._waits.get(name, 0.0) + seconds
+            totals.waits[name] = totals.waits.get(name, 0.0) + seconds
         for link, moved in sample.moved.items():
             link = _SAME_DISK.get(link, link)
-            self._bytes[link] = self._bytes.get(link, 0) + moved
+            totals.moved[link] = totals.moved.get(link, 0) + moved
 
     def _discard(self, sample: _Sample) -> None:
         for use in sample.uses[sample.at :]:

@@ -9,19 +9,32 @@ the device is waited for before and after.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from tiermem.core.block import Extent, align_up
-from tiermem.core.residency import Record
-from tiermem.runtime.memory.slots import Slot
-
-if TYPE_CHECKING:
-    from tiermem.runtime.metrics.counters import Counters
-    from tiermem.runtime.placement.evictor import Evictor
+from tiermem.core.residency import Record, ResidencyTable
+from tiermem.runtime.memory.slots import Slot, SlotCache
+from tiermem.runtime.metrics.counters import Counters
+from tiermem.runtime.placement.leaving import LeaveRules, Why
+from tiermem.runtime.transfers.transfers import Transfers
 
 _BOUNCE = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A run of HBM between two blocks that cannot be moved, with room for what is wanted.
+
+    Attributes:
+        start: Its first byte.
+        records: The blocks inside, by offset.
+        leaving: Offsets of those of them that can leave.
+    """
+
+    start: int
+    records: list[Record]
+    leaving: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,101 +59,90 @@ class _Slide:
 class Compactor:
     """Joins free pieces of HBM."""
 
-    def __init__(self, space: Evictor, counters: Counters) -> None:
-        """Works for ``space``, under its lock."""
-        self._space = space
+    def __init__(
+        self,
+        table: ResidencyTable,
+        slots: SlotCache,
+        transfers: Transfers,
+        rules: LeaveRules,
+        counters: Counters,
+    ) -> None:
+        """Moves blocks of ``table``, under its lock, as far as ``rules`` let it."""
+        self._table = table
+        self._slots = slots
+        self._transfers = transfers
+        self._rules = rules
         self._counters = counters
         self._sliding: _Slide | None = None
 
-    def gather(self, nbytes: int, keep: Record | None = None) -> bool:
-        """Makes one gap of ``nbytes`` by evicting and moving blocks; nothing may be under way.
+    def best_stretch(self, nbytes: int, keep: Record | None = None) -> Stretch | None:
+        """Returns where one gap of ``nbytes`` can be made with the fewest bytes moved.
 
         Args:
             nbytes: Bytes wanted.
-            keep: A block that is not to be evicted, although it could be.
+            keep: A block that is not to leave, although it could.
 
         Returns:
-            Whether there is such a gap now.
-
-        Raises:
-            StorageError: If what must leave cannot be written.
+            None where there is no such run. The caller evicts what leaves it, then has
+            :meth:`join` move the rest.
         """
-        space = self._space
-        hbm = space.table.hbm
-        size = align_up(nbytes)
-        region = self._best_region(size, keep)
-        if region is None:
-            return False
-        start, records = region
-        space.clear(
-            [r.extent.offset for r in records if r.extent is not None and self._leaves(r, keep)],
-            wait=True,
-        )
-        space.traffic.copy.synchronize()
-        for record in records:
+        table, size = self._table, align_up(nbytes)
+        best: tuple[int, Stretch] | None = None
+        stays, inside = 0, Stretch(0, [], [])
+        for extent in [*table.hbm.extents(), None]:
+            record = None if extent is None else table.at(extent.offset)
+            if extent is not None and record is not None:
+                leaves = record is not keep and self._rules.may_leave(record, Why.NEEDED)
+                if leaves or self._rules.movable(record):
+                    inside.records.append(record)
+                    if leaves:
+                        inside.leaving.append(extent.offset)
+                    stays += 0 if leaves else extent.nbytes
+                    continue
+            end = table.hbm.capacity if extent is None else extent.offset
+            if end - inside.start - stays >= size and (best is None or stays < best[0]):
+                best = (stays, inside)
+            if extent is not None:
+                stays, inside = 0, Stretch(extent.end, [], [])
+        return None if best is None else best[1]
+
+    def join(self, stretch: Stretch) -> None:
+        """Moves the blocks that are left in a run to its begin; nothing may be under way."""
+        self._transfers.copy.synchronize()
+        start = stretch.start
+        for record in stretch.records:
             extent = record.extent
             if extent is None:
                 continue
-            seen = space.slots.current[record.block.id].aliased
-            if extent.offset != start and not (seen or self._held(record)):
-                space.unpoint(record)  # pointed at without a lease of its own: it can let go
-            if extent.offset != start and space.movable(record):
+            if extent.offset != start and not self._is_needed(record):
+                self._rules.unpoint(record)  # pointed at without a lease of its own: can let go
+            target = Extent(start, extent.nbytes)
+            movable = extent.offset != start and self._rules.movable(record)
+            if movable and self._table.hbm.back(target):
                 self._slide(record, start)
                 start += extent.nbytes
             else:  # where it is already, or found in use meanwhile
                 start = extent.end
-        space.traffic.copy.synchronize()
-        return hbm.largest_gap >= size
+        self._transfers.copy.synchronize()
 
-    def _best_region(self, size: int, keep: Record | None) -> tuple[int, list[Record]] | None:
-        """Returns where the run between two immovable blocks begins that needs the fewest moves."""
-        table = self._space.table
-        best: tuple[int, int, list[Record]] | None = None
-        start, stays, inside = 0, 0, list[Record]()
-        for extent in [*table.hbm.extents(), None]:
-            record = None if extent is None else table.at(extent.offset)
-            if extent is not None and record is not None:
-                leaves = self._leaves(record, keep)
-                if leaves or self._space.movable(record):
-                    inside.append(record)
-                    stays += 0 if leaves else extent.nbytes
-                    continue
-            end = table.hbm.capacity if extent is None else extent.offset
-            if end - start - stays >= size and (best is None or stays < best[0]):
-                best = (stays, start, inside)
-            if extent is not None:
-                start, stays, inside = extent.end, 0, []
-        return None if best is None else (best[1], best[2])
-
-    def _held(self, record: Record) -> bool:
-        holder = self._space.holders.get(record.block.id)
-        return holder is not None and holder.leases() > 0
-
-    def _leaves(self, record: Record, keep: Record | None) -> bool:
-        if record is keep or record.extent is None:
-            return False
-        return self._space.price(record.extent.offset, None) is not None
+    def _is_needed(self, record: Record) -> bool:
+        """Whether a view of the user's, or a call of the block's own module, looks at it."""
+        aliased = self._slots.current[record.block.id].aliased
+        return aliased or self._rules.is_leased_by_holder(record)
 
     def _slide(self, record: Record, offset: int) -> None:
         """Moves a block to a lower address, which may overlap the one it has."""
-        space = self._space
         block, old = record.block, record.extent
         if old is None:
             return
-        source = space.slots.current[block.id]
-        pointed = source.pointed
-        target = space.slots.slot(block, Extent(offset, old.nbytes))
+        source = self._slots.current[block.id]
+        target = self._slots.slot(block, Extent(offset, old.nbytes))
         self._move(_Slide(record, source, target, 0, None))
-        space.table.relocate(block.id, offset)
-        space.slots.enter(block, target.extent)
-        holder = space.holders.get(block.id)
-        if holder is not None and (pointed or holder.leases()):
-            holder.repoint(target)
-        source.pointed = 0
+        self._table.relocate(block.id, offset)
+        self._slots.enter(block, target.extent)
+        self._rules.repoint(record, source, target)
         self._sliding = None
-        space.traffic.ready.pop(block.id, None)
-        space.traffic.changes += 1
-        space.traffic.quiet = False
+        self._transfers.relocated(block.id)
         self._counters.relocations += 1
 
     def finish(self) -> None:
@@ -152,13 +154,9 @@ class Compactor:
         if slide is None:
             return
         self._move(slide)
-        record, target = slide.record, slide.target
-        self._space.traffic.copy.synchronize()
-        record.extent = target.extent
-        holder = self._space.holders.get(record.block.id)
-        if holder is not None and (slide.source.pointed or holder.leases()):
-            holder.repoint(target)
-        slide.source.pointed = 0
+        self._transfers.copy.synchronize()
+        slide.record.extent = slide.target.extent
+        self._rules.repoint(slide.record, slide.source, slide.target)
         self._sliding = None
 
     def _move(self, slide: _Slide) -> None:

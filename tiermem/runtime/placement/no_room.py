@@ -45,6 +45,13 @@ def too_small(block: Block, table: ResidencyTable, slots: SlotCache) -> Capacity
         least = capacity + align_up(block.nbytes)
     names = ", ".join(f"{name!r} ({format_size(n)}, {why})" for n, name, why in held[:6])
     seen = any(why == _SEEN for _, _, why in held)
+    if table.hbm.walled:
+        return CapacityError(
+            f"block {block.name!r} ({format_size(block.nbytes)}) does not fit in tier hbm "
+            f"({format_size(capacity)}) beside {names or 'nothing'}: the device has no memory for "
+            f"{format_size(table.hbm.walled)} of it",
+            "free memory of the device, or have activations take less; the next pass tries again",
+        )
     return CapacityError(
         f"block {block.name!r} ({format_size(block.nbytes)}) does not fit in tier hbm "
         f"({format_size(capacity)}) beside {names or 'nothing'}{pieces}",

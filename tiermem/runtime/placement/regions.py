@@ -26,13 +26,14 @@ class Regions:
         self.border = table.hbm.capacity
         self.by_lane: dict[int, list[Part]] = {}
         self._table = table
+        self._capacity = self.border
         self._slot = 0
         self._lanes: tuple[int, ...] = ()
         self._parts = [(0, self.border)]
 
     def reset(self) -> None:
         """Leaves all of HBM to what streams, until :meth:`keep` is called again."""
-        self.border = self._table.hbm.capacity
+        self.border = self._capacity = self._table.hbm.capacity
         self.by_lane = {}
         self._slot, self._lanes = 0, ()
         self._parts = [(0, self.border)]
@@ -53,11 +54,18 @@ class Regions:
         Returns:
             Whether that is another division than before.
         """
-        if (residents, slot, lanes) == (self.residents, self._slot, self._lanes):
+        capacity = self._table.hbm.capacity
+        if (residents, slot, lanes, capacity) == (
+            self.residents,
+            self._slot,
+            self._lanes,
+            self._capacity,
+        ):
             return False
+        self._capacity = capacity
         self.residents = residents
         self._slot, self._lanes = slot, lanes
-        self.border = self._table.hbm.capacity - sum(self._sizes(residents))
+        self.border = capacity - sum(self._sizes(residents))
         fixed = (r.extent.end for r in self._table if r.fixed and r.extent is not None)
         base = max((end for end in fixed if end <= self.border), default=0)
         slots = align_up(slot) if residents else 0

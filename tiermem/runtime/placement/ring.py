@@ -1,4 +1,4 @@
-"""Handing HBM out in circles: what has been there longest leaves first.
+"""Handing HBM out in a ring: what has been there longest leaves first.
 
 In a loop that writes what it streams (steps of an optimizer), what was just used has the furthest
 next use of all, and by that rule it would leave first. But it has just begun to go down, and so its
@@ -9,97 +9,101 @@ a byte more moves.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from tiermem.core.block import Block, Extent
+from tiermem.core.allocator import Window
+from tiermem.core.block import Extent
+from tiermem.core.residency import ResidencyTable
 from tiermem.core.schedule import Planner, Schedule
-
-if TYPE_CHECKING:
-    from tiermem.runtime.placement.evictor import Evictor
-
+from tiermem.runtime.placement.leaving import LeaveRules, Why
+from tiermem.runtime.placement.regions import Regions
 
 _MOST_STARTS = 32
 
 
 class Ring:
-    """The circle through HBM.
+    """Knows the place in HBM that comes next, and who would have to leave it.
 
     Attributes:
-        uses: What is used again within so many uses stays; 0 where there is no circle.
+        uses: What is used again within so many uses stays; 0 where HBM is not handed out so.
     """
 
-    def __init__(self, space: Evictor, planner: Planner) -> None:
+    def __init__(
+        self, table: ResidencyTable, planner: Planner, regions: Regions, rules: LeaveRules
+    ) -> None:
         """Begins at the first byte.
 
         Args:
-            space: Whose HBM it is, and who may leave it; this is its part, under its lock.
+            table: Who is where.
             planner: Knows when blocks are used again.
+            regions: The ring ends where the region of what stays begins.
+            rules: Say who may leave.
         """
         self.uses = 0
-        self._space = space
-        self._hbm = space.table.hbm
-        self._at_offset = space.table.at
+        self._hbm = table.hbm
+        self._at_offset = table.at
         self._planner = planner
+        self._regions = regions
+        self._rules = rules
         self._at = 0
         self._stays = 0
         self._pass = -1
         self._starts: dict[Schedule, int] = {}
 
-    def begin(self, number: int, schedule: Schedule) -> None:
-        """Begins a pass where one of the same schedule has begun before.
+    def begin(self, uses: int, number: int, schedule: Schedule) -> None:
+        """Begins a pass, where one of the same schedule has begun before.
 
         So blocks come to the same places in every round, where their slots are known already.
 
         Args:
-            number: Of the pass; only its first call counts.
+            uses: What is used again within so many uses stays; 0 for no ring.
+            number: Of the pass; only its first call moves the ring.
             schedule: What comes.
         """
-        if number == self._pass:
+        self.uses = uses
+        if not uses or number == self._pass:
             return
         self._pass = number
         self._at = self._starts.setdefault(schedule, self._at)
         if len(self._starts) > _MOST_STARTS:
             del self._starts[next(iter(self._starts))]
 
-    def place(self, block: Block, position: int | None) -> Extent | None:
-        """Makes room where the circle has come to, if nothing there is needed soon.
+    def next_free(self, nbytes: int) -> Extent | None:
+        """Takes the place where the ring has come to, if it is free and large enough.
+
+        As a rule it is what a larger block has left behind it.
+        """
+        if self._at + nbytes > self._end:
+            self._at = 0
+        return self.take(self._at, nbytes)
+
+    def window(self, nbytes: int, position: int | None) -> Window | None:
+        """Returns where the next place of ``nbytes`` is, and who has to leave it.
 
         Args:
-            block: What needs it.
-            position: Uses until then, for a fetch ahead, which may not wait; None for now.
+            nbytes: Bytes wanted.
+            position: Uses until they are needed; None for now.
 
         Returns:
-            The place, taken; None where it has to be found by another rule.
-
-        Raises:
-            StorageError: If what must leave cannot be written.
+            None where somebody there is needed soon, or may not leave.
         """
-        hbm, nbytes, end = self._hbm, block.nbytes, self._space.division.border
-        if block.id in self._space.residents:
-            return None  # its place is not in the circle
-        if self._at + nbytes > end:
-            self._at = 0
-        extent = hbm.take_at(self._at, nbytes)  # as a rule what a larger one has left behind it
-        if extent is None:
-            self._stays = self._planner.cursor + (position or 0) + self.uses
-            window = hbm.next_window(self._at, nbytes, self._leaves, end)
-            if window is None or not self._space.clear(window.victims, wait=position is None):
-                return None
-            extent = hbm.take_at(window.extent.offset, nbytes)
-            if extent is None:
-                return None
-        self._at = extent.end
+        self._stays = self._planner.cursor + (position or 0) + self.uses
+        return self._hbm.next_window(self._at, nbytes, self._leaves, self._end)
+
+    def take(self, offset: int, nbytes: int) -> Extent | None:
+        """Takes a place and has the ring go on behind it; None where it is not free."""
+        extent = self._hbm.take_at(offset, nbytes)
+        if extent is not None:
+            self._at = extent.end
         return extent
 
+    @property
+    def _end(self) -> int:
+        """The first byte behind the ring."""
+        return self._regions.border
+
     def _leaves(self, offset: int) -> bool:
-        """Whether the block at an offset may leave; what :meth:`Evictor.price` asks."""
+        """Whether the block at an offset may leave, and is not used again soon."""
         record = self._at_offset(offset)
-        if record is None or record.leases or record.fixed or not record.usable:
+        if record is None or not self._rules.may_leave(record, Why.AHEAD):
             return False
-        planner, block_id, space = self._planner, record.block.id, self._space
-        if planner.schedule.next_use(block_id, planner.cursor) <= self._stays:
-            return False
-        if block_id in space.residents or block_id in space.traffic.failing:
-            return False
-        slot = space.slots.current[block_id]
-        return not slot.wanted and not slot.aliased
+        planner = self._planner
+        return planner.schedule.next_use(record.block.id, planner.cursor) > self._stays

@@ -225,7 +225,7 @@ class ActivationStore:
                 self._moved("hbm->dram", copy, started)
                 return
             manager.copy.prepare_down()
-            mover = manager.traffic.need_mover()
+            mover = manager.transfers.need_mover()
             place.transfer = mover.write(place.extent, bytes_[:body], label=copy.name)
             if body < copy.nbytes:
                 copy.tail = bytes_[body:].clone()
@@ -281,7 +281,7 @@ class ActivationStore:
         self._looked_to = float("inf")
 
     def open(self, copy: Copy) -> tuple[torch.UntypedStorage, int]:
-        """Has a copy in HBM, ordered before whatever the current stream does next.
+        """Brings a copy into HBM, ordered before whatever the current stream does next.
 
         Returns:
             A storage, and which byte of the one that was saved is its first.
@@ -348,7 +348,7 @@ class ActivationStore:
                 self._moved("dram->hbm", copy, started)
             else:
                 guards = manager.copy.guards(_NOWHERE)
-                mover = manager.traffic.need_mover()
+                mover = manager.transfers.need_mover()
                 body = place.extent.nbytes
                 copy.reading = place.transfer = mover.read(
                     place.extent, target[:body], label=copy.name, urgent=urgent, after=guards
@@ -465,8 +465,8 @@ class ActivationStore:
         self.manager.copy.wait(place.read)
 
     def _wait(self, transfer: FileTransfer) -> None:
-        self.manager.traffic.wait(transfer)
-        self.manager.traffic.poll()
+        self.manager.transfers.wait(transfer)
+        self.manager.transfers.poll()
 
     # -- counting --------------------------------------------------------
 

@@ -107,11 +107,11 @@ class Pool:
     def __init__(self, whole: torch.Tensor, unit: int = 0) -> None:
         self._whole = whole
         self._unit = unit
-        self._space = Allocator(whole.numel())
+        self._evictor = Allocator(whole.numel())
 
     def take(self, nbytes: int) -> Extent | None:
         """Returns room for a block, or None."""
-        return self._space.allocate(max(nbytes, self._unit))
+        return self._evictor.allocate(max(nbytes, self._unit))
 
     def bytes_of(self, place: Extent, nbytes: int) -> torch.Tensor:
         """Returns the memory of a piece."""
@@ -119,11 +119,11 @@ class Pool:
 
     def free(self, place: Extent) -> None:
         """Takes a piece back."""
-        self._space.free(place)
+        self._evictor.free(place)
 
     def keep_only(self, places: Iterable[Extent]) -> None:
         """Makes just these be handed out, after an exception anywhere."""
-        self._space.rebuild(places)
+        self._evictor.rebuild(places)
 
 
 class HostStage:
@@ -148,7 +148,7 @@ class HostStage:
             CapacityError: If the DRAM budget does not hold the largest load.
         """
         self._manager = manager
-        manager.traffic.need_mover()
+        manager.transfers.need_mover()
         self._lock = threading.Lock()
         self._cargo: dict[int, Cargo] = {}
         self._orders: dict[Order, None] = {}  # announced, and not ended
@@ -162,7 +162,7 @@ class HostStage:
     @property
     def _mover(self) -> FileMover:
         """The manager's, which opens another one for more files."""
-        return self._manager.traffic.need_mover()
+        return self._manager.transfers.need_mover()
 
     @property
     def nbytes(self) -> int:
@@ -182,13 +182,13 @@ class HostStage:
 
     def order(self, load: Load) -> Order:
         """Returns what :meth:`announce` takes; the blocks of the load are lent."""
-        lender, table = self._manager.lender, self._manager.table
+        host_loans, table = self._manager.host_loans, self._manager.table
         homes: dict[int, tuple[Extent, bool]] = {}
         for block in load.blocks:
             extent = table[block.id].home_extent
             if extent is None:
                 raise InvariantError(f"block {block.name!r} has its home in no file")
-            homes[block.id] = (extent, lender.defined(block))
+            homes[block.id] = (extent, host_loans.defined(block))
         return Order(load, homes)
 
     def announce(self, order: Order) -> None:

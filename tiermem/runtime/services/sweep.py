@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from tiermem.core.block import Block, Role, Tier
 from tiermem.core.residency import State
+from tiermem.runtime.placement.leaving import Why
 
 if TYPE_CHECKING:
     from tiermem.runtime.manager import BlockManager
@@ -29,15 +30,9 @@ class BlockSweep:
         needed = sum(record.block.nbytes for record in manager.table)
         self.leaves = needed > manager.table.hbm.capacity
 
-    @contextmanager
-    def sweeping(self) -> Iterator[None]:
-        """Has reads and writes share the disk evenly, also where one of them is waited for."""
-        traffic = self._manager.traffic
-        before, traffic.patient = traffic.patient, True
-        try:
-            yield
-        finally:
-            traffic.patient = before
+    def sweeping(self) -> AbstractContextManager[None]:
+        """Makes reads and writes share the disk evenly, also where one of them is waited for."""
+        return self._manager.transfers.sharing_disk()
 
     def fetch(self, blocks: Sequence[Block]) -> None:
         """Begins to fetch blocks that are used next; evicts nothing that is used sooner."""
@@ -71,10 +66,5 @@ class BlockSweep:
                     continue
                 if block.role is Role.GRAD and not gradients:
                     continue
-                if record.leases or record.fixed or block.id in manager.traffic.failing:
-                    continue
-                if manager.space.division.stays(record):
-                    continue
-                slot = manager.slots.current.get(block.id)
-                if slot is not None and not slot.aliased and not slot.wanted:
-                    manager.traffic.drain(record)
+                if manager.evictor.rules.may_leave(record, Why.WRITTEN):
+                    manager.transfers.drain(record)

@@ -32,8 +32,8 @@ def differs_from_home(manager: BlockManager, block: Block) -> bool:
             home = manager.homes.arena.bytes_of(extent)
         else:
             home = torch.empty(block.nbytes, dtype=torch.uint8)
-            mover = manager.traffic.need_mover()
-            manager.traffic.run(mover.read(extent, home, label=block.name, urgent=True))
+            mover = manager.transfers.need_mover()
+            manager.transfers.run(mover.read(extent, home, label=block.name, urgent=True))
         same = torch.ones((), dtype=torch.bool, device=here.device)
         for begin, end in _runs(block):
             same &= (here[begin:end] == home[begin:end].to(here.device)).all()

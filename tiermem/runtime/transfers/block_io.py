@@ -16,9 +16,9 @@ from tiermem.runtime.transfers.transfers import Transfers
 class BlockIo:
     """Looks into blocks without taking them into HBM."""
 
-    def __init__(self, traffic: Transfers) -> None:
-        """Uses the same table and stores as ``traffic``, under the same lock."""
-        self._traffic = traffic
+    def __init__(self, transfers: Transfers) -> None:
+        """Uses the same table and stores as ``transfers``, under the same lock."""
+        self._transfers = transfers
 
     def read(self, block: Block) -> list[torch.Tensor]:
         """Returns copies of a block's tensors in ordinary host memory, which they share.
@@ -48,16 +48,16 @@ class BlockIo:
 
     def _bytes_of(self, block: Block) -> tuple[torch.Tensor, bool]:
         """Returns a block's bytes as they are now, and whether nobody else has them."""
-        traffic = self._traffic
-        record = traffic.table[block.id]
+        transfers = self._transfers
+        record = transfers.table[block.id]
         if record.in_hbm is State.FILLING:
-            traffic.settle(block.id)
+            transfers.settle(block.id)
         if record.in_hbm is not State.ABSENT:
-            traffic.copy.use(traffic.ready.get(block.id))
-            return traffic.slots.current[block.id].bytes, False
+            transfers.copy.use(transfers.ready.get(block.id))
+            return transfers.slots.current[block.id].bytes, False
         if record.home is Tier.DRAM and record.home_extent is not None:
-            traffic.copy.wait(traffic.home_ready.get(block.id))
-            return traffic.homes.arena.bytes_of(record.home_extent), False
+            transfers.copy.wait(transfers.home_ready.get(block.id))
+            return transfers.homes.arena.bytes_of(record.home_extent), False
         if record.home_extent is not None:
             return self.read_home(block), True
         return torch.empty(block.nbytes, dtype=torch.uint8), True
@@ -69,13 +69,13 @@ class BlockIo:
             StorageError: If they cannot be read.
             InvariantError: If the block's home is no file.
         """
-        traffic = self._traffic
-        record = traffic.table[block.id]
+        transfers = self._transfers
+        record = transfers.table[block.id]
         if record.home is not Tier.NVME or record.home_extent is None:
             raise InvariantError(f"block {block.name!r} has its home in no file")
         host = torch.empty(block.nbytes, dtype=torch.uint8)
-        mover = traffic.need_mover()
-        traffic.run(mover.read(record.home_extent, host, label=block.name, urgent=True))
+        mover = transfers.need_mover()
+        transfers.run(mover.read(record.home_extent, host, label=block.name, urgent=True))
         return host
 
     def restore(self, block: Block, begin: int, end: int) -> None:
@@ -89,14 +89,14 @@ class BlockIo:
         Raises:
             StorageError: If they cannot be read; it may be called again.
         """
-        traffic = self._traffic
-        record = traffic.table[block.id]
+        transfers = self._transfers
+        record = transfers.table[block.id]
         if record.home is Tier.DRAM and record.home_extent is not None:
-            traffic.copy.wait(traffic.home_ready.get(block.id))
-            home = traffic.homes.bytes_of(record.home_extent)
+            transfers.copy.wait(transfers.home_ready.get(block.id))
+            home = transfers.homes.bytes_of(record.home_extent)
         else:
             home = self.read_home(block)
-        slot = traffic.slots.current[block.id]
+        slot = transfers.slots.current[block.id]
         slot.bytes[begin:end].copy_(home[begin:end])
 
     def write_home(self, block: Block, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -110,24 +110,24 @@ class BlockIo:
             StorageError: If the home is a file and cannot be written; it holds no data then.
             InvariantError: If it holds data: a write that failed would lose it.
         """
-        traffic = self._traffic
-        record = traffic.table[block.id]
+        transfers = self._transfers
+        record = transfers.table[block.id]
         extent = record.home_extent
         if extent is None or record.in_hbm is not State.ABSENT or record.defined:
             raise InvariantError(f"block {block.name!r} is not without data below HBM")
         in_dram = record.home is Tier.DRAM
         if in_dram:
-            traffic.copy.wait(traffic.home_ready.get(block.id))
-            target = traffic.homes.arena.bytes_of(extent)
+            transfers.copy.wait(transfers.home_ready.get(block.id))
+            target = transfers.homes.arena.bytes_of(extent)
         else:
             target = torch.zeros(block.nbytes, dtype=torch.uint8)
         for spec, tensor in zip(block.tensors, tensors, strict=True):
             if tensor is not None:
                 view_of(target, spec).copy_(tensor)
         if not in_dram:
-            traffic.run(traffic.need_mover().write(extent, target, label=block.name))
-        traffic.table.home_written(block.id)
-        traffic.gone.add(block.id)
+            transfers.run(transfers.need_mover().write(extent, target, label=block.name))
+        transfers.table.home_written(block.id)
+        transfers.departures.add_home(block.id)
 
 
 def view_of(whole: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

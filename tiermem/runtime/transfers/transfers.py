@@ -9,22 +9,119 @@ Completions come up only when something here polls; no transfer calls back.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+
+import torch
 
 from tiermem.core.block import Block, Extent, Tier
 from tiermem.core.pace import Waste
 from tiermem.core.residency import Move, Record, ResidencyTable, State
 from tiermem.errors import InvariantError, StorageError
 from tiermem.runtime.memory.homes import HomeRequest, Homes
-from tiermem.runtime.memory.slots import SlotCache
+from tiermem.runtime.memory.slots import Slot, SlotCache
 from tiermem.runtime.metrics.counters import Counters
 from tiermem.runtime.metrics.pass_timer import PassTimer
 from tiermem.runtime.metrics.timeline import Timeline
 from tiermem.runtime.transfers.early_reads import ReadAhead
 from tiermem.transfer.copy import CopyEngine, Event
 from tiermem.transfer.file.mover import FileMover, FileTransfer
+
+
+class Departures:
+    """A log that everybody adds to who changes what is in HBM, and that one reader reads.
+
+    Attributes:
+        count: Grows whenever a block leaves HBM or changes its place there: who remembers it
+            sees whether any has since.
+    """
+
+    __slots__ = ("_unread", "count")
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self.count = 0
+        self._unread: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._unread)
+
+    def add(self, block_id: int) -> None:
+        """Says that a block has left HBM."""
+        self.count += 1
+        self._unread.add(block_id)
+
+    def add_move(self) -> None:
+        """Says that a block has changed its place in HBM, or another has come into its place."""
+        self.count += 1
+
+    def add_home(self, block_id: int) -> None:
+        """Says that what is at a block's home is to be fetched (again): it was lent or written."""
+        self._unread.add(block_id)
+
+    def read(self) -> set[int]:
+        """Returns the blocks added since this was called last."""
+        unread, self._unread = self._unread, set()
+        return unread
+
+    def skip(self) -> None:
+        """Drops what was added and not read: the reader looks at everything anyway."""
+        self._unread.clear()
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Takes out blocks that do not exist any more."""
+        self._unread.difference_update(block_ids)
+
+
+class TransferLog:
+    """Enters transfers into the statistics.
+
+    Attributes:
+        counters: What happened.
+        pass_timer: Measures the copies of passes that are measured.
+    """
+
+    def __init__(self, counters: Counters, timeline: Timeline, pass_timer: PassTimer) -> None:
+        """Enters what it is told into all three."""
+        self.counters = counters
+        self.pass_timer = pass_timer
+        self._timeline = timeline
+
+    def copied(self, link: str, block: Block, started: int) -> None:
+        """Enters a copy between HBM and DRAM that has just been submitted.
+
+        Args:
+            link: Such as ``"dram->hbm"``.
+            block: What was copied.
+            started: When that began, by ``time.perf_counter_ns()``.
+        """
+        ended = time.perf_counter_ns()
+        counters, elapsed, nbytes = self.counters, ended - started, block.nbytes
+        counters.moved(link, nbytes, elapsed)
+        counters.copy_ns += elapsed
+        self._timeline.add(link, block.name, started, ended, nbytes)
+
+    def landed(self, link: str, block: Block, transfer: FileTransfer) -> None:
+        """Enters a file transfer that has finished, well or not."""
+        if transfer.error is not None:
+            self.counters.errors += 1
+            return
+        begun = (transfer.started_ns or transfer.submitted_ns) + transfer.rested_ns
+        self.counters.moved(link, block.nbytes, transfer.finished_ns - begun)
+        if self.pass_timer.sampling:
+            disk = "nvme->hbm" if transfer.is_read else "hbm->nvme"
+            self.pass_timer.landed(disk, block.nbytes, begun, transfer.finished_ns)
+        self._timeline.add(link, block.name, begun, transfer.finished_ns, block.nbytes)
+
+    def stalled(self, started: int) -> None:
+        """Enters a wait of the host for a transfer, which has just ended."""
+        ended = time.perf_counter_ns()
+        self.counters.stalls += 1
+        self.counters.stall_ns += ended - started
+        self._timeline.add("stall", "wait", started, ended)
+
 
 _STAGED = "nvme->dram"
 
@@ -45,13 +142,8 @@ class Transfers:
         ready: Event of the last copy up of a block, where there is something to wait for.
         home_ready: The same of the last copy down.
         failing: Blocks whose last write-back failed; they are not written ahead of need.
-        changes: Grows whenever a block leaves HBM.
-        quiet: Whether nobody but :class:`Replay` has sent a block away since it set this.
-        gone: Blocks that have left HBM, were lent, or had their homes written without it, and
-            that the prefetcher's walk has not gone back to since.
-        patient: Whether what is waited for goes no sooner than the rest: in a sweep that reads
-            and writes every block, whatever goes first holds up what has to be made as well.
-        pass_timer: Measures the copies of passes that are measured.
+        departures: Which blocks have left HBM.
+        log: Where what was done is entered.
         waste: Knows of fetches ahead of use, and of blocks that leave without it.
         ahead: What has been read from files and waits in DRAM for room.
     """
@@ -62,9 +154,7 @@ class Transfers:
         slots: SlotCache,
         homes: Homes,
         copy: CopyEngine,
-        counters: Counters,
-        timeline: Timeline,
-        pass_timer: PassTimer,
+        log: TransferLog,
         *,
         poison: bool,
     ) -> None:
@@ -78,15 +168,11 @@ class Transfers:
         self.ready: dict[int, Event] = {}
         self.home_ready: dict[int, Event] = {}
         self.failing: set[int] = set()
-        self.changes = 0
-        self.quiet = False
-        self.gone: set[int] = set()
-        self.patient = False
-        self.pass_timer = pass_timer
+        self.departures = Departures()
+        self.log = log
         self.waste = Waste()
         self.ahead = ReadAhead(homes, self.wait)
-        self._counters = counters
-        self._timeline = timeline
+        self._patient = False
         self._poison = poison
 
     # -- beginning -------------------------------------------------------
@@ -103,56 +189,37 @@ class Transfers:
                 a disk. Without it, a block whose read into DRAM is under way must not come here.
         """
         block, block_id = record.block, record.block.id
-        urgent = meanwhile is not None
         asked = False
         try:
             move = self.table.begin_fill(block_id, extent)
             slot = self.slots.enter(block, extent)
             self.ready.pop(block_id, None)
             staged = self._staged(record, meanwhile) if self.ahead.staged else None
-            if staged is not None or record.home is Tier.DRAM:
-                started = time.perf_counter_ns()
-                if staged is None:
-                    source = self.homes.bytes_of(move.source_extent)
-                else:
-                    source = self.homes.arena.bytes_of(staged)
-                after, sampling = self.home_ready.get(block_id), self.pass_timer.sampling
-                if sampling:
-                    self.pass_timer.rising(extent, after)
-                event = self.copy.up(slot.bytes, source, extent, after)
-                if sampling:
-                    self.pass_timer.risen(block)
-                if event is not None:
-                    self.ready[block_id] = event
-                if staged is not None:
-                    self.ahead.copied(block_id, event)
-                self._copied("dram->hbm", block, started)
-                self.table.end_fill(block_id, ok=True)
+            if staged is not None:
+                self._copy_up(record, slot, self.homes.arena.bytes_of(staged), staged=True)
+            elif record.home is Tier.DRAM:
+                self._copy_up(record, slot, self.homes.bytes_of(move.source_extent))
             else:
-                urgent = urgent and not self.patient
-                guards, mover = self.copy.guards(extent), self.need_mover()
+                guards = self.copy.guards(extent)
                 parked = self.ahead.parking(record) if self.ahead.parked else None
-                if parked is None:
-                    start = partial(mover.read, move.source_extent, label=block.name, urgent=urgent)
-                else:
-                    start = partial(mover.land, parked, urgent=urgent)
+                start = self._reading(move, parked, meanwhile is not None and not self._patient)
                 asked = True
                 transfer = start(target=slot.bytes, after=guards)
-                self.flights[block.id] = Flight(transfer, move)
+                self.flights[block_id] = Flight(transfer, move)
                 if parked is not None:
                     self.ahead.has_place(block_id)
         except BaseException as error:
             if record.extent is None:
                 self._give_back(extent)
-            elif record.in_hbm is State.FILLING and block.id not in self.flights:
-                self._unfill(block.id, lost=asked and not isinstance(error, Exception))
+            elif record.in_hbm is State.FILLING and block_id not in self.flights:
+                self._unfill(block_id, lost=asked and not isinstance(error, Exception))
             raise
 
     def exchange(self, leaves: Record, comes: Record) -> bool:
         """Brings a block up from DRAM into the place of one that leaves for it.
 
-        What :meth:`leave` and :meth:`fill` do one after the other, save that the walk ahead is
-        told of nothing.
+        What :meth:`leave` and :meth:`fill` do one after the other, without giving the place back
+        in between.
 
         Args:
             leaves: Seen by nobody.
@@ -161,37 +228,71 @@ class Transfers:
         Returns:
             Whether that could be; otherwise nothing is changed.
         """
-        block, went = comes.block, leaves.block.id
-        came, ready = block.id, self.ready
+        went = leaves.block.id
         try:
             extent = self.table.exchange(leaves, comes)
             if extent is None:
                 return False
-            self.changes += 1
+            self.departures.count += 1
             if self._poison:
                 self.copy.poison(self.slots.current[went].bytes, extent)
-            again = ready.pop(went, None)  # who waits for that waits no longer
+            again = self.ready.pop(went, None)  # who waits for that waits no longer
             if went in self.waste.pending:
-                self._counters.prefetch_wasted += self.waste.left(went)
-            started = time.perf_counter_ns()
-            slot = self.slots.exchange(went, block, extent)
+                self.log.counters.prefetch_wasted += self.waste.left(went)
+            slot = self.slots.exchange(went, comes.block, extent)
             source = self.homes.bytes_of(comes.home_extent)  # type: ignore[arg-type]
-            after, sampling = self.home_ready.get(came), self.pass_timer.sampling
-            if sampling:
-                self.pass_timer.rising(extent, after)
-            event = self.copy.up(slot.bytes, source, extent, after, again)
-            if sampling:
-                self.pass_timer.risen(block)
-            if event is not None:
-                ready[came] = event
-            self._copied("dram->hbm", block, started)
-            self.table.end_fill(came, ok=True)
+            self._copy_up(comes, slot, source, again)
+            counters = self.log.counters
+            counters.evictions += 1
+            counters.prefetches += 1
             return True
         except BaseException:
             if leaves.extent is None and comes.in_hbm is State.FILLING:
                 self.slots.leave(went)
-                self._unfill(came)
+                self._unfill(comes.block.id)
             raise
+
+    def _copy_up(
+        self,
+        record: Record,
+        slot: Slot,
+        source: torch.Tensor,
+        again: Event | None = None,
+        *,
+        staged: bool = False,
+    ) -> None:
+        """Submits the copy of a block from host memory to its slot, which ends its fill.
+
+        Args:
+            record: The block, being filled.
+            slot: Where it goes.
+            source: Its bytes in DRAM, 1-D uint8.
+            again: An event that nobody waits for any more, to be recorded anew.
+            staged: Whether ``source`` is no home, but what was read ahead from a file.
+        """
+        block, started = record.block, time.perf_counter_ns()
+        after, timer = self.home_ready.get(block.id), self.log.pass_timer
+        sampling = timer.sampling
+        if sampling:
+            timer.rising(slot.extent, after)
+        event = self.copy.up(slot.bytes, source, slot.extent, after, again)
+        if sampling:
+            timer.risen(block)
+        if event is not None:
+            self.ready[block.id] = event
+        if staged:
+            self.ahead.copied(block.id, event)
+        self.log.copied("dram->hbm", block, started)
+        self.table.filled(record)
+
+    def _reading(
+        self, move: Move, parked: FileTransfer | None, urgent: bool
+    ) -> Callable[..., FileTransfer]:
+        """Returns what begins the read of a block from its file, or goes on with a parked one."""
+        mover = self.need_mover()
+        if parked is not None:
+            return partial(mover.land, parked, urgent=urgent)
+        return partial(mover.read, move.source_extent, label=move.block.name, urgent=urgent)
 
     def blank(self, record: Record, extent: Extent) -> None:
         """Gives a block without data its place in ``extent``, to be written there."""
@@ -223,9 +324,9 @@ class Transfers:
                 )
                 if event is not None:
                     self.home_ready[block.id] = event
-                self._copied("hbm->dram", block, started)
+                self.log.copied("hbm->dram", block, started)
                 self.table.end_drain(block.id, ok=True)
-                self._counters.write_backs += 1
+                self.log.counters.write_backs += 1
             else:
                 self.copy.prepare_down()
                 transfer = self.need_mover().write(move.target_extent, slot.bytes, label=block.name)
@@ -252,8 +353,7 @@ class Transfers:
         former = self.table.rehome(record.block.id, home, extent)
         if former is not None:
             self.homes.release(Tier.NVME, former)
-        self.changes += 1
-        self.quiet = False
+        self.departures.add_move()  # plans for its former home are made anew
 
     def _make_writable(self, record: Record) -> None:
         """Does that for a block that somebody has written, wherever there is room."""
@@ -274,7 +374,7 @@ class Transfers:
                 self._land(block_id, flight)
         if self.ahead.reading:
             for record, transfer in self.ahead.landed():
-                self._landed(_STAGED, record.block, transfer)
+                self.log.landed(_STAGED, record.block, transfer)
 
     def settle(self, block_id: int) -> StorageError | None:
         """Waits for the flight of a block, if there is one; returns its error."""
@@ -298,7 +398,7 @@ class Transfers:
 
         After an exception anywhere, with the table repaired; see :mod:`tiermem.runtime.repair`.
         """
-        self.patient = False
+        self._patient = False
         if self.mover is not None:
             self.ahead.cancel()
             self.mover.wait_all()
@@ -320,9 +420,21 @@ class Transfers:
                 self.ready.pop(block_id, None)
                 self.home_ready.pop(block_id, None)
         self.ahead.reset()
-        self.gone.clear()
-        self.changes += 1
-        self.quiet = False
+        self.departures.skip()
+        self.departures.add_move()
+
+    @contextmanager
+    def sharing_disk(self) -> Iterator[None]:
+        """Gives what is waited for no precedence over the rest, inside ``with``.
+
+        In a sweep that reads and writes every block, whatever goes first holds up what has to be
+        made as well.
+        """
+        before, self._patient = self._patient, True
+        try:
+            yield
+        finally:
+            self._patient = before
 
     def wait(self, transfer: FileTransfer) -> None:
         """Waits for one transfer, and counts that as a stall."""
@@ -330,19 +442,16 @@ class Transfers:
             return
         started = time.perf_counter_ns()
         try:
-            self.need_mover().wait(transfer, hurry=not self.patient)
+            self.need_mover().wait(transfer, hurry=not self._patient)
         finally:
-            ended = time.perf_counter_ns()
-            self._counters.stalls += 1
-            self._counters.stall_ns += ended - started
-            self._timeline.add("stall", "wait", started, ended)
+            self.log.stalled(started)
 
     def run(self, transfer: FileTransfer) -> None:
         """Waits for a transfer that is no flight, and raises its error."""
         self.wait(transfer)
         self.poll()
         if transfer.error is not None:
-            self._counters.errors += 1
+            self.log.counters.errors += 1
             raise transfer.error
 
     def leave(self, block_id: int, *, seen: bool = False) -> None:
@@ -361,11 +470,14 @@ class Transfers:
 
     def left(self, block_id: int) -> None:
         """Lets everybody know that a block has left HBM."""
-        self.changes += 1
-        self.quiet = False
-        self.gone.add(block_id)
+        self.departures.add(block_id)
         if block_id in self.waste.pending:
-            self._counters.prefetch_wasted += self.waste.left(block_id)
+            self.log.counters.prefetch_wasted += self.waste.left(block_id)
+
+    def relocated(self, block_id: int) -> None:
+        """Lets everybody know that a block lies elsewhere in HBM, where its bytes are already."""
+        self.ready.pop(block_id, None)
+        self.departures.add_move()
 
     def need_mover(self) -> FileMover:
         """Returns the file mover.
@@ -400,24 +512,12 @@ class Transfers:
             link = "hbm->nvme"
             self.table.end_drain(block_id, ok=ok)
             if ok:
-                self._counters.write_backs += 1
+                self.log.counters.write_backs += 1
                 self.failing.discard(block_id)
             else:
                 self.failing.add(block_id)
         del self.flights[block_id]
-        self._landed(link, move.block, transfer)
-
-    def _landed(self, link: str, block: Block, transfer: FileTransfer) -> None:
-        """Enters one finished transfer into the statistics."""
-        if transfer.error is not None:
-            self._counters.errors += 1
-            return
-        begun = (transfer.started_ns or transfer.submitted_ns) + transfer.rested_ns
-        self._counters.moved(link, block.nbytes, transfer.finished_ns - begun)
-        if self.pass_timer.sampling:
-            disk = "nvme->hbm" if transfer.is_read else "hbm->nvme"
-            self.pass_timer.landed(disk, block.nbytes, begun, transfer.finished_ns)
-        self._timeline.add(link, block.name, begun, transfer.finished_ns, block.nbytes)
+        self.log.landed(link, move.block, transfer)
 
     def _staged(self, record: Record, meanwhile: Callable[[], None] | None) -> Extent | None:
         """Returns where in DRAM a block's bytes have been read to, once they are all there."""
@@ -458,10 +558,3 @@ class Transfers:
         """Frees space that was taken for a block and that it did not get."""
         if self.table.at(extent.offset) is None and self.table.hbm.holds(extent):
             self.table.hbm.free(extent)
-
-    def _copied(self, link: str, block: Block, started: int) -> None:
-        ended = time.perf_counter_ns()
-        counters, elapsed, nbytes = self._counters, ended - started, block.nbytes
-        counters.moved(link, nbytes, elapsed)
-        counters.copy_ns += elapsed
-        self._timeline.add(link, block.name, started, ended, nbytes)

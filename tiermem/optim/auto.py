@@ -1,0 +1,232 @@
+"""Which steps may wait for the next forward where no program can see it (``overlap="auto"``).
+
+What is owed to a block is done before anybody looks at it, so a step that waits is seen in few
+ways: where its update raises, where it needs room that the forward has taken, in the numbers of
+the state that have no home in the tiers, and in a CUDA graph. Each of these has a rule here; what
+meets one is stepped at once.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.nn.tensors.lazy import LazyTensor, is_held
+from tiermem.optim.rules.probe import settings_of
+from tiermem.optim.units.parted import PartedUnit
+from tiermem.optim.units.unit import State, StepUnit
+from tiermem.runtime.memory.slots import use_count
+
+_SCHEDULED = {"lr", "weight_decay", "momentum", "betas"}
+"""Settings that schedulers write, and that torch's classes raise for no value of in range."""
+_MOST_PAUSE = 64
+_PIECES = 4
+_REFERENCES = 2  # to a storage: the tensor's, and the object that asks
+
+
+class AutoOverlap:
+    """Chooses the steps of one optimizer that wait.
+
+    Attributes:
+        waiting: Ids of the units whose step waits, of the ``step()`` under way.
+    """
+
+    def __init__(self, runtime: ModuleRuntime, cls: type[torch.optim.Optimizer]) -> None:
+        """Has every group be stepped at once first.
+
+        Args:
+            runtime: The modules' runtime.
+            cls: The optimizer's class. One that is not torch's own may raise in any step, as it
+                does in ``step()`` of the resident optimizer: none of its steps waits.
+        """
+        self.waiting: set[int] = set()
+        self._runtime = runtime
+        self._table = runtime.manager.table
+        modules = cls.__module__, getattr(cls.step, "__module__", None) or ""
+        self._known = all(name.startswith("torch.optim.") for name in modules)
+        self._tried: dict[int, Any] = {}  # settings that the class was seen to step with, by group
+        self._failed = False
+        self._holders = 0
+        self._seen_nbytes = 0  # of HBM that a backward before found in use by others
+        # steps that were asked for by a look instead of a forward
+        self._owed = self._early = 0
+        self._pause = self._last_pause = 0
+
+    def begin(self, state: State) -> None:
+        """Watches backwards from now on; nobody else has the tiered optimizer's state yet."""
+        self._holders = sys.getrefcount(state)
+        self._runtime.on_backward.append(self.backward_begins)
+
+    def close(self) -> None:
+        """Watches no backward any more."""
+        self._runtime.on_backward.remove(self.backward_begins)
+
+    def choose(
+        self,
+        units: Sequence[StepUnit],
+        groups: Sequence[dict[str, Any]],
+        state: State,
+        *,
+        looked_into: bool,
+        draws: bool,
+    ) -> None:
+        """Sets ``waiting`` for a step.
+
+        Args:
+            units: What is to be stepped; nothing is owed to them.
+            groups: Settings of the parameter groups.
+            state: The tiered optimizer's.
+            looked_into: Whether users were given the state.
+            draws: Whether the class draws random numbers.
+        """
+        self.waiting = set()
+        if not self._known or self._failed or draws or self._is_early():
+            return
+        if any(unit.group is not None and unit.group.freed for unit in units):
+            return  # which will say so
+        if self._runtime.manager.copy.capturing() or self._all_there(units):
+            return
+        count = sys.getrefcount(state)
+        if not looked_into:
+            self._holders = count
+        elif count > self._holders:
+            return
+        kinds = {number: kind_of(group) for number, group in enumerate(groups)}
+        steady = {number for number, kind in kinds.items() if self._tried.get(number) == kind}
+        room = self._room()
+        for unit in units:
+            if (
+                unit.made is not None
+                and all(number in steady for _, number in unit.members)
+                and self._fits(unit, room)
+                and not (looked_into and _is_seen(unit, state))
+            ):
+                self.waiting.add(id(unit))
+
+    def made(self, units: Iterable[StepUnit], groups: Sequence[dict[str, Any]]) -> None:
+        """Notes that a step was made, or owed as it was chosen.
+
+        Args:
+            units: All of it.
+            groups: Settings of the parameter groups that it was made with.
+        """
+        now = [unit for unit in units if id(unit) not in self.waiting]
+        for number in {number for unit in now for _, number in unit.members}:
+            self._tried[number] = kind_of(groups[number])
+        self._owed, self._early = len(self.waiting), 0
+
+    def paid(self) -> None:
+        """Notes that a step that waited is made."""
+        self._early += not self._runtime.here.depth
+
+    def failed(self, error: BaseException) -> None:
+        """Notes that one was not, save by an exception from elsewhere: no other waits."""
+        self._failed = self._failed or isinstance(error, Exception)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a step that waited could not be made."""
+        return self._failed
+
+    def backward_begins(self) -> None:
+        """Looks how much of HBM users and autograd hold, for the next forward will be alike."""
+        if self._known:
+            self._seen_nbytes = max(self._seen_nbytes, self._seen_now())
+
+    def _is_early(self) -> bool:
+        """Whether the program looks at the weights after each step, so that waiting is in vain."""
+        if self._owed:
+            if self._early > self._owed // 2:
+                self._last_pause = min(_MOST_PAUSE, 2 * self._last_pause or 1)
+                self._pause = self._last_pause
+            else:
+                self._last_pause = 0
+            self._owed = 0
+        if not self._pause:
+            return False
+        self._pause -= 1
+        return True
+
+    def _all_there(self, units: Sequence[StepUnit]) -> bool:
+        """Whether everything is in HBM, so that there are no copies to hide."""
+        get = self._table
+        return all(get[block.id].usable for unit in units for block in unit.blocks())
+
+    def _room(self) -> int:
+        """Returns what HBM has for a step beside what a forward may hold, in bytes.
+
+        What others hold cannot be moved either, so that the rest may lie in pieces.
+        """
+        seen = max(self._seen_nbytes, self._seen_now())
+        held = self._runtime.worst_chain + seen
+        room = self._table.hbm.capacity - self._table.fixed_nbytes() - held
+        return room // _PIECES if seen else room
+
+    def _fits(self, unit: StepUnit, room: int) -> bool:
+        """Whether a step can be made in a forward, in which a CUDA graph may be captured."""
+        group, table = unit.group, self._table
+        if group is None or table[group.block.id].fixed:
+            return False
+        needed = [block for block in unit.at_once() if not table[block.id].fixed]
+        return sum(block.nbytes for block in needed) - group.block.nbytes <= room
+
+    def _seen_now(self) -> int:
+        current = self._runtime.manager.slots.current.values()
+        seen = sum(slot.extent.nbytes for slot in current if slot.aliased)
+        return seen + sum(extent.nbytes for extent in self._table.orphans())
+
+
+def kind_of(group: dict[str, Any]) -> Any:
+    """Returns what tells whether a class steps with some settings as it did with others.
+
+    What schedulers write counts as the same as long as it is in range.
+    """
+    return {
+        key: _in_range(key, value) if key in _SCHEDULED else _as_is(value)
+        for key, value in settings_of(group).items()
+    }
+
+
+def _in_range(key: str, value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value), [_in_range(key, inner) for inner in value]
+    if type(value) not in (int, float):
+        return _as_is(value)
+    good = math.isfinite(value) and value >= 0 and (value < 1 or key != "betas")
+    return float if good else _as_is(value)
+
+
+def _as_is(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return type(value), value.dtype, value.device, value.shape
+    if isinstance(value, tuple | list):
+        return type(value), [_as_is(inner) for inner in value]
+    return type(value), value
+
+
+def _is_seen(unit: StepUnit, state: State) -> bool:
+    """Whether somebody may have a part of a unit's state that leads past the tiers."""
+    parted = isinstance(unit, PartedUnit)
+    for param, _ in unit.members:
+        kept = state.get(param)
+        if kept is None:
+            continue
+        # in the tiered optimizer's state and the plain one's; of parts it is put together
+        if is_held(kept, besides=2 - parted):
+            return True
+        for value in kept.values():
+            if not isinstance(value, torch.Tensor) or isinstance(value, LazyTensor):
+                continue
+            if is_held(value, besides=1 + parted) or _is_viewed(value):
+                return True
+    return False
+
+
+def _is_viewed(tensor: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    return use_count(storage._cdata) > _REFERENCES

@@ -1,0 +1,182 @@
+"""What a disk does ahead of use beside reads into HBM: reads on into DRAM, or begins one early."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from tiermem.core.block import Tier, align_up
+from tiermem.core.residency import Record
+from tiermem.core.schedule import Schedule
+from tiermem.runtime.lookahead.plan_maker import StreamPlan
+from tiermem.runtime.lookahead.walks import Fetcher
+from tiermem.runtime.parts import Parts
+from tiermem.transfer.file.mover import FileMover
+
+
+class DiskAhead:
+    """Keeps the disk at work while HBM has no room; does nothing without an NVMe tier.
+
+    Attributes:
+        through_dram: Whether blocks come from files by way of DRAM.
+        shared: Whether a plan says what spare DRAM is for; otherwise the order of use does.
+        parks: Whether the next read straight into HBM is begun before it has a place there.
+    """
+
+    def __init__(self, parts: Parts, fetcher: Fetcher) -> None:
+        """Works on ``parts``; ``fetcher`` says which reads are due."""
+        self.through_dram = True
+        self.shared = False
+        self.parks = False
+        self._parts = parts
+        self._fetcher = fetcher
+        self._ahead = parts.transfers.ahead
+        self._read_to = 0
+        self._parked_to = 0
+
+    @property
+    def reads_into(self) -> str:
+        """Where blocks that stream from files are read to: ``"hbm"``, ``"dram"`` or ``"none"``."""
+        if self._parts.mover is None:
+            return "none"
+        return "dram" if self._fetcher.beside and self.through_dram else "hbm"
+
+    def plan(self, schedule: Schedule, outlook: StreamPlan) -> None:
+        """Follows a plan from now on, and shares spare DRAM out as it says."""
+        plan, mover = outlook.plan, self._parts.mover
+        self.shared = plan.in_dram is not None and self._fetcher.beside
+        self.parks = self.shared and plan.parks and mover is not None and mover.parks
+        if not self.shared or plan.in_dram is None:
+            self.through_dram = outlook.through_dram or not self._fetcher.beside
+            self._ahead.share(None)
+            return
+        self.through_dram = plan.ahead > 0
+        stream = self._sizes(set(schedule.order) - plan.residents - plan.in_dram)
+        slot = max(stream.values(), default=0)
+        self._ahead.share(self._sizes(plan.in_dram), slot, plan.ahead if slot else 0, mover)
+
+    def repair(self) -> None:
+        """Forgets the plan, after an exception anywhere."""
+        self.shared = self.parks = False
+
+    def restart(self, cursor: int) -> None:
+        """Looks at every use again from a cursor on."""
+        self._read_to = self._parked_to = cursor
+
+    def take_up(self, block_id: int, cursor: int) -> None:
+        """Takes up what the disk has done.
+
+        Args:
+            block_id: The block used last.
+            cursor: Where the compute is since.
+        """
+        transfers, ahead = self._parts.transfers, self._ahead
+        if transfers.flights or ahead.reading:
+            transfers.poll()
+        if ahead.staged:
+            ahead.used(block_id, cursor)
+        if ahead.unsettled:
+            ahead.lay_out()
+
+    def go_on(self, schedule: Schedule, begin: int, end: int, cursor: int) -> None:
+        """Begins what the disk can do now for the uses from ``begin`` to ``end``.
+
+        Args:
+            schedule: What comes.
+            begin: The first use for which HBM has no room yet.
+            end: The use to which to look.
+            cursor: Where the compute is.
+        """
+        mover = self._parts.mover
+        if mover is None:
+            return
+        if self.through_dram or self.shared:
+            self._read_on(schedule, begin, end, cursor, mover)
+        if self.parks:
+            self._park(schedule, begin, end, mover)
+
+    def staged(self, record: Record, position: int) -> bool:
+        """Whether a block at home in a file can go up now.
+
+        A read straight into HBM passes through staging chunks that wait for the compute that
+        used the slot before, and the disk waits with them. So beside a GPU it goes through spare
+        DRAM, where the plan says so or there is none.
+
+        Args:
+            record: The block.
+            position: Uses until it is needed.
+
+        Returns:
+            False while it is on its way into DRAM, or waits for a place there; True where it is
+            there, or has to be read straight into HBM.
+        """
+        ahead, mover = self._ahead, self._parts.mover
+        entry = ahead.look(record)
+        if entry is None and mover is not None and self._fetcher.beside and self._by_dram(record):
+            planner = self._parts.planner
+            schedule, cursor = planner.schedule, planner.cursor
+            ahead.begin(record, mover, schedule, cursor, cursor + position)
+            entry = ahead.look(record)
+            if entry is None and ahead.slots:
+                return False  # soon: straight it would wait for HBM, and the disk with it
+        return entry is None or entry.transfer is None or entry.transfer.finished
+
+    def stage_now(self, record: Record) -> bool:
+        """Begins to read a block that somebody waits for; returns whether it begins only now."""
+        ahead = self._ahead
+        begins = ahead.look(record) is None
+        if begins and record.home is Tier.NVME:
+            while not self.staged(record, 0) and ahead.look(record) is None:
+                if not ahead.wait_for_slot():
+                    break
+        return begins
+
+    def _by_dram(self, record: Record) -> bool:
+        """Whether a block is to be read into DRAM first."""
+        return self._ahead.takes(record.block) if self.shared else self.through_dram
+
+    def _read_on(
+        self, schedule: Schedule, begin: int, end: int, cursor: int, mover: FileMover
+    ) -> None:
+        """Reads into spare DRAM what HBM has no room for yet."""
+        table, ahead, order = self._parts.table, self._ahead, schedule.order
+        position = max(self._read_to, begin)
+        while position < end:
+            block_id = order[position]
+            if block_id not in ahead.staged:
+                record = table.get(block_id)
+                if (
+                    record is not None
+                    and record.home is Tier.NVME
+                    and self._by_dram(record)
+                    and self._fetcher.is_due(record, schedule, position)
+                    and not ahead.begin(record, mover, schedule, cursor, position)
+                    and not ahead.keeps(block_id)
+                ):
+                    break
+            position += 1
+        self._read_to = position
+
+    def _park(self, schedule: Schedule, begin: int, end: int, mover: FileMover) -> None:
+        """Begins with the next block that is read straight into HBM."""
+        table, ahead, order = self._parts.table, self._ahead, schedule.order
+        position = max(self._parked_to, begin)
+        while position < end:
+            record = table.get(order[position])
+            if (
+                record is not None
+                and record.home is Tier.NVME
+                and record.block.id not in ahead.staged
+                and not ahead.takes(record.block)
+                and not self._fetcher.on_loan(record)
+                and self._fetcher.is_due(record, schedule, position)
+            ):
+                if record.block.id not in ahead.parked:
+                    ahead.park(record, mover)
+                break
+            position += 1
+        self._parked_to = position
+
+    def _sizes(self, blocks: Set[int]) -> dict[int, int]:
+        """Returns the bytes of those blocks whose home is a file."""
+        records = (self._parts.table.get(block) for block in sorted(blocks))
+        return {r.block.id: align_up(r.block.nbytes) for r in records if r and r.home is Tier.NVME}

@@ -1,0 +1,365 @@
+"""How a schedule is walked ahead of the compute: use by use, round a ring, or lane by lane."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+from tiermem.core.block import Tier
+from tiermem.core.lanes import Lanes, LaneWalk
+from tiermem.core.residency import Record, State
+from tiermem.core.schedule import Schedule
+from tiermem.runtime.loans.host_loans import HostLoans
+from tiermem.runtime.lookahead.plan_maker import StreamPlan
+from tiermem.runtime.parts import Parts
+
+
+class Fetcher:
+    """Begins fetches of blocks that are used later.
+
+    Attributes:
+        beside: Whether copies from DRAM run beside the compute, as on a GPU. On the CPU such a
+            copy is made by the thread that computes: begun early it hides behind nothing, so only
+            files are worth fetching ahead.
+        number: Of the pass under way.
+        fill: Begins one, if that evicts nothing needed sooner: see :meth:`BlockManager.try_fill`.
+    """
+
+    def __init__(
+        self, parts: Parts, host_loans: HostLoans, fill: Callable[[Record, int], bool]
+    ) -> None:
+        """Works on ``parts``.
+
+        Args:
+            parts: Of the manager.
+            host_loans: Knows which blocks are on loan, which nothing fetches.
+            fill: :meth:`BlockManager.try_fill`.
+        """
+        self.beside = parts.device.type == "cuda"
+        self.number = 0
+        self.fill = fill
+        self._host_loans = host_loans
+        self._planner = parts.planner
+        self._waste = parts.transfers.waste
+        # of the passes foreseen the one that was asked about last: begin, end, number and name
+        self._pass: tuple[int, int, tuple[int, Hashable]] = (0, 0, (0, None))
+
+    def begin_schedule(self) -> None:
+        """Says that positions are of another schedule from now on."""
+        self._pass = (0, 0, (0, None))
+
+    def on_loan(self, record: Record) -> bool:
+        """Whether code on the host has a block's home."""
+        return self._host_loans.borrowers(record.block) > 0
+
+    def is_due(self, record: Record, schedule: Schedule, position: int) -> bool:
+        """Whether a block is to be fetched for its use at a position, as far as it goes."""
+        if not record.defined or record.in_hbm is not State.ABSENT:
+            return False
+        if self._waste.stopping:
+            key = self._pass_at(schedule, position)[1]
+            if self._waste.stops(key, record.block.id):
+                return False
+        return self.beside or record.home is not Tier.DRAM
+
+    def begin(self, record: Record, schedule: Schedule, position: int, cursor: int) -> bool:
+        """Begins to fetch a block for its use at a position; returns whether there was room.
+
+        Args:
+            record: The block; :meth:`is_due` said so.
+            schedule: What comes.
+            position: Where in it the use is.
+            cursor: Where in it the compute is.
+        """
+        if not self.fill(record, position - cursor):
+            return False
+        number, key = self._pass_at(schedule, position)
+        self._waste.fetched(record.block.id, self.number + number, key)
+        return True
+
+    def _pass_at(self, schedule: Schedule, position: int) -> tuple[int, Hashable]:
+        """Returns which of the passes foreseen a position is in, and that pass's name."""
+        passes = schedule.passes
+        if not passes:
+            return 1, self._planner.key
+        begin, end, found = self._pass
+        if not begin <= position < end:  # as a rule it is the one asked about before
+            number = bisect_right(passes, position, key=lambda entry: entry[0]) - 1
+            end = passes[number + 1][0] if number + 1 < len(passes) else len(schedule)
+            found = (number, passes[number][1])
+            self._pass = (passes[number][0], end, found)
+        return found
+
+
+_AUTO_BLOCKS = 2
+_MOST_BLOCKS = 64
+_BURST = 4  # fetches at one use: what comes first is also wanted by compute, which waits meanwhile
+_FIRST = 4
+"""Uses of a pass at which a ring fetches nothing: as a model begins the device often has nothing to
+do (values were read back), and what the host does before it launches kernels is lost."""
+_MANY = 64  # uses of a schedule of which that is a small part
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far ahead a user wants fetches to be.
+
+    Attributes:
+        blocks: Blocks ahead of the one in use; None for as far as the measured times ask.
+        least: Bytes ahead where nothing has been measured.
+    """
+
+    blocks: int | None
+    least: int
+
+
+class Walk(Protocol):
+    """Goes over one schedule, with one plan, and begins the fetches that are due.
+
+    Attributes:
+        position: The first use that has not been looked at.
+        complete: Departures from HBM by the time at which every block was there to stay; -1 where
+            they never were. Until another one leaves there is nothing to look at.
+    """
+
+    position: int
+    complete: int
+
+    def restart(self, cursor: int) -> None:
+        """Looks at every use again from a cursor on."""
+        ...
+
+    def catch_up(self, cursor: int) -> bool:
+        """Says that the compute has come to a cursor, and goes back to what has left HBM since.
+
+        Returns:
+            Whether everything from the cursor on is looked at again.
+        """
+        ...
+
+    def go_on(self, end: int) -> int:
+        """Begins fetches, the soonest first, up to the use at ``end``; returns how many."""
+        ...
+
+
+def make_walk(
+    parts: Parts, fetcher: Fetcher, schedule: Schedule, outlook: StreamPlan, reach: Reach
+) -> Walk:
+    """Returns the walk that a plan asks for.
+
+    Args:
+        parts: Of the manager.
+        fetcher: Begins the fetches.
+        schedule: What is walked.
+        outlook: What was decided for it.
+        reach: How far ahead the user wants fetches to be.
+    """
+    if outlook.lanes is not None:
+        return LanesWalk(parts, fetcher, schedule, outlook.lanes)
+    kind = RingWalk if outlook.turn else SequenceWalk
+    return kind(parts, fetcher, schedule, outlook, reach)
+
+
+class SequenceWalk:
+    """Looks at one use after the other, as far ahead as transfers need.
+
+    Each place of the schedule is looked at once as long as nothing leaves HBM, so that a use
+    costs the same however much is resident.
+
+    Attributes:
+        position: The first use that has not been looked at.
+        complete: See :class:`Walk`.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        fetcher: Fetcher,
+        schedule: Schedule,
+        outlook: StreamPlan,
+        reach: Reach,
+    ) -> None:
+        """Begins at the begin; see :func:`make_walk`."""
+        self.position = 0
+        self.complete = -1
+        self._parts = parts
+        self._fetcher = fetcher
+        self._schedule = schedule
+        self._outlook = outlook
+        self._reach = reach
+        self._departures = parts.transfers.departures
+        self._seen = -1  # departures that this walk knows of
+        self._cursor = 0
+        # what is ahead of the cursor and takes room: position and bytes of each, and all of them
+        self._ahead: deque[tuple[int, int]] = deque()
+        self._nbytes = 0
+        self._lacking = True
+
+    def restart(self, cursor: int) -> None:
+        """Looks at every use again from a cursor on."""
+        self._seen = self._departures.count
+        self._departures.skip()
+        self.position = cursor
+        self._ahead.clear()
+        self._nbytes = 0
+        self._lacking = cursor > 0
+        if self.complete == self._seen:
+            self.position = len(self._schedule.order)
+
+    def catch_up(self, cursor: int) -> bool:
+        """Says that the compute has come to a cursor; see :class:`Walk`."""
+        again = cursor < self._cursor or self._is_behind(cursor)
+        if again:
+            self.restart(cursor)
+        self._cursor = cursor
+        ahead = self._ahead
+        while ahead and ahead[0][0] < cursor:
+            self._nbytes -= ahead.popleft()[1]
+        if self.position < cursor:
+            self.position = cursor
+        return again
+
+    def go_on(self, end: int) -> int:
+        """Begins fetches, the soonest first; see :class:`Walk`."""
+        get, residents = self._parts.table.get, self._parts.evictor.residents
+        order, fetcher = self._schedule.order, self._fetcher
+        begun = 0
+        while self.position < end and self._wants_more():
+            record = get(order[self.position])
+            if record is not None:
+                if record.in_hbm is State.ABSENT:
+                    if fetcher.on_loan(record):
+                        return begun  # once back, its copy would wait for those of what follows
+                    if fetcher.is_due(record, self._schedule, self.position):
+                        if begun == _BURST or not self._fetch(record):
+                            return begun
+                        begun += 1
+                if not (record.usable and record.block.id in residents):
+                    self._ahead.append((self.position, record.block.nbytes))
+                    self._nbytes += record.block.nbytes
+                    self._lacking = True
+            self.position += 1
+        if not self._lacking and self.position == len(order):
+            # every block is here and stays: no need to look again until one leaves
+            self.complete = self._seen
+        return begun
+
+    def _fetch(self, record: Record) -> bool:
+        if not self._fetcher.begin(record, self._schedule, self.position, self._cursor):
+            return False
+        self._seen = self._departures.count
+        self._departures.skip()  # what left for it comes after it
+        return True
+
+    def _is_behind(self, cursor: int) -> bool:
+        """Whether something has left HBM, so that all has to be looked at again."""
+        return self._seen != self._departures.count
+
+    def _wants_more(self) -> bool:
+        """Whether more is to be ahead of the compute than is."""
+        blocks, reach = len(self._ahead), self._reach
+        if reach.blocks is not None:
+            return blocks < reach.blocks
+        timetable = self._outlook.timetable
+        if timetable.knows(self.position):
+            if blocks and self._nbytes >= self._outlook.ahead:
+                return False
+            return blocks < _AUTO_BLOCKS or timetable.due(self.position, self._cursor)
+        return blocks < _AUTO_BLOCKS or (self._nbytes < reach.least and blocks < _MOST_BLOCKS)
+
+
+class RingWalk(SequenceWalk):
+    """Fetches as far ahead as there is room, where HBM is handed out in a ring.
+
+    Nothing comes to stay there, so when a block leaves all but its own next use is as it was.
+    """
+
+    def go_on(self, end: int) -> int:
+        """Begins fetches, the soonest first; see :class:`Walk`."""
+        if self._cursor <= _FIRST and len(self._schedule.order) >= _MANY:
+            return 0
+        return super().go_on(end)
+
+    def _is_behind(self, cursor: int) -> bool:
+        if self._parts.mover is not None:
+            return super()._is_behind(cursor)
+        if self._departures:
+            self._step_back(cursor)
+        return False
+
+    def _step_back(self, cursor: int) -> None:
+        """Goes back to the first use of what has left HBM, or is at home again, since."""
+        first = self.position
+        for block_id in self._departures.read():
+            first = min(first, self._schedule.next_use(block_id, cursor))
+        if first < self.position:
+            self.position, ahead = first, self._ahead
+            while ahead and ahead[-1][0] >= first:
+                self._nbytes -= ahead.pop()[1]
+
+    def _wants_more(self) -> bool:
+        if self._reach.blocks is not None:
+            return super()._wants_more()
+        return not self._ahead or self._nbytes < self._outlook.ahead
+
+
+class LanesWalk:
+    """Fetches whatever there is a slot for, the soonest first, each size by slots of its own.
+
+    The link never catches up with the compute, so everything is due.
+
+    Attributes:
+        position: Where the compute is.
+        complete: Never: what streams by lanes does not stay.
+    """
+
+    def __init__(self, parts: Parts, fetcher: Fetcher, schedule: Schedule, lanes: Lanes) -> None:
+        """Begins at the begin; see :func:`make_walk`."""
+        self.position = 0
+        self.complete = -1
+        self._get = parts.table.get
+        self._fetcher = fetcher
+        self._schedule = schedule
+        self._departures = parts.transfers.departures
+        self._seen = -1
+        self._lanes = LaneWalk(lanes)
+
+    def restart(self, cursor: int) -> None:
+        """Looks at every use again from a cursor on."""
+        self._seen = self._departures.count
+        self._departures.skip()
+        self.position = cursor
+        self._lanes.restart(cursor)
+
+    def catch_up(self, cursor: int) -> bool:
+        """Says that the compute has come to a cursor; see :class:`Walk`."""
+        again = cursor < self.position or self._seen != self._departures.count
+        if again:
+            self.restart(cursor)
+        self.position = cursor
+        return again
+
+    def go_on(self, end: int) -> int:
+        """Begins fetches, the soonest first; see :class:`Walk`."""
+        lanes, fetcher, cursor = self._lanes, self._fetcher, self.position
+        lanes.move_on(cursor)
+        begun = 0
+        while (found := lanes.soonest()) is not None:
+            lane, position = found
+            record = self._get(self._schedule.order[position])
+            if record is not None and record.in_hbm is State.ABSENT and position >= cursor:
+                if fetcher.on_loan(record):
+                    return begun
+                if fetcher.is_due(record, self._schedule, position):
+                    if begun == _BURST or not fetcher.begin(
+                        record, self._schedule, position, cursor
+                    ):
+                        return begun
+                    begun += 1
+                    self._seen = self._departures.count
+                    self._departures.skip()
+            lanes.take(lane, position)
+        return begun

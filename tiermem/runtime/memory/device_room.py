@@ -1,0 +1,81 @@
+"""How much memory a device has left, and whether torch's allocator has run out of it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+from weakref import WeakSet
+
+import torch
+
+
+class DeviceRoom(Protocol):
+    """The memory of a device, which others take of as well.
+
+    Attributes:
+        total: Bytes that the device has.
+    """
+
+    total: int
+
+    def free(self) -> int:
+        """Returns the bytes that nobody has taken; what torch keeps for later is taken."""
+        ...
+
+    def ran_out(self) -> bool:
+        """Whether torch has run out of memory since this was asked last."""
+        ...
+
+
+class CudaRoom:
+    """That of a CUDA device.
+
+    torch tells observers before it raises its error. They cannot have it try again (it has let go
+    of what it kept by then, and tries once), so what they learn is for the next pass.
+
+    Attributes:
+        total: Bytes that the device has.
+        index: Number of the device.
+        short: Whether torch ran out since it was asked.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Begins to watch; the device has been used before.
+
+        Args:
+            device: A CUDA device; ``cuda`` without a number is the current one.
+        """
+        self._device = device
+        self.index = torch.cuda.current_device() if device.index is None else device.index
+        self.total: int = torch.cuda.mem_get_info(device)[1]
+        self.short = False
+        _watch(self)
+
+    def free(self) -> int:
+        """Returns the bytes that nobody has taken."""
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def ran_out(self) -> bool:
+        """Whether torch has run out of memory since this was asked last."""
+        short, self.short = self.short, False
+        return short
+
+
+_watching: WeakSet[CudaRoom] = WeakSet()
+_attached = False
+
+
+def _watch(room: CudaRoom) -> None:
+    """Has a room told when torch runs out of memory; torch never lets an observer go."""
+    global _attached
+    _watching.add(room)
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is not None and not _attached:
+        _attached = True
+        attach(_ran_out)
+
+
+def _ran_out(device: int, asked: int, allocated: int, free: int) -> None:
+    """Is called by torch, in whatever thread has run out; takes bytes."""
+    for room in list(_watching):
+        if room.index == device:
+            room.short = True

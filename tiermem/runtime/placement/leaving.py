@@ -1,0 +1,197 @@
+"""Who may leave HBM, in which order, and who may be moved inside it: one answer for all who ask."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+
+from tiermem.core.residency import Record, ResidencyTable, State
+from tiermem.core.schedule import Planner
+from tiermem.core.victims import NextUseQueue
+from tiermem.runtime.memory.slots import Holder, Slot, SlotCache
+from tiermem.runtime.placement.regions import Regions
+
+
+class Why(enum.Enum):
+    """What a block would leave HBM for.
+
+    Attributes:
+        NEEDED: Its place, for a block that compute waits for.
+        AHEAD: Its place, for a block that is fetched ahead of its use.
+        WRITTEN: Nothing yet: it is written home early, so that its place can be had at once.
+    """
+
+    NEEDED = "needed"
+    AHEAD = "ahead"
+    WRITTEN = "written"
+
+
+_VALID, _DIRTY = State.VALID, State.DIRTY
+_NEEDED, _WRITTEN = Why.NEEDED, Why.WRITTEN
+
+
+class LeaveRules:
+    """Says whether blocks may leave or be moved; under the manager's lock.
+
+    Attributes:
+        unseen: Leases under way of which nobody has seen an address yet, by block.
+    """
+
+    def __init__(
+        self,
+        slots: SlotCache,
+        regions: Regions,
+        failing: set[int],
+        holders: dict[int, Holder],
+    ) -> None:
+        """Looks at what others keep up to date.
+
+        Args:
+            slots: Where blocks are seen.
+            regions: Knows which blocks are in HBM to stay.
+            failing: Blocks whose last write-back failed.
+            holders: Who points parameters at which block.
+        """
+        self.unseen: dict[int, int] = {}
+        self._current = slots.current
+        self._regions = regions
+        self._failing = failing
+        self._holders = holders
+
+    def may_leave(self, record: Record, why: Why) -> bool:
+        """Whether a block in HBM may leave, as far as the block itself goes.
+
+        When it is used next is for the caller to weigh. Parameters that point at it without
+        holding it are no reason to stay: :meth:`let_loose` points them elsewhere.
+
+        Args:
+            record: The block.
+            why: What for. What is leased, fixed, under way or seen by a view of the user's stays
+                in any case; what is wanted, cannot be written home, or is there to stay leaves
+                only for a block that is needed now.
+        """
+        state = record.in_hbm
+        if record.leases or record.fixed or (state is not _VALID and state is not _DIRTY):
+            return False
+        block_id = record.block.id
+        slot = self._current.get(block_id)
+        if slot is None or slot.aliased:
+            return False
+        if why is _NEEDED:
+            return True
+        if (slot.pointed and not slot.idle) or block_id in self._failing:
+            return False
+        if why is _WRITTEN:
+            return not self._regions.stays(record)
+        return block_id not in self._regions.residents
+
+    def is_held(self, record: Record) -> bool:
+        """Whether something uses the copy in HBM: a lease, or a view that is not a parameter."""
+        slot = self._current.get(record.block.id)
+        return slot is not None and (record.leases > 0 or slot.aliased)
+
+    def let_loose(self, record: Record) -> bool:
+        """Points elsewhere the parameters that nobody uses; returns whether nothing else is left.
+
+        Asked once more just before a block leaves: an alias may hide behind a parameter's.
+        """
+        if record.leases or record.fixed or record.extent is None:
+            return False
+        slot = self._current.get(record.block.id)
+        if slot is None or slot.aliased:
+            return False  # it stays, and parameters that point there may be used by who has aliases
+        if slot.pointed:
+            self.unpoint(record)
+        return not slot.aliased
+
+    def unpoint(self, record: Record) -> None:
+        """Points a block's parameters elsewhere, where nothing holds them to it."""
+        slot = self._current.get(record.block.id)
+        if slot is not None and slot.pointed:
+            holder = self._holders.get(record.block.id)
+            if holder is not None:
+                holder.unpoint()
+
+    def repoint(self, record: Record, old: Slot, new: Slot) -> None:
+        """Points a block's parameters at its new place, where they pointed at the old one."""
+        holder = self._holders.get(record.block.id)
+        if holder is not None and (old.pointed or holder.leases()):
+            holder.repoint(new)
+        old.pointed = 0
+
+    def is_leased_by_holder(self, record: Record) -> bool:
+        """Whether a lease of the block is its parameters' own."""
+        holder = self._holders.get(record.block.id)
+        return holder is not None and holder.leases() > 0
+
+    def movable(self, record: Record) -> bool:
+        """Whether nobody but parameters that can be pointed anew sees a block's address."""
+        slot = self._current.get(record.block.id)
+        if slot is None or not record.usable or slot.aliased:
+            return False
+        holder = self._holders.get(record.block.id)
+        known = holder.leases() if holder is not None else 0
+        return record.leases == known + self.unseen.get(record.block.id, 0)
+
+
+class LeavingOrder:
+    """Keeps a queue by next use in step with the planner, without looking at every block."""
+
+    def __init__(self, table: ResidencyTable, planner: Planner, regions: Regions) -> None:
+        """Starts with nothing known.
+
+        Args:
+            table: Who is in HBM.
+            planner: Knows the next uses.
+            regions: Knows which blocks are in HBM to stay; they are not in the queue.
+        """
+        self._table = table
+        self._planner = planner
+        self._regions = regions
+        self._queue = NextUseQueue()
+        self._reached = 0
+        self._stale: set[int] = set()
+
+    def note_use(self, block_id: int) -> None:
+        """Says that a block was used or has come into HBM, so that its next use is another."""
+        self._stale.add(block_id)
+
+    def note_departure(self, block_id: int) -> None:
+        """Says that a block has left HBM."""
+        self._queue.drop(block_id)
+        self._stale.discard(block_id)
+
+    def lose_track(self) -> None:
+        """Says that blocks come and go unannounced: the queue is made anew when it is asked."""
+        self._queue.schedule = None
+
+    def repair(self) -> None:
+        """Forgets everything, after an exception anywhere."""
+        self._stale.clear()
+        self.lose_track()
+
+    def last(self, most: int, beyond: int, accept: Callable[[int], bool]) -> list[int]:
+        """Returns up to ``most`` acceptable blocks, the one used last first.
+
+        Args:
+            most: How many to look for.
+            beyond: Only blocks used after this position of the schedule count.
+            accept: Whether the block of an id may leave now.
+        """
+        return self._queue.last(most, beyond, accept)
+
+    def catch_up(self) -> None:
+        """Orders what is in HBM by the schedule of now."""
+        queue, planner, residents = self._queue, self._planner, self._regions.residents
+        if queue.schedule is planner.schedule and planner.cursor >= self._reached:
+            for block_id in self._stale:
+                if block_id not in residents:
+                    queue.put(block_id, planner.cursor)
+        else:
+            inside = (self._table.at(extent.offset) for extent in self._table.hbm.extents())
+            loose = (r.block.id for r in inside if r is not None and not r.fixed)
+            queue.rebuild(
+                planner.schedule, planner.cursor, [b for b in loose if b not in residents]
+            )
+        self._stale.clear()
+        self._reached = planner.cursor

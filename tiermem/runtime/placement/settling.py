@@ -1,0 +1,69 @@
+"""Which blocks lie in the wrong region of HBM once a loop has come round."""
+
+from __future__ import annotations
+
+from tiermem.core.residency import Record, ResidencyTable
+from tiermem.runtime.placement.regions import Regions
+
+_ATTEMPTS = 3
+_MOST_LOOPS = 16
+
+
+class Settling:
+    """Says who has to leave so that what stays lies side by side in the region for it."""
+
+    def __init__(self, table: ResidencyTable, regions: Regions) -> None:
+        """Starts with no loop known.
+
+        Args:
+            table: Who is where.
+            regions: Which region each block belongs in.
+        """
+        self._table = table
+        self._regions = regions
+        self._attempts = 0
+        self._loops: dict[object, None] = {}
+
+    def try_again(self) -> None:
+        """Allows as many attempts as at first: HBM has been divided anew."""
+        self._attempts = 0
+
+    def repair(self) -> None:
+        """Forgets the loops, after an exception anywhere."""
+        self._loops.clear()
+        self._attempts = 0
+
+    def misplaced(self, loop: object) -> list[Record]:
+        """Returns the blocks that should leave now, to come back to the region they belong in.
+
+        A block that is in use stays, and has another chance at the next round.
+
+        Args:
+            loop: What goes on; nobody has to leave until it goes on for a second round.
+        """
+        if loop not in self._loops:  # a loop of several passes has a schedule for each
+            self._loops[loop] = None
+            if len(self._loops) > _MOST_LOOPS:
+                del self._loops[next(iter(self._loops))]
+            self._attempts = 0
+            return []
+        if not self._regions.residents or self._attempts >= _ATTEMPTS:
+            return []
+        misplaced, placed = self._look()
+        if not self._regions.rest_fits(placed):
+            misplaced += placed  # they lie with holes between them
+        self._attempts = self._attempts + 1 if misplaced else _ATTEMPTS
+        return misplaced
+
+    def _look(self) -> tuple[list[Record], list[Record]]:
+        """Returns who lies in the wrong region, and who is where it shall stay, by offset."""
+        misplaced, placed = [], []
+        for extent in self._table.hbm.extents():
+            record = self._table.at(extent.offset)
+            if record is None or record.fixed or not record.usable:
+                continue
+            if self._regions.misplaced(record):
+                misplaced.append(record)
+            elif record.block.id in self._regions.residents:
+                placed.append(record)
+        return misplaced, placed

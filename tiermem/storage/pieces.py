@@ -1,0 +1,316 @@
+"""A run of addresses that gets memory behind it piece by piece, and gives it back, where it is.
+
+A tensor over such addresses stays where it is, whatever comes and goes behind the rest of the run.
+Who maps and how is :class:`PieceCalls`: the CUDA driver (:mod:`tiermem.storage.devicepieces`), or
+host memory that stands in for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Protocol
+
+from tiermem.core.block import Extent
+from tiermem.errors import CapacityError, TierError
+
+CHUNK = 16 << 20
+"""Bytes mapped at a time.
+
+A small model touches three places of HBM at the most (where it streams through, and a run at the
+end that may lie across two chunks): 48 MiB of such chunks, less than 64 MiB. At the device's own
+2 MiB there would be eight times as many calls; larger ones would save little more of them."""
+_NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux: not in Python's mmap before 3.13
+
+Whole = Callable[[Callable[[], object]], None]
+"""Makes a call that no exception of a signal handler's cuts in two."""
+
+
+class PieceCalls(Protocol):
+    """Calls that reserve addresses and map memory there.
+
+    Attributes:
+        granularity: Every address and size is a multiple of it.
+    """
+
+    granularity: int
+
+    def reserve(self, nbytes: int) -> int:
+        """Returns the first of ``nbytes`` addresses that are reserved.
+
+        Raises:
+            CapacityError: If there are none.
+        """
+        ...
+
+    def create(self, nbytes: int) -> int | None:
+        """Takes memory; returns its handle, above zero, or None where there is no more."""
+        ...
+
+    def map(self, address: int, nbytes: int, handle: int) -> None:
+        """Puts memory behind reserved addresses; nobody may use it before :meth:`allow`."""
+        ...
+
+    def allow(self, address: int, nbytes: int) -> None:
+        """Lets the device read and write what is mapped at some addresses."""
+        ...
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Takes the memory away from addresses; exactly what one :meth:`map` has put there."""
+        ...
+
+    def release(self, handle: int) -> None:
+        """Gives memory back that is mapped nowhere."""
+        ...
+
+    def free(self, address: int, nbytes: int) -> None:
+        """Gives reserved addresses back, none of which is mapped."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits for whatever the device does: it may be using what is unmapped next."""
+        ...
+
+
+def _whole(call: Callable[[], object]) -> None:
+    call()
+
+
+class Pieces:
+    """Knows which chunks of a run of addresses have memory behind them.
+
+    The memory and the addresses go back with this object; whoever sees the bytes keeps it.
+
+    Attributes:
+        nbytes: Of the run.
+        chunk: Bytes that are mapped and unmapped together; fewer at the end of the run.
+        address: First address.
+        refused: How often there was no memory.
+    """
+
+    def __init__(
+        self, calls: PieceCalls, nbytes: int, chunk: int = CHUNK, whole: Whole = _whole
+    ) -> None:
+        """Reserves addresses; maps nothing.
+
+        Args:
+            calls: Map and unmap.
+            nbytes: Of the run, above zero; rounded up to the granularity of the calls.
+            chunk: Bytes of a chunk, likewise.
+            whole: Makes what maps and unmaps, so that nothing is lost on the way.
+
+        Raises:
+            CapacityError: If there are no such addresses.
+        """
+        unit = calls.granularity
+        self.nbytes = -(-nbytes // unit) * unit
+        self.chunk = min(self.nbytes, -(-chunk // unit) * unit)
+        self.refused = 0
+        self._calls = calls
+        self._whole = whole
+        number = -(-self.nbytes // self.chunk)
+        self._there = bytearray(number)  # what callers may use: asked at every place in HBM
+        self._handles = [0] * number
+        self.address = 0
+
+        def reserve() -> None:
+            self.address = calls.reserve(self.nbytes)
+            run = self.address, self.nbytes, self.chunk
+            last = weakref.finalize(
+                self, _free, calls, whole, self._there, self._handles, *run, os.getpid()
+            )
+            last.atexit = False  # the device's memory ends with the process
+
+        whole(reserve)
+
+    @property
+    def mapped(self) -> int:
+        """Bytes that have memory behind them."""
+        number = len(self._there)
+        return sum(self._size(at) for at in range(number) if self._there[at])
+
+    def missing(self) -> list[Extent]:
+        """Returns the runs without memory, by offset."""
+        return [
+            Extent(begin * self.chunk, min(end * self.chunk, self.nbytes) - begin * self.chunk)
+            for begin, end in self._runs(0, len(self._there), 0)
+        ]
+
+    def back(self, extent: Extent) -> bool:
+        """Sees to it that there is memory behind every byte of an extent.
+
+        Returns:
+            False where there is not enough; what could be mapped of it stays.
+        """
+        first, behind = extent.offset // self.chunk, -(-extent.end // self.chunk)
+        if self._there.find(0, first, behind) < 0:
+            return True
+        self._whole(lambda: self._map(first, behind))
+        if self._there.find(0, first, behind) < 0:
+            return True
+        self.refused += 1
+        return False
+
+    def give_back(self, begin: int, end: int) -> int:
+        """Unmaps the chunks that lie within ``[begin, end)`` as a whole; their bytes are lost.
+
+        What the device does is waited for first.
+
+        Args:
+            begin: Offset.
+            end: Offset behind; that of the end of the run, or more, for all behind ``begin``.
+
+        Returns:
+            How many bytes were given back.
+        """
+        first = -(-begin // self.chunk)
+        behind = len(self._there) if end >= self.nbytes else end // self.chunk
+        before = self.mapped
+        if self._there.find(1, first, max(first, behind)) >= 0:
+            self._whole(lambda: self._unmap(first, behind))
+        return before - self.mapped
+
+    def _map(self, first: int, behind: int) -> None:
+        """Maps the missing ones of some chunks, as long as there is memory."""
+        for begin, end in self._runs(first, behind, 0):
+            at = begin
+            try:
+                while at < end and self._create(at):
+                    at += 1
+                if at > begin:
+                    start = begin * self.chunk
+                    nbytes = min(at * self.chunk, self.nbytes) - start
+                    self._calls.allow(self.address + start, nbytes)
+            except BaseException:  # what nobody may use is of no use
+                for made in range(begin, end):
+                    _drop(self._calls, self._handles, made, *self._place(made))
+                raise
+            self._there[begin:at] = b"\1" * (at - begin)
+            if at < end:
+                return
+
+    def _create(self, at: int) -> bool:
+        """Puts memory behind a chunk; returns whether there was any."""
+        address, nbytes = self._place(at)
+        handle = self._calls.create(nbytes)
+        if handle is None:
+            return False
+        try:
+            self._calls.map(address, nbytes, handle)
+        except BaseException:
+            self._calls.release(handle)
+            raise
+        self._handles[at] = handle
+        return True
+
+    def _unmap(self, first: int, behind: int) -> None:
+        self._calls.synchronize()
+        for at in range(first, behind):
+            if self._there[at]:
+                self._there[at] = 0
+                _drop(self._calls, self._handles, at, *self._place(at))
+
+    def _runs(self, first: int, behind: int, state: int) -> Iterator[tuple[int, int]]:
+        """Yields the runs of chunks that are mapped (1) or not (0): first one, and one behind."""
+        at = first
+        while (begin := self._there.find(state, at, behind)) >= 0:
+            end = self._there.find(1 - state, begin, behind)
+            at = behind if end < 0 else end
+            yield begin, at
+
+    def _size(self, at: int) -> int:
+        return min(self.chunk, self.nbytes - at * self.chunk)
+
+    def _place(self, at: int) -> tuple[int, int]:
+        """Returns the address and the bytes of a chunk."""
+        return self.address + at * self.chunk, self._size(at)
+
+
+def _drop(calls: PieceCalls, handles: list[int], at: int, address: int, nbytes: int) -> None:
+    """Takes the memory away from a chunk that has any."""
+    if handles[at]:
+        calls.unmap(address, nbytes)
+        handle, handles[at] = handles[at], 0
+        calls.release(handle)
+
+
+def _free(
+    calls: PieceCalls,
+    whole: Whole,
+    there: bytearray,
+    handles: list[int],
+    address: int,
+    nbytes: int,
+    chunk: int,
+    process: int,
+) -> None:
+    """Gives everything back, once nobody sees it any more."""
+    if os.getpid() != process:
+        return  # a forked child has no driver
+
+    def call() -> None:
+        if any(handles):
+            calls.synchronize()
+        for at in range(len(handles)):
+            there[at] = 0
+            start = at * chunk
+            _drop(calls, handles, at, address + start, min(chunk, nbytes - start))
+        calls.free(address, nbytes)
+
+    with suppress(TierError, RuntimeError):  # the device is in a state in which nothing helps
+        whole(call)
+
+
+class HostPieceCalls:
+    """Host memory, for the stand-in of a device: pages come at the first touch anyway.
+
+    Attributes:
+        granularity: A huge page, as on a device.
+        memory: The mapping.
+    """
+
+    def __init__(self, granularity: int = 2 << 20) -> None:
+        """Maps nothing yet."""
+        self.granularity = granularity
+        self.memory: mmap.mmap | None = None
+        self._first = 0
+        self._handles = 0
+
+    def reserve(self, nbytes: int) -> int:
+        """Maps addresses that take no memory, and are not counted as if they did."""
+        try:
+            self.memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | _NO_RESERVE)
+        except (OSError, ValueError, OverflowError) as error:
+            raise CapacityError(f"tier hbm: no {nbytes} bytes of host memory: {error}") from error
+        self._first = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        return self._first
+
+    def create(self, nbytes: int) -> int | None:
+        """Returns another number."""
+        self._handles += 1
+        return self._handles
+
+    def map(self, address: int, nbytes: int, handle: int) -> None:
+        """Does nothing: the pages come when they are touched."""
+
+    def allow(self, address: int, nbytes: int) -> None:
+        """Does nothing."""
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Gives the pages back to the system."""
+        if self.memory is not None:
+            self.memory.madvise(mmap.MADV_DONTNEED, address - self._first, nbytes)
+
+    def release(self, handle: int) -> None:
+        """Does nothing: the pages are gone."""
+
+    def free(self, address: int, nbytes: int) -> None:
+        """Lets the mapping go with the last who sees it."""
+        self.memory = None
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
