@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,12 @@ def test_folders_that_are_none(tmp_path: Path, bare: Path, capfd: Any) -> None:
     refused("has no tokenizer, and the model has 200 tokens")
     (tmp_path / "tokenizer.json").write_text("{")
     refused("its tokenizer cannot be used")
+
+
+def test_what_is_said_without_transformers(bare: Path, capfd: Any, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert write(bare, "--prompt", "x") == 2
+    assert "pip install 'tiermem[hf]'" in capfd.readouterr().err
 
 
 # -- forecasts ---------------------------------------------------------------
