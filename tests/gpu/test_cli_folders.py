@@ -97,7 +97,7 @@ def test_torch_refuses_more_than_the_cap() -> None:
     torch.cuda.empty_cache()
     held = torch.cuda.memory_reserved()
     tiers = Tiers(cap=held + (96 << 20), activations=0, adapters=0, hbm=32 << 20)
-    with tiermem.TierManager("cuda", hbm=tiers.hbm, dram="4MiB"), capped(tiers, "cuda"):
-        with pytest.raises(torch.cuda.OutOfMemoryError):
+    with tiermem.TierManager("cuda", hbm=tiers.hbm, dram="4MiB") as tier:
+        with capped(tier, tiers, "cuda"), pytest.raises(torch.cuda.OutOfMemoryError):
             torch.empty(held + (100 << 20), dtype=torch.uint8, device="cuda")
     torch.empty(held + (100 << 20), dtype=torch.uint8, device="cuda")

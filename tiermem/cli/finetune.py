@@ -271,19 +271,21 @@ def _with_adapters(folder: Folder, lora: tiermem.Lora) -> tuple[Any, list[Any]]:
 
 
 @contextlib.contextmanager
-def capped(tiers: Tiers, device: str) -> Iterator[None]:
+def capped(tier: tiermem.TierManager, tiers: Tiers, device: str) -> Iterator[None]:
     """Has torch refuse more of the device than the cap, within the ``with`` block.
 
-    To be entered when the tiers are open. Their memory is the driver's, and not counted by torch,
-    or one allocation of torch's, where a driver cannot map it; the CUDA context comes on top.
+    The tiers' memory is the driver's, and not counted by torch, or one allocation of torch's,
+    where a driver cannot map it; the CUDA context comes on top.
     """
     import torch
+
+    from tiermem.storage.arena import DeviceArena
 
     if not device.startswith("cuda"):
         yield
         return
     torch.cuda.empty_cache()
-    counted = torch.cuda.memory_reserved(device) >= tiers.hbm
+    counted = isinstance(tier._manager.arena, DeviceArena)
     most = tiers.cap if counted else tiers.cap - tiers.hbm
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), device)
@@ -325,7 +327,7 @@ def _train(
             prefetch_depth=parse_depth(arguments.prefetch_depth),  # type: ignore[arg-type]
             **activation_options(arguments),
         ) as tier,
-        capped(tiers, plan.device),
+        capped(tier, tiers, plan.device),
     ):
         console.print(
             f"{format_size(tiers.cap)} for the process: {format_size(tiers.hbm)} of HBM for the "
