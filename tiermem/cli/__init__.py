@@ -1,4 +1,4 @@
-"""The ``tiermem`` command: train, bench, plan, doctor."""
+"""The ``tiermem`` command: train, generate, bench, plan, doctor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 
-COMMANDS = ("train", "bench", "plan", "doctor")
+COMMANDS = ("train", "generate", "bench", "plan", "doctor")
 INTERRUPTED = 130
 
 

@@ -29,6 +29,10 @@ class Corpus:
         # torch refuses an empty buffer and complains about a read-only one.
         self._bytes = torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)
 
+    def content(self) -> bytes:
+        """Returns all the bytes."""
+        return self._bytes[: self.nbytes].numpy().tobytes()
+
     def batch(self, generator: torch.Generator, batch: int, length: int) -> Tensor:
         """Draws windows.
 

@@ -65,6 +65,17 @@ def parse_bytes(text: str, name: str) -> int:
     return parse_size(int(text) if number else text, name)
 
 
+def read_budget(text: str | None, name: str) -> int | str | None:
+    """Reads a budget as :class:`tiermem.TierManager` takes it: also ``"80%"`` and ``"auto"``.
+
+    Raises:
+        ConfigError: If it is neither that nor a size.
+    """
+    if text is None or text.strip() == "auto" or text.strip().endswith("%"):
+        return None if text is None else text.strip()
+    return parse_bytes(text, name)
+
+
 def parse_policy(text: str | None) -> Policy:
     """Reads ``"dram"`` (every role) or ``"params=dram,optimizer=nvme"``.
 

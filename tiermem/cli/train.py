@@ -3,6 +3,9 @@
 Without options it trains on the source of Python's standard library with
 budgets that force all three tiers, then trains the same model resident from the
 same seed, compares losses and final weights, and writes a timeline.
+
+With --checkpoint DIR --lora r=8 it puts adapters on the model in that folder instead and
+trains them, while the model's weights stream from their files.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiermem.cli import finetune
 from tiermem.cli.options import (
     activation_options,
     add_activation_arguments,
@@ -151,7 +155,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume", action="store_true", help="go on from the checkpoint in --save, if it is there"
     )
     output.add_argument("--no-compare", action="store_true", help="skip the resident run")
-    output.add_argument("--out", default="demo-out", metavar="FOLDER")
+    output.add_argument("--out", metavar="FOLDER", help="default: demo-out")
     output.add_argument("--quiet", action="store_true", help="print only the verdict")
     output.add_argument("--json", action="store_true", help="print the report, as JSON, alone")
     output.add_argument(
@@ -160,10 +164,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of torch's kernels on the CPU (default: what a short trial finds best)",
     )
+    finetune.add_checkpoint_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs ``tiermem train``."""
+    if arguments.checkpoint is not None or arguments.lora is not None:
+        return finetune.run(arguments)
     from rich.console import Console
 
     from tiermem.cli import report
@@ -177,7 +184,7 @@ def run(arguments: argparse.Namespace) -> int:
     tiers = read_tiers(arguments, settings)
     saving = read_saving(arguments.save, arguments.save_every, arguments.resume)
     corpus = load_corpus(arguments.data)
-    out = _folder(arguments.out)
+    out = _folder(arguments.out or "demo-out")
     quiet = arguments.quiet or arguments.json
     console = Console(highlight=False, quiet=arguments.json)
     if not quiet:

@@ -1,0 +1,346 @@
+"""``tiermem generate`` and ``tiermem train --checkpoint`` beside resident transformers and peft."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tiermem
+from tiermem import cli
+from tiermem.cli import adapting, finetune, generate
+from tiermem.cli.bound import bound_of, streamed_nbytes
+from tiermem.cli.folders import open_folder
+from tiermem.cli.generation import Sampling, write_on
+from tiermem.cli.model import ByteGPT, Shape
+from tiermem.cli.needs import Sizes, least_budgets, sizes_of
+from tiermem.cli.tokens import ByteTokens, TextStream
+from tiermem.runtime.metrics import machine_profile
+
+transformers: Any = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+WORDS = "the weights of a model stream from their files while it writes text".split()
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv(machine_profile.VARIABLE, str(Path("no such profile").absolute()))
+
+
+def llama(folder: Path, vocabulary: int) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=None,
+        initializer_range=0.5,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer of whole words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("words")
+    vocabulary = {word: number for number, word in enumerate(["?", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    llama(folder, len(vocabulary))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model over bytes, without a tokenizer."""
+    folder = tmp_path_factory.mktemp("bare")
+    llama(folder, 256)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def byte_gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``tiermem train --save`` leaves, as far as generating looks at it."""
+    folder = tmp_path_factory.mktemp("byte")
+    shape = Shape(layers=4, width=32, heads=4, context=16)
+    torch.manual_seed(0)
+    model = ByteGPT(shape)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(10)
+    save_file(model.state_dict(), folder / "model.safetensors")
+    save_file({"moment": torch.zeros(3)}, folder / "optimizer.safetensors")
+    settings = {"shape": {"layers": 4, "width": 32, "heads": 4, "context": 16}}
+    manifest = {"format": "tiermem", "extra": {"settings": settings}}
+    (folder / "tiermem.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def write(folder: Path, *more: str) -> int:
+    line = ["generate", str(folder), "--device", "cpu", "--dram", "8MiB", *more]
+    return cli.main(line if "--hbm" in more else [*line, "--hbm", "400KiB"])
+
+
+def test_text_is_that_of_greedy_generate(words: Path, capfd: Any) -> None:
+    prompt = "the model writes"
+    assert write(words, "--prompt", prompt, "--max-new-tokens", "20") == 0
+    out, err = capfd.readouterr()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(words)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(words)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    made = plain.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    whole, before = (tokenizer.decode(each) for each in (made[0], ids[0]))
+    assert len(set(made[0, 3:].tolist())) > 3  # it is no loop of one word
+    assert out == whole.removeprefix(before) + "\n"
+    assert err.startswith("looking at")
+    assert "layer 4/4" in err and "tokens/s; bound" in err and "of HBM" in err
+
+
+def test_tokens_are_bytes_where_there_are_256(bare: Path) -> None:
+    folder = open_folder(str(bare))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(bare)
+    ids = folder.tokens.encode("mémoire")
+    assert ids == list("mémoire".encode())
+    for temperature in (0.0, 1.5):
+        expected: list[int] = []
+        found: list[int] = []
+        sampling = Sampling(16, temperature, seed=4)
+        write_on(plain, ids, "cpu", sampling, expected.append)
+        folder = open_folder(str(bare))
+        with tiermem.TierManager("cpu", hbm="400KiB", dram="8MiB") as tier:
+            model = tiermem.load_checkpoint(folder.model, folder.path, tier=tier)
+            write_on(model, ids, "cpu", sampling, found.append)
+            tier.close(discard=True)
+        assert found == expected and len(found) == 16
+
+
+def test_a_byte_gpt_goes_on_beyond_its_context(byte_gpt: Path, capfd: Any) -> None:
+    budgets = ["--hbm", "100KiB", "--max-new-tokens", "24"]
+    assert write(byte_gpt, "--prompt", "def f(", *budgets) == 0
+    out, err = capfd.readouterr()
+    plain = ByteGPT(Shape(4, 32, 4, 16))
+    plain.load_state_dict(load_file(byte_gpt / "model.safetensors"))
+    tokens = list(b"def f(")
+    for _ in range(24):
+        with torch.no_grad():
+            tokens.append(int(plain(torch.tensor([tokens[-16:]]))[0, -1].argmax()))
+    assert len(set(tokens)) > 8
+    assert out == bytes(tokens[6:]).decode("utf-8", "replace") + "\n"
+    assert "0 B for keys and values" in err
+    assert write(byte_gpt, "--prompt", "x" * 17, *budgets) == 2
+    assert "17 tokens are more than the model's 16 positions" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--prompt", "the " * 65], "65 tokens and 8 new ones are more than the model's 64"),
+        (["--prompt", "the " * 60], "--max-new-tokens 4 at most"),
+        (["--prompt", ""], "--prompt is no token"),
+        (["--prompt", "the", "--hbm", "8KiB"], "does not hold the blocks of weights"),
+        (["--prompt", "the", "--hbm", "900TB"], "is for weights; keys, values and activations"),
+        (["--prompt", "the", "--temperature", "-1"], "--temperature must be"),
+        (["--prompt", "the", "--max-new-tokens", "0"], "--max-new-tokens must be"),
+    ],
+)
+def test_what_is_refused_before_loading(
+    words: Path, more: list[str], said: str, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiermem, "load_checkpoint", lambda *_: pytest.fail("it was loaded"))
+    assert write(words, "--max-new-tokens", "8", *more) == 2
+    out, err = capfd.readouterr()
+    assert said in err and not out
+
+
+def test_a_device_without_room_for_keys_and_values(words: Path, monkeypatch: Any) -> None:
+    folder = open_folder(str(words))
+    least = least_budgets(folder.model, device="cpu", hbm="1MiB", nvme=True).least_hbm
+    arguments = generate_options()
+    monkeypatch.setattr(generate, "free_nbytes", lambda _: least + 100)
+    assert generate.pick_hbm(arguments, folder.model, "cpu", 100) == least
+    with pytest.raises(tiermem.CapacityError, match="keys, values and activations take 101 B"):
+        generate.pick_hbm(arguments, folder.model, "cpu", 101)
+
+
+def generate_options() -> Any:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    return parser.parse_args(["x", "--prompt", "x"])
+
+
+def test_folders_that_are_none(tmp_path: Path, bare: Path, capfd: Any) -> None:
+    def refused(said: str) -> None:
+        assert write(tmp_path, "--prompt", "x") == 2
+        assert said in capfd.readouterr().err
+
+    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    refused("neither config.json")
+    (tmp_path / "tiermem.json").write_text("{}")
+    refused("not of the model of tiermem train")
+    save_file(ByteGPT(Shape(1, 8, 2, 4)).state_dict(), tmp_path / "model.safetensors")
+    refused("does not say how many heads")
+    (tmp_path / "config.json").write_text((bare / "config.json").read_text().replace("256", "200"))
+    refused("has no tokenizer, and the model has 200 tokens")
+    (tmp_path / "tokenizer.json").write_text("{")
+    refused("its tokenizer cannot be used")
+
+
+def test_what_is_said_without_transformers(bare: Path, capfd: Any, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert write(bare, "--prompt", "x") == 2
+    assert "pip install 'tiermem[hf]'" in capfd.readouterr().err
+
+
+# -- forecasts ---------------------------------------------------------------
+
+
+def test_keys_and_values_are_what_the_cache_holds(words: Path) -> None:
+    plain = transformers.AutoModelForCausalLM.from_pretrained(words)
+    with torch.no_grad():
+        cache = plain(torch.ones(1, 10, dtype=torch.int64), use_cache=True).past_key_values
+    held = [
+        tensor.numel() * tensor.element_size()
+        for layer in cache.layers
+        for tensor in (layer.keys, layer.values)
+    ]
+    assert sizes_of(plain).cache_nbytes(10) == sum(held) * 5 // 4  # and one of four layers anew
+
+
+def test_a_window_bounds_the_cache() -> None:
+    sizes = Sizes(2, 8, 16, 1, 4, (None, 3), 10, None, 2)
+    assert sizes.cache_nbytes(10) == 2 * 4 * 2 * (10 + 3 + 10)
+
+
+def test_text_comes_when_characters_are_whole() -> None:
+    stream = TextStream(ByteTokens(), list(b"ab"))
+    parts = [stream.add(byte) for byte in "é→x".encode()]
+    assert parts == ["", "é", "", "", "→", "x"]
+    assert stream.add(0xE2) == "" and stream.end() == "\ufffd"
+
+
+def test_the_bound_is_the_slower_of_link_and_disk(words: Path) -> None:
+    arguments = generate_options()
+    arguments.link_gbps, arguments.read_gbps = "2", "1"
+    links = {
+        "nvme->hbm": tiermem.LinkStats(moves=1, nbytes=1000),
+        "dram->hbm": tiermem.LinkStats(moves=1, nbytes=9000),
+    }
+    stats = tiermem.Stats(links=links, budget={"hbm": 200, "dram": 300})
+    for weights, tokens, expected in (
+        (800, 1, 1e9 / 300),  # 600 over the link and 300 from the disk take as long
+        (650, 1, 2e9 / 450),  # 150 from the disk
+        (1200, 1, 1e9 / 700),
+        (99999, 10, 1e9 / 500),  # experts: what did move counts, 1,000 and 100 a token
+    ):
+        bound = bound_of(arguments, weights, stats, tokens, 1.0)
+        assert bound.tokens_per_second == pytest.approx(expected), weights
+    assert bound_of(arguments, 200, stats, 1, 1.0).tokens_per_second is None
+    folder = open_folder(str(words))
+    every = sum(p.numel() * 4 for p in folder.model.parameters())
+    embedding = folder.model.get_parameter("model.embed_tokens.weight").numel() * 4
+    assert streamed_nbytes(folder.model) == every - embedding
+
+
+# -- adapters ------------------------------------------------------------------
+
+
+def adapt(folder: Path, out: Path, *more: str) -> int:
+    text = out.parent / "text"
+    text.write_text(" ".join(WORDS * 40))
+    line = ["train", "--checkpoint", str(folder), "--device", "cpu", "--data", str(text)]
+    line += ["--dram", "8MiB", "--out", str(out), "--batch", "2", "--context", "12", "--json"]
+    line += ["--steps", "3", "--accumulate", "2"]
+    return cli.main([*line, *more])
+
+
+@pytest.mark.parametrize("clip", ["0", "0.5"])
+def test_losses_and_adapters_are_those_of_resident_peft(
+    words: Path, tmp_path: Path, capfd: Any, clip: str
+) -> None:
+    peft: Any = pytest.importorskip("peft")
+    out = tmp_path / "adapters"
+    lora = ["--lora", "r=4,alpha=8,target_modules=q_proj+v_proj", "--hbm", "720KiB", "--lr", "0.01"]
+    assert adapt(words, out, *lora, "--clip", clip) == 0
+    found = json.loads(capfd.readouterr().out)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(words)
+    assert found["hbm"] < sum(p.numel() * 4 for p in plain.parameters())  # weights did stream
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    torch.manual_seed(0)
+    plain = peft.get_peft_model(plain, config)
+    trained = [param for param in plain.parameters() if param.requires_grad]
+    folder = open_folder(str(words))
+    plan = adapting.Plan(2, 2, 12, 3, 0.01, float(clip), 0, "cpu")
+    expected: list[float] = []
+    adapting.train(
+        plain.train(),
+        torch.optim.AdamW(trained, lr=0.01),
+        lambda norm: torch.nn.utils.clip_grad_norm_(trained, norm),
+        adapting.corpus_of([str(tmp_path / "text")], folder.tokens),
+        plan,
+        lambda _, loss: expected.append(loss),
+    )
+    assert found["losses"] == expected and len(set(expected)) == 3
+    loaded = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(words), out
+    )
+    own = dict(loaded.named_parameters())
+    for name, param in plain.named_parameters():
+        if "lora_" in name:
+            assert torch.equal(own[name], param), name
+
+
+def test_adapters_on_a_byte_gpt_in_parts(byte_gpt: Path, tmp_path: Path, capfd: Any) -> None:
+    out = tmp_path / "adapters"
+    lora = ["--lora", "r=2,target_modules=qkv+out", "--hbm", "500KiB"]
+    assert adapt(byte_gpt, out, *lora, "--loss-chunks", "2") == 0
+    losses = json.loads(capfd.readouterr().out)["losses"]
+    assert len(losses) == 3
+    assert len(load_file(out / "adapter_model.safetensors")) == 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--lora", "r=4", "--hbm", "200KiB"], "is a cap on the whole process: activations of 2"),
+        (["--lora", "r=4", "--context", "65"], "--context 65 is more than the model's 64"),
+        (["--lora", "r=4", "--layers", "2"], "--layers is about the model that tiermem train"),
+        (["--lora", "r=4", "--context", "1"], "--context must be at least 2"),
+        (["--lora", "rank=4"], "'rank=4' is no option=value"),
+        (["--lora", "r=many"], "r cannot be 'many'"),
+        (["--lora", "r=0"], "r=0 is not a whole number"),
+        ([], "--checkpoint needs --lora"),
+    ],
+)
+def test_what_fine_tuning_refuses(
+    words: Path, tmp_path: Path, more: list[str], said: str, capfd: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(tiermem, "load_checkpoint", lambda *_: pytest.fail("it was loaded"))
+    assert adapt(words, tmp_path / "adapters", *more) == 2
+    assert said in capfd.readouterr().err
+    assert not (tmp_path / "adapters").exists()
+
+
+def test_options_of_adapters() -> None:
+    found = finetune.parse_lora(
+        "r=2, alpha=3.5,target_modules=all-linear,rslora=true,layers_to_transform=0+2"
+    )
+    assert found == tiermem.Lora(
+        r=2, alpha=3.5, target_modules="all-linear", rslora=True, layers_to_transform=[0, 2]
+    )

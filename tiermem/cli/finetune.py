@@ -1,0 +1,371 @@
+"""``tiermem train --checkpoint DIR --lora r=8``: adapters on weights that stay in their files.
+
+The base weights stream from the folder, the adapters with their gradients and moments stay in HBM,
+and ``--hbm`` caps the whole process: what activations will take is set aside, the rest is for the
+tiers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiermem.cli.options import (
+    activation_options,
+    parse_depth,
+    pick_device,
+    policy_of,
+    read_budget,
+)
+from tiermem.config import format_size
+from tiermem.errors import CapacityError, ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    import tiermem
+    from tiermem.cli.adapting import Plan
+    from tiermem.cli.folders import Folder
+    from tiermem.cli.needs import Sizes
+
+OUT = "adapters"
+"""Where they are saved if nothing is said."""
+
+_OF_THE_DEMONSTRATION = (
+    *("layers", "width", "heads", "dtype", "master", "nvme_bytes", "optimizer_on", "overlap"),
+    *("no_compare", "save", "save_every", "resume"),
+)
+_RESERVE = 128 << 20
+"""Of the device: workspaces of kernel libraries, and rounding of torch's allocator."""
+
+
+def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of adapters to those of ``tiermem train``."""
+    group = parser.add_argument_group(
+        "adapters on a checkpoint", "--hbm is a cap on the whole process there"
+    )
+    group.add_argument("--checkpoint", metavar="DIR", help="folder of the model to fine-tune")
+    group.add_argument(
+        "--lora",
+        metavar="r=N,...",
+        help="options of tiermem.Lora, such as r=8,alpha=16,target_modules=q_proj+v_proj; the "
+        f"adapters are saved to --out (default: {OUT}) as peft's files",
+    )
+    # Options that were given can be told from those that were not, which have these values.
+    parser.set_defaults(of_the_demonstration=_defaults(parser))
+
+
+def _defaults(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    return {name: parser.get_default(name) for name in _OF_THE_DEMONSTRATION}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs ``tiermem train --checkpoint``."""
+    from rich.console import Console
+
+    from tiermem.cli.folders import open_folder
+
+    quiet = arguments.quiet or arguments.json
+    console = Console(highlight=False, quiet=quiet)
+    console.print(f"looking at {arguments.checkpoint}")
+    plan = read_plan(arguments)
+    lora = parse_lora(arguments.lora)
+    folder = open_folder(arguments.checkpoint, checkpointing=True)
+    tiers = pick_tiers(arguments, folder, lora, plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, about its own names
+        result = _train(arguments, folder, lora, plan, tiers, console)
+    if arguments.json:
+        print(json.dumps(result, indent=2))
+    console.print(
+        f"{result['tokens_per_second']:,.0f} tokens/s in {result['seconds']:.1f} s; the adapters "
+        f"are in {result['adapters']}"
+    )
+    return 0
+
+
+def read_plan(arguments: argparse.Namespace) -> Plan:
+    """Checks the options of the training.
+
+    Raises:
+        ConfigError: If one cannot be used, or is about the demonstration's model alone.
+    """
+    from tiermem.cli.adapting import Plan
+
+    if arguments.checkpoint is None or arguments.lora is None:
+        given, other = ("lora", "checkpoint") if arguments.lora else ("checkpoint", "lora")
+        raise ConfigError(f"--{given} needs --{other}, too: adapters are put on a checkpoint")
+    for name, default in arguments.of_the_demonstration.items():
+        if getattr(arguments, name, default) != default:
+            option = name.replace("_", "-")
+            raise ConfigError(
+                f"--{option} is about the model that tiermem train makes itself; leave it out "
+                "with --checkpoint"
+            )
+    for name in ("batch", "accumulate", "steps"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"--{name} must be at least 1, not {getattr(arguments, name)}")
+    if arguments.context < 2:
+        raise ConfigError(f"--context must be at least 2, not {arguments.context}")
+    for name in ("lr", "clip", "loss_chunks"):
+        if not getattr(arguments, name) >= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must not be negative")
+    return Plan(
+        batch=arguments.batch,
+        accumulate=arguments.accumulate,
+        context=arguments.context,
+        steps=arguments.steps,
+        lr=arguments.lr,
+        clip=arguments.clip,
+        seed=arguments.seed,
+        device=pick_device(arguments.device),
+        loss_chunks=arguments.loss_chunks,
+    )
+
+
+def parse_lora(text: str) -> tiermem.Lora:
+    """Reads ``"r=8,alpha=16,target_modules=q_proj+v_proj"``.
+
+    Raises:
+        ConfigError: If an option is unknown, or has no such value.
+    """
+    from tiermem import Lora
+
+    kinds = {each.name: each.type for each in fields(Lora)}
+    options: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, value = (each.strip() for each in part.partition("="))
+        if not equals or name not in _READ:
+            raise ConfigError(
+                f"--lora: {part!r} is no option=value with one of the options {sorted(_READ)}"
+            )
+        assert name in kinds
+        try:
+            options[name] = _READ[name](value)
+        except (ValueError, KeyError):
+            raise ConfigError(f"--lora: {name} cannot be {value!r}") from None
+    return Lora(**options)
+
+
+def _names(text: str) -> str | list[str]:
+    return text if text == "all-linear" else text.split("+")
+
+
+_TRUTH = {"true": True, "1": True, "false": False, "0": False}
+
+
+def _truth(text: str) -> bool:
+    return _TRUTH[text.lower()]
+
+
+_READ: Mapping[str, Callable[[str], Any]] = {
+    "r": int,
+    "alpha": float,
+    "dropout": float,
+    "target_modules": _names,
+    "exclude_modules": _names,
+    "modules_to_save": lambda text: text.split("+"),
+    "bias": str,
+    "rslora": _truth,
+    "init": str,
+    "layers_to_transform": lambda text: [int(each) for each in text.split("+")],
+    "lora_bias": _truth,
+    "task_type": str,
+}
+
+
+# -- budgets ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """How much of the device is for what, in bytes.
+
+    Attributes:
+        cap: For the whole process.
+        activations: Set aside for what is computed.
+        adapters: For adapters, their gradients and moments; they are in the tiers.
+        hbm: Budget of the tiers.
+    """
+
+    cap: int
+    activations: int
+    adapters: int
+    hbm: int
+
+
+def pick_tiers(
+    arguments: argparse.Namespace, folder: Folder, lora: tiermem.Lora, plan: Plan
+) -> Tiers:
+    """Divides the cap, before anything is loaded.
+
+    Raises:
+        CapacityError: If it is too small, or the model has no positions for such a context.
+    """
+    import torch
+
+    from tiermem.cli.adapting import can_recompute
+    from tiermem.cli.needs import least_budgets, sizes_of
+    from tiermem.tier import default_hbm, device_of, hbm_of
+
+    sizes = sizes_of(folder.model)
+    _check_context(sizes, plan.context)
+    device = device_of(plan.device)
+    asked = hbm_of(read_budget(arguments.hbm, "--hbm"), device)
+    cap = default_hbm(device) if asked is None else asked
+    activations = sizes.training_nbytes(
+        plan.batch * plan.context, plan.loss_chunks, can_recompute(folder.model)
+    )
+    activations += _RESERVE if device.type == "cuda" else 0
+    stand_in, trained = _with_adapters(folder, lora)
+    numbers = sum(param.numel() * param.element_size() for param in trained)
+    # Clipping and the step hold one gradient's worth beside what the tiers hold.
+    hbm = cap - activations - numbers
+    found = least_budgets(
+        stand_in,
+        torch.optim.AdamW,
+        trained,
+        device=plan.device,
+        hbm=max(hbm, 0),
+        nvme=True,
+        policy=policy_of(arguments),
+    )
+    if hbm < found.least_hbm:
+        least = found.least_hbm + activations + numbers
+        raise CapacityError(
+            f"--hbm {format_size(cap)} is a cap on the whole process: activations of "
+            f"{plan.batch} x {plan.context} tokens take {format_size(activations)}, the adapters' "
+            f"step {format_size(numbers)}, and the tiers need {format_size(found.least_hbm)}",
+            f"give --hbm {least} ({format_size(least)}) or more, a smaller --batch (with "
+            "--accumulate) or --context, or --loss-chunks",
+        )
+    return Tiers(cap, activations, 4 * numbers, hbm)
+
+
+def _check_context(sizes: Sizes, context: int) -> None:
+    if sizes.positions is not None and context > sizes.positions:
+        raise CapacityError(
+            f"--context {context} is more than the model's {sizes.positions} positions",
+            f"give --context {sizes.positions} at most",
+        )
+
+
+def _with_adapters(folder: Folder, lora: tiermem.Lora) -> tuple[Any, list[Any]]:
+    """Returns a model without weights that has the adapters, and these; nothing is drawn."""
+    import torch
+
+    from tiermem import add_adapters
+
+    model = copy.deepcopy(folder.model)
+    with torch.random.fork_rng([]):
+        add_adapters(model, lora)
+    return model, [param for param in model.parameters() if param.requires_grad]
+
+
+@contextlib.contextmanager
+def capped(tier: tiermem.TierManager, tiers: Tiers, device: str) -> Iterator[None]:
+    """Has torch refuse more of the device than the cap, within the ``with`` block.
+
+    The tiers' memory is the driver's, and not counted by torch, or one allocation of torch's,
+    where a driver cannot map it; the CUDA context comes on top.
+    """
+    import torch
+
+    from tiermem.storage.arena import DeviceArena
+
+    if not device.startswith("cuda"):
+        yield
+        return
+    torch.cuda.empty_cache()
+    counted = isinstance(tier._manager.arena, DeviceArena)
+    most = tiers.cap if counted else tiers.cap - tiers.hbm
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+# -- the run ---------------------------------------------------------------
+
+
+def _train(
+    arguments: argparse.Namespace,
+    folder: Folder,
+    lora: tiermem.Lora,
+    plan: Plan,
+    tiers: Tiers,
+    console: Console,
+) -> dict[str, Any]:
+    import torch
+
+    import tiermem
+    from tiermem.cli.adapting import corpus_of, prepare, train
+    from tiermem.cli.display import new_display
+
+    corpus = corpus_of(arguments.data, folder.tokens)
+    corpus.check(plan.context)
+    nvme = [path for path in arguments.nvme or [] if path != "none"]
+    out = Path(arguments.out or OUT)
+    losses: list[float] = []
+    with (
+        tiermem.TierManager(
+            plan.device,
+            hbm=tiers.hbm,
+            dram=read_budget(arguments.dram, "--dram"),
+            nvme=nvme or None,
+            policy=policy_of(arguments),
+            prefetch_depth=parse_depth(arguments.prefetch_depth),  # type: ignore[arg-type]
+            **activation_options(arguments),
+        ) as tier,
+        capped(tier, tiers, plan.device),
+    ):
+        console.print(
+            f"{format_size(tiers.cap)} for the process: {format_size(tiers.hbm)} of HBM for the "
+            f"tiers, {format_size(tiers.adapters)} of it for adapters with their optimizer, and "
+            f"{format_size(tiers.activations)} for activations; "
+            f"{format_size(tier.stats().budget['dram'])} of DRAM; {corpus.count:,} tokens of "
+            f"{corpus.source}"
+        )
+        torch.manual_seed(plan.seed)
+        model = tiermem.load_checkpoint(folder.model, folder.path, tier=tier, lora=lora)
+        prepare(model)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        optimizer = tier.optimizer(trained, torch.optim.AdamW, lr=plan.lr)
+        quiet = arguments.quiet or arguments.json
+        display = new_display("adapters", plan.steps, plan.tokens_per_step, console, quiet)
+
+        def shown(step: int, loss: float) -> None:
+            losses.append(loss)
+            display.step(step, loss, tier.stats())
+
+        began = time.perf_counter()
+        interrupted = False
+        try:
+            with display:
+                train(model, optimizer, optimizer.clip_grad_norm_, corpus, plan, shown)
+        except KeyboardInterrupt:  # what there is by now is saved
+            interrupted = True
+        seconds = time.perf_counter() - began
+        tiermem.save_adapters(model, out)
+        tier.close(discard=True)
+    if interrupted:
+        console.print(f"the adapters after {len(losses)} steps are in {out}")
+        raise KeyboardInterrupt
+    return {
+        "losses": losses,
+        "seconds": seconds,
+        "tokens_per_second": len(losses) * plan.tokens_per_step / max(seconds, 1e-9),
+        "hbm": tiers.hbm,
+        "activations": tiers.activations,
+        "adapters": str(out),
+    }
