@@ -376,8 +376,8 @@ _ELSEWHERE = (
     Mutation(
         "a copy read ahead is used though its home was written since",
         "tiermem/runtime/transfers/early_reads.py",
-        "swap.version(entry.home) == entry.version",
-        "swap.version(entry.home) >= entry.version",
+        "_homes.version(entry.home) == entry.version",
+        "_homes.version(entry.home) >= entry.version",
         ("tests/unit/test_runtime_readahead.py",),
     ),
     Mutation(
@@ -725,7 +725,7 @@ _MEASURING = (
 
 CHECKPOINTS = ("tests/unit/test_checkpoint_header.py", "tests/unit/test_checkpoint_folder.py")
 _HEADER = "tiermem/storage/checkpoint/header.py"
-_FOLDER = "tiermem/storage/checkpoint/folder.py"
+_STORED = "tiermem/storage/checkpoint/folder.py"
 _FILES_READ = (
     (
         "a header may have holes between tensors",
@@ -747,13 +747,13 @@ _FILES_READ = (
     ),
     (
         "an index may lead out of its folder",
-        _FOLDER,
+        _STORED,
         ' or ".." in named.parts',
         "",
     ),
     (
         "a checkpoint that was replaced is read on",
-        _FOLDER,
+        _STORED,
         "            self.check_unchanged(fd, stored.file)\n",
         "",
     ),
@@ -838,8 +838,8 @@ MUTATIONS = (
     Mutation(
         "a home is overwritten before a save has it",
         "tiermem/runtime/transfers/transfers.py",
-        "            self.keeper.before_write(record)\n",
-        "            pass\n",
+        "            self.keeper.before_write(record)\n        try:",
+        "            pass\n        try:",
         SAVING,
     ),
     Mutation(

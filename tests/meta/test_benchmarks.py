@@ -303,7 +303,7 @@ def test_host_time(tmp_path) -> None:
     assert math.isfinite(streamed["us per block"]) and math.isfinite(resident["us per block"])
     assert streamed["copies per forward"] > 0 and resident["copies per forward"] == 0
     parts = {row["what"].strip() for row in rows if row["what"].startswith(" ")}
-    assert {"Acquirer.take", "Transfers.fill", "HostCopyEngine.up"} <= parts
+    assert {"Acquirer.acquire", "Transfers.fill", "HostCopyEngine.up"} <= parts
 
 
 _ZERO = (
@@ -349,6 +349,22 @@ def test_trainers(tmp_path) -> None:
     assert [row["loop"] for row in rows] == ["bare", "bare-looks", "Trainer", "Lightning"]
     assert all(row["losses equal"] is True for row in rows)
     assert all(0 <= row["integration's share"] < 1 for row in rows)
+
+
+@needs_transformers
+def test_checkpoint(tmp_path) -> None:
+    line = "--folder model --device cpu --shape tiny --tokens 4 --hbm 512KiB --dram 16MiB"
+    line += " --roomy 64MiB --lora-dram 16MiB --warm 1 --repeats 1 --out out.json"
+    line += " --what first disk dram lora"
+    rows = run("bench_checkpoint.py", tmp_path, *line.split())["rows"]
+    assert [row["what"].split(",")[0] for row in rows] == [
+        "first logits",
+        "from disk",
+        "from DRAM",
+        "LoRA step",
+        "LoRA step",
+    ]
+    assert all(row["s"] > 0 for row in rows)
 
 
 def test_diffusers(tmp_path) -> None:

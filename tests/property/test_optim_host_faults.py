@@ -285,7 +285,7 @@ def test_ctrl_c_in_the_middle(
     """Whatever was begun by then is finished, and what was not is made by the next call."""
     tiers = Tiers("one", nvme=str(tmp_path), policy=home)
     with Twins(
-        Net, tiers, torch.optim.AdamW, {"lr": 0.01, "foreach": False}, where="host"
+        Net, tiers, torch.optim.AdamW, {"lr": 0.01, "foreach": False}, where="host", overlap=False
     ) as twins:
         for step in range(2):
             twins.backward(step)
