@@ -376,25 +376,21 @@ class ResidencyTable:
         record.at_home = State.VALID
         record.defined = True
 
-    def rehome(self, block_id: int, home: Tier, extent: Extent) -> Extent | None:
+    def rehome(self, block_id: int, home: Tier, extent: Extent) -> None:
         """Gives a block that is in HBM another home, to which it has yet to be written.
 
         Args:
             block_id: The block; its HBM copy is at rest.
             home: Tier below HBM.
-            extent: Its address there, which the caller has reserved.
-
-        Returns:
-            The address of its former home, which is the caller's from now on.
+            extent: Its address there, which the caller has reserved; that of its former home is
+                the caller's from now on.
         """
         record = self._records[block_id]
         if not record.usable or not record.defined or home is Tier.HBM:
             raise self._wrong(record, f"given a home in {home.value}")
-        former = record.home_extent
         record.in_hbm = State.DIRTY  # first: cut short after it, nothing is lost
         record.at_home = State.ABSENT
         record.home, record.home_extent = home, extent
-        return former
 
     # -- after an exception ----------------------------------------------
 

@@ -21,6 +21,7 @@ from tiermem.core.block import Block, Extent, Tier
 from tiermem.core.pace import Waste
 from tiermem.core.residency import Move, Record, ResidencyTable, State
 from tiermem.errors import InvariantError, StorageError
+from tiermem.runtime.base.undisturbed import undisturbed
 from tiermem.runtime.memory.homes import HomeRequest, Homes
 from tiermem.runtime.memory.slots import Slot, SlotCache
 from tiermem.runtime.metrics.counters import Counters
@@ -365,7 +366,9 @@ class Transfers:
         if self.keeper is not None:
             self.keeper.before_write(record)
         self.ahead.drop(record.block.id)
-        former = self.table.rehome(record.block.id, home, extent)
+        former = record.home_extent
+        # tier and address change together, so that a Ctrl-C finds the one home or the other
+        undisturbed(partial(self.table.rehome, record.block.id, home, extent))
         if former is not None:
             self.homes.release(Tier.NVME, former)
         self.departures.add_move()  # plans for its former home are made anew
