@@ -136,7 +136,7 @@ class Pieces(RuleBasedStateMachine):
 
 
 TestPieces = Pieces.TestCase
-TestPieces.settings = settings(max_examples=examples(20), stateful_step_count=20, deadline=None)
+TestPieces.settings = settings(max_examples=examples(10), stateful_step_count=20, deadline=None)
 
 
 class Memory:

@@ -185,7 +185,7 @@ class Limits(RuleBasedStateMachine):
 
 
 Limits.TestCase.settings = settings(
-    max_examples=examples(22), stateful_step_count=15, deadline=None
+    max_examples=examples(12), stateful_step_count=15, deadline=None
 )
 
 
