@@ -45,9 +45,12 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
-    for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+    left_out = {}
+    if not torch.cuda.is_available():
+        left_out["gpu"] = "needs a CUDA device"
+    if os.environ.get("HYPOTHESIS_PROFILE") != "thorough":
+        left_out["thorough"] = "a variant: runs with HYPOTHESIS_PROFILE=thorough"
+    for marker, reason in left_out.items():
+        for item in items:
+            if marker in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -171,6 +171,7 @@ def test_a_row_of_training(tmp_path) -> None:
 
 
 @needs_transformers
+@pytest.mark.thorough
 def test_a_row_of_training_that_fails(tmp_path) -> None:
     _, row = run("bench_train.py", tmp_path, TRAIN, FAKE_DEEPSPEED="fails")
     assert row == {"what": NAME, "note": "RuntimeError: Error building extension 'cpu_adam'"}

@@ -129,6 +129,7 @@ def test_stream_from_files(tmp_path) -> None:
 
 
 @needs_transformers
+@pytest.mark.thorough
 def test_stream_says_what_failed_and_goes_on(tmp_path) -> None:
     line = f"{TINY} --repeats 1 --tokens 8 --hbm 1KiB --dram 8MiB --what forward half --out"
     with pytest.raises(AssertionError, match="give hbm= at least"):
@@ -155,6 +156,7 @@ def test_train(tmp_path) -> None:
 
 
 @needs_transformers
+@pytest.mark.thorough
 @pytest.mark.parametrize("overlap", [["--overlap", "backward"], ["--no-overlap"]])
 def test_train_with_each_overlap(tmp_path, overlap) -> None:
     line = f"{TRAIN} --micro 2 --check-steps 3 --out out.json"
@@ -179,6 +181,7 @@ def test_train_from_files(tmp_path) -> None:
 
 
 @needs_transformers
+@pytest.mark.thorough
 def test_train_capped(tmp_path) -> None:
     line = f"{TRAIN} --what capped --micro 2 --out out.json"
     row = check_rows(run("bench_train.py", tmp_path, *line.split()), "of resident")[0]
@@ -186,6 +189,7 @@ def test_train_capped(tmp_path) -> None:
 
 
 @needs_transformers
+@pytest.mark.thorough
 def test_train_with_activations_below(tmp_path) -> None:
     line = f"{TRAIN} --what residual saved --activation-min 4KiB --dram 16MiB --layers 2 4"
     output("bench_train.py", tmp_path, *line.split(), "--out", "{what}.json")
@@ -200,6 +204,7 @@ def test_train_with_activations_below(tmp_path) -> None:
 
 
 @needs_transformers
+@pytest.mark.thorough
 def test_train_keeps_a_row_as_soon_as_it_has_times(tmp_path) -> None:
     """Whatever comes after that fails here, as no raw copy is timed."""
     line = f"{TRAIN} --what residual --activation-min 4KiB --dram 16MiB --layers 2 --raw-repeats 0"
@@ -243,7 +248,11 @@ def test_losses(tmp_path) -> None:
 @needs_transformers
 @pytest.mark.parametrize(
     ("where", "raw"),
-    [("", "raw, all layers once"), ("--half", "raw, half of the layers once"), ("--nvme .", None)],
+    [
+        ("", "raw, all layers once"),
+        pytest.param("--half", "raw, half of the layers once", marks=pytest.mark.thorough),
+        pytest.param("--nvme .", None, marks=pytest.mark.thorough),
+    ],
 )
 def test_peers(tmp_path, where: str, raw: str | None) -> None:
     line = f"{TINY} {TIERS} --warm 1 --tokens 8 --train-tokens 8 --new-tokens 2 {where}"
@@ -390,6 +399,7 @@ def test_run_gpu(tmp_path) -> None:
 
 
 @needs_transformers
+@pytest.mark.thorough
 def test_run_gpu_of_training(tmp_path) -> None:
     line = "--small --group train --only train-16k --folder . --results found --name x"
     output("run_gpu.py", tmp_path, *line.split())

@@ -41,13 +41,13 @@ def test_three_tiers_and_the_same_bits(tmp_path) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        "--checkpointing",
+        pytest.param("--checkpointing", marks=pytest.mark.thorough),
         "--accumulate 2",
-        "--dtype bfloat16",
+        pytest.param("--dtype bfloat16", marks=pytest.mark.thorough),
         "--policy nvme",
         "--policy params=dram,optimizer=nvme --prefetch-depth 2",
-        "--prefetch-depth 0",
-        "--dtype bf16 --master fp32",
+        pytest.param("--prefetch-depth 0", marks=pytest.mark.thorough),
+        pytest.param("--dtype bf16 --master fp32", marks=pytest.mark.thorough),
         "--dtype bf16 --master fp32 --overlap --accumulate 2",
         "--dtype bf16 --master fp32 --overlap backward --accumulate 2 --clip 0 --checkpointing",
     ],
@@ -102,7 +102,14 @@ def test_ctrl_c_leaves_nothing(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("home", ["dram", "nvme"])
-@pytest.mark.parametrize("more", ["", "--checkpointing", "--loss-chunks 3 --activation-layers 5"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        pytest.param("--checkpointing", marks=pytest.mark.thorough),
+        "--loss-chunks 3 --activation-layers 5",
+    ],
+)
 def test_activations_below_hbm(tmp_path, home, more) -> None:
     line = f"--layers 24 --activations {home} --activation-min 4KiB --context 32 {more}"
     report = _train(tmp_path, *line.split())

@@ -93,6 +93,7 @@ def test_many_samples_of_every_module(info: Any, tmp_path: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("info", modules.module_db, ids=lambda info: info.name)
 def test_samples_in_other_dtypes(info: Any) -> None:
     for dtype in sorted(info.dtypes or (), key=str):
