@@ -15,23 +15,31 @@ QUICK := tests/unit/test_config.py tests/unit/test_driver.py tests/unit/test_run
 	tests/unit/test_optim_classes.py tests/unit/test_optim_overlap.py tests/unit/test_optim_errors.py \
 	tests/property/test_core_*.py tests/meta/test_names.py
 
-.PHONY: demo test quick lint env clean
+.PHONY: demo test run-tests quick lint style types env clean
 
 demo: $(STAMP)
 	$(BIN)/tiermem train $(ARGS)
 
 # Tests run in as many processes as there are processors, eight at most.
-test: lint
+# The types are checked meanwhile: that takes one processor a minute.
+test: style
+	$(MAKE) --jobs=2 types run-tests
+
+run-tests: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=8 --dist=worksteal $(ARGS)
 
 quick: lint
 	$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=8 --dist=worksteal $(QUICK) $(ARGS)
 
-lint: $(STAMP)
+lint: style types
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+types: $(STAMP)
+	$(BIN)/mypy
 
 env: $(STAMP)
 
