@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+_TRIES = 16
+"""The kernel passes by pages that another processor has just put on its own list of new ones."""
+
 
 def evict(folder: str | os.PathLike[str]) -> None:
     """Drops every file below a folder from the page cache.
@@ -20,8 +23,11 @@ def evict(folder: str | os.PathLike[str]) -> None:
             continue
         file = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(file)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            for _ in range(_TRIES):
+                os.fsync(file)
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+                if not is_cached(path):
+                    break
         finally:
             os.close(file)
 
