@@ -5,10 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-_TRIES = 4
-"""The kernel passes by pages that another processor has just put on its own list of new ones.
-Whether any is left is not looked at: a look has the kernel read ahead."""
-
 
 def evict(folder: str | os.PathLike[str]) -> None:
     """Drops every file below a folder from the page cache.
@@ -24,9 +20,8 @@ def evict(folder: str | os.PathLike[str]) -> None:
             continue
         file = os.open(path, os.O_RDONLY)
         try:
-            for _ in range(_TRIES):
-                os.fsync(file)
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.fsync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(file)
 

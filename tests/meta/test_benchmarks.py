@@ -286,8 +286,16 @@ def test_evicting_leaves_files_to_the_disk(tmp_path, monkeypatch) -> None:
     for path in paths:
         path.write_bytes(os.urandom(1 << 20))  # not written to the disk yet
     assert all(map(is_cached, paths))
-    evict(tmp_path)
-    assert not any(map(is_cached, paths))
+
+    def leaves(path: Path) -> bool:
+        """Whether it goes; the kernel passes by pages that it is just about."""
+        for _ in range(20):
+            evict(tmp_path)
+            if not is_cached(path):
+                return True
+        return False
+
+    assert all(map(leaves, paths))
     assert [path.stat().st_size for path in paths] == [1 << 20] * 2
 
 
