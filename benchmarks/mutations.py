@@ -571,25 +571,25 @@ _ACTIVATIONS = (
     (
         "a saved tensor is let go while it is copied down",
         _COPIES,
-        "            self.manager.copy.use(place.written)\n        source, copy.source",
+        "            self.manager.parts.copy.use(place.written)\n        source, copy.source",
         "            pass\n        source, copy.source",
     ),
     (
         "compute does not wait for what comes up",
         _COPIES,
-        "        self.manager.copy.use(copy.up)\n        reading",
+        "        self.manager.parts.copy.use(copy.up)\n        reading",
         "        reading",
     ),
     (
         "what was fetched and not needed is let go while it comes up",
         _COPIES,
-        "            self.manager.copy.use(event)\n",
+        "            self.manager.parts.copy.use(event)\n",
         "",
     ),
     (
         "compute does not wait for what comes up from a file",
         _COPIES,
-        "            self.manager.copy.use(copy.up)\n            return\n",
+        "            self.manager.parts.copy.use(copy.up)\n            return\n",
         "            return\n",
     ),
     (
