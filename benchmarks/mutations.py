@@ -226,8 +226,8 @@ _ELSEWHERE = (
     Mutation(
         "a release forgets that the block was written",
         _RUNTIME + "manager.py",
-        "self.table.release(block.id, dirty=dirty)",
-        "self.table.release(block.id)",
+        "self.parts.table.release(block.id, dirty=dirty)",
+        "self.parts.table.release(block.id)",
         MANAGER,
     ),
     Mutation(
@@ -276,8 +276,8 @@ _ELSEWHERE = (
     Mutation(
         "a block under way is removed without waiting",
         _RUNTIME + "manager.py",
-        "                self.transfers.settle(block.id)\n                if self.table",
-        "                if self.table",
+        "                self.parts.transfers.settle(block.id)\n                if self.parts.table",
+        "                if self.parts.table",
         FAULTS,
     ),
     Mutation(
@@ -683,7 +683,7 @@ _LOOKS = (
     (
         "a home goes to another block while a copy up from it is under way",
         "tiermem/runtime/manager.py",
-        "                self.copy.wait(self.copy.risen())",
+        "                self.parts.copy.wait(self.parts.copy.risen())",
         "                pass",
     ),
     (
