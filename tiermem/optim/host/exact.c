@@ -68,14 +68,15 @@ INLINE uint16_t narrowed(float value) {
 
 /* numbers: beta1, beta2, step_size, bias_correction2_sqrt, eps, decay, 1 - beta1, 1 - beta2.
  * decay is lr * weight_decay for FUSED_ADAMW, 1 - lr * weight_decay for FOREACH_ADAMW, else
- * weight_decay; the step_size of foreach is negative. near: whether 1 - beta1 < 0.5. */
+ * weight_decay; the step_size of foreach is negative. */
 INLINE void adam(const step_t *s, int64_t n, float *restrict p, const float *restrict g0,
                  float *restrict m, float *restrict v, float *restrict x, const int foreach,
-                 const int decay, const int decoupled, const int amsgrad, const int near) {
+                 const int decay, const int decoupled, const int amsgrad) {
     const float beta1 = s->numbers[0], beta2 = s->numbers[1], size = s->numbers[2];
     const float root = s->numbers[3], eps = s->numbers[4], wd = s->numbers[5];
     const float rest1 = s->numbers[6], rest2 = s->numbers[7];
     const float back1 = 1.0f - rest1;
+    const int near = fabsf(rest1) < 0.5f; /* which of torch's two formulas for lerp */
     const uint32_t sign = s->maximize ? 0x80000000u : 0u;
     for (int64_t i = 0; i < n; i++) {
         float param = p[i], grad = negated(g0[i], sign), one = m[i], two = v[i], top;
@@ -85,7 +86,8 @@ INLINE void adam(const step_t *s, int64_t n, float *restrict p, const float *res
             grad = fma_(param, wd, grad);
         if (foreach) {
             float apart = grad - one;
-            one = near ? fma_(rest1, apart, one) : fma_(-apart, back1, grad);
+            float small = fma_(rest1, apart, one), large = fma_(-apart, back1, grad);
+            one = near ? small : large;
             two = fma_(rest2, grad * grad, two * beta2);
         } else {
             float square = grad * grad;
@@ -130,12 +132,12 @@ INLINE void sgd(const step_t *s, int64_t n, float *restrict p, const float *rest
     }
 }
 
-#define ADAM(FOREACH, DECOUPLED, NEAR)                                                         \
-    do {                                                                                       \
-        if (s->decay && s->amsgrad) adam(s, n, p, g, m, v, x, FOREACH, 1, DECOUPLED, 1, NEAR); \
-        else if (s->decay) adam(s, n, p, g, m, v, x, FOREACH, 1, DECOUPLED, 0, NEAR);          \
-        else if (s->amsgrad) adam(s, n, p, g, m, v, x, FOREACH, 0, DECOUPLED, 1, NEAR);        \
-        else adam(s, n, p, g, m, v, x, FOREACH, 0, DECOUPLED, 0, NEAR);                        \
+#define ADAM(FOREACH, DECOUPLED)                                                         \
+    do {                                                                                 \
+        if (s->decay && s->amsgrad) adam(s, n, p, g, m, v, x, FOREACH, 1, DECOUPLED, 1); \
+        else if (s->decay) adam(s, n, p, g, m, v, x, FOREACH, 1, DECOUPLED, 0);          \
+        else if (s->amsgrad) adam(s, n, p, g, m, v, x, FOREACH, 0, 0, 1);                \
+        else adam(s, n, p, g, m, v, x, FOREACH, 0, 0, 0);                                \
     } while (0)
 
 #define SGD_(MOMENTUM, NESTEROV)                                \
@@ -146,18 +148,11 @@ INLINE void sgd(const step_t *s, int64_t n, float *restrict p, const float *rest
 
 INLINE void block(const step_t *s, int64_t n, float *p, const float *g, float *m, float *v,
                   float *x) {
-    const int near = fabsf(s->numbers[6]) < 0.5f;
     switch (s->method) {
-    case FUSED_ADAM: ADAM(0, 0, 0); break;
-    case FUSED_ADAMW: ADAM(0, 1, 0); break;
-    case FOREACH_ADAM:
-        if (near) ADAM(1, 0, 1);
-        else ADAM(1, 0, 0);
-        break;
-    case FOREACH_ADAMW:
-        if (near) ADAM(1, 1, 1);
-        else ADAM(1, 1, 0);
-        break;
+    case FUSED_ADAM: ADAM(0, 0); break;
+    case FUSED_ADAMW: ADAM(0, 1); break;
+    case FOREACH_ADAM: ADAM(1, 0); break;
+    case FOREACH_ADAMW: ADAM(1, 1); break;
     default:
         if (s->momentum == NO_MOMENTUM) SGD_(NO_MOMENTUM, 0);
         else if (s->momentum == FIRST_MOMENTUM && s->nesterov) SGD_(FIRST_MOMENTUM, 1);
@@ -196,33 +191,30 @@ INLINE void piece(const step_t *s, int64_t begin, int64_t end) {
     }
 }
 
-typedef void (*piece_t)(const step_t *, int64_t, int64_t);
-
-static void piece_plain(const step_t *s, int64_t a, int64_t b) { piece(s, a, b); }
-
 #if defined(__x86_64__)
 #include <immintrin.h>
-__attribute__((target("avx2,fma"))) static void piece_avx2(const step_t *s, int64_t a, int64_t b) {
+/* Wider vectors are no faster: memory, roots and quotients are what limits. */
+__attribute__((target("avx2,fma"))) static void make(const step_t *s, int64_t a, int64_t b) {
     piece(s, a, b);
-}
-__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512"))) static void
-piece_avx512(const step_t *s, int64_t a, int64_t b) {
-    piece(s, a, b);
-}
-static piece_t chosen(void) {
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return piece_avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return piece_avx2;
-    return piece_plain;
 }
 #else
-static piece_t chosen(void) { return piece_plain; }
+static void make(const step_t *s, int64_t a, int64_t b) { piece(s, a, b); }
 #endif
 
+/* Whether this processor has what the loop is compiled for. */
+EXPORT int tiermem_runs_here(void) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#elif defined(__aarch64__)
+    return 1;
+#else
+    return 0; /* fma may be a slow function there */
+#endif
+}
+
 /* Rounds to nearest and keeps subnormal numbers, whatever the thread did before. */
-static void run_piece(piece_t make, const step_t *s, int64_t begin, int64_t end) {
+static void run_piece(const step_t *s, int64_t begin, int64_t end) {
 #if defined(__x86_64__)
     unsigned before = _mm_getcsr();
     _mm_setcsr(0x1f80);
@@ -248,12 +240,11 @@ typedef struct {
     int count, busy, closing;
     uint64_t round;
     const step_t *steps;
-    int64_t pieces, next, steps_count;
+    int64_t pieces, next;
 } pool_t;
 
 /* Takes pieces of the current work until there are none; the lock is held on entry and exit. */
 static void take(pool_t *pool) {
-    piece_t make = chosen();
     while (pool->next < pool->pieces) {
         int64_t number = pool->next++;
         const step_t *s = pool->steps;
@@ -265,7 +256,7 @@ static void take(pool_t *pool) {
             pieces = (s->count + PIECE - 1) / PIECE;
         }
         int64_t begin = number * PIECE, end = begin + PIECE;
-        run_piece(make, s, begin, end < s->count ? end : s->count);
+        run_piece(s, begin, end < s->count ? end : s->count);
         pthread_mutex_lock(&pool->lock);
     }
 }
@@ -323,7 +314,6 @@ EXPORT void tiermem_steps(pool_t *pool, const step_t *steps, int64_t count) {
     for (int64_t i = 0; i < count; i++) pieces += (steps[i].count + PIECE - 1) / PIECE;
     pthread_mutex_lock(&pool->lock);
     pool->steps = steps;
-    pool->steps_count = count;
     pool->pieces = pieces;
     pool->next = 0;
     if (pieces > 1) {
