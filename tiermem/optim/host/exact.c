@@ -34,6 +34,8 @@ typedef struct {
     int32_t amsgrad;    /* Adam */
     int32_t momentum;   /* SGD: one of the three above */
     int32_t nesterov;   /* SGD */
+    int32_t nan16;      /* bits of what is no number in bfloat16, on the device */
+    int32_t unused;
     float numbers[8];   /* see adam() and sgd() */
     int64_t count;
     void *param, *grad, *first, *second, *largest;
@@ -60,10 +62,10 @@ INLINE float negated(float value, uint32_t sign) { return as_float(as_bits(value
 
 INLINE float widened(uint16_t bits) { return as_float((uint32_t)bits << 16); }
 
-INLINE uint16_t narrowed(float value) {
+INLINE uint16_t narrowed(float value, uint32_t nan) {
     uint32_t bits = as_bits(value);
     uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return (uint16_t)(value != value ? 0x7fffu : rounded);
+    return (uint16_t)(value != value ? nan : rounded);
 }
 
 /* numbers: beta1, beta2, step_size, bias_correction2_sqrt, eps, decay, 1 - beta1, 1 - beta2.
@@ -168,13 +170,14 @@ INLINE float *widen(const void *from, int64_t at, int64_t n, float *to) {
     return to;
 }
 
-INLINE void narrow(const float *from, int64_t n, uint16_t *to) {
-    for (int64_t i = 0; i < n; i++) to[i] = narrowed(from[i]);
+INLINE void narrow(const float *from, int64_t n, uint16_t *to, uint32_t nan) {
+    for (int64_t i = 0; i < n; i++) to[i] = narrowed(from[i], nan);
 }
 
 /* Makes the step of the elements from begin to end. */
 INLINE void piece(const step_t *s, int64_t begin, int64_t end) {
     float own[5][BLOCK] __attribute__((aligned(64)));
+    const uint32_t nan = (uint32_t)s->nan16;
     void *kept[4] = {s->param, s->first, s->second, s->largest};
     for (int64_t at = begin; at < end; at += BLOCK) {
         int64_t n = end - at < BLOCK ? end - at : BLOCK;
@@ -186,8 +189,8 @@ INLINE void piece(const step_t *s, int64_t begin, int64_t end) {
                                     : (float *)kept[k] + at;
         block(s, n, in[0], g, in[1], in[2], in[3]);
         for (int k = 0; k < 4 && s->bf16; k++)
-            if (kept[k] != NULL) narrow(in[k], n, (uint16_t *)kept[k] + at);
-        if (s->cast != NULL) narrow(in[0], n, s->cast + at);
+            if (kept[k] != NULL) narrow(in[k], n, (uint16_t *)kept[k] + at, nan);
+        if (s->cast != NULL) narrow(in[0], n, s->cast + at, nan);
     }
 }
 

@@ -130,6 +130,21 @@ def _sgd_flags(settings: Mapping[str, Any], flavour: Flavour) -> tuple[Any, ...]
 
 
 @dataclass(slots=True)
+class Proven:
+    """What steps of one kind on the host need to have the device's bits.
+
+    Attributes:
+        flavour: Of the device's kernels.
+        nan16: Bits of what is no number in bfloat16.
+        offsets: For each beta, as float32, which reciprocal the device's powers rest on.
+    """
+
+    flavour: Flavour
+    nan16: int
+    offsets: dict[float, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Beside:
     """What the loop uses beside what torch's call names, by the address of what is stepped.
 
@@ -147,20 +162,17 @@ class ExactCalls(TorchFunctionMode):
 
     def __init__(
         self,
-        flavour: Flavour,
-        offsets: Mapping[float, int],
+        device: Proven,
         beside: Mapping[int, Beside] | None = None,
     ) -> None:
         """Is in force around the optimizer's ``step()``.
 
         Args:
-            flavour: Of the device's kernels.
-            offsets: For each beta, as float32, which reciprocal the device's powers rest on.
+            device: What is known of the device.
             beside: By the address of what is stepped.
         """
         super().__init__()
-        self._flavour: Flavour = flavour
-        self._offsets = offsets
+        self._device = device
         self._beside = beside or {}
         self._calls: dict[Any, Callable[..., list[Row]]] = {
             torch._fused_adam_: self._adam,
@@ -197,7 +209,7 @@ class ExactCalls(TorchFunctionMode):
         rows = []
         amsgrad = bool(settings["amsgrad"])
         tops: Sequence[torch.Tensor | None] = largest if amsgrad else [None] * len(params)
-        numbers_of = self._fused_numbers if self._flavour == "fused" else _foreach_numbers
+        numbers_of = self._fused_numbers if self._device.flavour == "fused" else _foreach_numbers
         found: dict[float, tuple[bool, list[float]]] = {}
         for param, grad, first, second, top, step in zip(
             params, grads, firsts, seconds, tops, steps, strict=True
@@ -207,7 +219,7 @@ class ExactCalls(TorchFunctionMode):
                 found[count] = numbers_of(settings, count, decoupled=decoupled)
             decay, numbers = found[count]
             row = self._row(param, grad, numbers, [first, second, top])
-            row.method = _METHODS[self._flavour, decoupled]
+            row.method = _METHODS[self._device.flavour, decoupled]
             row.maximize, row.decay, row.amsgrad = settings["maximize"], decay, amsgrad
             rows.append(row)
         return rows
@@ -219,7 +231,7 @@ class ExactCalls(TorchFunctionMode):
         lr, eps, decay = (_f32(settings[name]) for name in ("lr", "eps", "weight_decay"))
         betas = [_f32(settings[name]) for name in ("beta1", "beta2")]
         with np.errstate(all="ignore"):
-            powers = [_f32(power(float(b), step, self._offsets[float(b)])) for b in betas]
+            powers = [_f32(power(float(b), step, self._device.offsets[float(b)])) for b in betas]
             size = lr / (_f32(1) - powers[0])
             root = np.sqrt(_f32(1) - powers[1])
             factor = lr * decay if decoupled else decay
@@ -235,7 +247,7 @@ class ExactCalls(TorchFunctionMode):
     ) -> list[Row]:
         _refuse_scale(settings)
         momentum, dampening = settings["momentum"], settings["dampening"]
-        fused = self._flavour == "fused"
+        fused = self._device.flavour == "fused"
         rest = _f32(1) - _f32(dampening) if fused else _f32(1 - dampening)
         decay = (_f32(settings["weight_decay"]) if fused else settings["weight_decay"]) != 0
         numbers = [-_f32(settings["lr"]), momentum, rest, settings["weight_decay"]]
@@ -261,6 +273,7 @@ class ExactCalls(TorchFunctionMode):
         gradient = grad if beside.gradient is None else beside.gradient
         row = Row(count=param.numel())
         row.numbers[:] = [*numbers, *([0.0] * (len(row.numbers) - len(numbers)))]
+        row.nan16 = self._device.nan16
         row.bf16 = param.dtype is torch.bfloat16
         row.grad_bf16 = gradient.dtype is torch.bfloat16
         row.param, row.grad, row.cast = map(_address, (param, gradient, beside.cast))
@@ -301,16 +314,3 @@ def _address(tensor: torch.Tensor | None) -> int | None:
     if not tensor.is_contiguous():
         raise RuntimeError("the host's steps are given tensors whose elements lie in order")
     return tensor.data_ptr()
-
-
-@dataclass(slots=True)
-class Proven:
-    """What steps of one kind on the host need to have the device's bits.
-
-    Attributes:
-        flavour: Of the device's kernels.
-        offsets: For each beta, as float32, which reciprocal the device's powers rest on.
-    """
-
-    flavour: Flavour
-    offsets: dict[float, int] = field(default_factory=dict)

@@ -32,7 +32,10 @@ _FLAGS = (
     "-fvisibility=hidden",
 )
 _SECONDS = 120.0
-_INTS = ("method", "bf16", "grad_bf16", "maximize", "decay", "amsgrad", "momentum", "nesterov")
+_INTS = (
+    *("method", "bf16", "grad_bf16", "maximize", "decay", "amsgrad", "momentum", "nesterov"),
+    *("nan16", "unused"),
+)
 NUMBERS = 8
 
 

@@ -64,7 +64,7 @@ def prove(
             offsets = _offsets_of(tuple(settings["betas"]), device, name)
             if offsets is None:
                 return f"the powers of betas={settings['betas']} on {name} are others"
-        proven = Proven(kind.flavour, offsets)
+        proven = Proven(kind.flavour, _nan16(device), offsets)
         if (kind, name) not in _kinds:
             _kinds[kind, name] = _try(kind, settings, make, device, proven)
     found = _kinds[kind, name]
@@ -75,6 +75,12 @@ def _name(device: torch.device) -> str:
     if device.type != "cuda":
         return str(device)
     return f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
+
+
+def _nan16(device: torch.device) -> int:
+    """Returns what a device makes of what is no number in bfloat16."""
+    found = torch.full((1,), float("nan"), device=device).to(torch.bfloat16)
+    return int(found.view(torch.int16).item()) & 0xFFFF
 
 
 def _captures(device: torch.device) -> bool:
@@ -88,7 +94,7 @@ def _try(
     source = torch.Generator().manual_seed(1)
     sizes = [_SIZES[number % 2] for number in range(len(_STEPS))]
     mine = [nn.Parameter(_values(size, kind.stepped, source)) for size in sizes]
-    theirs = [nn.Parameter(p.detach().to(device)) for p in mine]
+    theirs = [nn.Parameter(p.detach().to(device, copy=True)) for p in mine]
     casts = [torch.empty(size, dtype=kind.weight) for size in sizes]
     try:
         here = make([{**settings, "foreach": None, "fused": True, "params": mine}])
@@ -124,7 +130,7 @@ def _step_here(
         param.grad = stand_in(param)
         target = None if cast.dtype is param.dtype else cast
         beside[param.data_ptr()] = Beside(gradient, target)
-    with ExactCalls(proven.flavour, proven.offsets, beside):
+    with ExactCalls(proven, beside):
         run_unseen(optimizer)
 
 
@@ -219,7 +225,7 @@ def _find_offsets(betas: tuple[float, ...], device: torch.device) -> dict[float,
     for one, two in product((0, -1, 1), repeat=2):
         offsets = {first: one, second: two}
         if len(offsets) == 2 or one == two:
-            with ExactCalls("fused", offsets):
+            with ExactCalls(Proven("fused", 0, offsets)):
                 mine = _by_kernel([t.clone() for t in start], betas)
             if all(torch.equal(a, b.cpu()) for a, b in zip(mine, theirs, strict=True)):
                 return offsets
