@@ -45,10 +45,9 @@ def _clean(values: Array) -> Array:
 def powf(base: Any, exponent: float, off: int) -> Any:
     """CUDA's powf for 0 < base < 1, with a reciprocal that is off by so many units."""
     base, exponent = f(base), f(exponent)
-    mantissa, power = np.frexp(np.float64(base))  # 0.5 <= mantissa < 1
-    if mantissa < np.sqrt(0.5) and f(mantissa * 2) < np.array([0x3F3504F3 + 0x800000], np.uint32).view(f):
-        if f(mantissa).view(np.uint32) < 0x3F3504F3:
-            mantissa, power = mantissa * 2, power - 1
+    mantissa, power = np.frexp(base)  # from 0.5 to 1; wanted is from sqrt(0.5) to sqrt(2)
+    if np.array([mantissa]).view(np.uint32)[0] < 0x3F3504F3:
+        mantissa, power = mantissa * 2, power - 1
     part, whole = f(mantissa), f(power)
     less = f(part - f(1))
     inverse = f(f(1) / f(part + f(1)))

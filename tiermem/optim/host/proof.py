@@ -56,7 +56,7 @@ def prove(
     if isinstance(loop, str):
         return loop
     name = _name(device)
-    if not (kind, name) in _kinds and _captures(device):
+    if (kind, name) not in _kinds and _captures(device):
         return "a CUDA graph is being captured"
     offsets: dict[float, int] | None = {}
     with torch.inference_mode(False), torch.no_grad():
@@ -134,6 +134,25 @@ def _step_here(
         run_unseen(optimizer)
 
 
+def step_exactly(
+    optimizer: torch.optim.Optimizer,
+    param: nn.Parameter,
+    gradient: torch.Tensor,
+    target: torch.Tensor,
+    proven: Proven,
+) -> None:
+    """Makes a step of one parameter on the host by the loop.
+
+    Args:
+        optimizer: Steps it.
+        param: In host memory.
+        gradient: Its gradient, in its own dtype.
+        target: Takes the cast of the result, where its dtype is another.
+        proven: What is known of the device.
+    """
+    _step_here(optimizer, [param], [gradient], [target], proven)
+
+
 def stand_in(param: torch.Tensor) -> torch.Tensor:
     """Returns a gradient that takes no memory, where the loop is given the real one."""
     return torch.zeros((), dtype=param.dtype).expand(param.shape)
@@ -188,15 +207,16 @@ def _differing(
 
 def _values(count: int, dtype: torch.dtype, source: torch.Generator) -> torch.Tensor:
     """Returns values of every exponent, subnormal ones, zeros and infinities among them."""
-    made = {"generator": source}
-    wild = torch.randint(-(1 << 31), 1 << 31, (count,), dtype=torch.int64, **made)
-    calm = torch.randn(count, **made) * 0.02
-    plain = torch.randn(count, **made) * torch.pow(10.0, torch.rand(count, **made) * 16 - 12)
-    which = torch.randint(0, 4, (count,), **made)
+    wild = torch.randint(-(1 << 31), 1 << 31, (count,), dtype=torch.int64, generator=source)
+    calm = torch.randn(count, generator=source) * 0.02
+    plain = torch.randn(count, generator=source) * torch.pow(
+        10.0, torch.rand(count, generator=source) * 16 - 12
+    )
+    which = torch.randint(0, 4, (count,), generator=source)
     found = torch.where(which == 0, wild.to(torch.int32).view(torch.float32), plain)
     found = torch.where(which == 1, calm, found)
-    places = torch.randint(0, count, (count // 64,), **made)
-    chosen = torch.randint(0, len(_SPECIAL), (len(places),), **made)
+    places = torch.randint(0, count, (count // 64,), generator=source)
+    chosen = torch.randint(0, len(_SPECIAL), (len(places),), generator=source)
     found[places] = torch.tensor(_SPECIAL)[chosen]
     return found.to(dtype)
 
