@@ -133,10 +133,10 @@ def choose_exact_sides(
         for mine in groups.values()
         if all(table[block.id].home is Tier.DRAM for unit in mine for block in unit.blocks())
     ]
-    if sum(_sizes(low)) < _LEAST:
+    if not low or sum(_sizes(low)) < _LEAST:
         return f"less than {_LEAST} elements are at home in DRAM", None
     able = [mine for mine in low if all(bits.of(unit, settings) is not None for unit in mine)]
-    if sum(_sizes(able)) < _LEAST:
+    if not able or sum(_sizes(able)) < _LEAST:
         return next((r for m in low for u in m if (r := _reason(bits, u, settings))), ""), None
     proven = bits.of(able[0][0], settings)
     on_host = with_fused(make)
