@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,7 @@ def _clean(values: Array) -> Array:
     return np.where(np.isnan(values), _NAN, values).astype(f)
 
 
-@lru_cache(maxsize=None)
+@cache
 def powf(base: Any, exponent: float, off: int) -> Any:
     """CUDA's powf for 0 < base < 1, with a reciprocal that is off by so many units."""
     base, exponent = f(base), f(exponent)

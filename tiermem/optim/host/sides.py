@@ -87,7 +87,7 @@ def choose_sides(
                 speeds, chosen = rates, spread(sizes[::-1], rates)[::-1]
             else:
                 kept = traffic.device // 2 - weight.itemsize
-                device = runtime.manager.device
+                device = runtime.manager.parts.device
                 speeds = measure(on_host, make, device, weight, stepped, kept, proven)
                 chosen = choose_host(sizes, speeds)
     mine = [u for on, units in zip(chosen, groups.values(), strict=True) if on for u in units]
@@ -122,7 +122,7 @@ def choose_exact_sides(
     Returns:
         Why the host has nothing to do, empty where it has, and the speeds, if measured.
     """
-    table = runtime.manager.table
+    table = runtime.manager.parts.table
     parted = {id(unit.group) for unit in units if isinstance(unit, PartedUnit)}
     groups: dict[int, list[StepUnit]] = {}
     for unit in units:
@@ -175,11 +175,11 @@ def _measure_both(
     traffic: Traffic,
     proven: Proven | None,
 ) -> Rates:
-    copy = runtime.manager.copy
+    copy = runtime.manager.parts.copy
     streams: Sequence[torch.cuda.Stream] = ()
     if isinstance(copy, CudaCopyEngine):
         streams = (copy.up_stream, copy.down_stream)
-    device = runtime.manager.device
+    device = runtime.manager.parts.device
     return measure_both(on_host, make, device, weight, stepped, traffic, streams, proven)
 
 
@@ -221,7 +221,7 @@ def _have_host_step(
     """
     manager = runtime.manager
     new, units = units, [*earlier, *units]
-    in_files = {r.block.id for r in manager.table if r.home is Tier.NVME}
+    in_files = {r.block.id for r in manager.parts.table if r.home is Tier.NVME}
     loads = [_load(unit, in_files) for unit in units]
     undone = max(_bytes_to_keep(unit, in_files, make, settings) for unit in units)
     room = HostRoom(manager, loads, undone)
