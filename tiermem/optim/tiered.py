@@ -174,7 +174,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             )
         # where nothing is said, the host only steps what nobody can tell from the device's
         self._where = "device" if where == "auto" else where
-        self._bits = DeviceBits(self._cls, self.make, self._manager.device)
+        self._bits = DeviceBits(self._cls, self.make, self._manager.parts.device)
         self._movable: Movable | None = None
         if where == "auto":
             self._movable = Movable(runtime, self._bits, self.make)

@@ -12,7 +12,7 @@ from tiermem.optim.host.exact import Proven, kind_of_step
 from tiermem.optim.host.proof import prove
 from tiermem.optim.host.side import HostSide, side_of
 from tiermem.optim.rules.scaling import Scaling
-from tiermem.optim.rules.separable import Make, settings_of
+from tiermem.optim.rules.separable import Make, copied, settings_of
 from tiermem.optim.units.unit import StepUnit
 
 
@@ -36,6 +36,7 @@ class DeviceBits:
         self._device = device
         self.reason = ""
         self._last: tuple[Any, Proven | str] | None = None
+        self._plain: dict[int, tuple[int, torch.dtype, torch.dtype] | str] = {}
 
     def of(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> Proven | None:
         """Returns what a step of a unit on the host needs, with settings as they are.
@@ -49,29 +50,40 @@ class DeviceBits:
         return None if isinstance(found, str) else found
 
     def _of(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> Proven | str:
-        numbers = {number for _, number in unit.members}
-        if len(numbers) != 1 or len(unit.members) != len(unit.entries):
-            return f"{unit.name!r} has parameters of several groups, or one twice"
-        kinds = {
-            (unit.masters.dtype if unit.masters and unit.has_master(p) else p.dtype, p.dtype)
-            for p, _ in unit.members
-        }
-        if len(kinds) != 1:
-            return f"{unit.name!r} has several dtypes"
-        specs = [e.group.block.tensors[e.index] for e in unit.entries]
-        specs += [spec for u in unit.grad_units() for spec in u.block.tensors]
-        if any(torch.empty(s.shape, device="meta").stride() != s.stride for s in specs):
-            return f"{unit.name!r} has elements in another order than their numbers"
-        ((stepped, weight),) = kinds
-        settings = settings_of(groups[numbers.pop()])
+        if id(unit) not in self._plain:
+            self._plain[id(unit)] = _plainly(unit)
+        plain = self._plain[id(unit)]
+        if isinstance(plain, str):
+            return plain
+        number, stepped, weight = plain
+        settings = settings_of(groups[number])
         asked = settings, stepped, weight
         if self._last is None or self._last[0] != asked:
             kind = kind_of_step(self._cls, settings, stepped, weight, self._device)
             found = (
                 kind if isinstance(kind, str) else prove(kind, settings, self._make, self._device)
             )
-            self._last = asked, found
+            self._last = (copied(settings), stepped, weight), found
         return self._last[1]
+
+
+def _plainly(unit: StepUnit) -> tuple[int, torch.dtype, torch.dtype] | str:
+    """Returns group number and dtypes of what is stepped and of weights, or what is odd."""
+    numbers = {number for _, number in unit.members}
+    if len(numbers) != 1 or len(unit.members) != len(unit.entries):
+        return f"{unit.name!r} has parameters of several groups, or one twice"
+    kinds = {
+        (unit.masters.dtype if unit.masters and unit.has_master(p) else p.dtype, p.dtype)
+        for p, _ in unit.members
+    }
+    if len(kinds) != 1:
+        return f"{unit.name!r} has several dtypes"
+    specs = [e.group.block.tensors[e.index] for e in unit.entries]
+    specs += [spec for u in unit.grad_units() for spec in u.block.tensors]
+    if any(torch.empty(s.shape, device="meta").stride() != s.stride for s in specs):
+        return f"{unit.name!r} has elements in another order than their numbers"
+    ((stepped, weight),) = kinds
+    return numbers.pop(), stepped, weight
 
 
 class Movable:

@@ -32,6 +32,7 @@ _MOST_BETAS = 16
 the device, as trying one waits for it."""
 
 _kinds: dict[tuple[Kind, str], bool | str] = {}
+_nans: dict[str, int] = {}
 _offsets: dict[tuple[str, tuple[float, ...]], dict[float, int] | None] = {}
 
 
@@ -58,13 +59,13 @@ def prove(
     name = _name(device)
     if (kind, name) not in _kinds and _captures(device):
         return "a CUDA graph is being captured"
-    offsets: dict[float, int] | None = {}
     with torch.inference_mode(False), torch.no_grad():
+        proven = Proven(kind.flavour, _nan16(device, name))
         if kind.flavour == "fused" and "betas" in settings:
             offsets = _offsets_of(tuple(settings["betas"]), device, name)
             if offsets is None:
                 return f"the powers of betas={settings['betas']} on {name} are others"
-        proven = Proven(kind.flavour, _nan16(device), offsets)
+            proven.offsets.update(offsets)
         if (kind, name) not in _kinds:
             _kinds[kind, name] = _try(kind, settings, make, device, proven)
     found = _kinds[kind, name]
@@ -77,10 +78,12 @@ def _name(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
 
 
-def _nan16(device: torch.device) -> int:
+def _nan16(device: torch.device, name: str) -> int:
     """Returns what a device makes of what is no number in bfloat16."""
-    found = torch.full((1,), float("nan"), device=device).to(torch.bfloat16)
-    return int(found.view(torch.int16).item()) & 0xFFFF
+    if name not in _nans:
+        found = torch.full((1,), float("nan"), device=device).to(torch.bfloat16)
+        _nans[name] = int(found.view(torch.int16).item()) & 0xFFFF
+    return _nans[name]
 
 
 def _captures(device: torch.device) -> bool:
@@ -189,7 +192,7 @@ def _differing(
     """Returns how many elements of what differ, or nothing."""
     counts: dict[str, int] = {}
     for own, other, cast in zip(mine, theirs, casts, strict=True):
-        pairs = [("weights", own, other)]
+        pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = [("weights", own, other)]
         if cast.dtype is not own.dtype:
             pairs.append(("casts", cast, other.detach().to(cast.dtype)))
         state = there.state[other]
