@@ -20,8 +20,10 @@ _LEAST = 0.02
 """A piece is worth clearly more than another from this many times its worth and this much more."""
 _SLOWEST = 1 / 64
 """What one call weighs at least in how often an expert is chosen."""
-_MOST_PASSING = 8
-_PASSING = 4  # one seat in so many is for what passes through, up to those
+_PASSING = 128 << 20
+"""Bytes of seats for what passes through: they keep a bus busy over a layer's other work."""
+_LEAST_PASSING = 3
+_MOST_PASSING = 3  # of all seats: one in so many at most
 
 
 class Popularity:
@@ -59,18 +61,20 @@ class Seats:
         seated: Seat of each piece.
     """
 
-    def __init__(self, count: int, worth: Callable[[Any], float]) -> None:
+    def __init__(self, count: int, nbytes: int, worth: Callable[[Any], float]) -> None:
         """Starts with empty seats.
 
         Args:
             count: How many there are.
+            nbytes: Of each.
             worth: Returns what having a piece there is worth; compared, never added.
         """
         self.seated: dict[Hashable, int] = {}
         self._worth = worth
         self._free = list(range(count))[::-1]
         self._passing: dict[Hashable, None] = {}  # the one used longest ago first
-        self._most = max(1, min(_MOST_PASSING, count // _PASSING))
+        most = max(_LEAST_PASSING, _PASSING // max(nbytes, 1))
+        self._most = max(1, min(most, count // _MOST_PASSING))
         self._order: list[Hashable] = []  # settled ones, some of them gone, the worthiest first
 
     def used(self, piece: Hashable) -> None:
@@ -93,42 +97,41 @@ class Seats:
         self._passing[name] = None
 
     def seat(
-        self, piece: Hashable, stays: Callable[[Hashable], bool], *, guessed: bool = False
+        self, piece: Hashable, stays: Callable[[Hashable], bool], *, urgent: bool, guessed: bool
     ) -> int | None:
         """Gives a piece a seat, for which another may have to leave.
 
         Args:
             piece: Who needs it; it has none.
             stays: Whether a seated piece cannot leave now.
-            guessed: Whether nobody has asked for it: no settled one leaves for it then.
+            urgent: Whether it is needed now: a settled one leaves where no other can.
+            guessed: Whether nobody has asked for it: it does not settle in the place of another.
 
         Returns:
             The seat; None where all that could leave has to stay.
         """
         if self._free:
-            seat = self._free.pop()
-        else:
-            if not guessed and len(self._passing) < self._most:
-                self._unsettle(stays)
-            victim = next((other for other in self._passing if not stays(other)), None)
-            if victim is None and not guessed:
-                victim = next((other for other in self.seated if not stays(other)), None)
-            if victim is None:
-                return None
-            if not guessed and self._is_worth_more(piece, stays):
-                settled = self._least(stays)
-                self._passing[settled] = None  # leaves with the next ones
-                self._passing.pop(victim, None)
-                self.seated[piece] = seat = self.seated.pop(victim)
-                return seat
-            self._passing.pop(victim, None)
-            seat = self.seated.pop(victim)
+            self.seated[piece] = seat = self._free.pop()
+            return seat
+        self._balance(stays)
+        victim = next((other for other in self._passing if not stays(other)), None)
+        if victim is None and urgent:
+            victim = self._least(stays)
+        if victim is None:
+            return None
+        settles = not guessed and self._is_worth_more(piece, stays)
+        if settles:
+            self._passing[self._order[-1]] = None  # leaves soon
+        self._passing.pop(victim, None)
+        self.seated[piece] = seat = self.seated.pop(victim)
+        if not settles:
             self._passing[piece] = None
-        self.seated[piece] = seat
         return seat
 
-    def _unsettle(self, stays: Callable[[Hashable], bool]) -> None:
-        """Has the settled ones that are worth least pass through from now on."""
+    def _balance(self, stays: Callable[[Hashable], bool]) -> None:
+        """Has as many pass through as shall: the settled ones that are worth least, or fewer."""
+        while len(self._passing) > self._most:
+            self._passing.popitem()  # the one used last settles
         while len(self._passing) < self._most:
             least = self._least(stays)
             if least is None:

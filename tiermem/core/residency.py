@@ -370,6 +370,10 @@ class ResidencyTable:
         del self._orphans[extent.offset]
         self.hbm.free(extent)
 
+    def adopt(self, extent: Extent) -> None:
+        """Takes free HBM that belongs to no block; see :meth:`reclaim`."""
+        self._orphans[extent.offset] = self.hbm.take(extent)
+
     def home_written(self, block_id: int) -> None:
         """Says that the home copy was written directly, there being none in HBM."""
         record = self._records[block_id]

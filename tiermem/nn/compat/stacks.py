@@ -29,8 +29,8 @@ _item = dict.get  # a name is looked at, and nothing brought up for it
 
 def experts_of(module: nn.Module) -> int:
     """Returns how many experts a module has stacked in its parameters; 0 where it has none so."""
-    own: Mapping[str, Any] = module.__dict__["_parameters"]
-    params = [_item(own, name) for name in own]  # type: ignore[arg-type]
+    own: dict[str, Any] = module.__dict__["_parameters"]
+    params = [_item(own, name) for name in own]
     shapes = [tuple(param.shape) for param in params if param is not None]
     if not any(len(shape) >= 3 for shape in shapes) or any(map(_has_own, module.children())):
         return 0
@@ -40,7 +40,8 @@ def experts_of(module: nn.Module) -> int:
     if experts < 2 or any(len(s) < 2 or s[0] != experts for s in shapes):
         return 0
     said = [module.__dict__.get(name) for name in _COUNTS if name in module.__dict__]
-    return experts if experts in said and _takes_choices(type(module)) else 0
+    kind: Any = type(module)
+    return experts if experts in said and _takes_choices(kind) else 0
 
 
 def _has_own(module: nn.Module) -> bool:
@@ -48,10 +49,10 @@ def _has_own(module: nn.Module) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _takes_choices(kind: type) -> bool:
+def _takes_choices(kind: Any) -> bool:
     """Whether the forward of a class takes hidden states, choices and weights."""
     try:
-        names = list(inspect.signature(kind.forward).parameters)  # type: ignore[attr-defined]
+        names = list(inspect.signature(kind.forward).parameters)
     except (TypeError, ValueError):
         return False
     return len(names) >= 4

@@ -14,7 +14,8 @@ import torch
 
 from tiermem.nn.compat.entrances import inside
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.services.expert_store import ExpertStore, Stack, Use
+from tiermem.runtime.memory.expert_seats import Stack, Use
+from tiermem.runtime.services.expert_store import ExpertStore
 
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 _INDICES = (torch.int64, torch.int32)
@@ -22,10 +23,37 @@ _FEW = 32
 """Tokens for each chosen expert, on average, up to which one kernel for all of them, over copies of
 their rows, is better than a kernel for each."""
 _OPERATORS = (
-    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __matmul__ "
-    "__rmatmul__ __neg__ __pow__ __rpow__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __len__ "
-    "__iter__ __setitem__ __iadd__ __imul__ __isub__ __abs__ __invert__ __and__ __or__ __xor__"
-).split()
+    "__add__",
+    "__radd__",
+    "__sub__",
+    "__rsub__",
+    "__mul__",
+    "__rmul__",
+    "__truediv__",
+    "__rtruediv__",
+    "__matmul__",
+    "__rmatmul__",
+    "__neg__",
+    "__pow__",
+    "__rpow__",
+    "__eq__",
+    "__ne__",
+    "__lt__",
+    "__le__",
+    "__gt__",
+    "__ge__",
+    "__len__",
+    "__iter__",
+    "__setitem__",
+    "__iadd__",
+    "__imul__",
+    "__isub__",
+    "__abs__",
+    "__invert__",
+    "__and__",
+    "__or__",
+    "__xor__",
+)
 
 
 class Choice:
@@ -243,9 +271,13 @@ class Rows:
         name = getattr(function, "__name__", "")
         if name in _GROUPED and len(args) == 2 and isinstance(args[1], Rows):
             rows, offsets = args[0], kwargs.get("offs")
-            plain = type(rows) is torch.Tensor and type(offsets) is torch.Tensor
             others = [value for key, value in kwargs.items() if key != "offs"]
-            if plain and rows.dim() == 2 and all(value is None for value in others):
+            if (
+                type(rows) is torch.Tensor
+                and type(offsets) is torch.Tensor
+                and rows.dim() == 2
+                and all(value is None for value in others)
+            ):
                 found = args[1].grouped(function, rows, offsets)
                 if found is not None:
                     return found

@@ -18,7 +18,8 @@ from tiermem.nn.compat.stacks import choices_in, experts_of, reads_rows
 from tiermem.nn.groups.rows import Choice, Rows
 from tiermem.nn.wrap.scope import CallInterceptor, Scope
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.services.expert_store import ExpertStore, Stack, Use
+from tiermem.runtime.memory.expert_seats import Stack, Use
+from tiermem.runtime.services.expert_store import ExpertStore
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _item = dict.get  # a name is looked at, and nothing brought up for it
@@ -27,7 +28,7 @@ _item = dict.get  # a name is looked at, and nothing brought up for it
 class ExpertsInterceptor(CallInterceptor):
     """Of a module of stacked experts that is a block of its own."""
 
-    __slots__ = ("_stack", "_store", "_tensors")
+    __slots__ = ("_params", "_stack", "_store", "_tensors")
 
     def __init__(self, module: nn.Module, scope: Scope) -> None:
         """Enters the block as a stack; see :func:`is_experts`."""
@@ -37,7 +38,8 @@ class ExpertsInterceptor(CallInterceptor):
         self._stack: Stack | None = self._store.add(group.block, experts_of(module))
         params = module.__dict__["_parameters"]
         index = {id(entry.param): entry.index for entry in group.entries}
-        self._tensors = {name: index[id(_item(params, name))] for name in params}
+        self._params: dict[str, Any] = {name: _item(params, name) for name in params}
+        self._tensors = {name: index[id(param)] for name, param in self._params.items()}
 
     @property
     def manager(self) -> BlockManager:
@@ -61,11 +63,10 @@ class ExpertsInterceptor(CallInterceptor):
         group = self._groups[0]
         if self.runtime.unwritten:
             self.runtime.got_further(self.scope)
-        params = self.module.__dict__["_parameters"]
         before = group.rows
         try:
             group.rows = {
-                name: Rows(choice, tensor, _item(params, name))
+                name: Rows(choice, tensor, self._params[name])
                 for name, tensor in self._tensors.items()
             }
             return self.inner(*args, **kwargs)
@@ -86,12 +87,17 @@ class ExpertsInterceptor(CallInterceptor):
             and not group.merging
             and not group.may_be_written()
             and not any(entry.materialized for entry in group.entries)
-            and all(_item(names["_parameters"], e.name.rpartition(".")[2]) is e.param for e in group.entries)
+            and all(self._has(name) for name in self._tensors)
             and not torch._C._len_torch_dispatch_stack()
             and torch._C._functorch.peek_interpreter_stack() is None
             and torch._C._get_tracing_state() is None
             and not torch.is_autocast_enabled(self._manager.device.type)
         )
+
+    def _has(self, name: str) -> bool:
+        """Whether the module still has the parameter that the block has the values of."""
+        param = _item(self.module.__dict__["_parameters"], name)
+        return param is self._params[name]
 
     @inside
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice | None:

@@ -14,176 +14,25 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from tiermem.core.block import Block, Extent, Role, TensorSpec, Tier, align_up
-from tiermem.core.experts import Popularity, Seats, share_out
-from tiermem.core.layout import TensorShape, contiguous_stride
+from tiermem.core.block import Block, Extent, Role, Tier, align_up
+from tiermem.core.experts import Seats, share_out
+from tiermem.core.layout import TensorShape
 from tiermem.core.residency import Record, State
 from tiermem.errors import CapacityError, StorageError
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.memory.slots import Holder, typed_view, use_count
+from tiermem.runtime.memory.expert_seats import WHOLE, Bank, Piece, Seat, Stack, Use, stack_of
+from tiermem.runtime.memory.slots import Holder, Slot
 from tiermem.storage.checkpointstore import SourceRange
-from tiermem.transfer.copy import Event
-from tiermem.transfer.file.mover import FileTransfer
 
-WHOLE = -1
-"""In place of an expert: the piece is all of a tensor (biases, of which rows are small)."""
 _LEAST_SEATS = 3
 _GUESS_FROM = 0.5
 """So often a guess has to have come true lately to be worth a copy."""
 _WORTH_WHOLE = 2.0  # more than any expert's
 _SHRINK = 0.5
-
-
-class Piece(NamedTuple):
-    """What one tensor of a stack has of one expert.
-
-    Attributes:
-        stack: Number of the stack.
-        tensor: Which tensor of the block.
-        expert: Which expert, or :data:`WHOLE`.
-    """
-
-    stack: int
-    tensor: int
-    expert: int
-
-
-@dataclass(eq=False)
-class Stack:
-    """A block that has the weights of a layer's experts.
-
-    Attributes:
-        number: Of this store.
-        block: The block.
-        experts: How many there are.
-        rows: The tensors of which experts have rows worth a copy each.
-        popularity: How often each expert is chosen.
-        stamp: Which bytes its pieces were copied from; see :meth:`ExpertStore.begin`.
-        guessed: Experts whose pieces were asked for before anybody chose them.
-        places: Where checkpoint files have its pieces.
-        after: The stack that was used after it last.
-        seen: Whether the guess for its next use was right, by the share of those guessed.
-    """
-
-    number: int
-    block: Block
-    experts: int
-    rows: tuple[int, ...]
-    popularity: Popularity
-    stamp: tuple[Any, ...] = ()
-    guessed: set[int] = field(default_factory=set)
-    places: dict[Piece, Extent] = field(default_factory=dict)
-    after: Stack | None = None
-
-    def nbytes(self, tensor: int) -> int:
-        """Returns the bytes of one piece of a tensor."""
-        spec = self.block.tensors[tensor]
-        return spec.nbytes // self.experts if tensor in self.rows else spec.nbytes
-
-    def piece(self, tensor: int, expert: int) -> Piece:
-        """Returns a tensor's piece for an expert."""
-        return Piece(self.number, tensor, expert if tensor in self.rows else WHOLE)
-
-
-def stack_of(number: int, block: Block, experts: int) -> Stack | None:
-    """Returns a block as a stack; None where its tensors are not laid out row by row."""
-    specs = block.tensors
-    if any(s.shape[0] != experts or s.stride != contiguous_stride(s.shape) for s in specs):
-        return None
-    rows = tuple(index for index, spec in enumerate(specs) if len(spec.shape) >= 3)
-    # a matrix lies where it lies in the whole, as far as kernels care (256 bytes)
-    if any(specs[index].nbytes // experts % 256 for index in rows):
-        return None
-    return Stack(number, block, experts, rows, Popularity(experts))
-
-
-class Seat:
-    """One seat: its bytes, what sits there, and what has to be waited for.
-
-    Attributes:
-        extent: Where it is in HBM.
-        inside: Whether somebody is about to look.
-        event: Of the copy that brought what is there.
-        transfer: The read from a file that does; None once it has landed.
-    """
-
-    __slots__ = ("_baseline", "_storage", "_views", "bytes", "event", "extent", "inside", "transfer")
-
-    def __init__(self, whole: torch.Tensor, extent: Extent) -> None:
-        """Covers ``whole``, 1-D uint8, with a storage of its own."""
-        self.bytes = whole
-        self.extent = extent
-        self.event: Event | None = None
-        self.transfer: FileTransfer | None = None
-        self.inside = False
-        self._storage = whole.untyped_storage()
-        self._views: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._baseline = use_count(self._storage._cdata)
-
-    @property
-    def seen(self) -> bool:
-        """Whether anybody looks at the bytes, or is about to."""
-        return self.inside or use_count(self._storage._cdata) > self._baseline
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Keeps who sits here from leaving, inside ``with``."""
-        self.inside = True
-        try:
-            yield
-        finally:
-            self.inside = False
-
-    def view(self, spec: TensorSpec, shape: tuple[int, ...]) -> torch.Tensor:
-        """Returns the piece as a tensor; as long as that lives, the seat is taken."""
-        key = (spec.dtype, shape)
-        found = self._views.get(key)
-        if found is None:
-            dtype: Any = spec.dtype
-            with torch.inference_mode(False):
-                found = typed_view(self._storage, dtype, 0, shape, contiguous_stride(shape))
-            self._views[key] = found
-            self._baseline += 1
-        return found.detach()
-
-
-class Bank:
-    """Seats of one size.
-
-    Attributes:
-        seats: All of them.
-        who: Which piece has which.
-    """
-
-    def __init__(self, seats: list[Seat], who: Seats) -> None:
-        """Starts with empty seats."""
-        self.seats = seats
-        self.who = who
-
-
-class Use:
-    """One call of a layer's experts.
-
-    Attributes:
-        stack: The layer.
-        chosen: The experts, ascending.
-        counts: How often each expert of the layer was chosen.
-        wanted: Pieces that were not asked for yet, in the order in which they will be.
-    """
-
-    def __init__(self, stack: Stack, counts: Sequence[int], wanted: Iterable[Piece]) -> None:
-        """Begins with everything wanted."""
-        self.stack = stack
-        self.counts = counts
-        self.chosen = [expert for expert, count in enumerate(counts) if count]
-        self.wanted = dict.fromkeys(wanted)
 
 
 class _RoomHolder(Holder):
@@ -195,6 +44,9 @@ class _RoomHolder(Holder):
     def repair(self) -> None:
         """Forgets what is seated."""
         self._store.forget_seated()
+
+    def repoint(self, slot: Slot) -> None:
+        """Nothing points there."""
 
     def forked(self) -> None:
         """Likewise: a forked child has no bytes."""
@@ -221,7 +73,6 @@ class ExpertStore:
         self._last: Stack | None = None
         self._most = 1.0  # share of what other blocks leave that it may take
         self._capacity = 0
-        self._left: list[tuple[list[Seat], torch.Tensor]] = []
         limit, more = manager.limit, manager.evictor.more
         manager.evictor.more = lambda nbytes: more(nbytes) or self.give_way()
         limit.give_way.append(self.close)
@@ -255,8 +106,6 @@ class ExpertStore:
     def prepare(self, training: bool) -> None:
         """A pass begins; makes the expert room, gives it back, or leaves it as it is."""
         manager = self._manager
-        if self._left:
-            self._left = [left for left in self._left if any(seat.seen for seat in left[0])]
         if not self.stacks or manager.copy.capturing():
             return
         if training:
@@ -279,14 +128,15 @@ class ExpertStore:
             for seat in bank.seats:
                 self._settle(seat)
         manager.copy.synchronize()
-        seats = [seat for bank in self._banks.values() for seat in bank.seats]
-        watched = any(seat.seen for seat in seats)
-        if watched:  # the bytes stay as long as this is there; see prepare()
-            self._left.append((seats, manager.slots.current[room.id].bytes.detach()))
+        seen = [seat for bank in self._banks.values() for seat in bank.seats if seat.aliased]
+        slot = manager.slots.current[room.id]
+        keep = slot.bytes.detach() if seen else None  # so that the bytes stay as they are
         self.forget_seated()
         self._room, self._banks = None, {}
         manager.holders.pop(room.id, None)
         manager.remove_blocks([room])
+        if keep is not None:
+            manager.evictor.leave_behind(slot.extent, seen)
 
     def give_way(self) -> bool:
         """Closes for a block that has no room; returns whether that gave any back."""
@@ -350,7 +200,13 @@ class ExpertStore:
         least = manager.limit.least
         try:
             [block] = manager.add_blocks(
-                [("experts", Role.BUFFER, [TensorShape("experts", (nbytes,), (1,), torch.uint8, 1)])],
+                [
+                    (
+                        "experts",
+                        Role.BUFFER,
+                        [TensorShape("experts", (nbytes,), (1,), torch.uint8, 1)],
+                    )
+                ],
                 home="hbm",
             )
         except CapacityError:
@@ -368,7 +224,7 @@ class ExpertStore:
                     extent = Extent(offset, size)
                     seats.append(Seat(manager.arena.bytes_of(extent), extent))
                     offset += size
-                self._banks[size] = Bank(seats, Seats(count, self._worth))
+                self._banks[size] = Bank(seats, Seats(count, size, self._worth))
 
     def _worth(self, piece: Any) -> float:
         if not isinstance(piece, Piece):
@@ -385,14 +241,17 @@ class ExpertStore:
         What is owed to the block is paid, and what was written goes home.
         """
         manager = self._manager
-        if self._room is None or manager.copy.capturing():
+        if not self.open or manager.copy.capturing():
             return False
-        manager.deferred.pay(stack.block.id)
-        if self._room is None:
-            return False
+        manager.deferred.pay(stack.block.id)  # for which the room may be given back
+        return self.open and self._at_home(stack)
+
+    def _at_home(self, stack: Stack) -> bool:
+        """Whether a stack's home has its bytes of now, and pieces are of those."""
+        manager = self._manager
         record = manager.table[stack.block.id]
-        if record.leases or record.fixed or not record.defined:
-            return False
+        if record.fixed or not record.defined or manager.evictor.rules.is_held(record):
+            return False  # somebody may be writing
         if record.in_hbm is State.DIRTY:
             manager.transfers.drain(record)
         if record.in_hbm is State.DRAINING:
@@ -414,7 +273,7 @@ class ExpertStore:
                     continue
                 seat = bank.seats[bank.who.seated[piece]]
                 self._settle(seat)
-                if not seat.seen:
+                if not seat.aliased:
                     bank.who.give_up(piece)
                 else:  # as it was, for who has it; nobody finds it any more
                     bank.who.rename(piece, object())
@@ -434,6 +293,7 @@ class ExpertStore:
             del self._guesses[piece]
         stack.guessed = set()
         stack.popularity.note(use.chosen)
+        stack.order = tuple(use.wanted)
         if self._last is not None:
             self._last.after = stack
         self._last = stack
@@ -501,8 +361,7 @@ class ExpertStore:
 
     def seats_for(self, stack: Stack, tensor: int) -> int:
         """Returns how many pieces of a tensor can be looked at together."""
-        bank = self._bank(stack.piece(tensor, 0))
-        return len(bank.seats)
+        return len(self._bank(stack.piece(tensor, 0)).seats) if self._banks else 0
 
     # -- inside ----------------------------------------------------------
 
@@ -526,21 +385,18 @@ class ExpertStore:
 
     def _guess(self, stack: Stack) -> None:
         """Begins the copies of what was chosen last, where that has foretold the next choice."""
-        popularity = stack.popularity
-        if popularity.repeats < _GUESS_FROM:
+        if stack.popularity.repeats < _GUESS_FROM:
             return
-        for index in stack.rows:
-            for expert in popularity.last:
-                piece = stack.piece(index, expert)
-                bank = self._bank(piece)
-                if piece in bank.who.seated:
-                    continue
-                if self._bring(bank, piece, guessed=True) is None:
-                    break
-                self._guesses[piece] = None
-                if expert not in stack.guessed:
-                    stack.guessed.add(expert)
-                    self._manager.counters.expert_guesses += 1
+        for piece in stack.order:
+            bank = self._bank(piece)
+            if piece in bank.who.seated:
+                continue
+            if self._bring(bank, piece, guessed=True) is None:
+                return
+            self._guesses[piece] = None
+            if piece.expert not in stack.guessed:
+                stack.guessed.add(piece.expert)
+                self._manager.counters.expert_guesses += 1
 
     def _bring(
         self, bank: Bank, piece: Piece, *, urgent: bool = False, guessed: bool = False
@@ -549,14 +405,15 @@ class ExpertStore:
         wanted = [use.wanted for use in self._uses]
 
         def stays(other: Any) -> bool:
-            seat = bank.seats[bank.who.seated[other]]
-            if seat.seen:
-                return True
-            if urgent:
-                return False
-            return other in self._guesses or any(other in pieces for pieces in wanted)
+            return (
+                bank.seats[bank.who.seated[other]].aliased
+                or other in self._guesses
+                or any(other in pieces for pieces in wanted)
+            )
 
-        index = bank.who.seat(piece, stays, guessed=guessed)
+        index = bank.who.seat(piece, stays, urgent=urgent, guessed=guessed)
+        if index is None and urgent:
+            index = self._make_leave(bank, piece)
         if index is None:
             return None
         filled = False
@@ -567,6 +424,19 @@ class ExpertStore:
             if not filled:
                 bank.who.give_up(piece)
         return index
+
+    def _make_leave(self, bank: Bank, piece: Piece) -> int | None:
+        """Gives a piece the seat of one that was brought ahead: of a guess, or what is wanted last.
+
+        Whoever wants that will have it brought again.
+        """
+        for other in [*self._guesses, *(p for use in self._uses for p in reversed(use.wanted))]:
+            index = bank.who.seated.get(other)
+            if index is not None and not bank.seats[index].aliased:
+                self._guesses.pop(other, None)
+                bank.who.give_up(other)
+                return bank.who.seat(piece, lambda _: True, urgent=True, guessed=False)
+        return None
 
     def _fill(self, seat: Seat, piece: Piece, *, urgent: bool) -> None:
         manager = self._manager
@@ -624,9 +494,7 @@ class ExpertStore:
         counters.moved("nvme->hbm", seat.bytes.numel(), transfer.finished_ns - begun)
         return None
 
-    def _place(
-        self, stack: Stack, piece: Piece, record: Record, begin: int, nbytes: int
-    ) -> Extent:
+    def _place(self, stack: Stack, piece: Piece, record: Record, begin: int, nbytes: int) -> Extent:
         """Returns an address in checkpoint files of just a piece."""
         found = stack.places.get(piece)
         if found is None:
@@ -645,7 +513,9 @@ class ExpertStore:
         manager = self._manager
         swap, last = manager.homes.swap, begin + nbytes
         chunks = [] if swap is None else swap.pieces(home)
-        inside = [c for c in chunks if c.extent_offset < last and begin < c.extent_offset + c.nbytes]
+        inside = [
+            c for c in chunks if c.extent_offset < last and begin < c.extent_offset + c.nbytes
+        ]
         first, end = inside[0].extent_offset, inside[-1].extent_offset + inside[-1].nbytes
         host = torch.empty(end - first, dtype=torch.uint8)
         mover = manager.transfers.need_mover()
