@@ -50,7 +50,7 @@ class Popularity:
         self.often[chosen] += weight
         if self.last and chosen:
             again = len(set(chosen) & set(self.last)) / len(chosen)
-            self.repeats += max(1 / (self._calls - 1), 1 / 8) * (again - self.repeats)
+            self.repeats += max(1 / (self._calls - 1), 1 / 16) * (again - self.repeats)
         self.last = chosen
 
 

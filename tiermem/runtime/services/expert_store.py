@@ -29,7 +29,7 @@ from tiermem.runtime.memory.slots import Holder, Slot
 from tiermem.storage.checkpointstore import SourceRange
 
 _LEAST_SEATS = 3
-_GUESS_FROM = 0.5
+_GUESS_FROM = 0.6
 """So often a guess has to have come true lately to be worth a copy."""
 _WORTH_WHOLE = 2.0  # more than any expert's
 _SHRINK = 0.5
