@@ -1,4 +1,4 @@
-"""Seats for experts: never two in one, never from who has to stay, and what is chosen often stays."""
+"""Seats for experts: one piece each, none from who has to stay; what is chosen often stays."""
 
 from __future__ import annotations
 

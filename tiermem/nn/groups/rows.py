@@ -89,7 +89,7 @@ class Choice:
     @inside
     def row(self, tensor: int, expert: int) -> torch.Tensor | None:
         """Returns a row; see :meth:`ExpertStore.row`."""
-        self.manager.guard()
+        self.manager.gate.guard()
         with self.manager.lock:
             return self.store.row(self.use, self.stack, tensor, expert)
 

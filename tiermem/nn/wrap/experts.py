@@ -53,7 +53,7 @@ class ExpertsInterceptor(CallInterceptor):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module with the rows that are chosen, or as any other."""
-        if self._manager.unsure:
+        if self._manager.gate.unsure:
             self.runtime.repair()
         choice = None
         if self._store.open and self._here.depth and self._may():
@@ -91,7 +91,7 @@ class ExpertsInterceptor(CallInterceptor):
             and not torch._C._len_torch_dispatch_stack()
             and torch._C._functorch.peek_interpreter_stack() is None
             and torch._C._get_tracing_state() is None
-            and not torch.is_autocast_enabled(self._manager.device.type)
+            and not torch.is_autocast_enabled(self._manager.parts.device.type)
         )
 
     def _has(self, name: str) -> bool:
@@ -107,7 +107,7 @@ class ExpertsInterceptor(CallInterceptor):
         if stack is None or not how or indices is None or not indices.numel():
             return None
         manager = self._manager
-        manager.guard()  # before the lock: a forked child may find it taken for ever
+        manager.gate.guard()  # before the lock: a forked child may find it taken for ever
         flat = indices.detach().reshape(-1).cpu()
         if int(flat.min()) < 0 or int(flat.max()) >= stack.experts:
             return None

@@ -64,6 +64,7 @@ class ExpertStore:
     def __init__(self, manager: BlockManager) -> None:
         """Starts without stacks."""
         self._manager = manager
+        self._parts = parts = manager.parts
         self.stacks: dict[int, Stack] = {}
         self._numbers: dict[int, Stack] = {}
         self._room: Block | None = None
@@ -73,10 +74,10 @@ class ExpertStore:
         self._last: Stack | None = None
         self._most = 1.0  # share of what other blocks leave that it may take
         self._capacity = 0
-        limit, more = manager.limit, manager.evictor.more
-        manager.evictor.more = lambda nbytes: more(nbytes) or self.give_way()
+        limit, more = parts.limit, parts.evictor.more
+        parts.evictor.more = lambda nbytes: more(nbytes) or self.give_way()
         limit.give_way.append(self.close)
-        manager.homes.owners.append(self._owned)
+        parts.homes.owners.append(self._owned)
 
     # -- stacks ----------------------------------------------------------
 
@@ -105,13 +106,13 @@ class ExpertStore:
 
     def prepare(self, training: bool) -> None:
         """A pass begins; makes the expert room, gives it back, or leaves it as it is."""
-        manager = self._manager
-        if not self.stacks or manager.copy.capturing():
+        parts = self._parts
+        if not self.stacks or parts.copy.capturing():
             return
         if training:
             self.close()
             return
-        capacity = manager.table.hbm.capacity
+        capacity = parts.table.hbm.capacity
         if capacity != self._capacity:
             self.close()
             self._capacity = capacity
@@ -123,20 +124,20 @@ class ExpertStore:
         room = self._room
         if room is None:
             return
-        manager = self._manager
+        parts = self._parts
         for bank in self._banks.values():
             for seat in bank.seats:
                 self._settle(seat)
-        manager.copy.synchronize()
+        parts.copy.synchronize()
         seen = [seat for bank in self._banks.values() for seat in bank.seats if seat.aliased]
-        slot = manager.slots.current[room.id]
+        slot = parts.slots.current[room.id]
         keep = slot.bytes.detach() if seen else None  # so that the bytes stay as they are
         self.forget_seated()
         self._room, self._banks = None, {}
-        manager.holders.pop(room.id, None)
-        manager.remove_blocks([room])
+        parts.holders.pop(room.id, None)
+        self._manager.remove_blocks([room])
         if keep is not None:
-            manager.evictor.leave_behind(slot.extent, seen)
+            parts.evictor.leave_behind(slot.extent, seen)
 
     def give_way(self) -> bool:
         """Closes for a block that has no room; returns whether that gave any back."""
@@ -174,7 +175,7 @@ class ExpertStore:
 
     def _spare(self) -> int:
         """Returns the bytes of HBM that are not needed for other blocks; 0 where all fit."""
-        table = self._manager.table
+        table = self._parts.table
         if table.nbytes <= table.hbm.capacity:
             return 0
         others = [
@@ -196,10 +197,10 @@ class ExpertStore:
         if counts is None:
             return
         nbytes = sum(size * count for size, count in counts.items())
-        manager = self._manager
-        least = manager.limit.least
+        parts = self._parts
+        least = parts.limit.least
         try:
-            [block] = manager.add_blocks(
+            [block] = self._manager.add_blocks(
                 [
                     (
                         "experts",
@@ -213,16 +214,16 @@ class ExpertStore:
             self._most *= _SHRINK
             return
         finally:
-            manager.limit.least = least  # it gives way
+            parts.limit.least = least  # it gives way
         self._room = block
-        manager.holders[block.id] = _RoomHolder(self)
-        offset = manager.slots.current[block.id].extent.offset
+        parts.holders[block.id] = _RoomHolder(self)
+        offset = parts.slots.current[block.id].extent.offset
         with torch.inference_mode(False):
             for size, count in counts.items():
                 seats = []
                 for _ in range(count):
                     extent = Extent(offset, size)
-                    seats.append(Seat(manager.arena.bytes_of(extent), extent))
+                    seats.append(Seat(parts.slots.arena.bytes_of(extent), extent))
                     offset += size
                 self._banks[size] = Bank(seats, Seats(count, size, self._worth))
 
@@ -240,22 +241,22 @@ class ExpertStore:
 
         What is owed to the block is paid, and what was written goes home.
         """
-        manager = self._manager
-        if not self.open or manager.copy.capturing():
+        parts = self._parts
+        if not self.open or parts.copy.capturing():
             return False
-        manager.deferred.pay(stack.block.id)  # for which the room may be given back
+        parts.deferred.pay(stack.block.id)  # for which the room may be given back
         return self.open and self._at_home(stack)
 
     def _at_home(self, stack: Stack) -> bool:
         """Whether a stack's home has its bytes of now, and pieces are of those."""
-        manager = self._manager
-        record = manager.table[stack.block.id]
-        if record.fixed or not record.defined or manager.evictor.rules.is_held(record):
+        parts = self._parts
+        record = parts.table[stack.block.id]
+        if record.fixed or not record.defined or parts.evictor.rules.is_held(record):
             return False  # somebody may be writing
         if record.in_hbm is State.DIRTY:
-            manager.transfers.drain(record)
+            parts.transfers.drain(record)
         if record.in_hbm is State.DRAINING:
-            manager.transfers.settle(stack.block.id)
+            parts.transfers.settle(stack.block.id)
         if record.at_home is not State.VALID:
             return False
         stamp = (record.writes, record.home_writes, record.home, record.home_extent)
@@ -282,7 +283,7 @@ class ExpertStore:
 
     def begin(self, use: Use) -> None:
         """Says what a call will ask for, and begins the copies for which there are seats."""
-        stack, counters = use.stack, self._manager.counters
+        stack, counters = use.stack, self._parts.counters
         here = 0
         for expert in use.chosen:
             here += all(self._sits(stack.piece(index, expert)) for index in stack.rows)
@@ -330,7 +331,7 @@ class ExpertStore:
         seat = self._seat_of(piece, use)
         if seat is None:
             return None
-        self._manager.copy.use(seat.event)
+        self._parts.copy.use(seat.event)
         spec = stack.block.tensors[tensor]
         return seat.view(spec, spec.shape if piece.expert == WHOLE else spec.shape[1:])
 
@@ -396,7 +397,7 @@ class ExpertStore:
             self._guesses[piece] = None
             if piece.expert not in stack.guessed:
                 stack.guessed.add(piece.expert)
-                self._manager.counters.expert_guesses += 1
+                self._parts.counters.expert_guesses += 1
 
     def _bring(
         self, bank: Bank, piece: Piece, *, urgent: bool = False, guessed: bool = False
@@ -439,19 +440,19 @@ class ExpertStore:
         return None
 
     def _fill(self, seat: Seat, piece: Piece, *, urgent: bool) -> None:
-        manager = self._manager
+        parts = self._parts
         stack = self._numbers[piece.stack]
-        record = manager.table[stack.block.id]
+        record = parts.table[stack.block.id]
         self._settle(seat)  # a guess that nobody came for
         begin, nbytes = self._range(stack, piece)
         seat.event = None
         if record.home is Tier.DRAM and record.home_extent is not None:
-            home = manager.homes.bytes_of(record.home_extent)[begin : begin + nbytes]
+            home = parts.homes.bytes_of(record.home_extent)[begin : begin + nbytes]
             self._up(seat, home, stack)
-        elif manager.homes.read_only(record.home_extent):
+        elif parts.homes.read_only(record.home_extent):
             place = self._place(stack, piece, record, begin, nbytes)
-            after = manager.copy.guards(seat.extent)
-            seat.transfer = manager.transfers.need_mover().read(
+            after = parts.copy.guards(seat.extent)
+            seat.transfer = parts.transfers.need_mover().read(
                 place, seat.bytes, label=stack.block.name, urgent=urgent, after=after
             )
         elif record.home_extent is not None:
@@ -460,14 +461,14 @@ class ExpertStore:
 
     def _up(self, seat: Seat, source: torch.Tensor, stack: Stack) -> None:
         """Submits a copy up."""
-        manager, started = self._manager, time.perf_counter_ns()
+        parts, started = self._parts, time.perf_counter_ns()
         nbytes = source.numel()
-        after = manager.transfers.home_ready.get(stack.block.id)
-        seat.event = manager.copy.up(seat.bytes[:nbytes], source, seat.extent, after)
+        after = parts.transfers.home_ready.get(stack.block.id)
+        seat.event = parts.copy.up(seat.bytes[:nbytes], source, seat.extent, after)
         ended = time.perf_counter_ns()
-        manager.counters.moved("dram->hbm", nbytes, ended - started)
-        manager.counters.copy_ns += ended - started
-        manager.timeline.add("dram->hbm", stack.block.name, started, ended, nbytes)
+        parts.counters.moved("dram->hbm", nbytes, ended - started)
+        parts.counters.copy_ns += ended - started
+        parts.timeline.add("dram->hbm", stack.block.name, started, ended, nbytes)
 
     @staticmethod
     def _range(stack: Stack, piece: Piece) -> tuple[int, int]:
@@ -480,12 +481,12 @@ class ExpertStore:
         transfer = seat.transfer
         if transfer is None:
             return None
-        transfers, counters = self._manager.transfers, self._manager.counters
+        transfers, counters = self._parts.transfers, self._parts.counters
         transfers.wait(transfer)
         transfers.poll()
         seat.transfer = None
         if transfer.event is not None:
-            self._manager.copy.landed(seat.extent, transfer.event)
+            self._parts.copy.landed(seat.extent, transfer.event)
             seat.event = transfer.event
         if transfer.error is not None:
             counters.errors += 1
@@ -498,7 +499,7 @@ class ExpertStore:
         """Returns an address in checkpoint files of just a piece."""
         found = stack.places.get(piece)
         if found is None:
-            sources = self._manager.homes.open_sources()
+            sources = self._parts.homes.open_sources()
             ranges = sources.ranges_of(record.home_extent)  # type: ignore[arg-type]
             cut = [part for source in ranges if (part := _cut(source, begin, begin + nbytes))]
             found = stack.places[piece] = sources.place(cut, align_up(nbytes))
@@ -510,23 +511,23 @@ class ExpertStore:
         Raises:
             StorageError: If they cannot be read.
         """
-        manager = self._manager
-        swap, last = manager.homes.swap, begin + nbytes
+        parts = self._parts
+        swap, last = parts.homes.swap, begin + nbytes
         chunks = [] if swap is None else swap.pieces(home)
         inside = [
             c for c in chunks if c.extent_offset < last and begin < c.extent_offset + c.nbytes
         ]
         first, end = inside[0].extent_offset, inside[-1].extent_offset + inside[-1].nbytes
         host = torch.empty(end - first, dtype=torch.uint8)
-        mover = manager.transfers.need_mover()
+        mover = parts.transfers.need_mover()
         extent = Extent(home.offset + first, end - first)
-        manager.transfers.run(mover.read(extent, host, label=name, urgent=True))
+        parts.transfers.run(mover.read(extent, host, label=name, urgent=True))
         return host[begin - first : last - first]
 
     def _forget_places(self, stack: Stack) -> None:
         for extent in stack.places.values():
-            if self._manager.homes.holds(Tier.NVME, extent):
-                self._manager.homes.release(Tier.NVME, extent)
+            if self._parts.homes.holds(Tier.NVME, extent):
+                self._parts.homes.release(Tier.NVME, extent)
         stack.places.clear()
 
     def _owned(self) -> list[tuple[Tier, Extent]]:
