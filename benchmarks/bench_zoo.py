@@ -84,9 +84,7 @@ class Bench:
     def late(self) -> bool:
         """Whether no further row is to begin."""
         now, options = time.perf_counter(), self.options
-        return (
-            now - self.began > options.seconds or now - self.model_began > options.model_seconds
-        )
+        return now - self.began > options.seconds or now - self.model_began > options.model_seconds
 
     def run(self) -> None:
         """Measures all that were asked for."""

@@ -100,8 +100,8 @@ _ELSEWHERE = (
     Mutation(
         "a block that somebody looks at leaves in a loop that repeats",
         _RULES,
-        "if slot is None or slot.aliased:\n            return False\n        if why",
-        "if slot is None:\n            return False\n        if why",
+        "            use_count(slot.storage) > slot.baseline + slot.pointed\n            or use_count(",
+        "            use_count(",
         STEADY,
     ),
     Mutation(

@@ -445,9 +445,7 @@ KINDS: dict[str, Kind] = {
         {"num_hidden_layers": 10, "vocab_size": 32000},
         _TINY,
     ),
-    "mistral": _dense(
-        "Mistral", _sizes(4096, 14336, 12, 32, 8), {"num_hidden_layers": 5}, _TINY
-    ),
+    "mistral": _dense("Mistral", _sizes(4096, 14336, 12, 32, 8), {"num_hidden_layers": 5}, _TINY),
     "bart": Kind(
         _seq2seq("Bart"),
         _both_sides(512),
