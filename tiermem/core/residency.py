@@ -179,15 +179,9 @@ class ResidencyTable:
         if record.in_hbm is not State.FILLING:
             raise self._wrong(record, "said to be filled")
         if ok:
-            self.filled(record)
+            record.in_hbm = _VALID
         else:
             self._leave(record, keep=keep)
-
-    def filled(self, record: Record) -> None:
-        """Ends a fill that went well, by the record; see :meth:`end_fill`."""
-        if record.in_hbm is not _FILLING:
-            raise self._wrong(record, "said to be filled")
-        record.in_hbm = _VALID
 
     def place_blank(self, block_id: int, extent: Extent) -> None:
         """Gives a block that holds no data yet a place in HBM, to be written there."""

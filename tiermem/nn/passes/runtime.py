@@ -328,7 +328,6 @@ class ModuleRuntime:
         # there for code that torch does not see, which may write if it runs outside every pass
         inside = self.here.depth > 0 or torch._C._current_graph_task_id() != -1
         group.point_softly(dirty=not inside)
-        _intercept(group)
         self._remember(group)
 
     @inside
@@ -336,7 +335,6 @@ class ModuleRuntime:
         """Holds a group for one operation on a tensor of it that is away."""
         self.manager.gate.guard()
         self.enter_backward()
-        _intercept(group)
         try:
             group.hold()
         except CapacityError as error:
@@ -444,14 +442,6 @@ class ModuleRuntime:
     def _drop(self, groups: Iterable[Group]) -> None:
         for group in groups:
             group.rest()
-
-
-def _intercept(group: Group) -> None:
-    """Has the calls of all modules that need a group intercepted: one may be called by itself."""
-    for who in group.insides:
-        if who.away:
-            with group.manager.lock:
-                who.restore()
 
 
 def entries_of(groups: Iterable[Group]) -> list[Entry]:

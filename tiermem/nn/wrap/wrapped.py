@@ -348,7 +348,6 @@ class WrappedModel:
         Its own call, which stays intercepted, holds all that the modules of its block need.
         """
         prefix = f"{name}." if name else ""
-        self._restore_calls()
         for inner, module in self._modules.items():
             below = inner.startswith(prefix) and self._territory[inner] == self._territory[name]
             if inner != name and not below:
@@ -358,11 +357,6 @@ class WrappedModel:
                 call = module.__dict__.pop(CallInterceptor.method, None)
                 if call is not None:
                     call.give_back()
-
-    def _restore_calls(self) -> None:
-        """Puts every call back that is out of the way."""
-        for scope in self.scopes.values():
-            scope.inside.restore()
 
     @staticmethod
     def _plain_names(module: nn.Module) -> None:
@@ -391,7 +385,6 @@ class WrappedModel:
         self.runtime.grads.forget(self.entries)
         for entry in self.entries:
             owners.pop(entry.param, None)
-        self._restore_calls()
         for name in self.scopes:
             module = self._modules[name]
             call = module.__dict__.get(CallInterceptor.method)
