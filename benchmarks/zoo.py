@@ -303,7 +303,7 @@ KINDS: dict[str, Kind] = {
     "llama": _dense(
         "Llama",
         {**_sizes(3072, 8192, 28, 24, 8), "vocab_size": 128256, "tie_word_embeddings": True},
-        {"num_hidden_layers": 12, "vocab_size": 32000},
+        {"num_hidden_layers": 20, "vocab_size": 64000},
         _TINY,
     ),
     "gemma2": _dense(
@@ -313,7 +313,7 @@ KINDS: dict[str, Kind] = {
             "vocab_size": 128000,
             "attn_implementation": "eager",
         },
-        {"num_hidden_layers": 10, "vocab_size": 64000},
+        {"num_hidden_layers": 20},
         {**_TINY, "query_pre_attn_scalar": 16},
         longest=1024,
     ),
@@ -330,7 +330,7 @@ KINDS: dict[str, Kind] = {
             "feed_forward_proj": "gated-gelu",
             "decoder_start_token_id": 0,
         },
-        {"d_model": 1024, "d_ff": 2816, "num_heads": 16},
+        {"d_model": 1536, "d_ff": 4096, "num_heads": 24},
         {
             "d_model": 64,
             "d_ff": 64,
@@ -342,15 +342,15 @@ KINDS: dict[str, Kind] = {
         },
         generates=True,
     ),
-    "vit": Kind(_vision, _images, _VIT, {"num_hidden_layers": 20}, _VIT_TINY),
+    "vit": Kind(_vision, _images, _VIT, {"num_hidden_layers": 32}, _VIT_TINY),
     "layers": Kind(
-        _layers, _hidden, {"width": 1280, "layers": 160}, {"layers": 80}, {"width": 32, "layers": 8}
+        _layers, _hidden, {"width": 1280, "layers": 160}, {"layers": 120}, {"width": 32, "layers": 8}
     ),
     "mixtral": Kind(
         _decoder("Mixtral"),
         _tokens(),
         {**_sizes(2048, 7168, 10, 16, 8), "vocab_size": 32000, "num_local_experts": 8},
-        {"num_hidden_layers": 4},
+        {"num_hidden_layers": 6},
         {**_TINY, "num_local_experts": 4},
         generates=True,
         experts=(2, 8, ".experts."),
