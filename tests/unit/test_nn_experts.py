@@ -247,6 +247,39 @@ def test_training_in_between() -> None:
         assert tier.stats().experts_chosen > 0
 
 
+class Routed(nn.Module):
+    """Layers with routers, each of which adds little to what goes by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"gate": nn.Linear(WIDTH, EXPERTS), "experts": Experts()})
+            for _ in range(LAYERS)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            weight, index = layer["gate"](x).softmax(-1).topk(2)
+            x = x + layer["experts"](x, index, weight / 1000)
+        return x
+
+
+def test_the_next_router_is_asked_early() -> None:
+    torch.manual_seed(0)
+    model, plain = Routed(), Routed()
+    plain.load_state_dict(model.state_dict())
+    with tiermem.TierManager("cpu", hbm=LEAST, dram=4 << 20) as tier, torch.no_grad():
+        tier.wrap(model)
+        for seed in range(24):
+            x = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(seed))
+            assert same_bits(model(x), plain(x))
+        stats = tier.stats()
+        assert stats.expert_guesses > 5
+        assert stats.expert_guesses_right > stats.expert_guesses // 2
+        x = torch.randn(5, WIDTH)
+        assert same_bits(model(x), plain(x))
+
+
 class Keeper(Experts):
     """Keeps a row beyond its call."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -49,6 +49,8 @@ class Stack:
         places: Where checkpoint files have its pieces.
         after: The stack that was used after it last.
         order: The pieces that its last call asked for, in order.
+        foresee: Returns scores of the experts, by the hidden states of the layer before; None where
+            its router is not at hand.
     """
 
     number: int
@@ -61,6 +63,7 @@ class Stack:
     places: dict[Piece, Extent] = field(default_factory=dict)
     after: Stack | None = None
     order: tuple[Piece, ...] = ()
+    foresee: Callable[[torch.Tensor], torch.Tensor | None] | None = None
 
     def nbytes(self, tensor: int) -> int:
         """Returns the bytes of one piece of a tensor."""

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from tiermem.core.block import Block, Extent, Role, Tier, align_up
-from tiermem.core.experts import Seats, share_out
+from tiermem.core.experts import FORESEEN, Seats, share_out
 from tiermem.core.layout import TensorShape
 from tiermem.core.residency import Record, State
 from tiermem.errors import CapacityError, StorageError
@@ -281,8 +282,13 @@ class ExpertStore:
         self._forget_places(stack)
         stack.guessed.clear()
 
-    def begin(self, use: Use) -> None:
-        """Says what a call will ask for, and begins the copies for which there are seats."""
+    def begin(self, use: Use, expected: int = -1) -> None:
+        """Says what a call will ask for, and begins the copies for which there are seats.
+
+        Args:
+            use: The call.
+            expected: An expert that the stack that comes next will probably choose; -1 for none.
+        """
         stack, counters = use.stack, self._parts.counters
         here = 0
         for expert in use.chosen:
@@ -299,7 +305,8 @@ class ExpertStore:
             self._last.after = stack
         self._last = stack
         self._uses.append(use)
-        self._go_on(use)
+        if self._go_on(use) and expected >= 0 and stack.after is not None:
+            self._expect(stack.after, expected)
 
     def end(self, use: Use) -> None:
         """The call is over: what was not asked for may leave; guesses for the next one begin."""
@@ -372,8 +379,8 @@ class ExpertStore:
     def _sits(self, piece: Piece) -> bool:
         return piece in self._bank(piece).who.seated
 
-    def _go_on(self, use: Use) -> None:
-        """Begins the copies of what is wanted next, as far as there are seats."""
+    def _go_on(self, use: Use) -> bool:
+        """Begins the copies of what is wanted next; returns whether there were seats for all."""
         full: set[int] = set()
         for piece in use.wanted:
             bank = self._bank(piece)
@@ -382,13 +389,24 @@ class ExpertStore:
             if self._bring(bank, piece) is None:
                 full.add(id(bank))
                 if len(full) == len(self._banks):
-                    return
+                    break
+        return not full
+
+    def _expect(self, stack: Stack, expert: int) -> None:
+        """Begins the copies of what a router that was asked early has named, if it is mostly right."""
+        stack.popularity.expected = expert
+        if stack.popularity.foreseen >= FORESEEN and self.usable(stack):
+            self._bring_guesses(stack, [stack.piece(index, expert) for index in stack.rows])
 
     def _guess(self, stack: Stack) -> None:
         """Begins the copies of what was chosen last, where that has foretold the next choice."""
         if stack.popularity.repeats < _GUESS_FROM:
             return
-        for piece in stack.order:
+        self._bring_guesses(stack, stack.order)
+
+    def _bring_guesses(self, stack: Stack, pieces: Iterable[Piece]) -> None:
+        """Begins the copies of pieces that nobody has asked for, as far as there are seats."""
+        for piece in pieces:
             bank = self._bank(piece)
             if piece in bank.who.seated:
                 continue
