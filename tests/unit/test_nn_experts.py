@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_ctrl_c import cut_short
 from support_nn import same_bits
 from torch import nn
 from torch.nn import functional
@@ -332,3 +333,26 @@ def test_models_leave_and_come_back() -> None:
         check(model, plain, choose(2, 2))
         assert tier.stats().experts_chosen > 0
     check(model, plain, choose(2, 3))
+
+
+_FILES = ["nn/wrap/experts", "nn/groups/rows", "runtime/services/expert_store", "core/experts"]
+
+
+@pytest.mark.parametrize("first", [1, 150, 700])
+def test_ctrl_c_at_a_line_of_ours(first: int) -> None:
+    """Everything is right again with the next call, and nothing of HBM is lost."""
+    with twins() as (model, plain, tier):
+        for number in range(first, first + 1600, 113):
+            chosen = choose(2, number)
+            if number % 2:
+                model(
+                    states(1), choose(1, 0)
+                )  # gives the room back: it is made within the cut call
+            with torch.no_grad():
+                where = cut_short(lambda c=chosen: model(states(2), c), number, _FILES)
+            check(model, plain, chosen)
+            check(model, plain, choose(1, number))
+            table = tier._manager.parts.table
+            table.check()
+            assert sum(r.block.name == "expert room" for r in table) <= 1, where
+        assert tier._runtime.experts.open

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from tiermem.errors import REFUSALS
 from tiermem.nn.compat.entrances import inside
+from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.compat.stacks import choices_in, experts_of, reads_rows
 from tiermem.nn.groups.group import Entry
 from tiermem.nn.groups.rows import Choice, Rows
@@ -66,19 +68,34 @@ class ExpertsInterceptor(CallInterceptor):
             choice = self._begin(args, kwargs)
         if choice is None:
             return super().__call__(*args, **kwargs)
-        group = self._groups[0]
         if self.runtime.unwritten:
             self.runtime.got_further(self.scope)
-        before = group.rows
+        return self._call(choice, args, kwargs)
+
+    def _call(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the module with rows in the place of its parameters."""
+        group, gate = self._groups[0], self._manager.gate
+        theirs = ended = False
         try:
-            group.rows = {
-                name: Rows(choice, tensor, self._params[name])
-                for name, tensor in self._tensors.items()
-            }
-            return self.inner(*args, **kwargs)
-        finally:
-            group.rows = before
-            self._end(choice)
+            try:
+                group.rows = {
+                    name: Rows(choice, tensor, self._params[name])
+                    for name, tensor in self._tensors.items()
+                }
+                theirs = True
+                result = self.inner(*args, **kwargs)
+                theirs = False
+                return result
+            finally:
+                group.rows = None
+                self._end(choice)
+                ended = True
+        except REFUSALS:
+            raise
+        except BaseException as error:
+            if not (ended and (theirs or OUTSIDE in error.__dict__)):
+                gate.torn = gate.unsure = True  # it came at a line of ours; no call: see entrance
+            raise
 
     def _may(self) -> bool:
         """Whether a call comes to nothing but the forward that was looked at, on plain tensors."""

@@ -26,32 +26,14 @@ from tiermem.core.residency import Record, State
 from tiermem.errors import CapacityError, StorageError
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.expert_seats import WHOLE, Bank, Piece, Seat, Stack, Use, stack_of
-from tiermem.runtime.memory.slots import Holder, Slot
 from tiermem.storage.checkpointstore import SourceRange
 
+_ROOM = "expert room"
 _LEAST_SEATS = 3
 _GUESS_FROM = 0.6
 """So often a guess has to have come true lately to be worth a copy."""
 _WORTH_WHOLE = 2.0  # more than any expert's
 _SHRINK = 0.5
-
-
-class _RoomHolder(Holder):
-    """Empties the expert room where anything may be half done."""
-
-    def __init__(self, store: ExpertStore) -> None:
-        self._store = store
-
-    def repair(self) -> None:
-        """Forgets what is seated."""
-        self._store.forget_seated()
-
-    def repoint(self, slot: Slot) -> None:
-        """Nothing points there."""
-
-    def forked(self) -> None:
-        """Likewise: a forked child has no bytes."""
-        self._store.forget_seated()
 
 
 class ExpertStore:
@@ -133,12 +115,22 @@ class ExpertStore:
         seen = [seat for bank in self._banks.values() for seat in bank.seats if seat.aliased]
         slot = parts.slots.current[room.id]
         keep = slot.bytes.detach() if seen else None  # so that the bytes stay as they are
-        self.forget_seated()
-        self._room, self._banks = None, {}
-        parts.holders.pop(room.id, None)
+        self._forget_seated()
         self._manager.remove_blocks([room])
+        self._room, self._banks = None, {}
         if keep is not None:
             parts.evictor.leave_behind(slot.extent, seen)
+
+    def repair(self) -> None:
+        """Gives the expert room back after an exception anywhere; nothing is under way."""
+        table = self._parts.table
+        self._uses.clear()
+        self._forget_seated()
+        if self._room is not None and table.get(self._room.id) is None:
+            self._room, self._banks = None, {}
+        self.close()
+        lost = [r.block for r in table if r.block.name == _ROOM]
+        self._manager.remove_blocks(lost)
 
     def give_way(self) -> bool:
         """Closes for a block that has no room; returns whether that gave any back."""
@@ -148,7 +140,7 @@ class ExpertStore:
         self._most *= _SHRINK
         return True
 
-    def forget_seated(self) -> None:
+    def _forget_seated(self) -> None:
         """Empties every seat."""
         for bank in self._banks.values():
             for piece in list(bank.who.seated):
@@ -206,7 +198,7 @@ class ExpertStore:
                     (
                         "experts",
                         Role.BUFFER,
-                        [TensorShape("experts", (nbytes,), (1,), torch.uint8, 1)],
+                        [TensorShape(_ROOM, (nbytes,), (1,), torch.uint8, 1)],
                     )
                 ],
                 home="hbm",
@@ -217,7 +209,6 @@ class ExpertStore:
         finally:
             parts.limit.least = least  # it gives way
         self._room = block
-        parts.holders[block.id] = _RoomHolder(self)
         offset = parts.slots.current[block.id].extent.offset
         with torch.inference_mode(False):
             for size, count in counts.items():
@@ -305,8 +296,14 @@ class ExpertStore:
             self._last.after = stack
         self._last = stack
         self._uses.append(use)
-        if self._go_on(use) and expected >= 0 and stack.after is not None:
-            self._expect(stack.after, expected)
+        begun = False
+        try:
+            if self._go_on(use) and expected >= 0 and stack.after is not None:
+                self._expect(stack.after, expected)
+            begun = True
+        finally:
+            if not begun:
+                self._uses.remove(use)
 
     def end(self, use: Use) -> None:
         """The call is over: what was not asked for may leave; guesses for the next one begin."""
@@ -393,7 +390,7 @@ class ExpertStore:
         return not full
 
     def _expect(self, stack: Stack, expert: int) -> None:
-        """Begins the copies of what a router that was asked early has named, if it is mostly right."""
+        """Begins the copies of what a router asked early has named, if it is mostly right."""
         stack.popularity.expected = expert
         if stack.popularity.foreseen >= FORESEEN and self.usable(stack):
             self._bring_guesses(stack, [stack.piece(index, expert) for index in stack.rows])
@@ -405,7 +402,13 @@ class ExpertStore:
         self._bring_guesses(stack, stack.order)
 
     def _bring_guesses(self, stack: Stack, pieces: Iterable[Piece]) -> None:
-        """Begins the copies of pieces that nobody has asked for, as far as there are seats."""
+        """Begins the copies of pieces that nobody has asked for, as far as there are seats.
+
+        Not from a swap file, for which the host would wait.
+        """
+        record = self._parts.table[stack.block.id]
+        if record.home is Tier.NVME and not self._parts.homes.read_only(record.home_extent):
+            return
         for piece in pieces:
             bank = self._bank(piece)
             if piece in bank.who.seated:
