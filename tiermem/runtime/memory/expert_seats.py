@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -168,6 +169,7 @@ class Use:
         chosen: The experts, ascending.
         counts: How often each expert of the layer was chosen.
         wanted: Pieces that were not asked for yet, in the order in which they will be.
+        coming: Of these, those whose copies have not begun, in that order.
     """
 
     def __init__(self, stack: Stack, counts: Sequence[int], wanted: Iterable[Piece]) -> None:
@@ -176,3 +178,4 @@ class Use:
         self.counts = counts
         self.chosen = [expert for expert, count in enumerate(counts) if count]
         self.wanted = dict.fromkeys(wanted)
+        self.coming = deque(self.wanted)

@@ -52,6 +52,7 @@ class ExpertStore:
         self._numbers: dict[int, Stack] = {}
         self._room: Block | None = None
         self._banks: dict[int, Bank] = {}
+        self._bank_of: dict[tuple[int, int], Bank] = {}  # by stack and tensor
         self._uses: list[Use] = []
         self._guesses: dict[Piece, None] = {}
         self._last: Stack | None = None
@@ -117,7 +118,7 @@ class ExpertStore:
         keep = slot.bytes.detach() if seen else None  # so that the bytes stay as they are
         self._forget_seated()
         self._manager.remove_blocks([room])
-        self._room, self._banks = None, {}
+        self._room, self._banks, self._bank_of = None, {}, {}
         if keep is not None:
             parts.evictor.leave_behind(slot.extent, seen)
 
@@ -127,7 +128,7 @@ class ExpertStore:
         self._uses.clear()
         self._forget_seated()
         if self._room is not None and table.get(self._room.id) is None:
-            self._room, self._banks = None, {}
+            self._room, self._banks, self._bank_of = None, {}, {}
         self.close()
         lost = [r.block for r in table if r.block.name == _ROOM]
         self._manager.remove_blocks(lost)
@@ -218,6 +219,10 @@ class ExpertStore:
                     seats.append(Seat(parts.slots.arena.bytes_of(extent), extent))
                     offset += size
                 self._banks[size] = Bank(seats, Seats(count, size, self._worth))
+        for stack in self.stacks.values():
+            for tensor in range(len(stack.block.tensors)):
+                bank = self._banks[align_up(stack.nbytes(tensor))]
+                self._bank_of[stack.number, tensor] = bank
 
     def _worth(self, piece: Any) -> float:
         if not isinstance(piece, Piece):
@@ -354,7 +359,7 @@ class ExpertStore:
                 return None
             seat = bank.seats[index]
             bank.who.used(piece)
-            if use is not None:
+            if use is not None and use.coming:
                 with seat.held():  # what comes next is asked for before the host waits for a disk
                     self._go_on(use)
             error = self._settle(seat)
@@ -371,23 +376,22 @@ class ExpertStore:
     # -- inside ----------------------------------------------------------
 
     def _bank(self, piece: Piece) -> Bank:
-        return self._banks[align_up(self._numbers[piece.stack].nbytes(piece.tensor))]
+        return self._bank_of[piece.stack, piece.tensor]
 
     def _sits(self, piece: Piece) -> bool:
         return piece in self._bank(piece).who.seated
 
     def _go_on(self, use: Use) -> bool:
         """Begins the copies of what is wanted next; returns whether there were seats for all."""
-        full: set[int] = set()
-        for piece in use.wanted:
+        coming = use.coming
+        while coming:
+            piece = coming[0]
             bank = self._bank(piece)
-            if id(bank) in full or piece in bank.who.seated:
-                continue
-            if self._bring(bank, piece) is None:
-                full.add(id(bank))
-                if len(full) == len(self._banks):
-                    break
-        return not full
+            needs = piece in use.wanted and piece not in bank.who.seated
+            if needs and self._bring(bank, piece) is None:
+                return False
+            coming.popleft()
+        return True
 
     def _expect(self, stack: Stack, expert: int) -> None:
         """Begins the copies of what a router asked early has named, if it is mostly right."""
