@@ -96,6 +96,7 @@ class Seat:
         inside: Whether somebody is about to look.
         event: Of the copy that brought what is there.
         transfer: The read from a file that does; None once it has landed.
+        released: What was under way when the last reader of what was there had been submitted.
     """
 
     __slots__ = (
@@ -106,6 +107,7 @@ class Seat:
         "event",
         "extent",
         "inside",
+        "released",
         "transfer",
     )
 
@@ -116,6 +118,7 @@ class Seat:
         self.event: Event | None = None
         self.transfer: FileTransfer | None = None
         self.inside = False
+        self.released: tuple[Event, ...] = ()
         self._storage = whole.untyped_storage()
         self._views: dict[tuple[Any, ...], torch.Tensor] = {}
         self._baseline = use_count(self._storage._cdata)

@@ -56,6 +56,7 @@ class ExpertStore:
         self._uses: list[Use] = []
         self._guesses: dict[Piece, None] = {}
         self._last: Stack | None = None
+        self._lent: list[Seat] = []  # whose readers may not all be submitted
         self._most = 1.0  # share of what other blocks leave that it may take
         self._capacity = 0
         limit, more = parts.limit, parts.evictor.more
@@ -149,6 +150,7 @@ class ExpertStore:
             for seat in bank.seats:
                 seat.transfer = seat.event = None
         self._guesses.clear()
+        self._lent.clear()
         for stack in self.stacks.values():
             stack.guessed.clear()
 
@@ -210,13 +212,16 @@ class ExpertStore:
         finally:
             parts.limit.least = least  # it gives way
         self._room = block
-        offset = parts.slots.current[block.id].extent.offset
+        whole = parts.slots.current[block.id].extent
+        offset, before = whole.offset, parts.copy.guards(whole)
         with torch.inference_mode(False):
             for size, count in counts.items():
                 seats = []
                 for _ in range(count):
                     extent = Extent(offset, size)
-                    seats.append(Seat(parts.slots.arena.bytes_of(extent), extent))
+                    seat = Seat(parts.slots.arena.bytes_of(extent), extent)
+                    seat.released = before
+                    seats.append(seat)
                     offset += size
                 self._banks[size] = Bank(seats, Seats(count, size, self._worth))
         for stack in self.stacks.values():
@@ -336,10 +341,12 @@ class ExpertStore:
         """
         if self._room is None or (use is None and not self.usable(stack)):
             return None
+        self._note_released()
         piece = stack.piece(tensor, expert)
         seat = self._seat_of(piece, use)
         if seat is None:
             return None
+        self._lent.append(seat)
         self._parts.copy.use(seat.event)
         spec = stack.block.tensors[tensor]
         return seat.view(spec, spec.shape if piece.expert == WHOLE else spec.shape[1:])
@@ -374,6 +381,15 @@ class ExpertStore:
         return len(self._bank(stack.piece(tensor, 0)).seats) if self._banks else 0
 
     # -- inside ----------------------------------------------------------
+
+    def _note_released(self) -> None:
+        """Notes of seats that nobody looks at any more when their last readers will be through."""
+        free = [seat for seat in self._lent if not seat.aliased]
+        if free:
+            self._lent = [seat for seat in self._lent if seat.aliased]
+            now = self._parts.copy.guards(free[0].extent)
+            for seat in free:
+                seat.released = now
 
     def _bank(self, piece: Piece) -> Bank:
         return self._bank_of[piece.stack, piece.tensor]
@@ -469,6 +485,8 @@ class ExpertStore:
         stack = self._numbers[piece.stack]
         record = parts.table[stack.block.id]
         self._settle(seat)  # a guess that nobody came for
+        if self._lent:
+            self._note_released()
         begin, nbytes = self._range(stack, piece)
         seat.event = None
         if record.home is Tier.DRAM and record.home_extent is not None:
@@ -476,9 +494,8 @@ class ExpertStore:
             self._up(seat, home, stack)
         elif parts.homes.read_only(record.home_extent):
             place = self._place(stack, piece, record, begin, nbytes)
-            after = parts.copy.guards(seat.extent)
             seat.transfer = parts.transfers.need_mover().read(
-                place, seat.bytes, label=stack.block.name, urgent=urgent, after=after
+                place, seat.bytes, label=stack.block.name, urgent=urgent, after=seat.released
             )
         elif record.home_extent is not None:
             host = self._from_swap(stack.block.name, record.home_extent, begin, nbytes)
@@ -489,7 +506,8 @@ class ExpertStore:
         parts, started = self._parts, time.perf_counter_ns()
         nbytes = source.numel()
         after = parts.transfers.home_ready.get(stack.block.id)
-        seat.event = parts.copy.up(seat.bytes[:nbytes], source, seat.extent, after)
+        behind = seat.released if after is None else (*seat.released, after)
+        seat.event = parts.copy.up_behind(seat.bytes[:nbytes], source, behind)
         ended = time.perf_counter_ns()
         parts.counters.moved("dram->hbm", nbytes, ended - started)
         parts.counters.copy_ns += ended - started
