@@ -76,11 +76,11 @@ def test_no_expert_is_read_too_soon(seed: int, more: int, lag: int, two: bool) -
             use = Use(stack, counts, pieces)
             store.begin(use)
             for piece in pieces:
-                row = store.row(use, stack, piece.tensor, piece.expert)
-                assert row is not None
+                rows = store.rows(use, stack, piece.tensor, [piece.expert])
+                assert rows is not None
                 value = piece.expert + 10 * number + 100 * piece.tensor
-                device.submit(device.stream, partial(look, row.data_ptr(), value))
-                del row  # like a kernel's, its operands are addresses
+                device.submit(device.stream, partial(look, rows[0].data_ptr(), value))
+                del rows  # like a kernel's, its operands are addresses
                 for _ in range(random.randint(0, lag)):
                     device.advance()
             store.end(use)

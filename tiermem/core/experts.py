@@ -22,9 +22,9 @@ _SLOWEST = 1 / 64
 """What one call weighs at least in how often an expert is chosen."""
 FORESEEN = 0.5
 """What is foreseen has to come true in this share of calls to be worth a copy."""
-_PASSING = 128 << 20
+_PASSING = 192 << 20
 """Bytes of seats for what passes through: they keep a bus busy over a layer's other work."""
-_LEAST_PASSING = 3
+_LEAST_PASSING = 4
 _MOST_PASSING = 3  # of all seats: one in so many at most
 
 

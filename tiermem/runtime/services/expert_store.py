@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -323,39 +323,43 @@ class ExpertStore:
         if after is not None and self._room is not None and self.usable(after):
             self._guess(after)
 
-    def row(self, use: Use | None, stack: Stack, tensor: int, expert: int) -> torch.Tensor | None:
-        """Returns a piece, to be read by what is submitted to the current stream next.
+    def rows(
+        self, use: Use, stack: Stack, tensor: int, experts: Sequence[int]
+    ) -> list[torch.Tensor] | None:
+        """Returns pieces, to be read by what is submitted to the current stream next.
 
         Args:
-            use: The call that asks; None where it is over.
+            use: The call that asks.
             stack: The layer.
             tensor: Which tensor of its block.
-            expert: Which expert.
+            experts: Which experts; no more than there are seats.
 
         Returns:
-            It, of the shape of a row, or of all of a tensor that has no rows of its own; None
-            where no seat can be had.
+            A tensor for each, of the shape of a row, or of all of a tensor that has no rows of its
+            own; None where no seat can be had.
 
         Raises:
-            StorageError: If it cannot be read.
+            StorageError: If one cannot be read.
         """
-        if self._room is None or (use is None and not self.usable(stack)):
+        if self._room is None or (use not in self._uses and not self.usable(stack)):
             return None
         self._note_released()
-        piece = stack.piece(tensor, expert)
-        seat = self._seat_of(piece, use)
-        if seat is None:
-            return None
-        self._lent.append(seat)
-        self._parts.copy.use(seat.event)
-        spec = stack.block.tensors[tensor]
-        return seat.view(spec, spec.shape if piece.expert == WHOLE else spec.shape[1:])
+        spec, streams = stack.block.tensors[tensor], tensor in stack.rows
+        shape = spec.shape[1:] if streams else spec.shape
+        found = []
+        for expert in experts:
+            seat = self._seat_of(stack.piece(tensor, expert), use)
+            if seat is None:
+                return None
+            self._lent.append(seat)
+            found.append(seat.view(spec, shape))
+            self._parts.copy.use(seat.event)
+        return found
 
-    def _seat_of(self, piece: Piece, use: Use | None) -> Seat | None:
+    def _seat_of(self, piece: Piece, use: Use) -> Seat | None:
         """Returns where a piece is, its copy at least begun, its read from a file over."""
         bank = self._bank(piece)
-        if use is not None:
-            use.wanted.pop(piece, None)
+        use.wanted.pop(piece, None)
         asked = False
         while True:
             index = bank.who.seated.get(piece)
@@ -366,7 +370,7 @@ class ExpertStore:
                 return None
             seat = bank.seats[index]
             bank.who.used(piece)
-            if use is not None and use.coming:
+            if use.coming:
                 with seat.held():  # what comes next is asked for before the host waits for a disk
                     self._go_on(use)
             error = self._settle(seat)
