@@ -36,7 +36,7 @@ class Popularity:
         last: The experts chosen last, ascending.
         repeats: Share of the chosen ones that had been chosen in the call before.
         foreseen: Share of the experts that were foreseen to be chosen and were.
-        expected: The one that is foreseen to be chosen in the next call; -1 for none.
+        expected: Those that are foreseen to be chosen in the next call.
     """
 
     def __init__(self, experts: int) -> None:
@@ -45,7 +45,7 @@ class Popularity:
         self.last: list[int] = []
         self.repeats = 0.0
         self.foreseen = 0.0
-        self.expected = -1
+        self.expected: list[int] = []
         self._calls = 0
         self._looks = 0
 
@@ -57,11 +57,11 @@ class Popularity:
     def note(self, chosen: list[int]) -> None:
         """Enters a call in which these experts were chosen."""
         self._calls += 1
-        if self.expected >= 0:
+        if self.expected:
             self._looks += 1
-            right = self.expected in chosen
+            right = len(set(chosen).intersection(self.expected)) / len(self.expected)
             self.foreseen += max(1 / self._looks, 1 / 16) * (right - self.foreseen)
-            self.expected = -1
+            self.expected = []
         weight = max(1 / self._calls, _SLOWEST)
         self.often *= 1 - weight
         self.often[chosen] += weight

@@ -27,6 +27,8 @@ from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.expert_seats import Stack, Use
 from tiermem.runtime.services.expert_store import ExpertStore
 
+_AHEAD = 64 << 20
+"""Bytes that a bus brings up in the time of a layer's other work, for one token."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _item = dict.get  # a name is looked at, and nothing brought up for it
 
@@ -137,9 +139,7 @@ class ExpertsInterceptor(CallInterceptor):
         if expected is not None:
             flat = torch.cat([flat, expected.to(flat.dtype)])
         flat = flat.cpu()  # waits for the layer's router
-        ahead = -1 if expected is None else int(flat[-1])
-        if expected is not None:
-            flat = flat[:-1]
+        flat, named = flat.split([indices.numel(), flat.numel() - indices.numel()])
         if int(flat.min()) < 0 or int(flat.max()) >= stack.experts:
             return None
         counts = torch.bincount(flat, minlength=stack.experts).tolist()
@@ -147,7 +147,7 @@ class ExpertsInterceptor(CallInterceptor):
             if not self._store.usable(stack):
                 return None
             use = Use(stack, counts, self._order(stack, counts, how))
-            self._store.begin(use, ahead)
+            self._store.begin(use, named.tolist())
         few = flat.tolist() if how == "batched_mm" else None
         return Choice(manager, self._store, use, few, exact=how == "grouped_mm")
 
@@ -160,7 +160,8 @@ class ExpertsInterceptor(CallInterceptor):
         2023.)
 
         Returns:
-            Of shape ``[1]``: an expert; None where it is not worth it, or cannot be asked.
+            The surest experts, as many as there is time to copy; None where it is not worth it, or
+            cannot be asked.
         """
         after = stack.after
         if after is None or after.foresee is None or not after.popularity.worth_a_look:
@@ -169,7 +170,10 @@ class ExpertsInterceptor(CallInterceptor):
         if type(states) is not torch.Tensor or states.dim() != 2 or len(states) != 1:
             return None
         scores = after.foresee(states)
-        return None if scores is None else scores.argmax(-1)
+        if scores is None:
+            return None
+        most = max(1, min(len(after.popularity.last), _AHEAD // max(after.expert_nbytes, 1)))
+        return scores[0].topk(most).indices
 
     @staticmethod
     def _order(stack: Stack, counts: list[int], how: str) -> list[Any]:

@@ -71,6 +71,11 @@ class Stack:
         spec = self.block.tensors[tensor]
         return spec.nbytes // self.experts if tensor in self.rows else spec.nbytes
 
+    @property
+    def expert_nbytes(self) -> int:
+        """Bytes of all pieces of one expert."""
+        return sum(map(self.nbytes, self.rows))
+
     def piece(self, tensor: int, expert: int) -> Piece:
         """Returns a tensor's piece for an expert."""
         return Piece(self.number, tensor, expert if tensor in self.rows else WHOLE)

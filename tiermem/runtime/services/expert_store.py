@@ -283,12 +283,12 @@ class ExpertStore:
         self._forget_places(stack)
         stack.guessed.clear()
 
-    def begin(self, use: Use, expected: int = -1) -> None:
+    def begin(self, use: Use, expected: Sequence[int] = ()) -> None:
         """Says what a call will ask for, and begins the copies for which there are seats.
 
         Args:
             use: The call.
-            expected: An expert that the stack that comes next will probably choose; -1 for none.
+            expected: Experts that the stack that comes next will probably choose, the surest first.
         """
         stack, counters = use.stack, self._parts.counters
         here = 0
@@ -308,7 +308,7 @@ class ExpertStore:
         self._uses.append(use)
         begun = False
         try:
-            if self._go_on(use) and expected >= 0 and stack.after is not None:
+            if self._go_on(use) and expected and stack.after is not None:
                 self._expect(stack.after, expected)
             begun = True
         finally:
@@ -413,11 +413,12 @@ class ExpertStore:
             coming.popleft()
         return True
 
-    def _expect(self, stack: Stack, expert: int) -> None:
+    def _expect(self, stack: Stack, experts: Sequence[int]) -> None:
         """Begins the copies of what a router asked early has named, if it is mostly right."""
-        stack.popularity.expected = expert
+        stack.popularity.expected = list(experts)
         if stack.popularity.foreseen >= FORESEEN and self.usable(stack):
-            self._bring_guesses(stack, [stack.piece(index, expert) for index in stack.rows])
+            pieces = [stack.piece(index, expert) for expert in experts for index in stack.rows]
+            self._bring_guesses(stack, pieces)
 
     def _guess(self, stack: Stack) -> None:
         """Begins the copies of what was chosen last, where that has foretold the next choice."""
