@@ -177,7 +177,8 @@ class Use:
         chosen: The experts, ascending.
         counts: How often each expert of the layer was chosen.
         wanted: Pieces that were not asked for yet, in the order in which they will be.
-        coming: Of these, those whose copies have not begun, in that order.
+        coming: Of these, those whose copies have not begun: by tensor, each with its place in that
+            order.
     """
 
     def __init__(self, stack: Stack, counts: Sequence[int], wanted: Iterable[Piece]) -> None:
@@ -186,4 +187,6 @@ class Use:
         self.counts = counts
         self.chosen = [expert for expert, count in enumerate(counts) if count]
         self.wanted = dict.fromkeys(wanted)
-        self.coming = deque(self.wanted)
+        self.coming: dict[int, deque[tuple[int, Piece]]] = {}
+        for place, piece in enumerate(self.wanted):
+            self.coming.setdefault(piece.tensor, deque()).append((place, piece))

@@ -403,15 +403,20 @@ class ExpertStore:
 
     def _go_on(self, use: Use) -> bool:
         """Begins the copies of what is wanted next; returns whether there were seats for all."""
-        coming = use.coming
-        while coming:
-            piece = coming[0]
+        coming, open_ones = use.coming, dict(use.coming)
+        while open_ones:
+            tensor = min(open_ones, key=lambda tensor: open_ones[tensor][0][0])
+            pieces = coming[tensor]
+            piece = pieces[0][1]
             bank = self._bank(piece)
             needs = piece in use.wanted and piece not in bank.who.seated
             if needs and self._bring(bank, piece) is None:
-                return False
-            coming.popleft()
-        return True
+                del open_ones[tensor]
+                continue
+            pieces.popleft()
+            if not pieces:
+                del open_ones[tensor], coming[tensor]
+        return not coming
 
     def _expect(self, stack: Stack, experts: Sequence[int]) -> None:
         """Begins the copies of what a router asked early has named, if it is mostly right."""
@@ -434,12 +439,16 @@ class ExpertStore:
         record = self._parts.table[stack.block.id]
         if record.home is Tier.NVME and not self._parts.homes.read_only(record.home_extent):
             return
+        full: set[int] = set()
         for piece in pieces:
             bank = self._bank(piece)
-            if piece in bank.who.seated:
+            if piece in bank.who.seated or piece.tensor in full:
                 continue
             if self._bring(bank, piece, guessed=True) is None:
-                return
+                full.add(piece.tensor)
+                if len(full) == len(stack.rows):
+                    return
+                continue
             self._guesses[piece] = None
             if piece.expert not in stack.guessed:
                 stack.guessed.add(piece.expert)
