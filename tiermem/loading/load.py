@@ -93,7 +93,7 @@ def _wrap(
         by_id = {id(wanted[name]): source for name, source in sources.items()}
         names = {id(wanted[name]): name for name in sources}
         first = manager.attach_files(files.paths, files.check_unchanged)
-        origins = FileOrigins(files, first, by_id, names)
+        origins = FileOrigins(files, first, by_id, names, manager.read_files)
         wrapped = tier._wrap_model(model, blocks, origins=origins)
     except BaseException:
         untouched.undo()

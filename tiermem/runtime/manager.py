@@ -44,7 +44,9 @@ from tiermem.runtime.placement.no_room import too_much_for_good
 from tiermem.runtime.repair import repair_blocks
 from tiermem.runtime.transfers.block_io import BlockIo
 from tiermem.runtime.transfers.deferred import DeferredWork
+from tiermem.runtime.transfers.file_fills import FileFills
 from tiermem.runtime.transfers.transfers import TransferLog, Transfers
+from tiermem.storage.checkpointstore import SourceRange
 from tiermem.transfer.copy import CopyEngine, CudaCopyEngine, HostCopyEngine
 from tiermem.transfer.file.mover import FileMover
 
@@ -121,6 +123,7 @@ class BlockManager:
                 self.evictor, self.arena, opened.room, most=opened.most, open=opened.open
             )
             self.block_io = BlockIo(self.transfers)
+            self.file_fills = FileFills(self.transfers)
             self.parts = Parts(
                 settings, self.device, self.table, self.slots, self.homes, self.copy,
                 self.planner, self.pass_timer, self.counters, self.holders, self.deferred,
@@ -412,6 +415,20 @@ class BlockManager:
         with self.lock, torch.inference_mode(False), torch.no_grad():
             self.guard()
             self.block_io.write_home(block, tensors)
+
+    def fill_from_files(self, wanted: Sequence[tuple[Block, StoredBlock]]) -> None:
+        """Reads blocks without data from files straight to their homes; see :class:`FileFills`."""
+        self.guard()
+        with self.lock, torch.inference_mode(False), torch.no_grad():
+            self.guard()
+            self.file_fills.fill(wanted)
+
+    def read_files(self, ranges: Sequence[SourceRange], nbytes: int) -> torch.Tensor:
+        """Returns runs of bytes of files in fresh host memory; see :class:`FileFills`."""
+        self.guard()
+        with self.lock, torch.inference_mode(False), torch.no_grad():
+            self.guard()
+            return self.file_fills.read(ranges, nbytes)
 
     # -- passes ----------------------------------------------------------
 

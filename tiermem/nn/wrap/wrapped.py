@@ -28,7 +28,7 @@ from tiermem.nn.wrap import around
 from tiermem.nn.wrap.applied import ApplyInterceptor
 from tiermem.nn.wrap.lookup import LookupInterceptor, is_lookup
 from tiermem.nn.wrap.originals import Originals, undo_wrap
-from tiermem.nn.wrap.origins import Origins
+from tiermem.nn.wrap.origins import Origins, read_in
 from tiermem.nn.wrap.scope import (
     OF_ALL,
     OF_SCOPES,
@@ -278,6 +278,9 @@ class WrappedModel:
 
     def _move_in(self) -> None:
         """Copies every tensor to its block, then lets go of the tensors' own memory."""
+        if self.origins is not None:
+            for block in read_in(self.manager, self.origins, self.groups, self._sources):
+                del self._sources[block.id]
         with torch.no_grad():
             for group in [*self.groups, *([self.resident] if self.resident else [])]:
                 tensors = self._sources.get(group.block.id)
