@@ -97,6 +97,55 @@ def test_what_from_pretrained_makes(kind: str, tmp_path: Path) -> None:
         assert torch.equal(logits(model), expected)
 
 
+@pytest.mark.parametrize("kind", ["both", "the head alone", "two values", "old buffers"])
+def test_what_from_pretrained_makes_of_files_that_differ(kind: str, tmp_path: Path) -> None:
+    """Weights that are tied and there twice, once, or with other values; names it passes over."""
+    from safetensors.torch import load_file, save_file
+
+    save(tmp_path, CONFIGS["tied, bfloat16"]())
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    table = tensors["model.embed_tokens.weight"]
+    changes: dict[str, torch.Tensor] = {
+        "both": {"lm_head.weight": table.clone()},
+        "the head alone": {"lm_head.weight": table.clone()},
+        "two values": {"lm_head.weight": torch.randn_like(table)},
+        "old buffers": {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)},
+    }[kind]
+    if kind == "the head alone":
+        del tensors["model.embed_tokens.weight"]
+    save_file({**tensors, **changes}, path, metadata={"format": "pt"})
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        model: Any = tiermem.load_checkpoint(transformers.AutoModelForCausalLM, tmp_path, tier=tier)
+        assert torch.equal(logits(model), logits(plain))
+        check_equal(model, plain)
+    apart = kind == "two values"
+    assert (model.lm_head.weight is not model.model.embed_tokens.weight) == apart
+    assert (plain.lm_head.weight is not plain.model.embed_tokens.weight) == apart
+
+
+def test_a_module_that_ties_what_differs_is_refused(tmp_path: Path) -> None:
+    toy(tmp_path / "toy.safetensors")
+
+    def tied() -> nn.Module:
+        model = Toy()
+        model.second.bias = nn.Parameter(torch.zeros(8))
+        model.third = nn.Linear(16, 8)
+        model.third.bias = model.second.bias
+        return model
+
+    from safetensors.torch import save_file
+
+    plain = tied()
+    values = {k: v.clone() for k, v in plain.state_dict().items()} | {"third.bias": torch.ones(8)}
+    save_file(values, tmp_path / "toy.safetensors")
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        with pytest.raises(tiermem.CheckpointError, match="'second.bias' are one"):
+            tiermem.load_checkpoint(tied, tmp_path / "toy.safetensors", tier=tier)
+        assert not tier.residency()
+
+
 def test_training_leaves_the_files_alone(tmp_path: Path) -> None:
     plain = save(tmp_path, CONFIGS["tied, bfloat16"]())
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
