@@ -141,7 +141,7 @@ def test_a_module_that_ties_what_differs_is_refused(tmp_path: Path) -> None:
     values = {k: v.clone() for k, v in plain.state_dict().items()} | {"third.bias": torch.ones(8)}
     save_file(values, tmp_path / "toy.safetensors")
     with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
-        with pytest.raises(tiermem.CheckpointError, match="'second.bias' are one"):
+        with pytest.raises(tiermem.CheckpointError, match=r"'second\.bias' are one"):
             tiermem.load_checkpoint(tied, tmp_path / "toy.safetensors", tier=tier)
         assert not tier.residency()
 
