@@ -328,13 +328,15 @@ class TierManager:
         Beyond the budgets it takes the memory of one block, and of some buffers of 8 MiB.
 
         Args:
-            path: Where there is nothing, an empty folder or a checkpoint, which is replaced.
+            path: Where there is nothing, an empty folder or a checkpoint, which is replaced. Files
+                of your own there (``config.json``, a tokenizer, notes) stay; a folder that has
+                them alone may become a checkpoint.
             extra: Numbers, text, None and tensors, in lists, tuples and dictionaries: what else a
                 run needs, such as ``scheduler.state_dict()``.
             wait: Whether to return when the checkpoint is there. Without, the state of now is
-                saved while training goes on: a block that a step is about to write is copied to
-                DRAM that is free of the budget first; where there is none, the step waits until it
-                is written. Whatever is saved, loaded or closed next waits for it.
+                saved while training goes on: blocks are copied to DRAM that is free of the budget
+                before they are stepped; where there is none, the step waits until its block is
+                written. Whatever is saved, loaded or closed next waits for it.
 
         Returns:
             With ``wait=False``, a handle: ``done()`` says whether it is over, ``result()`` waits
