@@ -87,7 +87,7 @@ def budgeted(tier: tiermem.TierManager) -> int:
 
     Pages stay locked when what was in them is gone.
     """
-    return max(tier.stats().peak["dram"], tier._manager.homes.arena.locked)
+    return max(tier.stats().peak["dram"], tier._manager.parts.homes.arena.locked)
 
 
 def _repeat(call: Callable[[], Any], times: int, end: Callable[[], None]) -> None:

@@ -344,7 +344,7 @@ def test_a_tier_is_filled_by_many_reads_past_the_page_cache(
         ends = sum(1 for _ in tmp_path.glob("*.safetensors"))
         assert sum(request.file % 2 for request in read) <= 2 * ends
         assert sum(request.nbytes for request in read) >= nbytes(plain)
-        store = tier._manager.homes.sources
+        store = tier._manager.parts.homes.sources
         assert store is not None and not store._ranges  # no address is left behind
         assert {str(row.home) for row in tier.residency() if row.role == "param"} == {home}
         assert torch.equal(logits(model), logits(plain))
@@ -371,7 +371,10 @@ def test_a_disk_that_fails_while_a_tier_is_filled(
             tiermem.load_checkpoint(transformers.AutoModelForCausalLM, tmp_path, tier=tier)
         assert raised.value.errno == EIO
         assert not tier.residency()
-        assert tier._manager.homes.sources is not None and not tier._manager.homes.sources._ranges
+        assert (
+            tier._manager.parts.homes.sources is not None
+            and not tier._manager.parts.homes.sources._ranges
+        )
         broken["yes"] = False
         model = tiermem.load_checkpoint(transformers.AutoModelForCausalLM, tmp_path, tier=tier)
         plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)

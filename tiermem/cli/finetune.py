@@ -311,7 +311,7 @@ def capped(tier: tiermem.TierManager, tiers: Tiers, device: str) -> Iterator[Non
         return
     torch.cuda.empty_cache()
     most = tiers.cap - tiers.context
-    if not isinstance(tier._manager.arena, DeviceArena):
+    if not isinstance(tier._manager.parts.slots.arena, DeviceArena):
         most -= tiers.hbm
     total = torch.cuda.get_device_properties(where).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), where)
