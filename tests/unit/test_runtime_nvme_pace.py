@@ -170,4 +170,4 @@ def test_what_fits_in_dram_is_read_once(work: str, tmp_path: Path) -> None:
         assert used == {
             made.blocks.index(b) for b in made.blocks if b.id in kept.in_dram | kept.residents
         }
-        made.manager.table.check()
+        made.manager.parts.table.check()
