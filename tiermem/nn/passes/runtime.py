@@ -41,6 +41,11 @@ _PAST = 3  # blocks that forward has come to after the first one: it "has got fu
 class BackwardWatcher(Protocol):
     """Is told of every backward."""
 
+    @property
+    def revocable(self) -> bool:
+        """Whether steps that it makes there can be taken back."""
+        ...
+
     def begins(self) -> bool:
         """One begins; returns whether it uses more blocks than weights and gradients."""
         ...
@@ -51,6 +56,10 @@ class BackwardWatcher(Protocol):
 
     def settle(self) -> None:
         """Lets everybody look at all blocks, a step under way or not."""
+        ...
+
+    def repair(self) -> None:
+        """Takes back what can be, after an exception anywhere; nothing is under way."""
         ...
 
 
