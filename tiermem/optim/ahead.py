@@ -117,6 +117,7 @@ class StepsAhead:
         # the backward under way
         self._task = -1
         self._counted = self._steps = False
+        self._made_any = False  # in the last that was likely to have steps
         self._pipeline = BlockSweep(self._manager)
         self._held_back: set[int] = set()
         runtime.backwards.append(self)
@@ -183,7 +184,7 @@ class StepsAhead:
         self._task = torch._C._current_graph_task_id()
         self._counted = self._steps = False
         self._arrivals.forget()
-        return self._habit.is_last(self._habit.backwards + 1) and self._may_begin()
+        return self._made_any and self._is_last(self._habit.backwards + 1)
 
     def ends(self) -> None:
         """It is over."""
@@ -217,6 +218,10 @@ class StepsAhead:
 
     # -- inside ----------------------------------------------------------
 
+    def _is_last(self, number: int) -> bool:
+        """Whether steps are made in the backward of this number since the last step."""
+        return self._habit.is_last(number) and self._may_begin() and self._auto.has_room_behind()
+
     def _first(self) -> None:
         """The first gradient of a backward arrives: decides whether steps are made in it."""
         habit = self._habit
@@ -226,7 +231,8 @@ class StepsAhead:
         if self.provisional and self._marks != marks:
             self.provisional.drop()
         self._marks = marks
-        self._steps = habit.is_last(habit.backwards) and self._may_begin()
+        self._steps = self._is_last(habit.backwards)
+        self._made_any = False
         if self._steps:
             self._settings = frozen_settings(self._groups)
             self._pipeline = BlockSweep(self._manager)
@@ -277,6 +283,7 @@ class StepsAhead:
         self._manager.timeline.add("optimizer", group.block.name, began, time.perf_counter_ns())
         if not made:
             return
+        self._made_any = True
         blocks = [group.block, *(block for unit in units for block in unit.kept_blocks())]
         if id(group) in self._held_back:
             self._runtime.unwritten += blocks  # until forward has got further

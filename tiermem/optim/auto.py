@@ -118,6 +118,10 @@ class AutoOverlap:
         capturing = self._runtime.manager.copy.capturing()
         return self._known and not (self._failed or looked_into or draws or capturing)
 
+    def has_room_behind(self) -> bool:
+        """Whether nobody but tiermem holds any of HBM in backward, so that blocks can be moved."""
+        return not max(self._seen_nbytes, self._seen_now())
+
     def is_steady(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether a unit was stepped before with settings such as those of now."""
         numbers = {number for _, number in unit.members}

@@ -1,9 +1,9 @@
 """Steps that are made before anybody has asked for them: confirmed by ``step()``, or dropped.
 
 What such a step writes goes to shadows of its blocks (:mod:`tiermem.runtime.services.shadows`),
-so that their homes keep what they were. Until ``step()`` confirms it, it is owed to every block that
-it has to do with to drop all of these steps: whoever looks at one sees it as it was, and the steps
-are made when they are asked for, as if nothing had been.
+so that their homes keep what they were. Until ``step()`` confirms it, it is owed to every block
+that it has to do with to drop all of these steps: whoever looks at one sees it as it was, and the
+steps are made when they are asked for, as if nothing had been.
 """
 
 from __future__ import annotations

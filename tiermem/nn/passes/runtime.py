@@ -390,7 +390,8 @@ class ModuleRuntime:
         trained = {e.unit.block.id for g in self.groups for e in g.entries if e.unit is not None}
         order = [b for b in self.manager.planner.schedule.order if b not in trained]
         del order[self.manager.planner.cursor :]
-        stepping = [watcher.begins() for watcher in self.backwards]
+        asked = [(watcher.begins(), watcher.revocable) for watcher in self.backwards]
+        stepping = [steps for steps, revocable in asked if steps or not revocable]
         self.manager.begin_pass(("backward", self._last_forward, *stepping), order[::-1])
         self.activations.begin_backward()
         self.grads.begin_backward()
