@@ -22,6 +22,7 @@ from tiermem.nn.groups.group import Entry, Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import is_viewed
 from tiermem.optim.auto import AutoOverlap
+from tiermem.optim.balance import Load, Speed, left_to_forward
 from tiermem.optim.provisional import Provisional
 from tiermem.optim.rules.groups import frozen_settings
 from tiermem.optim.rules.scaling import Scaling
@@ -33,6 +34,7 @@ from tiermem.runtime.services.sweep import BlockSweep
 
 _MOST_PAUSE = 64
 _IN_VAIN = 2
+_FIRST_LOOK = 4  # rounds with steps ahead, until passes are measured; then after 8, 16, ...
 
 
 class Habit:
@@ -80,6 +82,7 @@ class StepsAhead:
     Attributes:
         revocable: Whether its steps can be taken back.
         provisional: Those that are made and not confirmed.
+        left: Ids of the groups whose steps are left to the next forward, which has time for them.
     """
 
     revocable = True
@@ -114,6 +117,8 @@ class StepsAhead:
         self._settings: list[dict[str, Any]] = []
         self._marks: object = None
         self._drops = 0
+        self.left: set[int] = set()
+        self._rounds, self._next_look = 0, _FIRST_LOOK
         # the backward under way
         self._task = -1
         self._counted = self._steps = False
@@ -232,17 +237,36 @@ class StepsAhead:
             self.provisional.drop()
         self._marks = marks
         self._steps = self._is_last(habit.backwards)
-        self._made_any = False
         if self._steps:
             self._settings = frozen_settings(self._groups)
             self._pipeline = BlockSweep(self._manager)
             self._runtime.unwritten = []
             self._held_back = self._arrivals.held_back(self._runtime)
+            self._look_at_pace()
+        self._made_any = False
+
+    def _look_at_pace(self) -> None:
+        """Chooses what is left to the next forward, once it is known how long passes compute."""
+        self._rounds += self._made_any
+        manager, pace = self._manager, self._manager.pass_timer.estimates
+        if self._rounds < self._next_look or manager.device.type != "cuda":
+            return  # on the CPU copies from DRAM hide behind nothing
+        forward, backward = map(pace.computes, self._runtime.last_passes)
+        if forward is None or backward is None:
+            return
+        self._next_look = 2 * self._rounds
+        speed = Speed(forward, backward, pace.rate("dram->hbm"), pace.rate("hbm->dram"))
+        groups = [g for g in self._runtime.groups if id(g) in self._arrivals.units]
+        loads = [_load_of(group, self._arrivals.units[id(group)]) for group in groups]
+        now = [number for number, group in enumerate(groups) if id(group) in self.left]
+        self.left = {id(groups[number]) for number in left_to_forward(loads, speed, now)}
 
     def _step(self, group: Group) -> None:
         """Steps the units of a block whose gradients are final, if all of them can be."""
         units = [u for u in self._arrivals.units[id(group)] if any(e.has_grad for e in u.entries)]
-        if not units or group.suspect or group.writes_hidden or group.merging or group.resident:
+        if not units or id(group) in self.left:
+            return
+        if group.suspect or group.writes_hidden or group.merging or group.resident:
             return
         if not all(self._can_be_made(unit) for unit in units):
             return
@@ -299,6 +323,18 @@ class StepsAhead:
             meanwhile=at_hand,
             revocable=True,
         )
+
+
+def _load_of(group: Group, units: Sequence[StepUnit]) -> Load:
+    """Returns what moves with a block and its step; what stays in HBM does not move."""
+    stay = group.manager.evictor.residents
+    kept = [block for unit in units for block in unit.kept_blocks() if block.id not in stay]
+    gradients = [grads.block for unit in units for grads in unit.grad_units()]
+    return Load(
+        weights=0 if group.block.id in stay else group.block.nbytes,
+        gradients=sum(block.nbytes for block in gradients),
+        kept=sum(block.nbytes for block in kept),
+    )
 
 
 def _is_untouched(unit: StepUnit) -> bool:

@@ -192,6 +192,7 @@ class ModuleRuntime:
         self._backward_began = 0
         self._ending: weakref.ref[_Ending] | None = None
         self._last_forward: Hashable = None
+        self._last_backward: Hashable = None
         self._homed = 0
 
     # -- membership ------------------------------------------------------
@@ -371,6 +372,11 @@ class ModuleRuntime:
 
     # -- backward --------------------------------------------------------
 
+    @property
+    def last_passes(self) -> tuple[Hashable, Hashable]:
+        """Names of the last forward and of the last backward that have begun."""
+        return self._last_forward, self._last_backward
+
     @inside
     def enter_backward(self) -> None:
         """Backward has reached something of ours: a new pass, the first time."""
@@ -392,7 +398,8 @@ class ModuleRuntime:
         del order[self.manager.planner.cursor :]
         asked = [(watcher.begins(), watcher.revocable) for watcher in self.backwards]
         stepping = [steps for steps, revocable in asked if steps or not revocable]
-        self.manager.begin_pass(("backward", self._last_forward, *stepping), order[::-1])
+        self._last_backward = ("backward", self._last_forward, *stepping)
+        self.manager.begin_pass(self._last_backward, order[::-1])
         self.activations.begin_backward()
         self.grads.begin_backward()
 
