@@ -293,7 +293,7 @@ class StepsAhead:
             return
         began = time.perf_counter_ns()
         try:
-            made = self.provisional.make(group, units, self._make_one)
+            made = self.provisional.make(group, units, self._state, self._make_one)
         except (StorageError, CapacityError):
             return
         except torch.OutOfMemoryError:

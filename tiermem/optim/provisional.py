@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from tiermem.core.block import Block
-from tiermem.core.residency import State
+from tiermem.core.residency import State as Residency
 from tiermem.nn.groups.group import Entry, Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.units.undo import Undo
-from tiermem.optim.units.unit import StepUnit
+from tiermem.optim.units.unit import State, StepUnit
 from tiermem.runtime.services.shadows import Shadows
 from tiermem.runtime.transfers.deferred import Deferred
 
-_AT_HOME = State.VALID
+_AT_HOME = Residency.VALID
 
 Step = Callable[[StepUnit, Callable[[], None]], None]
 """Makes the step of a unit; calls what it is given once the unit's blocks are at hand."""
@@ -99,12 +99,13 @@ class Provisional:
         self._shadows.forget_removed()
         return self._shadows.reserve(record.block for record in (weights, *kept))
 
-    def make(self, group: Group, units: Sequence[StepUnit], step: Step) -> bool:
+    def make(self, group: Group, units: Sequence[StepUnit], state: State, step: Step) -> bool:
         """Steps units of a block, under the manager's lock.
 
         Args:
             group: Of their weights.
             units: For which :meth:`has_room` was true.
+            state: The tiered optimizer's.
             step: Makes the step of one, with :attr:`ticket`; it may raise, or leave it.
 
         Returns:
@@ -116,7 +117,7 @@ class Provisional:
         try:
             for unit in units:
                 blocks += unit.kept_blocks()
-                self._made[id(unit)] = _Made(unit, unit.made, _numbers_of(unit))
+                self._made[id(unit)] = _Made(unit, unit.made, _numbers_of(unit, state))
                 unit.counted.later(ticket)
                 step(unit, partial(self._shadows.turn, [group.block, *unit.kept_blocks()]))
         finally:
@@ -205,9 +206,10 @@ class Provisional:
         return self._shadows.release()
 
 
-def _numbers_of(unit: StepUnit) -> Undo:
-    """Keeps what the state of a unit has outside the tiers, such as how often it was stepped."""
+def _numbers_of(unit: StepUnit, state: State) -> Undo:
+    """Keeps what the state of a unit has outside the tiers, and which parameters have any."""
     numbers = Undo()
-    state = unit.optimizer_for(None).state
-    numbers.keep_entries(state, [unit.own(param) for param, _ in unit.members])
+    params = [param for param, _ in unit.members]
+    numbers.keep_entries(unit.optimizer_for(None).state, [unit.own(param) for param in params])
+    numbers.keep_shown(state, params)
     return numbers
