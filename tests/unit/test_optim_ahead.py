@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from support_optim import Net, Twins, loss_of, two_groups
 from torch import nn
 
 from tiermem.optim.ahead import Habit
+from tiermem.optim.balance import Load, Speed, left_to_forward, seconds
 
 ROOMY = Tiers("dram", dram=8 << 20)
 SGD = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
@@ -231,3 +233,26 @@ def test_a_model_that_leaves_is_as_it_was_before_the_steps() -> None:
         pair.backward(1)
         pair.tier.close()
         assert_same(dict(pair.plain.state_dict()), dict(pair.model.state_dict()), "weights")
+
+
+LAYERS = [Load(weights=2, gradients=2, kept=12)] * 30
+
+
+def test_what_forward_has_time_for_is_left_to_it() -> None:
+    """The best of all numbers of blocks, evenly spread; none where the link is busy throughout."""
+    compute = Speed(forward=150.0, backward=400.0, up=1.0, down=1.0)
+    left = left_to_forward(LAYERS, compute)
+    assert 0 < len(left) < 15
+    assert all(b - a > 1 for a, b in itertools.pairwise(sorted(left)))
+    assert seconds(LAYERS, compute, left) < seconds(LAYERS, compute, ())
+    assert seconds(LAYERS, compute, left) < seconds(LAYERS, compute, range(30))
+    assert left_to_forward(LAYERS, Speed(1.0, 3.0, 1.0, 1.0)) == frozenset()
+    assert left_to_forward(LAYERS, Speed(900.0, 1.0, 1.0, 1.0)) == frozenset(range(30))
+
+
+def test_what_is_left_stays_left_where_others_are_hardly_better() -> None:
+    speed = Speed(forward=150.0, backward=400.0, up=1.0, down=1.0)
+    left = left_to_forward(LAYERS, speed)
+    near = frozenset(number + 1 for number in left if number + 1 < len(LAYERS))
+    assert left_to_forward(LAYERS, speed, near) == near
+    assert left_to_forward(LAYERS, speed, range(30)) == left
