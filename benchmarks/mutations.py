@@ -100,8 +100,8 @@ _ELSEWHERE = (
     Mutation(
         "a block that somebody looks at leaves in a loop that repeats",
         _RULES,
-        "if slot is None or slot.aliased:\n            return False\n        if why",
-        "if slot is None:\n            return False\n        if why",
+        "use_count(slot.storage) > slot.baseline + slot.pointed\n            or ",
+        "",
         STEADY,
     ),
     Mutation(
@@ -133,45 +133,10 @@ _ELSEWHERE = (
         ("tests/unit/test_driver.py",),
     ),
     Mutation(
-        "calls that are out of the way stay away though another thread comes in",
+        "a call below passes though another thread holds the block meanwhile",
         "tiermem/nn/wrap/scope.py",
-        "until all are out again\n                self.restore()\n",
-        "until all are out again\n",
-        INSIDE,
-    ),
-    Mutation(
-        "calls go out of the way though a thread beside may come in unseen",
-        "tiermem/nn/wrap/scope.py",
-        "begins and not (other_threads() or is_grad_enabled())",
-        "begins and not is_grad_enabled()",
-        INSIDE,
-    ),
-    Mutation(
-        "calls go out of the way when a module below is called by itself",
-        "tiermem/nn/wrap/scope.py",
-        "begins and not (other_threads() or is_grad_enabled())",
-        "not (other_threads() or is_grad_enabled())",
-        INSIDE,
-    ),
-    Mutation(
-        "nothing is held for a thread that came in unseen",
-        "tiermem/nn/wrap/scope.py",
-        "self._callers() if other_threads() else set()",
-        "set()",
-        INSIDE,
-    ),
-    Mutation(
-        "what is held for a thread is held for good",
-        "tiermem/nn/wrap/scope.py",
-        "        self._guests &= self._callers()\n",
-        "",
-        INSIDE,
-    ),
-    Mutation(
-        "calls stay away though a weight is asked for that is not held",
-        "tiermem/nn/passes/runtime.py",
-        "        if who.away:\n",
-        "        if False:\n",
+        "            self.thread = 0  # until all are out again\n",
+        "            pass\n",
         INSIDE,
     ),
     Mutation(
@@ -226,8 +191,8 @@ _ELSEWHERE = (
     Mutation(
         "a release forgets that the block was written",
         _RUNTIME + "manager.py",
-        "self.table.release(block.id, dirty=dirty)",
-        "self.table.release(block.id)",
+        "self.parts.table.release(block.id, dirty=dirty)",
+        "self.parts.table.release(block.id)",
         MANAGER,
     ),
     Mutation(
@@ -276,8 +241,8 @@ _ELSEWHERE = (
     Mutation(
         "a block under way is removed without waiting",
         _RUNTIME + "manager.py",
-        "                self.transfers.settle(block.id)\n                if self.table",
-        "                if self.table",
+        "self.parts.transfers.settle(block.id)\n                if self.parts.table[",
+        "if self.parts.table[",
         FAULTS,
     ),
     Mutation(
@@ -571,25 +536,25 @@ _ACTIVATIONS = (
     (
         "a saved tensor is let go while it is copied down",
         _COPIES,
-        "            self.manager.copy.use(place.written)\n        source, copy.source",
+        "            self.manager.parts.copy.use(place.written)\n        source, copy.source",
         "            pass\n        source, copy.source",
     ),
     (
         "compute does not wait for what comes up",
         _COPIES,
-        "        self.manager.copy.use(copy.up)\n        reading",
+        "        self.manager.parts.copy.use(copy.up)\n        reading",
         "        reading",
     ),
     (
         "what was fetched and not needed is let go while it comes up",
         _COPIES,
-        "            self.manager.copy.use(event)\n",
+        "            self.manager.parts.copy.use(event)\n",
         "",
     ),
     (
         "compute does not wait for what comes up from a file",
         _COPIES,
-        "            self.manager.copy.use(copy.up)\n            return\n",
+        "            self.manager.parts.copy.use(copy.up)\n            return\n",
         "            return\n",
     ),
     (
@@ -683,7 +648,7 @@ _LOOKS = (
     (
         "a home goes to another block while a copy up from it is under way",
         "tiermem/runtime/manager.py",
-        "                self.copy.wait(self.copy.risen())",
+        "                self.parts.copy.wait(self.parts.copy.risen())",
         "                pass",
     ),
     (

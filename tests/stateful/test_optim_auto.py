@@ -177,7 +177,7 @@ class Disturbed:
         if what == "dropped midway":
             self.ahead.provisional.drop()
         if what == "a home needs room":
-            self.ahead._manager.homes._reclaim()
+            self.ahead._manager.parts.homes._reclaim()
 
     def spoil(self, unit: Any, *_: Any) -> None:
         """An update that finds no memory once it has written half of everything."""
@@ -352,7 +352,7 @@ class Looking(RuleBasedStateMachine):
         """What was made ahead is dropped where the program can see no reason."""
         self.optimizer._ahead.settle()
         if release:
-            self.tier._manager.homes._reclaim()
+            self.tier._manager.parts.homes._reclaim()
 
     @rule(
         what=st.sampled_from([add, give, forget, scale_gradient]),

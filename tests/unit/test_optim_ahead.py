@@ -93,7 +93,7 @@ DROPS: dict[str, Callable[[Twins], Any]] = {
     "clamping": lambda p: p.clip_value(0.001),
     "another backward": lambda p: p.backward(7),
     "evaluation": lambda p: loss_of(p.model, 3),
-    "room for a home": lambda p: p.tier._manager.homes._reclaim(),
+    "room for a home": lambda p: p.tier._manager.parts.homes._reclaim(),
 }
 
 
@@ -210,14 +210,14 @@ def test_where_dram_has_room_for_some_the_others_wait() -> None:
 
 def test_shadows_go_with_the_optimizer() -> None:
     with warm() as pair:
-        homes = pair.tier._manager.homes
+        homes = pair.tier._manager.parts.homes
         assert homes.dram.used > sum(
-            record.home_extent.nbytes for record in pair.tier._manager.table
+            record.home_extent.nbytes for record in pair.tier._manager.parts.table
         )
         pair.backward(1)
         pair.optimizer.close()
         assert homes.dram.used == sum(
-            record.home_extent.nbytes for record in pair.tier._manager.table
+            record.home_extent.nbytes for record in pair.tier._manager.parts.table
         )
         assert_same(dict(pair.plain.state_dict()), dict(pair.model.state_dict()), "weights")
         check_table(pair.tier)

@@ -248,8 +248,8 @@ class StepsAhead:
     def _look_at_pace(self) -> None:
         """Chooses what is left to the next forward, once it is known how long passes compute."""
         self._rounds += self._made_any
-        manager, pace = self._manager, self._manager.pass_timer.estimates
-        if self._rounds < self._next_look or manager.device.type != "cuda":
+        manager, pace = self._manager, self._manager.parts.pass_timer.estimates
+        if self._rounds < self._next_look or manager.parts.device.type != "cuda":
             return  # on the CPU copies from DRAM hide behind nothing
         forward, backward = map(pace.computes, self._runtime.last_passes)
         if forward is None or backward is None:
@@ -270,7 +270,7 @@ class StepsAhead:
             return
         if not all(self._can_be_made(unit) for unit in units):
             return
-        with self._manager.lock, quiet(self._manager.device), torch.no_grad():
+        with self._manager.lock, quiet(self._manager.parts.device), torch.no_grad():
             uncompiled(StepsAhead._make)(self, group, units)
 
     def _can_be_made(self, unit: StepUnit) -> bool:
@@ -304,7 +304,9 @@ class StepsAhead:
                 raise  # a signal handler's, or no memory, at a line of ours
             self._steps = False  # step() meets with it, too
             return
-        self._manager.timeline.add("optimizer", group.block.name, began, time.perf_counter_ns())
+        self._manager.parts.timeline.add(
+            "optimizer", group.block.name, began, time.perf_counter_ns()
+        )
         if not made:
             return
         self._made_any = True
@@ -327,7 +329,7 @@ class StepsAhead:
 
 def _load_of(group: Group, units: Sequence[StepUnit]) -> Load:
     """Returns what moves with a block and its step; what stays in HBM does not move."""
-    stay = group.manager.evictor.residents
+    stay = group.manager.parts.evictor.residents
     kept = [block for unit in units for block in unit.kept_blocks() if block.id not in stay]
     gradients = [grads.block for unit in units for grads in unit.grad_units()]
     return Load(

@@ -88,7 +88,7 @@ class Provisional:
 
     def has_room(self, group: Group, units: Sequence[StepUnit]) -> bool:
         """Whether the steps of all units of a block can be provisional."""
-        table = self._manager.table
+        table = self._manager.parts.table
         weights = table[group.block.id]
         kept = [table[block.id] for unit in units for block in unit.kept_blocks()]
         if not all(self._shadows.can_have(record) for record in (weights, *kept)):
@@ -146,7 +146,7 @@ class Provisional:
             if self._is_begun(self.ticket) and not self._broken:
                 self.confirm()
                 return
-            manager.copy.synchronize()
+            manager.parts.copy.synchronize()
             for made in self._made.values():
                 made.numbers.take_back()
                 made.unit.foreign.forget()
@@ -188,11 +188,11 @@ class Provisional:
     def _owe(self, block: Block, blocks: Sequence[Block]) -> None:
         debt = Deferred(block.name, [b.id for b in blocks], self.drop)
         self._debts.append(debt)
-        self._manager.deferred.add(debt)
+        self._manager.parts.deferred.add(debt)
 
     def _end(self) -> None:
         while self._debts:
-            self._manager.deferred.cancel(self._debts[-1])
+            self._manager.parts.deferred.cancel(self._debts[-1])
             self._debts.pop()
         self._made.clear()
         self._used.clear()

@@ -31,9 +31,10 @@ from tiermem.optim.classes import (
     refuse_draws,
     refuse_others,
 )
+from tiermem.optim.host.devicebits import DeviceBits, Movable
 from tiermem.optim.host.share import Speeds
 from tiermem.optim.host.side import rooms_of
-from tiermem.optim.host.sides import choose_sides
+from tiermem.optim.host.sides import choose_exact_sides, choose_sides
 from tiermem.optim.host.steps import HostSteps, say_how_far
 from tiermem.optim.methods import Counts, Methods
 from tiermem.optim.putoff import PutOff
@@ -151,7 +152,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         self._runtime = runtime
         self._manager = runtime.manager
-        self._manager.guard()
+        self._manager.gate.guard()
         self._cls = optimizer_class(cls)
         self._settings = settings
         if overlap not in (False, True, "auto", "forward", "backward"):
@@ -168,13 +169,18 @@ class TieredOptimizer(torch.optim.Optimizer):
                 f"where={where!r}: a step is made on 'device', 'host' or 'both', or where it is "
                 "fastest with the device's bits ('auto')"
             )
-        where = "device" if where == "auto" else where  # the host rounds differently
         if host_share is not None and (where != "both" or not 0 <= host_share <= 1):
             raise StepError(
                 f"host_share={host_share!r}, where={where!r}: it is a share from 0 to 1 of what "
                 "where='both' has the host step"
             )
-        self._where = where
+        # where nothing is said, the host only steps what nobody can tell from the device's
+        self._where = "device" if where == "auto" else where
+        self._bits = DeviceBits(self._cls, self.make, self._manager.parts.device)
+        self._movable: Movable | None = None
+        if where == "auto":
+            self._movable = Movable(runtime, self._bits, self.make)
+        self._why_device = "" if where == "auto" else f"where={where!r}"
         self._host_share = host_share
         self._host: HostSteps | None = None
         self._looked_into = False  # so that users may have edited the state
@@ -231,7 +237,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._refuse_if_closed("step()")
         self._runtime.refuse_half_loaded("step()")
         self._methods.refuse_if_begun("step()")
-        self._manager.guard()
+        self._manager.gate.guard()
         if not self._rounds:
             loss = None
             if closure is not None:
@@ -350,6 +356,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         left = current.left()
         host = self._host
         if host is not None:
+            if self._movable is not None:
+                here = [unit for unit in left if not host.is_begun(unit)]
+                self._movable.place(here, current.groups, current.scaling)
             mine = [u for u in left if u.host is not None and not host.is_begun(u)]
             if mine:
                 host.begin(mine, frozen_settings(current.groups), current.scaling, current.ticket)
@@ -393,7 +402,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         with self._manager.lock:
             for unit in self._units if unfinished else ():
                 if id(unit) in unfinished and unit.group is not None:
-                    self._manager.deferred.pay(unit.group.block.id)
+                    self._manager.parts.deferred.pay(unit.group.block.id)
 
     def _finish_but_waiting(self) -> None:
         """Makes what is left of a step and may not wait: the host's."""
@@ -402,7 +411,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         with self._manager.lock:
             for unit in self._units:
                 if id(unit) in self._owed and unit.group is not None and not self._may_wait(unit):
-                    self._manager.deferred.pay(unit.group.block.id)
+                    self._manager.parts.deferred.pay(unit.group.block.id)
 
     def _choose(self, auto: AutoOverlap, current: Round) -> None:
         auto.choose(
@@ -439,6 +448,16 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._inside.accumulate(micro_batches)
 
     @property
+    def stepped_where(self) -> str:
+        """Which share of the elements the host steps, or why it steps none."""
+        on_host = sum(p.numel() for u in self._units if u.host is not None for p, _ in u.members)
+        if not on_host:
+            return f"all on the device: {self._why_device or self._bits.reason}"
+        share = on_host / sum(p.numel() for u in self._units for p, _ in u.members)
+        bits = "its own" if self._bits.reason else "the device's"
+        return f"{share:.2f} of the elements on the host, with {bits} bits"
+
+    @property
     def stepped_in_backward(self) -> int:
         """How many units were stepped inside backward so far, where ``step()`` has asked for it."""
         if self._ahead is not None:
@@ -473,7 +492,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if not self._looked_into:
             return
         units = [unit for unit in self._units if id(unit) not in self._owed]
-        with self._manager.lock, quiet(self._manager.device):
+        with self._manager.lock, quiet(self._manager.parts.device):
             take_in_edits(self._runtime, units, self.param_groups, self._state)
 
     @entrance
@@ -700,7 +719,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             StepError: If a step was cut short, or is to be asked for by ``step()``; it stays open.
             StorageError: If a step that was put off fails; likewise.
         """
-        if self._closed or self._manager.closed:
+        if self._closed or self._manager.gate.closed:
             return
         self._settle("close()")
         runtime, units = self._runtime, self._units
@@ -784,7 +803,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         found = {n: self._tried(self.param_groups[n]) for n in new}
         if not hasattr(self, "_probe"):
             sparse = any(nature.sparse for nature in found.values())
-            self._probe = StateProbe(self.make, self._manager.device, sparse=sparse)
+            self._probe = StateProbe(self.make, self._manager.parts.device, sparse=sparse)
         if self._overlap or self._where != "device":
             refuse_draws(self._cls.__name__, list(found.values()))
         for number, nature in found.items():
@@ -798,7 +817,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             settings_of(group),
             sorted({p.dim() for p in group["params"]}),
             self._stepped_dtype(group["params"][0]),
-            self._manager.device,
+            self._manager.parts.device,
             method,
         )
 
@@ -901,22 +920,25 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _choose_sides(self, units: Sequence[StepUnit]) -> None:
         """Decides which units the host steps."""
-        if self._where == "device":
+        if self._where == "device" and self._movable is None:
             return
         dtype = next((self._stepped_dtype(p) for u in units for p, _ in u.members), torch.float32)
-        some, self.speeds = choose_sides(
-            self._runtime,
-            units,
-            self.make,
-            dtype,
-            self.param_groups,
-            share=self._where == "both" if self._host_share is None else float(self._host_share),
-            in_backward=self._inside is not None,
-            earlier=[unit for unit in self._units if unit.host is not None],
-        )
+        args = self._runtime, units, self.make, dtype, self.param_groups, self._bits
+        earlier = [unit for unit in self._units if unit.host is not None]
+        inside = self._inside is not None
+        if self._movable is not None:
+            why, speeds = choose_exact_sides(*args, in_backward=inside, earlier=earlier)
+            some, self._why_device = not why, why
+            self.speeds = speeds or self.speeds
+            self._movable.take_on(units)
+        else:
+            share = self._where == "both" if self._host_share is None else float(self._host_share)
+            some, self.speeds = choose_sides(
+                *args, share=share, in_backward=inside, earlier=earlier
+            )
         if some and self._host is None:
-            args = self._number, self._owed, self._state, self._explain
-            self._host = HostSteps(self._runtime, *args)
+            owed = self._number, self._owed, self._state, self._explain
+            self._host = HostSteps(self._runtime, *owed)
 
     def _before_forward(self, training: bool) -> None:
         self._drop_ahead()

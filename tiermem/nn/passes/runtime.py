@@ -28,6 +28,7 @@ from tiermem.nn.passes.reduced import ReducedGradients
 from tiermem.nn.passes.saved import SavedHooks
 from tiermem.nn.passes.scopes import PassScope
 from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.services.expert_store import ExpertStore
 from tiermem.runtime.services.sweep import BlockSweep
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ class ModuleRuntime:
         saved: The saved-tensor hooks.
         addresses: Where users were told that parameters are.
         activations: Saved tensors that leave HBM.
+        experts: Layers of which the experts come up one by one.
         on_begin: Called before each top-level pass (the optimizers check in here).
         on_backward: Called as each backward begins.
         keepers: What each optimizer has in the tiers.
@@ -159,11 +161,11 @@ class ModuleRuntime:
         self.groups: list[Group] = []
         self.here = _Here()
         self.grads = GradStore(self)
-        self.program = Program(manager.settings, self.grads.dtype_for)
+        self.program = Program(manager.parts.settings, self.grads.dtype_for)
         self.reduced = ReducedGradients(self)
         self.saved = SavedHooks(self)
         self.addresses = Addresses()
-        settings = manager.settings
+        settings = manager.parts.settings
         self.activations = Activations(
             manager,
             settings.policy.activations,
@@ -171,11 +173,12 @@ class ModuleRuntime:
             settings.activation_layers,
             settings.activation_ahead,
         )
+        self.experts = ExpertStore(manager)
         self.on_begin: list[Callable[[bool], None]] = []
         self.on_backward: list[Callable[[], None]] = []
         self.keepers: list[Keeper] = []
         self.attempts: list[UnderWay] = []
-        manager.homes.owners.append(self._owned)
+        manager.parts.homes.owners.append(self._owned)
         self.backwards: list[BackwardWatcher] = []
         self.lendings: list[Lending] = []
         self.models: dict[int, WrappedModel] = {}
@@ -215,7 +218,7 @@ class ModuleRuntime:
     def unit_limit(self, group: Group) -> int:
         """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM."""
         sizes = [e.param.numel() * e.param.element_size() for e in group.entries]
-        return unit_limit(self.manager.table.hbm.capacity, group.block.nbytes, sizes)
+        return unit_limit(self.manager.parts.table.hbm.capacity, group.block.nbytes, sizes)
 
     def owner_of(self, block: Block, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the parameter or buffer that shares a version counter with a view of a block."""
@@ -252,16 +255,17 @@ class ModuleRuntime:
             training = torch.is_grad_enabled()
             for check in self.on_begin:
                 check(training)
+            self.experts.prepare(training)
             self.grads.drop_forgotten()
             self._drop(self._ambient)
             self._ambient = []
             # with optimizer steps in it the pass uses other blocks: it is learned as another
-            stepping = self.manager.deferred.here
+            stepping = self.manager.parts.deferred.here
             key = ("forward", scope.name, scope.number, training, stepping)
             self._last_forward = key
             guess: Sequence[int] = ()
-            if not self.manager.planner.knows(key):
-                guess = self.manager.deferred.order(scope.order())
+            if not self.manager.parts.planner.knows(key):
+                guess = self.manager.parts.deferred.order(scope.order())
             self.manager.begin_pass(key, guess)
             if self.activations.store is not None and training:
                 self._home_gradients()
@@ -307,7 +311,7 @@ class ModuleRuntime:
 
     def _home_unwritten(self) -> None:
         """Has what is unwritten go home, unless it is in use."""
-        get, blocks = self.manager.table.get, self.unwritten
+        get, blocks = self.manager.parts.table.get, self.unwritten
         self.unwritten = [b for b in blocks if (record := get(b.id)) is not None and record.leases]
         if not self.unwritten:
             self._past = -1
@@ -329,20 +333,18 @@ class ModuleRuntime:
     @inside
     def demand(self, group: Group) -> None:
         """A parameter is reached for while its block is not held."""
-        self.manager.guard()
+        self.manager.gate.guard()
         # every torch operation on the parameter brings its block for its own time; it is pointed
         # there for code that torch does not see, which may write if it runs outside every pass
         inside = self.here.depth > 0 or torch._C._current_graph_task_id() != -1
         group.point_softly(dirty=not inside)
-        _intercept(group)
         self._remember(group)
 
     @inside
     def lend(self, group: Group) -> int:
         """Holds a group for one operation on a tensor of it that is away."""
-        self.manager.guard()
+        self.manager.gate.guard()
         self.enter_backward()
-        _intercept(group)
         try:
             group.hold()
         except CapacityError as error:
@@ -394,8 +396,8 @@ class ModuleRuntime:
         for look in self.on_backward:
             look()
         trained = {e.unit.block.id for g in self.groups for e in g.entries if e.unit is not None}
-        order = [b for b in self.manager.planner.schedule.order if b not in trained]
-        del order[self.manager.planner.cursor :]
+        order = [b for b in self.manager.parts.planner.schedule.order if b not in trained]
+        del order[self.manager.parts.planner.cursor :]
         asked = [(watcher.begins(), watcher.revocable) for watcher in self.backwards]
         stepping = [steps for steps, revocable in asked if steps or not revocable]
         self._last_backward = ("backward", self._last_forward, *stepping)
@@ -406,7 +408,7 @@ class ModuleRuntime:
     @inside
     def before_backward(self, scope: PassScope) -> None:
         """The gradient of a module's output is there: its backward comes next."""
-        if self.manager.closed:
+        if self.manager.gate.closed:
             return
         self.enter_backward()
         for group in scope.groups:
@@ -448,23 +450,15 @@ class ModuleRuntime:
     def busy(self, what: str, began_ns: int) -> None:
         """Counts host time spent in a pass."""
         ended = time.perf_counter_ns()
-        self.manager.counters.busy_ns += ended - began_ns
+        self.manager.parts.counters.busy_ns += ended - began_ns
         if not self._in_backward:  # what is computed again there is a part of it
             self.manager.end_pass()
         lane = "optimizer" if what == "optimizer" else "compute"
-        self.manager.timeline.add(lane, what, began_ns, ended)
+        self.manager.parts.timeline.add(lane, what, began_ns, ended)
 
     def _drop(self, groups: Iterable[Group]) -> None:
         for group in groups:
             group.rest()
-
-
-def _intercept(group: Group) -> None:
-    """Has the calls of all modules that need a group intercepted: one may be called by itself."""
-    for who in group.insides:
-        if who.away:
-            with group.manager.lock:
-                who.restore()
 
 
 def entries_of(groups: Iterable[Group]) -> list[Entry]:

@@ -26,6 +26,7 @@ from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.transformed import follow_transforms
 from tiermem.nn.wrap import around
 from tiermem.nn.wrap.applied import ApplyInterceptor
+from tiermem.nn.wrap.experts import ExpertsInterceptor, is_experts
 from tiermem.nn.wrap.lookup import LookupInterceptor, is_lookup
 from tiermem.nn.wrap.originals import Originals, undo_wrap
 from tiermem.nn.wrap.origins import Origins
@@ -120,7 +121,7 @@ class WrappedModel:
         follow_transforms()
         try:
             self.runtime.program.models.append(inventory)
-            plan = inventory.plan(self.manager.table.hbm.capacity)
+            plan = inventory.plan(self.manager.parts.table.hbm.capacity)
             self._territory = plan.territory
             self._plan(plan)
             self._check_hbm()
@@ -191,7 +192,7 @@ class WrappedModel:
 
     def _stored(self, members: Sequence[Found], home: str | None) -> StoredBlock | None:
         """Returns where files have a block that is to stay there; None for an ordinary home."""
-        where = home or self.manager.settings.policy.home(Role.PARAM)
+        where = home or self.manager.parts.settings.policy.home(Role.PARAM)
         if self.origins is None or where not in ("auto", "nvme"):
             return None
         return self.origins.stored([found.tensor for found in members])
@@ -243,13 +244,13 @@ class WrappedModel:
         Raises:
             CapacityError: Naming the largest block of the worst moment, and the least budget.
         """
-        fixed = self.manager.table.fixed_nbytes()
+        fixed = self.manager.parts.table.fixed_nbytes()
         worst, chain = self._worst_chain()
         self.runtime.worst_chain = max(self.runtime.worst_chain, worst)
         least = fixed + worst
         if not chain or self.manager.can_hold(least):
             return
-        budget = self.manager.table.hbm.capacity
+        budget = self.manager.parts.table.hbm.capacity
         largest = max(chain, key=lambda g: g.block.nbytes).block
         raise CapacityError(
             f"block {largest.name!r} ({format_size(largest.nbytes)}) cannot be used in tier hbm "
@@ -317,12 +318,14 @@ class WrappedModel:
             entry.param.grad = None
             self.runtime.grads.track(entry)
             if old is not None:
-                entry.param.grad = old.to(self.manager.device)
+                entry.param.grad = old.to(self.manager.parts.device)
         for name, scope in self.scopes.items():
             module = self._modules[name]
             for kind in OF_SCOPES:
                 if kind is CallInterceptor and is_lookup(module, scope):
                     kind = LookupInterceptor
+                elif kind is CallInterceptor and is_experts(module, scope):
+                    kind = ExpertsInterceptor
                 module.__dict__[kind.method] = kind(module, scope)
             self._intercept_names(module)
         for name in self.scopes:
@@ -345,7 +348,6 @@ class WrappedModel:
         Its own call, which stays intercepted, holds all that the modules of its block need.
         """
         prefix = f"{name}." if name else ""
-        self._restore_calls()
         for inner, module in self._modules.items():
             below = inner.startswith(prefix) and self._territory[inner] == self._territory[name]
             if inner != name and not below:
@@ -355,11 +357,6 @@ class WrappedModel:
                 call = module.__dict__.pop(CallInterceptor.method, None)
                 if call is not None:
                     call.give_back()
-
-    def _restore_calls(self) -> None:
-        """Puts every call back that is out of the way."""
-        for scope in self.scopes.values():
-            scope.inside.restore()
 
     @staticmethod
     def _plain_names(module: nn.Module) -> None:
@@ -388,7 +385,6 @@ class WrappedModel:
         self.runtime.grads.forget(self.entries)
         for entry in self.entries:
             owners.pop(entry.param, None)
-        self._restore_calls()
         for name in self.scopes:
             module = self._modules[name]
             call = module.__dict__.get(CallInterceptor.method)
@@ -409,7 +405,7 @@ class WrappedModel:
             blocks.append(self.resident.block)
         self.runtime.remove(self.groups)
         for block in blocks:
-            self.manager.holders.pop(block.id, None)
+            self.manager.parts.holders.pop(block.id, None)
         self.manager.remove_blocks(blocks)
         if self._inventory in self.runtime.program.models:
             self.runtime.program.models.remove(self._inventory)
@@ -476,7 +472,7 @@ class WrappedModel:
                 if group is not None:
                     groups[id(group)] = group
         held = []
-        self.manager.guard()
+        self.manager.gate.guard()
         try:
             for group in groups.values():
                 hold_or_give(group, self.given)

@@ -67,7 +67,7 @@ class Arrivals:
 
     def held_back(self, runtime: ModuleRuntime) -> set[int]:
         """Returns the ids of the groups that backward steps last, and forward begins with."""
-        evictor = runtime.manager.evictor
+        evictor = runtime.manager.parts.evictor
         room = int(evictor.regions.border * (_BESIDE_MORE if evictor.residents else _HELD_BACK))
         found: set[int] = set()
         for group in runtime.groups:

@@ -37,8 +37,8 @@ class Shadows:
         self._spare: dict[int, Extent] = {}
         self._turned: set[int] = set()  # blocks whose spare place holds what they were
         self._give_up = give_up
-        manager.homes.owners.append(self._owned)
-        manager.homes.reclaimers.append(give_up)
+        manager.parts.homes.owners.append(self._owned)
+        manager.parts.homes.reclaimers.append(give_up)
 
     def __contains__(self, block: Block) -> bool:
         """Whether a block is changed for the time being."""
@@ -64,7 +64,7 @@ class Shadows:
         Returns:
             Whether there was room for all of them.
         """
-        homes = self._manager.homes
+        homes = self._manager.parts.homes
         for block in blocks:
             if block.id not in self._spare:
                 extent = homes.lend(block.nbytes)
@@ -80,12 +80,14 @@ class Shadows:
             blocks: They are leased, and have their shadows.
         """
         manager = self._manager
-        records = [manager.table[block.id] for block in blocks if block.id not in self._turned]
+        records = [
+            manager.parts.table[block.id] for block in blocks if block.id not in self._turned
+        ]
         for record in records:
             if record.at_home is not State.VALID:
-                manager.transfers.copy_home(record)
-            elif manager.transfers.keeper is not None:
-                manager.transfers.keeper.before_write(record)
+                manager.parts.transfers.copy_home(record)
+            elif manager.parts.transfers.keeper is not None:
+                manager.parts.transfers.keeper.before_write(record)
         undisturbed(partial(self._turn, records))
 
     def put_back(self) -> None:
@@ -93,14 +95,14 @@ class Shadows:
 
         Cut short, it may be called again, and has to be before anybody looks at the blocks.
         """
-        manager, table = self._manager, self._manager.table
+        manager, table = self._manager, self._manager.parts.table
         gone = [block_id for block_id in self._turned if table.get(block_id) is None]
         self._turned.difference_update(gone)
         records = [table[i] for i in self._turned if not table[i].leases]
         for record in records:
-            manager.transfers.settle(record.block.id)
-            manager.evictor.forget(record, gone=False)
-            manager.transfers.departures.add_home(record.block.id)
+            manager.parts.transfers.settle(record.block.id)
+            manager.parts.evictor.forget(record, gone=False)
+            manager.parts.transfers.departures.add_home(record.block.id)
         undisturbed(partial(self._turn_back, records))
 
     def confirm(self) -> None:
@@ -112,18 +114,18 @@ class Shadows:
         manager = self._manager
         spare = [block_id for block_id in self._spare if block_id not in self._turned]
         if spare:
-            manager.copy.synchronize()  # copies to or from there
+            manager.parts.copy.synchronize()  # copies to or from there
         for block_id in spare:
             extent = self._spare.pop(block_id)
-            manager.homes.release(Tier.DRAM, extent)
+            manager.parts.homes.release(Tier.DRAM, extent)
         return bool(spare)
 
     def forget_removed(self) -> None:
         """Gives the room of shadows back whose blocks there are no more."""
-        table, homes = self._manager.table, self._manager.homes
+        table, homes = self._manager.parts.table, self._manager.parts.homes
         gone = [block_id for block_id in self._spare if table.get(block_id) is None]
         if gone:
-            self._manager.copy.synchronize()
+            self._manager.parts.copy.synchronize()
         for block_id in gone:
             self._turned.discard(block_id)
             homes.release(Tier.DRAM, self._spare.pop(block_id))
@@ -131,7 +133,7 @@ class Shadows:
     def close(self) -> None:
         """Gives all room back; nothing is changed for the time being."""
         self.release()
-        homes = self._manager.homes
+        homes = self._manager.parts.homes
         for entered, mine in ((homes.owners, self._owned), (homes.reclaimers, self._give_up)):
             if mine in entered:
                 entered.remove(mine)  # type: ignore[arg-type]
@@ -142,7 +144,7 @@ class Shadows:
         for record in records:
             former, block_id = record.home_extent, record.block.id
             if former is not None:
-                self._manager.table.rehome(block_id, Tier.DRAM, self._spare[block_id])
+                self._manager.parts.table.rehome(block_id, Tier.DRAM, self._spare[block_id])
                 self._spare[block_id] = former
                 self._turned.add(block_id)
 
@@ -150,7 +152,7 @@ class Shadows:
         for record in records:
             later, block_id = record.home_extent, record.block.id
             if later is not None and block_id in self._turned:
-                self._manager.table.put_back(block_id, self._spare[block_id])
+                self._manager.parts.table.put_back(block_id, self._spare[block_id])
                 self._spare[block_id] = later
                 self._turned.discard(block_id)
 
