@@ -94,6 +94,7 @@ class StepsAhead:
         owed: set[int],
         is_begun: Callable[[object], bool],
         may_begin: Callable[[], bool],
+        is_elsewhere: Callable[[StepUnit], bool],
     ) -> None:
         """Watches the backwards of ``runtime``.
 
@@ -103,6 +104,7 @@ class StepsAhead:
             owed: Ids of the units that wait for a step that was asked for.
             is_begun: Says whether a ``step()`` with some ticket has begun.
             may_begin: Says whether any steps of the optimizer may be made ahead just now.
+            is_elsewhere: Says whether a unit is stepped on the host, as a rule.
         """
         self.provisional = Provisional(runtime, is_begun)
         self._runtime = runtime
@@ -110,6 +112,7 @@ class StepsAhead:
         self._auto = auto
         self._owed = owed
         self._may_begin = may_begin
+        self._is_elsewhere = is_elsewhere
         self._arrivals = Arrivals()
         self._habit = Habit()
         self._groups: Sequence[dict[str, Any]] = ()
@@ -256,10 +259,15 @@ class StepsAhead:
             return
         self._next_look = 2 * self._rounds
         speed = Speed(forward, backward, pace.rate("dram->hbm"), pace.rate("hbm->dram"))
-        groups = [g for g in self._runtime.groups if id(g) in self._arrivals.units]
-        loads = [_load_of(group, self._arrivals.units[id(group)]) for group in groups]
-        now = [number for number, group in enumerate(groups) if id(group) in self.left]
-        self.left = {id(groups[number]) for number in left_to_forward(loads, speed, now)}
+        units = self._arrivals.units
+        mine = [group for group in self._runtime.groups if id(group) in units]
+        here = [g for g in mine if not any(map(self._is_elsewhere, units[id(g)]))]
+        loads = [_load_of(group, units[id(group)]) for group in here]
+        now = [number for number, group in enumerate(here) if id(group) in self.left]
+        elsewhere = [_load_of(group, units[id(group)]) for group in mine if group not in here]
+        weights = sum(load.weights for load in elsewhere)
+        beside = Load(weights, sum(load.gradients for load in elsewhere), 0)
+        self.left = {id(here[number]) for number in left_to_forward(loads, speed, now, beside)}
 
     def _step(self, group: Group) -> None:
         """Steps the units of a block whose gradients are final, if all of them can be."""
@@ -270,6 +278,8 @@ class StepsAhead:
             return
         if not all(self._can_be_made(unit) for unit in units):
             return
+        for unit in units:
+            unit.optimizer_for(self._settings)
         with self._manager.lock, quiet(self._manager.parts.device), torch.no_grad():
             uncompiled(StepsAhead._make)(self, group, units)
 
@@ -277,7 +287,7 @@ class StepsAhead:
         """Whether the step of a unit can be made ahead, and be taken back."""
         return (
             unit.made is not None
-            and unit.host is None
+            and not self._is_elsewhere(unit)
             and not isinstance(unit, PartedUnit)
             and not (unit.spoils or unit.private or unit.attempt is not None)
             and id(unit) not in self._owed

@@ -52,8 +52,11 @@ class Speed:
     down: float
 
 
+NOTHING = Load(0, 0, 0)
+
+
 def left_to_forward(
-    loads: Sequence[Load], speed: Speed, now: Collection[int] = ()
+    loads: Sequence[Load], speed: Speed, now: Collection[int] = (), beside: Load = NOTHING
 ) -> frozenset[int]:
     """Returns the numbers of the blocks whose steps are best made in the next forward.
 
@@ -61,24 +64,27 @@ def left_to_forward(
         loads: Of each block, in the order of forward.
         speed: As measured.
         now: Those that are left to it now; others are returned only if that is worth it.
+        beside: Weights and gradients of blocks that are stepped elsewhere.
     """
     found = min(
         (_evenly(count, len(loads)) for count in range(len(loads) + 1)),
-        key=lambda chosen: (seconds(loads, speed, chosen), len(chosen)),
+        key=lambda chosen: (seconds(loads, speed, chosen, beside), len(chosen)),
     )
     present = frozenset(now)
-    if seconds(loads, speed, found) > _WORTH * seconds(loads, speed, present):
+    if seconds(loads, speed, found, beside) > _WORTH * seconds(loads, speed, present, beside):
         return present
     return found
 
 
-def seconds(loads: Sequence[Load], speed: Speed, left: Collection[int]) -> float:
+def seconds(
+    loads: Sequence[Load], speed: Speed, left: Collection[int], beside: Load = NOTHING
+) -> float:
     """Returns how long forward and backward take with these blocks left to the forward."""
-    weights = sum(load.weights for load in loads)
-    gradients = sum(load.gradients for load in loads)
+    written = sum(load.weights + load.kept for load in loads)
+    weights = sum(load.weights for load in loads) + beside.weights
+    gradients = sum(load.gradients for load in loads) + beside.gradients
     waits = [loads[number] for number in left]
     stepped = sum(load.kept for load in loads) - sum(load.kept for load in waits)
-    written = weights + sum(load.kept for load in loads)
     later = sum(load.weights + load.kept for load in waits)
     fetched = sum(load.gradients + load.kept for load in waits)
     forward = max(speed.forward, (weights + fetched) / speed.up, later / speed.down)

@@ -204,8 +204,14 @@ class TieredOptimizer(torch.optim.Optimizer):
             super().__init__(groups, dict(self._defaults))
         self._put_off = PutOff(runtime, self._owed, self._state, self._explain_owed, self._auto)
         if self._auto is not None:
-            args = runtime, self._auto, self._owed, self._is_begun, self._may_step_ahead
-            self._ahead = StepsAhead(*args)
+            self._ahead = StepsAhead(
+                runtime,
+                self._auto,
+                self._owed,
+                self._is_begun,
+                self._may_step_ahead,
+                self._is_elsewhere,
+            )
         self._members = Membership(self.param_groups)
         self._learn(range(len(self.param_groups)))
         self._ready = True
@@ -344,6 +350,10 @@ class TieredOptimizer(torch.optim.Optimizer):
             return False
         draws = any(nature.draws for nature in self._natures.values())
         return self._auto.may_begin(looked_into=self._looked_into, draws=draws)
+
+    def _is_elsewhere(self, unit: StepUnit) -> bool:
+        """Whether a unit is the host's."""
+        return unit.host is not None or (self._movable is not None and self._movable.has(unit))
 
     def _is_left(self, unit: StepUnit) -> bool:
         """Whether a unit has a gradient that no step inside backward has used."""

@@ -101,7 +101,7 @@ def _change(func: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -
     ):
         return NotImplemented
     if func is torch._foreach_mul_ and any(map(_is_used, tensors)) and _is_one(numbers):
-        tensors = [tensor for tensor in tensors if not _is_used(tensor)]
+        tensors = [tensor for tensor in tensors if not isinstance(tensor, LazyTensor)]
     stores: dict[int, GradStore] = {}
     units: dict[int, tuple[GradUnit, list[Entry]]] = {}
     for tensor in tensors:
@@ -130,7 +130,8 @@ def _is_used(tensor: torch.Tensor) -> bool:
 def _is_one(numbers: Sequence[Any]) -> bool:
     """Whether gradients are multiplied by one; on CUDA the host waits for the number."""
     (number,) = numbers
-    return bool(number == 1)
+    single = not isinstance(number, torch.Tensor) or number.numel() == 1
+    return single and bool(number == 1)
 
 
 def _put_off(places: Sequence[tuple[GradStore, GradUnit, list[Entry]]], change: Change) -> None:
