@@ -235,10 +235,12 @@ class TierManager:
                 rather than in the parameters', and ``param.grad`` has it. For float16 weights,
                 ``GradScaler.unscale_`` needs it (torch unscales no float16 gradients); without
                 ``unscale_`` the scale is undone in ``step()``, after the cast to the master.
-            overlap: ``"auto"``: as ``"forward"`` for every block where no program can tell, which
-                is found out at each step; the others are stepped in ``step()``. Bits, budgets that
-                suffice and what can be looked at are those of ``False``. An error of a disk may
-                come in the next forward, which can be called again. ``False``: in ``step()``.
+            overlap: ``"auto"``: inside backward, to be confirmed by ``step()``, where DRAM has
+                room to keep what blocks were as well; else as ``"forward"`` for every block where
+                no program can tell, which is found out at each step; the others are stepped in
+                ``step()``. Bits, budgets that suffice and what can be looked at are those of
+                ``False``. An error of a disk may come in the next forward, which can be called
+                again. ``False``: in ``step()``.
                 ``"forward"`` (or True): ``step()`` leaves each block to be stepped just
                 before its next use, in the next forward, where its weights come up anyway. Nobody
                 sees a weight before its step is made, and the step uses the settings of when it

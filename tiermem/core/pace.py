@@ -213,6 +213,13 @@ class Estimates:
         recent = known.blocks.get(block)
         return known.typical if recent is None else recent.value
 
+    def computes(self, key: Hashable) -> float | None:
+        """Returns the seconds a pass computes; None if it is not known yet."""
+        known = self._passes.get(key)
+        if known is None or known.samples < _SURE or not known.blocks:
+            return None
+        return sum(recent.value for recent in known.blocks.values())
+
     def transfer(self, link: str, block: int, nbytes: int) -> float:
         """Returns the seconds a block takes to arrive: as measured, else by the link's speed."""
         recent = self._fills.get((link, block))

@@ -114,6 +114,10 @@ class Movable:
                 host.only_exact = True
                 self._sides[id(unit)] = host, unit.make
 
+    def has(self, unit: StepUnit) -> bool:
+        """Whether a unit is the host's, wherever its last step was made."""
+        return id(unit) in self._sides
+
     def place(
         self,
         units: Sequence[StepUnit],

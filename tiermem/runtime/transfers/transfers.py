@@ -374,6 +374,27 @@ class Transfers:
                 self.table.end_drain(block.id, ok=False)
             raise
 
+    def copy_home(self, record: Record) -> None:
+        """Copies a leased block home as it is; for the table the copy in HBM stays the newer one.
+
+        Whoever writes there from now on waits for the copy.
+
+        Args:
+            record: The block; it is in HBM and at home in DRAM.
+        """
+        block, extent = record.block, record.extent
+        if record.home is not Tier.DRAM or record.home_extent is None or extent is None:
+            raise InvariantError(f"block {block.name!r} is not in HBM, or not at home in DRAM")
+        if self.keeper is not None:
+            self.keeper.before_write(record)
+        started = time.perf_counter_ns()
+        home, slot = self.homes.bytes_of(record.home_extent), self.slots.current[block.id]
+        event = self.copy.down(home, slot.bytes, extent, self.ready.get(block.id))
+        if event is not None:
+            self.home_ready[block.id] = event
+        self.copy.claim(extent)
+        self.log.copied("hbm->dram", block, started)
+
     def rehome(self, record: Record, home: Tier, extent: Extent | None) -> None:
         """Gives a block whose home is in a checkpoint a home that may be written.
 
