@@ -248,9 +248,9 @@ class TierManager:
                 clipping, loss scaling and settings changed between backward and ``step()`` are
                 refused, at the first step, which is made after backward. With several backwards
                 per step, say ``optimizer.accumulate(n)``.
-            where: ``"auto"``: what is fastest with the resident optimizer's bits. That is the device,
-                and for a measured share of what is at home in DRAM the host, where its steps of
-                this class and these settings were tried and have the device's bits (Adam, AdamW,
+            where: ``"auto"``: what is fastest with the resident optimizer's bits. That is the
+                device, and for a measured share of what is at home in DRAM the host, if its steps
+                of this class and these settings were tried and have the device's bits (Adam, AdamW,
                 SGD; ``optimizer.stepped_where`` says so). ``"device"``: state and masters come up
                 for the step. ``"host"``: blocks whose weights, gradients, state and masters
                 are all at home in DRAM or in files, which pass through staging in the DRAM budget,

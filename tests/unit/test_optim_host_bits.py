@@ -126,6 +126,23 @@ def test_what_the_host_would_round_otherwise_is_the_devices_for_that_step() -> N
         twins.check()
 
 
+def test_a_clipping_that_does_not_clip_leaves_steps_to_the_host() -> None:
+    with device_of_numpy(), Twins(Net, DRAM, torch.optim.AdamW, FUSED) as twins:
+        units = [unit for unit in twins.optimizer._units if unit.host is not None]
+        for step, norm in enumerate((1e6, 0.01, 1e6)):
+            twins.backward(step)
+            twins.clip_norm(norm)
+            twins.step()
+            assert all((unit.host is not None) == (norm > 1) for unit in units)
+            twins.check()
+        twins.backward(3)
+        twins.clip_norm(1e6)
+        twins.optimizer.step()
+        twins.by_hand.step()
+        for mine, theirs in zip(twins.model.parameters(), twins.plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
+
+
 def test_other_settings_are_proved_or_left_to_the_device() -> None:
     with device_of_numpy(), Twins(Net, DRAM, torch.optim.AdamW, FUSED) as twins:
         units = [unit for unit in twins.optimizer._units if unit.host is not None]

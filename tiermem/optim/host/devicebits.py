@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tiermem.nn.groups.clipping import factor_of
+from tiermem.nn.groups.grads import Change
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.host.exact import Proven, kind_of_step
 from tiermem.optim.host.proof import prove
@@ -36,6 +38,7 @@ class DeviceBits:
         self._device = device
         self.reason = ""
         self._last: tuple[Any, Proven | str] | None = None
+        self._seen: tuple[Change, bool] | None = None
         self._plain: dict[int, tuple[int, torch.dtype, torch.dtype] | str] = {}
 
     def of(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> Proven | None:
@@ -48,6 +51,18 @@ class DeviceBits:
         found = self._of(unit, groups)
         self.reason = found if isinstance(found, str) else ""
         return None if isinstance(found, str) else found
+
+    def leaves_alone(self, change: Change) -> bool:
+        """Whether a change that gradients await is no change: a clipping's factor is 1.
+
+        Waits for the device, which has the factor.
+        """
+        if self._seen is None or self._seen[0] is not change:
+            by = factor_of(change)
+            one = by is not None and by.numel() == 1 and float(by) == 1.0
+            # SGD keeps its first gradients as they are, NaN's bits too, which a product changes
+            self._seen = change, one and self._cls is not torch.optim.SGD
+        return self._seen[1]
 
     def _of(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> Proven | str:
         if id(unit) not in self._plain:
