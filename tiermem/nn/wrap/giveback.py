@@ -115,8 +115,6 @@ class Leaving:
         members = [member for group in self._groups() for member in group.members()]
         self._not_ours = {id(m) for m in members if m.materialized and not self._is_begun(m)}
         with self._manager.lock:
-            for scope in self.wrapped.scopes.values():
-                scope.inside.empty()
             for group in self._groups():
                 with suppress(StorageError):  # named below, with all others
                     self._manager.parts.deferred.pay(group.block.id)
