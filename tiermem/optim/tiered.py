@@ -902,7 +902,8 @@ class TieredOptimizer(torch.optim.Optimizer):
             why, speeds = choose_exact_sides(*args, in_backward=inside, earlier=earlier)
             some, self._why_device = not why, why
             self.speeds = speeds or self.speeds
-            self._movable.take_on(units, tried=not inside)
+            if some:
+                self._movable.take_on(units, tried=not inside)
         else:
             share = self._where == "both" if self._host_share is None else float(self._host_share)
             some, self.speeds = choose_sides(
