@@ -250,13 +250,15 @@ class TierManager:
                 clipping, loss scaling and settings changed between backward and ``step()`` are
                 refused, at the first step, which is made after backward. With several backwards
                 per step, say ``optimizer.accumulate(n)``.
-            where: ``"auto"``: what is fastest with the resident optimizer's bits, which is the
-                device. ``"device"``: state and masters come up for the step, which rounds as the
-                resident one does. ``"host"``: blocks whose weights, gradients, state and masters
+            where: ``"auto"``: what is fastest with the resident optimizer's bits. That is the
+                device, and for a measured share of what is at home in DRAM the host, if its steps
+                of this class and these settings were tried and have the device's bits (Adam, AdamW,
+                SGD; ``optimizer.stepped_where`` says so). ``"device"``: state and masters come up
+                for the step. ``"host"``: blocks whose weights, gradients, state and masters
                 are all at home in DRAM or in files, which pass through staging in the DRAM budget,
-                are stepped there by torch's CPU kernels, which round differently; the others on
-                the device. ``"both"``: a share of them, by measured
-                speed, so that both sides finish together.
+                are stepped there, with the device's bits where that is proved, else by torch's CPU
+                kernels, which round differently; the others on the device. ``"both"``: a share of
+                them, by measured speed, so that both sides finish together.
             host_share: With ``where="both"``: the share of the elements that the host steps, 0 to
                 1, met as closely as whole blocks allow; by default the one that is measured.
             **settings: The class's own settings.

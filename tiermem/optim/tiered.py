@@ -368,7 +368,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if host is not None:
             if self._movable is not None:
                 here = [unit for unit in left if not host.is_begun(unit)]
-                self._movable.place(here, current.groups, current.scaling)
+                self._movable.place(here, current.groups, current.scaling, current.ticket)
             mine = [u for u in left if u.host is not None and not host.is_begun(u)]
             if mine:
                 host.begin(mine, frozen_settings(current.groups), current.scaling, current.ticket)
@@ -462,6 +462,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Which share of the elements the host steps, or why it steps none."""
         on_host = sum(p.numel() for u in self._units if u.host is not None for p, _ in u.members)
         if not on_host:
+            trial = None if self._movable is None else self._movable.trial
+            if trial is not None and not trial.on_host:
+                slow = "with a share on the host steps took longer" if trial.decided else ""
+                return f"all on the device: {slow or 'a share on the host is tried later'}"
             return f"all on the device: {self._why_device or self._bits.reason}"
         share = on_host / sum(p.numel() for u in self._units for p, _ in u.members)
         bits = "its own" if self._bits.reason else "the device's"
@@ -940,7 +944,8 @@ class TieredOptimizer(torch.optim.Optimizer):
             why, speeds = choose_exact_sides(*args, in_backward=inside, earlier=earlier)
             some, self._why_device = not why, why
             self.speeds = speeds or self.speeds
-            self._movable.take_on(units)
+            if some:
+                self._movable.take_on(units, tried=not inside)
         else:
             share = self._where == "both" if self._host_share is None else float(self._host_share)
             some, self.speeds = choose_sides(
