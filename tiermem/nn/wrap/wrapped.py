@@ -340,6 +340,18 @@ class WrappedModel:
             for whole in _OF_ALL:
                 module.__dict__[whole.method] = whole(module, root)
 
+    def beside(self, name: str) -> list[nn.Module]:
+        """Returns the other modules that a module's parent has."""
+        parent = self._modules.get(name.rpartition(".")[0])
+        own = self._modules.get(name)
+        return [] if parent is None else [c for c in parent.children() if c is not own]
+
+    def entry_of(self, param: torch.Tensor) -> Entry | None:
+        """Returns what is known of a managed parameter; None where it is none of this model."""
+        group = self._group_of.get(id(param))
+        entries = [] if group is None else group.entries
+        return next((entry for entry in entries if entry.param is param), None)
+
     def managed(self) -> set[int]:
         """Returns the ids of the tensors that live in the tiers."""
         small = self.resident.tensors() if self.resident is not None else ()
