@@ -58,9 +58,16 @@ _ELSEWHERE = (
     Mutation(
         "an acquire that takes no lease",
         _RUNTIME + "acquire.py",
-        "            self._table.lease(block_id)\n",
+        "        self._table.lease(block_id)\n",
         "",
         MANAGER,
+    ),
+    Mutation(
+        "a use that is repeated takes no lease",
+        _RUNTIME + "acquire.py",
+        "                record.leases += 1  # that it can be has just been looked at\n",
+        "",
+        STEADY,
     ),
     Mutation(
         "a leased block may be dropped",
