@@ -810,7 +810,7 @@ MUTATIONS = (
     Mutation(
         "a home is overwritten before a save has it",
         "tiermem/runtime/transfers/transfers.py",
-        "            self.keeper.before_write(record)\n        try:",
+        "            self.homes.keeper.before_write(record)\n        try:",
         "            pass\n        try:",
         SAVING,
     ),

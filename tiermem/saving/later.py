@@ -159,7 +159,7 @@ class SaveHandle:
             self._left.extend(self._entries.values())
             manager.parts.homes.owners.append(self._owned)
             manager.closers.append(self._cancel)
-            manager.parts.transfers.keeper = self
+            manager.parts.homes.keeper = self
 
     def _send_home(self, records: list[Record]) -> None:
         """Has what is newer in HBM be written home, unless somebody may write it there unseen."""
@@ -357,8 +357,8 @@ class SaveHandle:
 
     def _forget(self) -> None:
         manager = self._manager
-        if manager.parts.transfers.keeper is self:
-            manager.parts.transfers.keeper = None
+        if manager.parts.homes.keeper is self:
+            manager.parts.homes.keeper = None
         if self._owned in manager.parts.homes.owners:
             manager.parts.homes.owners.remove(self._owned)
         if self._cancel in manager.closers:
