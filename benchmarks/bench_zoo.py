@@ -8,10 +8,13 @@ For each model of :mod:`zoo` (random weights, bf16), a row for
   state: the bound is max(everything in HBM, the least bytes both ways at once): weights twice
   up, less what stays, state up and down, weights down.
 
+Each model has a process of its own, which is ended where it takes longer than it may: whatever
+becomes of it, the others have their rows.
+
 Times are of calls from the third on, the device idle at the begin and the end of each; those of
 training are of steps in a row. ``first`` is the first call of that length, as a share of the
 later ones' speed. A model that fails is a row that says so, rows are written as soon as they are
-there, and no model begins, nor a row of it, after ``--model-seconds`` or ``--seconds``.
+there, and no row of a model begins after its ``--model-seconds``, nor a model after ``--seconds``.
 
     python benchmarks/bench_zoo.py --quick --out benchmarks/results/zoo_H200.json
     python benchmarks/bench_zoo.py --device cpu --set tiny --only llama layers
@@ -20,6 +23,7 @@ there, and no model begins, nor a row of it, after ``--model-seconds`` or ``--se
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import statistics
 import sys
@@ -45,13 +49,17 @@ import tiermem
 Row = dict[str, Any]
 Call = Callable[[], Tensor]
 ROWS = ("forward", "generate", "train")
+_FATAL: tuple[type[Exception], ...] = (
+    (torch.AcceleratorError,) if hasattr(torch, "AcceleratorError") else ()
+)
+"""After one of these no other call of the device's works in the process."""
 _LR = 1e-5
 _EXACT_STEPS = 3
 _LOOKED_AT = 6
 
 
-class Bench:
-    """One model after another.
+class Sheet:
+    """All rows, printed and written as they come.
 
     Args:
         options: The command line.
@@ -59,48 +67,105 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.device = torch.device(options.device)
-        self.clock = Clock(self.device)
         self.began = time.perf_counter()
-        self.model_began = self.began
         self.rows: list[Row] = []
 
     def keep(self, row: Row) -> None:
         """Prints and writes a row."""
         self.rows.append(row)
         cells = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
-        print(f"{time.perf_counter() - self.began:7.1f} s: {', '.join(cells)}", flush=True)
-        self.write(quiet=True)
-
-    def write(self, *, quiet: bool = False) -> None:
-        """Writes what there is; prints it as a table unless ``quiet``."""
-        title = "Defaults alone, many architectures, random weights in bf16"
-        if not quiet:
-            report(title, self.rows, self.options.out)
-        elif self.options.out:
+        print(f"{self.spent():7.1f} s: {', '.join(cells)}", flush=True)
+        if self.options.out:
             with _silence():
-                report(title, self.rows, self.options.out)
+                self.write()
 
-    def late(self) -> bool:
-        """Whether no further row is to begin."""
-        now, options = time.perf_counter(), self.options
-        return now - self.began > options.seconds or now - self.model_began > options.model_seconds
+    def write(self) -> None:
+        """Prints what there is as a table, and writes it."""
+        report(
+            "Defaults alone, many architectures, random weights in bf16",
+            self.rows,
+            self.options.out,
+        )
+
+    def spent(self) -> float:
+        """Returns the seconds since the beginning."""
+        return time.perf_counter() - self.began
 
     def run(self) -> None:
         """Measures all that were asked for."""
         for name in self.options.only or KINDS:
-            if time.perf_counter() - self.began > self.options.seconds:
+            if self.spent() > self.options.seconds:
                 self.keep({"model": name, "note": "no time left"})
-                continue
-            self.model_began = time.perf_counter()
-            for part in (self.passes, self.training):
-                try:
-                    part(name, KINDS[name])
-                except Exception as error:
-                    traceback.print_exc()
-                    what = "train" if part == self.training else "forward"
-                    self.keep({"model": name, "what": what, "note": failure(error)})
+            elif self.options.apart:
+                self.apart(name)
+            else:
+                Bench(self.options, name, self.keep).run()
+
+    def apart(self, name: str) -> None:
+        """Measures a model in a process of its own."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["transformers", "tiermem", "zoo", "raw_train"])
+        mine, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_measure, args=(self.options, name, theirs))
+        process.start()
+        theirs.close()
+        until = time.perf_counter() + self.options.model_seconds * 1.5
+        note = "ended"
+        while True:
+            if not mine.poll(max(0.0, until - time.perf_counter())):
+                process.kill()
+                note = "stopped: it took too long"
+                break
+            try:
+                self.keep(mine.recv())
+            except EOFError:
+                break
+        process.join()
+        if process.exitcode:
+            self.keep({"model": name, "note": f"{note}, exit code {process.exitcode}"})
+
+
+def _measure(options: argparse.Namespace, name: str, rows: Any) -> None:
+    """Measures a model, and sends its rows."""
+    Bench(options, name, rows.send).run()
+    rows.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+class Bench:
+    """One model.
+
+    Args:
+        options: The command line.
+        name: A key of ``KINDS``.
+        keep: Is called with each row.
+    """
+
+    def __init__(self, options: argparse.Namespace, name: str, keep: Callable[[Row], None]) -> None:
+        self.options = options
+        self.name = name
+        self.keep = keep
+        self.device = torch.device(options.device)
+        self.clock = Clock(self.device)
+        self.began = time.perf_counter()
+
+    def late(self) -> bool:
+        """Whether no further row is to begin."""
+        return time.perf_counter() - self.began > self.options.model_seconds
+
+    def run(self) -> None:
+        """Measures all that was asked for."""
+        name = self.name
+        for what, part in (("forward", self.passes), ("train", self.training)):
+            try:
+                part(name, KINDS[name])
                 give_back(self.device)
+            except Exception as error:
+                traceback.print_exc()
+                self.keep({"model": name, "what": what, "note": failure(error)})
+                if isinstance(error, _FATAL):
+                    return
 
     # -- forwards and generation -----------------------------------------
 
@@ -247,7 +312,8 @@ class Bench:
         options = self.options
         if "train" not in options.rows:
             return
-        row: Row = {"model": name, "what": "train", "size": options.train_tokens}
+        size = min(options.train_tokens, kind.most_trained)
+        row: Row = {"model": name, "what": "train", "size": size}
         if self.late():
             self.keep({**row, "note": "no time left"})
             return
@@ -255,8 +321,8 @@ class Bench:
         nbytes = nbytes_of([*model.parameters(), *model.buffers()])
         optimizer = torch.optim.AdamW(model.parameters(), lr=_LR)
         step = self.step(kind, model, optimizer)
-        exact = _exactly(step, self.clock)
-        losses, bits = exact[1], _bits(model, None)
+        _, losses, why = _exactly(step, optimizer, self.clock)
+        bits = _bits(model, None)
         resident = self.in_a_row(step, 1)
         within = statistics.median(resident)
         row |= {"GB": nbytes / 1e9, "in HBM s": within}
@@ -266,7 +332,9 @@ class Bench:
             row |= self.tiered_training(kind, nbytes, within, losses, bits)
         finally:
             give_back(self.device)
-        self.keep({**row, **({"bits": exact[2]} if exact[2] else {})})
+        if why:
+            row["equal"] = f"not compared: {why}"
+        self.keep(row)
 
     def tiered_training(
         self, kind: Kind, nbytes: int, within: float, losses: list[float], bits: list[Tensor]
@@ -281,7 +349,7 @@ class Bench:
             give_back(self.device)
             wrapped = time.perf_counter() - began
             step = self.step(kind, model, optimizer)
-            first, mine, _ = _exactly(step, self.clock)
+            first, mine, _ = _exactly(step, optimizer, self.clock)
             equal = mine == losses and all(
                 torch.equal(a, b) for a, b in zip(_bits(model, tier), bits, strict=True)
             )
@@ -319,7 +387,7 @@ class Bench:
 
     def step(self, kind: Kind, model: Any, optimizer: Any) -> Call:
         """Returns a call that makes a training step and returns its loss."""
-        tokens = self.options.train_tokens
+        tokens = min(self.options.train_tokens, kind.most_trained)
         given = kind.given(model, tokens, Draw(self.device, tokens), True)
         torch.manual_seed(0)  # dropout
 
@@ -360,7 +428,7 @@ class Bench:
         return found[0], found[1]
 
 
-def _exactly(step: Call, clock: Clock) -> tuple[float, list[float], str]:
+def _exactly(step: Call, optimizer: Any, clock: Clock) -> tuple[float, list[float], str]:
     """Makes steps by deterministic kernels.
 
     Returns:
@@ -376,6 +444,7 @@ def _exactly(step: Call, clock: Clock) -> tuple[float, list[float], str]:
             if "deterministic" not in str(error):
                 raise
             why = failure(error)
+            optimizer.zero_grad()
             took = clock.once(lambda: losses.append(float(step())))
         if number == 0:
             first = took
@@ -422,6 +491,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--raw-nbytes", type=int, default=2 << 30, help="copied at most to time it")
     parser.add_argument("--model-seconds", type=float, help="by default 60, with --quick 25")
     parser.add_argument("--seconds", type=float, help="by default 560, with --quick 220")
+    parser.add_argument(
+        "--apart",
+        action=argparse.BooleanOptionalAction,
+        help="each model in a process of its own; by default on CUDA",
+    )
     parser.add_argument("--out", help="JSON file; the same as Markdown beside it")
     options = parser.parse_args()
     quick = options.quick
@@ -430,14 +504,16 @@ def arguments() -> argparse.Namespace:
     options.tokens = options.tokens or ([1, 2048] if quick else [1, 2048, 16384])
     options.model_seconds = options.model_seconds or (25 if quick else 60)
     options.seconds = options.seconds or (220 if quick else 560)
+    if options.apart is None:
+        options.apart = options.device != "cpu"
     return options
 
 
 def main() -> None:
     """Measures and reports."""
-    bench = Bench(arguments())
-    bench.run()
-    bench.write()
+    sheet = Sheet(arguments())
+    sheet.run()
+    sheet.write()
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ class Kind:
         tiny: What differs in the one that a test runs.
         generates: Whether it has ``generate()``.
         experts: How many experts of how many a token chooses, and the parameters' names.
+        most_trained: The most tokens of a training step, where more take too much memory.
     """
 
     make: Callable[[Given], nn.Module]
@@ -37,6 +38,7 @@ class Kind:
     tiny: Sizes
     generates: bool = False
     experts: tuple[int, int, str] | None = None
+    most_trained: int = 1 << 30
 
     def build(self, which: str, device: torch.device) -> nn.Module:
         """Returns one of a set, the same every time, made on the device itself."""
@@ -306,7 +308,7 @@ KINDS: dict[str, Kind] = {
         "Gemma2",
         {
             **_sizes(2304, 9216, 26, 8, 4),
-            "vocab_size": 256000,
+            "vocab_size": 128000,
             "attn_implementation": "eager",
         },
         {"num_hidden_layers": 10, "vocab_size": 64000},
@@ -423,11 +425,12 @@ KINDS: dict[str, Kind] = {
         {"num_hidden_layers": 20},
         {"hidden_size": 64, "num_hidden_layers": 12, "vocab_size": 128},
         generates=True,
+        most_trained=512,  # without kernels of its own it keeps every state of every token
     ),
     "gpt2": Kind(
         _decoder("GPT2"),
         _tokens(1024),
-        {"n_embd": 2048, "n_layer": 126, "n_head": 16},
+        {"n_embd": 2048, "n_layer": 36, "n_head": 16},
         {"n_layer": 16},
         {"n_embd": 64, "n_layer": 12, "n_head": 4, "vocab_size": 128},
         generates=True,

@@ -28,6 +28,7 @@ from tiermem.nn.passes.reduced import ReducedGradients
 from tiermem.nn.passes.saved import SavedHooks
 from tiermem.nn.passes.scopes import PassScope
 from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.services.expert_store import ExpertStore
 from tiermem.runtime.services.sweep import BlockSweep
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class ModuleRuntime:
         saved: The saved-tensor hooks.
         addresses: Where users were told that parameters are.
         activations: Saved tensors that leave HBM.
+        experts: Layers of which the experts come up one by one.
         on_begin: Called before each top-level pass (the optimizers check in here).
         on_backward: Called as each backward begins.
         keepers: What each optimizer has in the tiers.
@@ -162,6 +164,7 @@ class ModuleRuntime:
             settings.activation_layers,
             settings.activation_ahead,
         )
+        self.experts = ExpertStore(manager)
         self.on_begin: list[Callable[[bool], None]] = []
         self.on_backward: list[Callable[[], None]] = []
         self.keepers: list[Keeper] = []
@@ -242,6 +245,7 @@ class ModuleRuntime:
             training = torch.is_grad_enabled()
             for check in self.on_begin:
                 check(training)
+            self.experts.prepare(training)
             self.grads.drop_forgotten()
             self._drop(self._ambient)
             self._ambient = []

@@ -26,6 +26,7 @@ from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.transformed import follow_transforms
 from tiermem.nn.wrap import around
 from tiermem.nn.wrap.applied import ApplyInterceptor
+from tiermem.nn.wrap.experts import ExpertsInterceptor, is_experts
 from tiermem.nn.wrap.lookup import LookupInterceptor, is_lookup
 from tiermem.nn.wrap.originals import Originals, undo_wrap
 from tiermem.nn.wrap.origins import Origins
@@ -323,6 +324,8 @@ class WrappedModel:
             for kind in OF_SCOPES:
                 if kind is CallInterceptor and is_lookup(module, scope):
                     kind = LookupInterceptor
+                elif kind is CallInterceptor and is_experts(module, scope):
+                    kind = ExpertsInterceptor
                 module.__dict__[kind.method] = kind(module, scope)
             self._intercept_names(module)
         for name in self.scopes:
