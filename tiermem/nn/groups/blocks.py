@@ -25,7 +25,9 @@ from tiermem.nn.groups.resident import (
     checked_resident,
     divided,
     is_resident,
+    little,
     residents,
+    together,
 )
 
 _LARGE_BUFFER = 1 << 18
@@ -118,10 +120,39 @@ class BlockPlan:
         for found in known.params:
             if found.same_as is None and id(found) not in apart:
                 self.params.setdefault(self._root(found), []).append(found)
-        self.params.update(divided(stay))
+        small = self._take_little()
+        self.params.update({**small, **divided(stay)})
         large, self.small = self._sort_buffers(known.buffers)
         for found in large:
             self.buffers.setdefault(self._root(found), []).append(found)
+
+    def _take_little(self) -> dict[str, list[Found]]:
+        """Takes out the blocks that are too little to be moved; returns the one of all of them.
+
+        They stay where blocks are chosen by themselves, and HBM has room for the others beside
+        them.
+        """
+        known = self.inventory
+        if known.blocks != "auto" or known.resident != "auto":
+            return {}
+        recurrent = {
+            name for name, m in known.model.named_modules() if isinstance(m, nn.RNNBase)
+        }  # they use their weights by a list, where nobody sees it
+        names = {
+            root
+            for root in little(self.params, known.packed, self.hbm)
+            if home_of(root, known.homes) is None and root not in self._roots_of(recurrent)
+        }
+        members = [f for root, found in self.params.items() if root in names for f in found]
+        kept = {root: found for root, found in self.params.items() if root not in names}
+        nbytes = align_up(known.packed(members))
+        if nbytes + 2 * max(map(known.packed, kept.values()), default=0) > self.hbm:
+            return {}
+        self.params = kept
+        return together(members)
+
+    def _roots_of(self, modules: Iterable[str]) -> set[str]:
+        return {self.territory[name] for name in modules}
 
     def _root(self, found: Found) -> str:
         return self.territory[found.places[0][0]]

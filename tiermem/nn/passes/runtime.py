@@ -179,6 +179,7 @@ class ModuleRuntime:
         self._by_block: dict[int, Group] = {}
         self._ambient: list[Group] = []
         self._backward: deque[Group] = deque()
+        self._kept: list[Group] = []
         self._in_backward = False
         self._backward_began = 0
         self._ending: weakref.ref[_Ending] | None = None
@@ -229,6 +230,7 @@ class ModuleRuntime:
         """A wrapped module is called while none is running."""
         if torch._C._current_graph_task_id() != -1:
             self.enter_backward()  # recomputation
+            self._keep(scope.wrapped.kept)
             return
         if torch._C._get_tracing_state() is not None:
             raise WrapError(
@@ -402,6 +404,21 @@ class ModuleRuntime:
         while len(self._backward) > _SOFT_IN_BACKWARD:
             self._backward.popleft().rest()
 
+    def _keep(self, groups: Iterable[Group]) -> None:
+        """Holds groups until backward is over: each layer that is computed again would hold them.
+
+        They are at home in HBM, so that it takes no room.
+        """
+        for group in groups:
+            if group not in self._kept:
+                group.hold()
+                self._kept.append(group)
+
+    def let_go_kept(self) -> None:
+        """Lets go of the groups that backward holds."""
+        while self._kept:
+            self._kept.pop().let_go()
+
     def _cut_short(self, ending: weakref.ref[_Ending]) -> None:
         """An error has ended backward; gradients that made way for others are seen again."""
         if self._in_backward and ending is self._ending:
@@ -413,6 +430,7 @@ class ModuleRuntime:
         if not self._in_backward:
             return
         self._in_backward = False
+        self.let_go_kept()
         self.reduced.end_backward()
         for watcher in self.backwards:
             watcher.ends()
@@ -425,6 +443,7 @@ class ModuleRuntime:
     def reset_backward(self) -> None:
         """Ends a backward after an exception anywhere, however far its end had come."""
         self._in_backward = True
+        self._kept = []  # nobody holds a group
         self.end_backward()
         self._ambient = []
 
