@@ -17,6 +17,7 @@ from tiermem.nn.groups.partition import (
     Predicate,
     home_of,
     largest_block,
+    runs,
     territories,
     training_bytes,
 )
@@ -121,10 +122,12 @@ class BlockPlan:
             if found.same_as is None and id(found) not in apart:
                 self.params.setdefault(self._root(found), []).append(found)
         small = self._take_little()
-        self.params.update({**small, **divided(stay)})
         large, self.small = self._sort_buffers(known.buffers)
         for found in large:
             self.buffers.setdefault(self._root(found), []).append(found)
+        if known.blocks == "auto":
+            self._join_runs()
+        self.params.update({**small, **divided(stay)})
 
     def _take_little(self) -> dict[str, list[Found]]:
         """Takes out the blocks that are too little to be moved; returns the one of all of them.
@@ -150,6 +153,19 @@ class BlockPlan:
             return {}
         self.params = kept
         return together(members)
+
+    def _join_runs(self) -> None:
+        """Joins the blocks of small layers that are called one after another."""
+        known = self.inventory
+        free = {name: module for name, module in self.roots.items() if name not in known.homes}
+        sizes = {root: known.packed(members) for root, members in self.params.items()}
+        joined = runs(known.model, free, sizes, self.hbm)
+        for blocks in (self.params, self.buffers):
+            apart, found = dict(blocks), {}
+            for root, members in apart.items():
+                found.setdefault(joined.get(root, root), []).extend(members)
+            blocks.clear()
+            blocks.update(found)
 
     def _roots_of(self, modules: Iterable[str]) -> set[str]:
         return {self.territory[name] for name in modules}

@@ -321,6 +321,8 @@ class ModuleRuntime:
     @inside
     def demand(self, group: Group) -> None:
         """A parameter is reached for while its block is not held."""
+        if group.soft and self.here.depth > 0:
+            return  # it was just before, and points at its block
         self.manager.guard()
         # every torch operation on the parameter brings its block for its own time; it is pointed
         # there for code that torch does not see, which may write if it runs outside every pass
