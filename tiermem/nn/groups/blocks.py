@@ -161,8 +161,8 @@ class BlockPlan:
         sizes = {root: known.packed(members) for root, members in self.params.items()}
         joined = runs(known.model, free, sizes, self.hbm)
         for blocks in (self.params, self.buffers):
-            apart, found = dict(blocks), {}
-            for root, members in apart.items():
+            apart, found = list(blocks.items()), dict[str, list[Found]]()
+            for root, members in apart:
                 found.setdefault(joined.get(root, root), []).extend(members)
             blocks.clear()
             blocks.update(found)

@@ -27,7 +27,7 @@ TRAINED = 16
 of two bytes or of four (Rajbhandari et al., ZeRO, 2020, section 3.1)."""
 _AT_ONCE = 32  # in so many pieces HBM is divided, between the finest and the coarsest
 _RUN = 64 << 20
-"""Bytes of layers that are fetched together: 1.2 ms at 57 GB/s, ten times the host's work for it."""
+"""Bytes of layers that are fetched together: 1.2 ms at 57 GB/s, ten times the host's work."""
 _RUN_OF_HBM = 16  # that part of HBM they may be, so that two of them leave room for what stays
 
 
