@@ -150,11 +150,11 @@ class ModuleRuntime:
         self.groups: list[Group] = []
         self.here = _Here()
         self.grads = GradStore(self)
-        self.program = Program(manager.settings, self.grads.dtype_for)
+        self.program = Program(manager.parts.settings, self.grads.dtype_for)
         self.reduced = ReducedGradients(self)
         self.saved = SavedHooks(self)
         self.addresses = Addresses()
-        settings = manager.settings
+        settings = manager.parts.settings
         self.activations = Activations(
             manager,
             settings.policy.activations,
@@ -166,7 +166,7 @@ class ModuleRuntime:
         self.on_backward: list[Callable[[], None]] = []
         self.keepers: list[Keeper] = []
         self.attempts: list[UnderWay] = []
-        manager.homes.owners.append(self._owned)
+        manager.parts.homes.owners.append(self._owned)
         self.backwards: list[BackwardWatcher] = []
         self.lendings: list[Lending] = []
         self.models: dict[int, WrappedModel] = {}
@@ -206,7 +206,7 @@ class ModuleRuntime:
     def unit_limit(self, group: Group) -> int:
         """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM."""
         sizes = [e.param.numel() * e.param.element_size() for e in group.entries]
-        return unit_limit(self.manager.table.hbm.capacity, group.block.nbytes, sizes)
+        return unit_limit(self.manager.parts.table.hbm.capacity, group.block.nbytes, sizes)
 
     def owner_of(self, block: Block, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the parameter or buffer that shares a version counter with a view of a block."""
@@ -248,12 +248,12 @@ class ModuleRuntime:
             self._drop(self._ambient)
             self._ambient = []
             # with optimizer steps in it the pass uses other blocks: it is learned as another
-            stepping = self.manager.deferred.here
+            stepping = self.manager.parts.deferred.here
             key = ("forward", scope.name, scope.number, training, stepping)
             self._last_forward = key
             guess: Sequence[int] = ()
-            if not self.manager.planner.knows(key):
-                guess = self.manager.deferred.order(scope.order())
+            if not self.manager.parts.planner.knows(key):
+                guess = self.manager.parts.deferred.order(scope.order())
             self.manager.begin_pass(key, guess)
             if self.activations.store is not None and training:
                 self._home_gradients()
@@ -299,7 +299,7 @@ class ModuleRuntime:
 
     def _home_unwritten(self) -> None:
         """Has what is unwritten go home, unless it is in use."""
-        get, blocks = self.manager.table.get, self.unwritten
+        get, blocks = self.manager.parts.table.get, self.unwritten
         self.unwritten = [b for b in blocks if (record := get(b.id)) is not None and record.leases]
         if not self.unwritten:
             self._past = -1
@@ -323,7 +323,7 @@ class ModuleRuntime:
         """A parameter is reached for while its block is not held."""
         if group.soft and self.here.depth > 0:
             return  # it was just before, and points at its block
-        self.manager.guard()
+        self.manager.gate.guard()
         # every torch operation on the parameter brings its block for its own time; it is pointed
         # there for code that torch does not see, which may write if it runs outside every pass
         inside = self.here.depth > 0 or torch._C._current_graph_task_id() != -1
@@ -334,7 +334,7 @@ class ModuleRuntime:
     @inside
     def lend(self, group: Group) -> int:
         """Holds a group for one operation on a tensor of it that is away."""
-        self.manager.guard()
+        self.manager.gate.guard()
         self.enter_backward()
         _intercept(group)
         try:
@@ -383,8 +383,8 @@ class ModuleRuntime:
         for look in self.on_backward:
             look()
         trained = {e.unit.block.id for g in self.groups for e in g.entries if e.unit is not None}
-        order = [b for b in self.manager.planner.schedule.order if b not in trained]
-        del order[self.manager.planner.cursor :]
+        order = [b for b in self.manager.parts.planner.schedule.order if b not in trained]
+        del order[self.manager.parts.planner.cursor :]
         stepping = [watcher.begins() for watcher in self.backwards]
         self.manager.begin_pass(("backward", self._last_forward, *stepping), order[::-1])
         self.activations.begin_backward()
@@ -393,7 +393,7 @@ class ModuleRuntime:
     @inside
     def before_backward(self, scope: PassScope) -> None:
         """The gradient of a module's output is there: its backward comes next."""
-        if self.manager.closed:
+        if self.manager.gate.closed:
             return
         self.enter_backward()
         for group in scope.groups:
@@ -452,11 +452,11 @@ class ModuleRuntime:
     def busy(self, what: str, began_ns: int) -> None:
         """Counts host time spent in a pass."""
         ended = time.perf_counter_ns()
-        self.manager.counters.busy_ns += ended - began_ns
+        self.manager.parts.counters.busy_ns += ended - began_ns
         if not self._in_backward:  # what is computed again there is a part of it
             self.manager.end_pass()
         lane = "optimizer" if what == "optimizer" else "compute"
-        self.manager.timeline.add(lane, what, began_ns, ended)
+        self.manager.parts.timeline.add(lane, what, began_ns, ended)
 
     def _drop(self, groups: Iterable[Group]) -> None:
         for group in groups:
