@@ -17,6 +17,7 @@ from typing import Literal
 
 from torch import nn
 
+from tiermem.core.block import ALIGNMENT
 from tiermem.errors import ConfigError
 from tiermem.nn.compat.outside import outside
 from tiermem.nn.groups.inspect import Found
@@ -34,7 +35,8 @@ _LITTLE = 1 << 20
 """Bytes of a block at most that costs more to ask for than to copy: 18 us at 57 GB/s."""
 _BESIDE = 16  # so many times the bytes of such a block has the largest one, at least
 _OF_WEIGHTS = 64  # that part of all weights such blocks may be together
-_LITTLE_OF_HBM = 32  # likewise of HBM, with gradients and state
+_LITTLE_OF_HBM = 64  # likewise of HBM, with gradients and state
+_PAGES = 4  # whole pages of weights, gradients, masters and state
 
 
 def residents(
@@ -80,7 +82,7 @@ def little(
     """
     sizes = {name: nbytes(members) for name, members in blocks.items()}
     left = sum(sizes.values()) // _OF_WEIGHTS
-    room = hbm // _LITTLE_OF_HBM
+    room = hbm // _LITTLE_OF_HBM - _PAGES * ALIGNMENT
     most = min(_LITTLE, max(sizes.values(), default=0) // _BESIDE)
     found = []
     for name in sorted(sizes, key=lambda name: sizes[name]):

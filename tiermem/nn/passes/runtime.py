@@ -206,7 +206,8 @@ class ModuleRuntime:
     def unit_limit(self, group: Group) -> int:
         """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM."""
         sizes = [e.param.numel() * e.param.element_size() for e in group.entries]
-        return unit_limit(self.manager.parts.table.hbm.capacity, group.block.nbytes, sizes)
+        hbm = self.manager.parts.table.hbm.capacity
+        return unit_limit(hbm, group.block.nbytes, sizes, group.layer)
 
     def owner_of(self, block: Block, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the parameter or buffer that shares a version counter with a view of a block."""
