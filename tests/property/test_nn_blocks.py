@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import tiermem
 from tiermem.nn.groups import partition, resident
 
-WIDTH = 32
+WIDTH = 64
 
 
 class Layer(nn.Module):
@@ -70,7 +70,7 @@ def coarse() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=examples(12))
+@settings(max_examples=examples(10))
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=3, max_size=8),
     orders=st.lists(st.lists(st.integers(0, 7), max_size=9), min_size=1, max_size=3),
@@ -92,11 +92,9 @@ def test_any_order_of_calls_gives_the_plain_models_bits(
     model = copy.deepcopy(plain)
     layer = max(partition.parameter_bytes(layer) for layer in model.layers)
     x = torch.randn(2, WIDTH)
-    with tiermem.TierManager("cpu", hbm=room * 8 * layer, dram="64MiB") as tier:
+    with tiermem.TierManager("cpu", hbm=room * 4 * layer, dram="64MiB") as tier:
         tier.wrap(model)
-        names = [row.block for row in tier.residency()]
-        assert any(name.endswith(".small") for name in names)
-        assert any(name.partition("layers.")[2].count("-") for name in names)
+        assert any(row.block == "Net.small" for row in tier.residency())
         with torch.no_grad():
             for order in orders:
                 assert torch.equal(model(x, order, False), plain(x, order, False))

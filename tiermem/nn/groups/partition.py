@@ -101,8 +101,8 @@ def runs(
 
     These are the items of a list, or of a sequence, of which each is one block; and the parts of a
     layer that was divided, as long as they are no larger than blocks need be. Whether they are
-    called in order cannot be known beforehand: a wrong guess costs time. Lists inside layers, and
-    experts, are not taken for layers in a row.
+    called in order cannot be known beforehand: a wrong guess costs time. Experts are not taken for
+    layers in a row, nor are lists inside layers, unless no two of their items are alike.
 
     Args:
         model: The model.
@@ -116,7 +116,8 @@ def runs(
     divided = {above for name in sizes for above in _above(name)}
     found: dict[str, str] = {}
     layers = [(name, container, _RUN) for name, container in _lists("", model)]
-    parts = [(name, roots[name], _FINEST) for name in roots if name and name in divided]
+    inner = {name for name in divided if name} - {name for name, _, _ in layers}
+    parts = [(n, m, _FINEST) for n, m in model.named_modules() if n in inner and _differ(n, m)]
     for name, container, most in (*layers, *parts):
         run: list[str] = []
         nbytes = 0
@@ -134,6 +135,13 @@ def runs(
                 if len(run) > 1:
                     found.update(dict.fromkeys(run, f"{run[0]}-{key}"))
     return found
+
+
+def _differ(name: str, module: nn.Module) -> bool:
+    """Whether the children of a module are steps of its own: not those of a list of alike ones."""
+    kinds = [type(child) for child in module.children()]
+    unlike = len(set(kinds)) == len(kinds) and "expert" not in name.rpartition(".")[2]
+    return not isinstance(module, _CONTAINERS) or unlike
 
 
 def _above(name: str) -> Iterator[str]:
