@@ -430,7 +430,7 @@ KINDS: dict[str, Kind] = {
     "gpt2": Kind(
         _decoder("GPT2"),
         _tokens(1024),
-        {"n_embd": 2048, "n_layer": 126, "n_head": 16},
+        {"n_embd": 2048, "n_layer": 36, "n_head": 16},
         {"n_layer": 16},
         {"n_embd": 64, "n_layer": 12, "n_head": 4, "vocab_size": 128},
         generates=True,

@@ -450,7 +450,7 @@ class InBackward:
         tensor, a file is to be written first) is left to ``step()``.
         """
         host = self._host
-        if host is None or not all(host.can_begin(unit) for unit in units):
+        if host is None or not all(host.can_begin(u, self._settings) for u in units):
             return
         try:
             host.begin(units, self._settings, None, self.ticket)

@@ -30,9 +30,10 @@ from tiermem.optim.classes import (
     refuse_draws,
     refuse_others,
 )
+from tiermem.optim.host.devicebits import DeviceBits, Movable
 from tiermem.optim.host.share import Speeds
 from tiermem.optim.host.side import rooms_of
-from tiermem.optim.host.sides import choose_sides
+from tiermem.optim.host.sides import choose_exact_sides, choose_sides
 from tiermem.optim.host.steps import HostSteps, say_how_far
 from tiermem.optim.methods import Counts, Methods
 from tiermem.optim.putoff import PutOff
@@ -166,13 +167,18 @@ class TieredOptimizer(torch.optim.Optimizer):
                 f"where={where!r}: a step is made on 'device', 'host' or 'both', or where it is "
                 "fastest with the device's bits ('auto')"
             )
-        where = "device" if where == "auto" else where  # the host rounds differently
         if host_share is not None and (where != "both" or not 0 <= host_share <= 1):
             raise StepError(
                 f"host_share={host_share!r}, where={where!r}: it is a share from 0 to 1 of what "
                 "where='both' has the host step"
             )
-        self._where = where
+        # where nothing is said, the host only steps what nobody can tell from the device's
+        self._where = "device" if where == "auto" else where
+        self._bits = DeviceBits(self._cls, self.make, self._manager.parts.device)
+        self._movable: Movable | None = None
+        if where == "auto":
+            self._movable = Movable(runtime, self._bits, self.make)
+        self._why_device = "" if where == "auto" else f"where={where!r}"
         self._host_share = host_share
         self._host: HostSteps | None = None
         self._looked_into = False  # so that users may have edited the state
@@ -327,6 +333,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         left = current.left()
         host = self._host
         if host is not None:
+            if self._movable is not None:
+                here = [unit for unit in left if not host.is_begun(unit)]
+                self._movable.place(here, current.groups, current.scaling)
             mine = [u for u in left if u.host is not None and not host.is_begun(u)]
             if mine:
                 host.begin(mine, frozen_settings(current.groups), current.scaling, current.ticket)
@@ -414,6 +423,16 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._refuse_if_closed("accumulate()")
         if self._inside is not None:
             self._inside.accumulate(micro_batches)
+
+    @property
+    def stepped_where(self) -> str:
+        """Which share of the elements the host steps, or why it steps none."""
+        on_host = sum(p.numel() for u in self._units if u.host is not None for p, _ in u.members)
+        if not on_host:
+            return f"all on the device: {self._why_device or self._bits.reason}"
+        share = on_host / sum(p.numel() for u in self._units for p, _ in u.members)
+        bits = "its own" if self._bits.reason else "the device's"
+        return f"{share:.2f} of the elements on the host, with {bits} bits"
 
     @property
     def stepped_in_backward(self) -> int:
@@ -869,22 +888,25 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _choose_sides(self, units: Sequence[StepUnit]) -> None:
         """Decides which units the host steps."""
-        if self._where == "device":
+        if self._where == "device" and self._movable is None:
             return
         dtype = next((self._stepped_dtype(p) for u in units for p, _ in u.members), torch.float32)
-        some, self.speeds = choose_sides(
-            self._runtime,
-            units,
-            self.make,
-            dtype,
-            self.param_groups,
-            share=self._where == "both" if self._host_share is None else float(self._host_share),
-            in_backward=self._inside is not None,
-            earlier=[unit for unit in self._units if unit.host is not None],
-        )
+        args = self._runtime, units, self.make, dtype, self.param_groups, self._bits
+        earlier = [unit for unit in self._units if unit.host is not None]
+        inside = self._inside is not None
+        if self._movable is not None:
+            why, speeds = choose_exact_sides(*args, in_backward=inside, earlier=earlier)
+            some, self._why_device = not why, why
+            self.speeds = speeds or self.speeds
+            self._movable.take_on(units)
+        else:
+            share = self._where == "both" if self._host_share is None else float(self._host_share)
+            some, self.speeds = choose_sides(
+                *args, share=share, in_backward=inside, earlier=earlier
+            )
         if some and self._host is None:
-            args = self._number, self._owed, self._state, self._explain
-            self._host = HostSteps(self._runtime, *args)
+            owed = self._number, self._owed, self._state, self._explain
+            self._host = HostSteps(self._runtime, *owed)
 
     def _before_forward(self, training: bool) -> None:
         if self._auto is not None and self._auto.has_failed:

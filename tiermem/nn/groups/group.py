@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -172,6 +172,8 @@ class Group(Holder):
         stays: Whether it is held for as long as its module is in the tiers.
         resident: Whether gradients and state of its parameters are at home in HBM as well.
         layer: Bytes of the largest layer where several share the block; 0 for one.
+        rows: While experts of it come up one by one: what stands for each parameter, by its name
+            in the module.
     """
 
     host_loans: Lender
@@ -180,6 +182,7 @@ class Group(Holder):
     stays = False
     resident = False
     layer = 0
+    rows: Mapping[str, Any] | None = None
 
     def __init__(self, manager: BlockManager, block: Block, *, writes_hidden: bool = False) -> None:
         """Describes a block.

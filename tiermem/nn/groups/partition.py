@@ -16,6 +16,7 @@ from torch import nn
 from tiermem.config import Home
 from tiermem.errors import ConfigError
 from tiermem.nn.compat.outside import outside
+from tiermem.nn.compat.stacks import experts_of
 
 Predicate = Callable[[str, nn.Module], bool]
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -223,6 +224,8 @@ class _Automatic:
                 continue
             if isinstance(child, _CONTAINERS):
                 self._visit_list(path, child, inside=inside)
+            elif experts_of(child):  # of which few may be used
+                self._begin(path, child)
             elif whole:
                 self._visit(path, child, inside=True)
             elif isinstance(child, nn.Sequential) and not inside and self._repeats(child):

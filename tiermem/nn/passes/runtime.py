@@ -28,6 +28,7 @@ from tiermem.nn.passes.reduced import ReducedGradients
 from tiermem.nn.passes.saved import SavedHooks
 from tiermem.nn.passes.scopes import PassScope
 from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.services.expert_store import ExpertStore
 from tiermem.runtime.services.sweep import BlockSweep
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class ModuleRuntime:
         saved: The saved-tensor hooks.
         addresses: Where users were told that parameters are.
         activations: Saved tensors that leave HBM.
+        experts: Layers of which the experts come up one by one.
         on_begin: Called before each top-level pass (the optimizers check in here).
         on_backward: Called as each backward begins.
         keepers: What each optimizer has in the tiers.
@@ -162,6 +164,7 @@ class ModuleRuntime:
             settings.activation_layers,
             settings.activation_ahead,
         )
+        self.experts = ExpertStore(manager)
         self.on_begin: list[Callable[[bool], None]] = []
         self.on_backward: list[Callable[[], None]] = []
         self.keepers: list[Keeper] = []
@@ -245,6 +248,7 @@ class ModuleRuntime:
             training = torch.is_grad_enabled()
             for check in self.on_begin:
                 check(training)
+            self.experts.prepare(training)
             self.grads.drop_forgotten()
             self._drop(self._ambient)
             self._ambient = []
@@ -329,7 +333,6 @@ class ModuleRuntime:
         # there for code that torch does not see, which may write if it runs outside every pass
         inside = self.here.depth > 0 or torch._C._current_graph_task_id() != -1
         group.point_softly(dirty=not inside)
-        _intercept(group)
         self._remember(group)
 
     @inside
@@ -337,7 +340,6 @@ class ModuleRuntime:
         """Holds a group for one operation on a tensor of it that is away."""
         self.manager.gate.guard()
         self.enter_backward()
-        _intercept(group)
         try:
             group.hold()
         except CapacityError as error:
@@ -462,14 +464,6 @@ class ModuleRuntime:
     def _drop(self, groups: Iterable[Group]) -> None:
         for group in groups:
             group.rest()
-
-
-def _intercept(group: Group) -> None:
-    """Has the calls of all modules that need a group intercepted: one may be called by itself."""
-    for who in group.insides:
-        if who.away:
-            with group.manager.lock:
-                who.restore()
 
 
 def entries_of(groups: Iterable[Group]) -> list[Entry]:

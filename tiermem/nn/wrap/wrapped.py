@@ -27,6 +27,7 @@ from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.transformed import follow_transforms
 from tiermem.nn.wrap import around
 from tiermem.nn.wrap.applied import ApplyInterceptor
+from tiermem.nn.wrap.experts import ExpertsInterceptor, is_experts
 from tiermem.nn.wrap.lookup import LookupInterceptor, is_lookup
 from tiermem.nn.wrap.originals import Originals, undo_wrap
 from tiermem.nn.wrap.origins import Origins
@@ -336,6 +337,8 @@ class WrappedModel:
                     continue
                 if kind is CallInterceptor and is_lookup(module, scope):
                     kind = LookupInterceptor
+                elif kind is CallInterceptor and is_experts(module, scope):
+                    kind = ExpertsInterceptor
                 module.__dict__[kind.method] = kind(module, scope)
             self._intercept_names(module)
         for name in self.scopes:
@@ -363,7 +366,6 @@ class WrappedModel:
         Its own call, which stays intercepted, holds all that the modules of its block need.
         """
         prefix = f"{name}." if name else ""
-        self._restore_calls()
         for inner, module in self._modules.items():
             below = inner.startswith(prefix) and self._territory[inner] == self._territory[name]
             if inner != name and not below:
@@ -373,11 +375,6 @@ class WrappedModel:
                 call = module.__dict__.pop(CallInterceptor.method, None)
                 if call is not None:
                     call.give_back()
-
-    def _restore_calls(self) -> None:
-        """Puts every call back that is out of the way."""
-        for scope in self.scopes.values():
-            scope.inside.restore()
 
     @staticmethod
     def _plain_names(module: nn.Module) -> None:
@@ -406,7 +403,6 @@ class WrappedModel:
         self.runtime.grads.forget(self.entries)
         for entry in self.entries:
             owners.pop(entry.param, None)
-        self._restore_calls()
         for name in self.scopes:
             module = self._modules[name]
             call = module.__dict__.get(CallInterceptor.method)

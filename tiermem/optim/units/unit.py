@@ -85,6 +85,7 @@ class StepUnit(UnitGradients):
         self.scaled = False
         self.given: dict[int, torch.Tensor] = {}
         self._placed: list[tuple[torch.Tensor, Place]] = []
+        self._carried: list[tuple[torch.Tensor, State]] = []
         self._stand_ins: dict[int, LazyTensor] = {}
         self._numbers = list(dict.fromkeys(number for _, number in members))
 
@@ -250,13 +251,37 @@ class StepUnit(UnitGradients):
         The former is the plain optimizer's state of the parameter, None where it has none yet.
         """
         if self._optimizer is None:
-            return []
+            kept = {id(param): state for param, state in self._carried}
+            return [(kept.get(id(place.param)), place) for place in self.places if kept]
         by_own = self._optimizer.state
         return [(by_own.get(own), place) for own, place in self._placed]
 
     def step_on(self, host: Stepper, make: Make) -> None:
         """Has the unit stepped on the host from now on; it has not been stepped yet."""
         self.host, self.make = host, make
+
+    def move(self, host: Stepper | None, make: Make) -> None:
+        """Has the unit be stepped elsewhere from the next step on; its state goes along.
+
+        Args:
+            host: Steps it on the host; None for the device.
+            make: Makes the plain optimizer there.
+        """
+        if self._optimizer is not None:
+            by_own = self._optimizer.state
+            kept = [(p, by_own.get(self.own(p))) for p, _ in self.members]
+            self._carried = [(param, state) for param, state in kept if state]
+            self._optimizer = None  # from here on it is what was carried that counts
+        self.host, self.make = host, make
+
+    def _take_along(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gives a new plain optimizer the state of the one before it."""
+        for param, state in self._carried:
+            settings = optimizer.param_groups[0]
+            there = self.host is None and (settings.get("fused") or settings.get("capturable"))
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].to(param.device if there else "cpu")
+            optimizer.state[self.own(param)] = state
 
     def _update(
         self,
@@ -398,7 +423,8 @@ class StepUnit(UnitGradients):
                     ]
                 )
             self._placed = [(self.own(place.param), place) for place in self.places]
-            self._optimizer = made
+            self._take_along(made)
+            self._optimizer, self._carried = made, []
         if groups is None:
             return self._optimizer
         for mine, number in zip(self._optimizer.param_groups, self._numbers, strict=True):

@@ -144,6 +144,7 @@ class Replay:
         self._copy = parts.copy
         self._current = parts.slots.current
         self._waste = parts.transfers.waste
+        self._pending = self._waste.pending
         self._tapes: dict[Schedule, _Tape] = {}
         self._open: _Pass | None = None
         self._run: _Run | None = None
@@ -193,12 +194,11 @@ class Replay:
             run.departures = -1
 
     def foreseen(self, block_id: int) -> Step | None:
-        """Returns what to do at the use of a block that is in HBM and was foreseen.
-
-        It is for :meth:`advance`, once the block is leased; ``used`` is set.
+        """Enters the use of a block that is in HBM and was foreseen.
 
         Returns:
-            None where anything is out of the ordinary.
+            What is to be done then, by :meth:`perform`, once the block is leased; ``used`` is
+            set. None, and nothing is entered, where anything is out of the ordinary.
         """
         run = self._run
         if run is None:
@@ -222,13 +222,14 @@ class Replay:
             or (extent.offset < self._evictor.largest_later and not record.leases)
         ):
             return None
+        self._planner.follow(block_id)
+        run.cursor = cursor
+        if block_id in self._pending:
+            self._waste.used(block_id)
         return step
 
-    def advance(self, step: Step | None = None) -> bool:
-        """Does what the passes before did at this use.
-
-        Args:
-            step: What :meth:`foreseen` returned for it, if it was asked.
+    def advance(self) -> bool:
+        """Does what the passes before did at this use, which :meth:`foreseen` has not entered.
 
         Returns:
             False where it is to be decided, and so is the rest of the pass.
@@ -236,13 +237,23 @@ class Replay:
         run = self._run
         if run is None:
             return False
+        step = self._step_now(run)
         if step is None:
-            step = self._step_now(run)
-            if step is None:
-                return self._stop()
+            return self._stop()
         run.cursor += 1
-        if step.block in self._waste.pending:
+        if step.block in self._pending:
             self._waste.used(step.block)
+        return self.perform(step)
+
+    def perform(self, step: Step) -> bool:
+        """Does what is done at one place of the schedule.
+
+        Returns:
+            False where that is no longer possible: it is to be decided, and so is the rest.
+        """
+        run = self._run
+        if run is None:
+            return False
         for swap in step.swaps:
             leaves, comes = swap.leaves, swap.comes
             extent = leaves.extent
@@ -258,7 +269,7 @@ class Replay:
             if not self._transfers.exchange(leaves, comes):
                 return self._stop()
             run.departures += 1
-            self._waste.fetched(comes.block.id, run.number + swap.passes, swap.key)
+            self._pending[comes.block.id] = (run.number + swap.passes, swap.key)
         return True
 
     def note(self, record: Record, room: Room, position: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tiermem.core.residency import Record, ResidencyTable, State
 from tiermem.core.schedule import Planner
 from tiermem.core.victims import NextUseQueue
-from tiermem.runtime.memory.slots import Holder, Slot, SlotCache
+from tiermem.runtime.memory.slots import Holder, Slot, SlotCache, use_count
 from tiermem.runtime.placement.regions import Regions
 
 
@@ -75,7 +75,10 @@ class LeaveRules:
             return False
         block_id = record.block.id
         slot = self._current.get(block_id)
-        if slot is None or slot.aliased:
+        if slot is None or (  # Slot.aliased, in line: asked at every streamed use
+            use_count(slot.storage) > slot.baseline + slot.pointed
+            or use_count(slot.reading) > slot.reading_baseline
+        ):
             return False
         if why is _NEEDED:
             return True

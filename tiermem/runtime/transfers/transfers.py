@@ -90,6 +90,7 @@ class TransferLog:
         self.counters = counters
         self.pass_timer = pass_timer
         self._timeline = timeline
+        self._enter = timeline.enter
 
     def copied(self, link: str, block: Block, started: int) -> None:
         """Enters a copy between HBM and DRAM that has just been submitted.
@@ -101,9 +102,15 @@ class TransferLog:
         """
         ended = time.perf_counter_ns()
         counters, elapsed, nbytes = self.counters, ended - started, block.nbytes
-        counters.moved(link, nbytes, elapsed)
+        moved = counters.moved_by.get(link)
+        if moved is None:
+            counters.moved(link, nbytes, elapsed)
+        else:  # the same in line: done at every streamed use
+            moved[0] += nbytes
+            moved[1] += 1
+            moved[2] += elapsed
         counters.copy_ns += elapsed
-        self._timeline.add(link, block.name, started, ended, nbytes)
+        self._enter((link, block.name, started, ended, nbytes))
 
     def landed(self, link: str, block: Block, transfer: FileTransfer) -> None:
         """Enters a file transfer that has finished, well or not."""
@@ -251,8 +258,11 @@ class Transfers:
             again = self.ready.pop(went, None)  # who waits for that waits no longer
             if went in self.waste.pending:
                 self.log.counters.prefetch_wasted += self.waste.left(went)
-            slot = self.slots.exchange(went, comes.block, extent)
-            source = self.homes.bytes_of(comes.home_extent)  # type: ignore[arg-type]
+            slot = self._swap_slots(went, comes.block, extent)
+            home: Extent = comes.home_extent  # type: ignore[assignment]
+            source = self.homes.bytes.get(home.offset)
+            if source is None:
+                source = self.homes.bytes_of(home)
             self._copy_up(comes, slot, source, again)
             counters = self.log.counters
             counters.evictions += 1
@@ -263,6 +273,17 @@ class Transfers:
                 self.slots.leave(went)
                 self._unfill(comes.block.id)
             raise
+
+    def _swap_slots(self, went: int, block: Block, extent: Extent) -> Slot:
+        """Returns the slot of a block that comes to the address of another, which leaves."""
+        slots = self.slots
+        kept = slots.kept.get(block.id)
+        slot = None if kept is None else kept.get(extent.offset)
+        if slot is None:
+            slot = slots.slot(block, extent)
+        del slots.current[went]
+        slots.current[block.id] = slots.by_address[slot.address] = slot
+        return slot
 
     def _copy_up(
         self,
@@ -295,7 +316,7 @@ class Transfers:
         if staged:
             self.ahead.copied(block.id, event)
         self.log.copied("dram->hbm", block, started)
-        self.table.filled(record)
+        record.in_hbm = State.VALID
 
     def _reading(
         self, move: Move, parked: FileTransfer | None, urgent: bool

@@ -1,0 +1,144 @@
+"""Layers of experts whose weights are stacked: only the rows that tokens choose come up.
+
+A call without gradients is told which experts each token has chosen. Its block is not brought up
+then; its parameters are stood for by :class:`~tiermem.nn.groups.rows.Rows`, and the rows of the
+chosen ones are copied into HBM one by one. With gradients, and where nobody knows how the module
+reads its weights, the block comes up as ever.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.nn.compat.entrances import inside
+from tiermem.nn.compat.stacks import choices_in, experts_of, reads_rows
+from tiermem.nn.groups.rows import Choice, Rows
+from tiermem.nn.wrap.scope import CallInterceptor, Scope
+from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.memory.expert_seats import Stack, Use
+from tiermem.runtime.services.expert_store import ExpertStore
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_item = dict.get  # a name is looked at, and nothing brought up for it
+
+
+class ExpertsInterceptor(CallInterceptor):
+    """Of a module of stacked experts that is a block of its own."""
+
+    __slots__ = ("_params", "_stack", "_store", "_tensors")
+
+    def __init__(self, module: nn.Module, scope: Scope) -> None:
+        """Enters the block as a stack; see :func:`is_experts`."""
+        super().__init__(module, scope)
+        group = scope.groups[0]
+        self._store: ExpertStore = self.runtime.experts
+        self._stack: Stack | None = self._store.add(group.block, experts_of(module))
+        params = module.__dict__["_parameters"]
+        index = {id(entry.param): entry.index for entry in group.entries}
+        self._params: dict[str, Any] = {name: _item(params, name) for name in params}
+        self._tensors = {name: index[id(param)] for name, param in self._params.items()}
+
+    @property
+    def manager(self) -> BlockManager:
+        """Where the block is."""
+        return self._manager
+
+    def give_back(self) -> None:
+        """Leaves the module as it was found; its block is no stack any more."""
+        super().give_back()
+        self._store.remove(self._groups[0].block.id)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module with the rows that are chosen, or as any other."""
+        if self._manager.gate.unsure:
+            self.runtime.repair()
+        choice = None
+        if self._store.open and self._here.depth and self._may():
+            choice = self._begin(args, kwargs)
+        if choice is None:
+            return super().__call__(*args, **kwargs)
+        group = self._groups[0]
+        if self.runtime.unwritten:
+            self.runtime.got_further(self.scope)
+        before = group.rows
+        try:
+            group.rows = {
+                name: Rows(choice, tensor, self._params[name])
+                for name, tensor in self._tensors.items()
+            }
+            return self.inner(*args, **kwargs)
+        finally:
+            group.rows = before
+            self._end(choice)
+
+    def _may(self) -> bool:
+        """Whether a call comes to nothing but the forward that was looked at, on plain tensors."""
+        names, group = self.module.__dict__, self._groups[0]
+        return (
+            self._stack is not None
+            and not torch.is_grad_enabled()
+            and not group.holds
+            and self.compiled is None
+            and not any(names[hooks] for hooks in _HOOKS)
+            and not group.suspect
+            and not group.merging
+            and not group.may_be_written()
+            and not any(entry.materialized for entry in group.entries)
+            and all(self._has(name) for name in self._tensors)
+            and not torch._C._len_torch_dispatch_stack()
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and torch._C._get_tracing_state() is None
+            and not torch.is_autocast_enabled(self._manager.parts.device.type)
+        )
+
+    def _has(self, name: str) -> bool:
+        """Whether the module still has the parameter that the block has the values of."""
+        param = _item(self.module.__dict__["_parameters"], name)
+        return param is self._params[name]
+
+    @inside
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice | None:
+        """Reads which experts are chosen, and has their copies begin; None for the whole block."""
+        stack, how = self._stack, reads_rows(self.module)
+        indices = choices_in(args, kwargs)
+        if stack is None or not how or indices is None or not indices.numel():
+            return None
+        manager = self._manager
+        manager.gate.guard()  # before the lock: a forked child may find it taken for ever
+        flat = indices.detach().reshape(-1).cpu()
+        if int(flat.min()) < 0 or int(flat.max()) >= stack.experts:
+            return None
+        counts = torch.bincount(flat, minlength=stack.experts).tolist()
+        with manager.lock:
+            if not self._store.usable(stack):
+                return None
+            use = Use(stack, counts, self._order(stack, counts, how))
+            self._store.begin(use)
+        few = flat.tolist() if how == "batched_mm" else None
+        return Choice(manager, self._store, use, few, exact=how == "grouped_mm")
+
+    @staticmethod
+    def _order(stack: Stack, counts: list[int], how: str) -> list[Any]:
+        """Returns the pieces of a call in the order in which it will ask for them."""
+        tensors = range(len(stack.block.tensors))
+        chosen = [expert for expert, count in enumerate(counts) if count]
+        if how == "eager":  # expert by expert
+            return [stack.piece(tensor, expert) for expert in chosen for tensor in tensors]
+        return [stack.piece(tensor, expert) for tensor in tensors for expert in chosen]
+
+    @inside
+    def _end(self, choice: Choice) -> None:
+        with self._manager.lock:
+            self._store.end(choice.use)
+
+
+def is_experts(module: nn.Module, scope: Scope) -> bool:
+    """Whether a module has stacked experts that are a block of their own."""
+    if not scope.begins or len(scope.groups) != 1 or not experts_of(module):
+        return False
+    group = scope.groups[0]
+    own = {id(param) for param in module.__dict__["_parameters"].values()}
+    return not group.buffers and own == {id(entry.param) for entry in group.entries}
