@@ -63,7 +63,7 @@ class Net(nn.Module):
 def coarse() -> Iterator[None]:
     """Budgets of a few layers have blocks of several layers, and little ones beside them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partition, "_RUN_OF_HBM", 2)
+        patch.setattr(partition, "_AT_ONCE", 2)
         patch.setattr(resident, "_OF_WEIGHTS", 4)
         patch.setattr(resident, "_LITTLE_OF_HBM", 1)
         patch.setattr(resident, "_BESIDE", 4)

@@ -21,15 +21,15 @@ from tiermem.nn.compat.stacks import experts_of
 Predicate = Callable[[str, nn.Module], bool]
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _SMALL = 1 << 16
-_FINEST = 32 << 20
+_FINEST = 16 << 20
 _COARSEST = 96 << 20
 TRAINED = 16
 """Bytes of a parameter that is trained by Adam: weight, gradient, master and two states, the weight
 of two bytes or of four (Rajbhandari et al., ZeRO, 2020, section 3.1)."""
-_AT_ONCE = 32  # in so many pieces HBM is divided, between the finest and the coarsest
-_RUN = 64 << 20
-"""Bytes of layers that are fetched together: 1.2 ms at 57 GB/s, ten times the host's work."""
-_RUN_OF_HBM = 16  # that part of HBM they may be, so that two of them leave room for what stays
+_AT_ONCE = 24  # in so many pieces HBM is divided, between the finest and the coarsest
+_RUN = 20 << 20
+"""Bytes of layers that are fetched together: 0.37 ms at 57 GB/s, a few times the host's work."""
+_PARTS = 48 << 20  # likewise of parts of one layer, which are used at about the same time
 
 
 def largest_block(model_nbytes: int, hbm: int) -> int:
@@ -37,7 +37,7 @@ def largest_block(model_nbytes: int, hbm: int) -> int:
 
     Where the model streams, what is in use and what is on its way take room from what could
     stay, so blocks shall be small beside the budget. They need not be smaller than what hides
-    the work of asking for them: 32 MiB take a bus of 64 GB/s half a millisecond. A step of an
+    the work of asking for them: 16 MiB take a bus of 57 GB/s 0.3 ms. A step of an
     optimizer is as much work for a small block as for a large one, so they are not as fine as that
     where there is room.
 
@@ -116,9 +116,10 @@ def runs(
     """
     divided = {above for name in sizes for above in _above(name)}
     found: dict[str, str] = {}
+    room = hbm // _AT_ONCE
     layers = [(name, container, _RUN) for name, container in _lists("", model)]
     inner = {name for name in divided if name} - {name for name, _, _ in layers}
-    parts = [(n, m, _FINEST) for n, m in model.named_modules() if n in inner and _differ(n, m)]
+    parts = [(n, m, _PARTS) for n, m in model.named_modules() if n in inner and _differ(n, m)]
     for name, container, most in (*layers, *parts):
         run: list[str] = []
         nbytes = 0
@@ -127,8 +128,9 @@ def runs(
             if item not in sizes and item not in divided:
                 continue  # it has nothing that moves
             fits = item in roots and item in sizes and item not in divided
-            fits = fits and not isinstance(child, nn.Embedding)  # whose rows are read one by one
-            if not fits or nbytes + sizes[item] > min(most, hbm // _RUN_OF_HBM):
+            # not what is read by rows, or expert by expert
+            fits = fits and not (isinstance(child, nn.Embedding) or experts_of(child))
+            if not fits or nbytes + sizes[item] > min(most, room):
                 run, nbytes = [], 0
             if fits:
                 run.append(item)
