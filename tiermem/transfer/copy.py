@@ -149,7 +149,13 @@ class CopyEngine(Protocol):
 
 
 class HostCopyEngine:
-    """The engine of ``device="cpu"``: plain copies, over when they return."""
+    """The engine of ``device="cpu"``: plain copies, over when they return.
+
+    Attributes:
+        capturing: Nothing is ever recorded.
+    """
+
+    capturing: Callable[[], bool] = bool
 
     def up(
         self,
@@ -214,10 +220,6 @@ class HostCopyEngine:
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
-
-    def capturing(self) -> bool:
-        """Nothing is ever recorded."""
-        return False
 
 
 class Fences:

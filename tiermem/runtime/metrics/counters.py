@@ -257,26 +257,26 @@ class Counters:
         self.errors = 0
         self.prefetch_wasted = 0
         self.activations = ActivationCounters()
-        self._links: dict[str, list[int]] = {}
+        self.moved_by: dict[str, list[int]] = {}
 
     def moved(self, link: str, nbytes: int, elapsed_ns: int) -> None:
         """Counts one block that moved."""
-        entry = self._links.get(link)
+        entry = self.moved_by.get(link)
         if entry is None:
-            entry = self._links[link] = [0, 0, 0]
+            entry = self.moved_by[link] = [0, 0, 0]
         entry[0] += nbytes
         entry[1] += 1
         entry[2] += elapsed_ns
 
     def bytes_by_link(self) -> dict[str, int]:
         """Returns the bytes that moved, by link."""
-        return {name: entry[0] for name, entry in self._links.items()}
+        return {name: entry[0] for name, entry in self.moved_by.items()}
 
     def links(self) -> dict[str, LinkStats]:
         """Returns what moved, by link."""
         return {
             name: LinkStats(nbytes, moves, nanoseconds / 1e9)
-            for name, (nbytes, moves, nanoseconds) in sorted(self._links.items())
+            for name, (nbytes, moves, nanoseconds) in sorted(self.moved_by.items())
         }
 
 
