@@ -410,7 +410,7 @@ class Group(Holder):
             inside.reset()
         record = self.manager.parts.table.get(self.block.id)
         slot = self.manager.parts.slots.current.get(self.block.id)
-        self.holds, self.soft = 0, False
+        self.holds, self.soft, self.rows = 0, False, None
         with _Plain(), torch.inference_mode(False), torch.no_grad():
             if slot is not None and record is not None and record.usable:
                 written = take_home(self, slot) or self._count() != self._versions

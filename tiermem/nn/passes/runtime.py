@@ -42,6 +42,11 @@ _PAST = 3  # blocks that forward has come to after the first one: it "has got fu
 class BackwardWatcher(Protocol):
     """Is told of every backward."""
 
+    @property
+    def revocable(self) -> bool:
+        """Whether steps that it makes there can be taken back."""
+        ...
+
     def begins(self) -> bool:
         """One begins; returns whether it uses more blocks than weights and gradients."""
         ...
@@ -52,6 +57,10 @@ class BackwardWatcher(Protocol):
 
     def settle(self) -> None:
         """Lets everybody look at all blocks, a step under way or not."""
+        ...
+
+    def repair(self) -> None:
+        """Takes back what can be, after an exception anywhere; nothing is under way."""
         ...
 
 
@@ -187,6 +196,7 @@ class ModuleRuntime:
         self._backward_began = 0
         self._ending: weakref.ref[_Ending] | None = None
         self._last_forward: Hashable = None
+        self._last_backward: Hashable = None
         self._homed = 0
 
     # -- membership ------------------------------------------------------
@@ -369,6 +379,11 @@ class ModuleRuntime:
 
     # -- backward --------------------------------------------------------
 
+    @property
+    def last_passes(self) -> tuple[Hashable, Hashable]:
+        """Names of the last forward and of the last backward that have begun."""
+        return self._last_forward, self._last_backward
+
     @inside
     def enter_backward(self) -> None:
         """Backward has reached something of ours: a new pass, the first time."""
@@ -388,8 +403,10 @@ class ModuleRuntime:
         trained = {e.unit.block.id for g in self.groups for e in g.entries if e.unit is not None}
         order = [b for b in self.manager.parts.planner.schedule.order if b not in trained]
         del order[self.manager.parts.planner.cursor :]
-        stepping = [watcher.begins() for watcher in self.backwards]
-        self.manager.begin_pass(("backward", self._last_forward, *stepping), order[::-1])
+        asked = [(watcher.begins(), watcher.revocable) for watcher in self.backwards]
+        stepping = [steps for steps, revocable in asked if steps or not revocable]
+        self._last_backward = ("backward", self._last_forward, *stepping)
+        self.manager.begin_pass(self._last_backward, order[::-1])
         self.activations.begin_backward()
         self.grads.begin_backward()
 

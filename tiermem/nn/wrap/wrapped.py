@@ -30,7 +30,7 @@ from tiermem.nn.wrap.applied import ApplyInterceptor
 from tiermem.nn.wrap.experts import ExpertsInterceptor, is_experts
 from tiermem.nn.wrap.lookup import LookupInterceptor, is_lookup
 from tiermem.nn.wrap.originals import Originals, undo_wrap
-from tiermem.nn.wrap.origins import Origins
+from tiermem.nn.wrap.origins import Origins, read_in
 from tiermem.nn.wrap.scope import (
     OF_ALL,
     OF_SCOPES,
@@ -290,6 +290,9 @@ class WrappedModel:
 
     def _move_in(self) -> None:
         """Copies every tensor to its block, then lets go of the tensors' own memory."""
+        if self.origins is not None:
+            for block in read_in(self.manager, self.origins, self.groups, self._sources):
+                del self._sources[block.id]
         with torch.no_grad():
             for group in [*self.groups, *([self.resident] if self.resident else [])]:
                 tensors = self._sources.get(group.block.id)
@@ -349,6 +352,18 @@ class WrappedModel:
         for module in self._modules.values():
             for whole in _OF_ALL:
                 module.__dict__[whole.method] = whole(module, root)
+
+    def beside(self, name: str) -> list[nn.Module]:
+        """Returns the other modules that a module's parent has."""
+        parent = self._modules.get(name.rpartition(".")[0])
+        own = self._modules.get(name)
+        return [] if parent is None else [c for c in parent.children() if c is not own]
+
+    def entry_of(self, param: torch.Tensor) -> Entry | None:
+        """Returns what is known of a managed parameter; None where it is none of this model."""
+        group = self._group_of.get(id(param))
+        entries = [] if group is None else group.entries
+        return next((entry for entry in entries if entry.param is param), None)
 
     @cached_property
     def kept(self) -> tuple[Group, ...]:
