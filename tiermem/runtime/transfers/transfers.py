@@ -374,8 +374,8 @@ class Transfers:
         block, extent = record.block, record.extent
         if record.home is not Tier.DRAM or record.home_extent is None or extent is None:
             raise InvariantError(f"block {block.name!r} is not in HBM, or not at home in DRAM")
-        if self.keeper is not None:
-            self.keeper.before_write(record)
+        if self.homes.keeper is not None:
+            self.homes.keeper.before_write(record)
         started = time.perf_counter_ns()
         home, slot = self.homes.bytes_of(record.home_extent), self.slots.current[block.id]
         event = self.copy.down(home, slot.bytes, extent, self.ready.get(block.id))
