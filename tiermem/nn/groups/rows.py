@@ -8,6 +8,7 @@ block: whoever does something that is not foreseen here gets what the parameter 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -231,6 +232,7 @@ class Rows:
         if rows.shape[0] <= _FEW * len(experts):
             at_once = max(1, choice.store.seats_for(choice.stack, self._tensor) // 2)
         parts, start = [], 0
+        steps = torch.arange(rows.shape[0] + 1, dtype=offsets.dtype, device=offsets.device)
         for first in range(0, len(experts), at_once):
             some = experts[first : first + at_once]
             found = [self._row(expert) for expert in some]
@@ -239,11 +241,9 @@ class Rows:
             matrices = found[0][None] if len(found) == 1 else torch.stack(found)  # type: ignore
             if self._turned:
                 matrices = matrices.transpose(-2, -1)
-            ends, total = [], 0
-            for expert in some:
-                total += counts[expert]
-                ends.append(total)
-            inner = torch.tensor(ends, dtype=offsets.dtype, device=offsets.device)
+            ends = list(accumulate(counts[expert] for expert in some))
+            total = ends[-1]
+            inner = torch.cat([steps[end : end + 1] for end in ends])  # the host waits for nothing
             parts.append(function(rows[start : start + total], matrices, offs=inner))
             start += total
             del found, matrices

@@ -201,6 +201,10 @@ class Movable:
         found = [host.room for host, _ in self._sides.values() if host.room is not None]
         return list({id(room): room for room in found}.values())
 
+    def has(self, unit: StepUnit) -> bool:
+        """Whether a unit is the host's, wherever its last step was made."""
+        return id(unit) in self._sides
+
     def place(
         self,
         units: Sequence[StepUnit],
