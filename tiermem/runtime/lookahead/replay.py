@@ -191,7 +191,6 @@ class Replay:
         self._copy = parts.copy
         self._current = parts.slots.current
         self._waste = parts.transfers.waste
-        self._pending = self._waste.pending
         self._tapes: dict[Schedule, _Tape] = {}
         self._open: _Pass | None = None
         self._run: _Run | None = None
@@ -271,8 +270,10 @@ class Replay:
             return None
         self._planner.follow(block_id)
         run.cursor = cursor
-        if block_id in self._pending:
+        if self._waste.outcomes:
             self._waste.used(block_id)
+        else:
+            self._waste.pending.pop(block_id, None)
         return step
 
     def advance(self) -> bool:
@@ -288,7 +289,7 @@ class Replay:
         if step is None:
             return self._stop()
         run.cursor += 1
-        if step.block in self._pending:
+        if step.block in self._waste.pending:
             self._waste.used(step.block)
         return self.perform(step)
 
@@ -320,7 +321,7 @@ class Replay:
             if not self._transfers.exchange(leaves, comes):
                 return self._stop()
             run.departures += 1
-            self._pending[comes.block.id] = (run.number + swap.passes, swap.key)
+            self._waste.pending[comes.block.id] = (run.number + swap.passes, swap.key)
         return True
 
     def note(self, record: Record, room: Room, position: int) -> None:
