@@ -344,7 +344,11 @@ KINDS: dict[str, Kind] = {
     ),
     "vit": Kind(_vision, _images, _VIT, {"num_hidden_layers": 32}, _VIT_TINY),
     "layers": Kind(
-        _layers, _hidden, {"width": 1280, "layers": 160}, {"layers": 120}, {"width": 32, "layers": 8}
+        _layers,
+        _hidden,
+        {"width": 1280, "layers": 160},
+        {"layers": 120},
+        {"width": 32, "layers": 8},
     ),
     "mixtral": Kind(
         _decoder("Mixtral"),
