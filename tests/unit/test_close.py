@@ -159,7 +159,7 @@ def test_blocks_stepped_inside_a_backward_that_failed(tmp_path: Path) -> None:
         raise KeyError("stop")
 
     with pytest.raises(KeyError, match="stop"), open_tiers(tmp_path) as tier:
-        tier.wrap(model)
+        tier.wrap(model, blocks=["0", "1", "2"])
         optimizer = tier.optimizer(model, torch.optim.SGD, lr=0.5, overlap="backward")
         for number in range(3):
             step(number)
