@@ -13,7 +13,7 @@ from functools import cached_property
 
 from tiermem.core.cost import refetched, streaming_time
 from tiermem.core.fromdisk import Round, play
-from tiermem.core.lanes import best_lanes, one_ahead_time
+from tiermem.core.lanes import Lanes, laned_time, one_ahead_time
 from tiermem.core.residents import choose_residents, keep_largest
 
 _SLOTS = (2, 3, 4, 6, 8, 12, 16)
@@ -203,7 +203,7 @@ class Loop:
         """Returns how long it takes with lanes, each round like the others."""
         order, compute, fetch = self._round()
         moving = {b: self.sizes[b] for b in order if b not in plan.residents}
-        one, _ = best_lanes(order, plan.lanes, moving, compute, fetch, self.latency)
+        one = laned_time(Lanes(order, plan.lanes, moving), compute, fetch, self.latency)
         return one * len(self.order) / len(order)
 
 

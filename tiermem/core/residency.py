@@ -393,6 +393,21 @@ class ResidencyTable:
         record.at_home = State.ABSENT
         record.home, record.home_extent = home, extent
 
+    def put_back(self, block_id: int, extent: Extent) -> None:
+        """Has a block hold what a former home of it has, and not what it has held since.
+
+        Args:
+            block_id: The block; it is not in HBM, and :meth:`rehome` gave it its present home.
+            extent: Its former address, in the tier of its home; the present one is the caller's
+                from now on.
+        """
+        record = self._records[block_id]
+        if record.in_hbm is not State.ABSENT or record.home_extent is None:
+            raise self._wrong(record, "put back")
+        record.home_extent = extent
+        record.at_home = State.VALID
+        record.defined = True
+
     # -- after an exception ----------------------------------------------
 
     def repair(self, orphans: Iterable[Extent] = ()) -> None:

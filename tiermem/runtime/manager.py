@@ -225,8 +225,8 @@ class BlockManager:
                 self.parts.copy.wait(self.parts.copy.risen())
             for block in present:
                 record = self.parts.table[block.id]
-                if self.parts.transfers.keeper is not None:
-                    self.parts.transfers.keeper.before_write(record)
+                if self.parts.homes.keeper is not None:
+                    self.parts.homes.keeper.before_write(record)
                 self.parts.transfers.ahead.drop(block.id)
                 self.parts.copy.wait(self.parts.transfers.home_ready.pop(block.id, None))
                 self.parts.evictor.forget(record, gone=True)

@@ -165,7 +165,7 @@ class SaveHandle:
             self._ahead.extend(entry for entry in self._left if entry.home is not None)
             manager.parts.homes.owners.append(self._owned)
             manager.closers.append(self._cancel)
-            manager.parts.transfers.keeper = self
+            manager.parts.homes.keeper = self
 
     def _send_home(self, records: list[Record]) -> None:
         """Has what is newer in HBM be written home, unless somebody may write it there unseen."""
@@ -418,8 +418,8 @@ class SaveHandle:
 
     def _forget(self) -> None:
         manager = self._manager
-        if manager.parts.transfers.keeper is self:
-            manager.parts.transfers.keeper = None
+        if manager.parts.homes.keeper is self:
+            manager.parts.homes.keeper = None
         if self._owned in manager.parts.homes.owners:
             manager.parts.homes.owners.remove(self._owned)
         if self._cancel in manager.closers:

@@ -42,6 +42,11 @@ _PAST = 3  # blocks that forward has come to after the first one: it "has got fu
 class BackwardWatcher(Protocol):
     """Is told of every backward."""
 
+    @property
+    def revocable(self) -> bool:
+        """Whether steps that it makes there can be taken back."""
+        ...
+
     def begins(self) -> bool:
         """One begins; returns whether it uses more blocks than weights and gradients."""
         ...
@@ -52,6 +57,10 @@ class BackwardWatcher(Protocol):
 
     def settle(self) -> None:
         """Lets everybody look at all blocks, a step under way or not."""
+        ...
+
+    def repair(self) -> None:
+        """Takes back what can be, after an exception anywhere; nothing is under way."""
         ...
 
 
@@ -182,10 +191,12 @@ class ModuleRuntime:
         self._by_block: dict[int, Group] = {}
         self._ambient: list[Group] = []
         self._backward: deque[Group] = deque()
+        self._kept: list[Group] = []
         self._in_backward = False
         self._backward_began = 0
         self._ending: weakref.ref[_Ending] | None = None
         self._last_forward: Hashable = None
+        self._last_backward: Hashable = None
         self._homed = 0
 
     # -- membership ------------------------------------------------------
@@ -208,7 +219,8 @@ class ModuleRuntime:
     def unit_limit(self, group: Group) -> int:
         """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM."""
         sizes = [e.param.numel() * e.param.element_size() for e in group.entries]
-        return unit_limit(self.manager.parts.table.hbm.capacity, group.block.nbytes, sizes)
+        hbm = self.manager.parts.table.hbm.capacity
+        return unit_limit(hbm, group.block.nbytes, sizes, group.layer)
 
     def owner_of(self, block: Block, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the parameter or buffer that shares a version counter with a view of a block."""
@@ -232,6 +244,7 @@ class ModuleRuntime:
         """A wrapped module is called while none is running."""
         if torch._C._current_graph_task_id() != -1:
             self.enter_backward()  # recomputation
+            self._keep(scope.wrapped.kept)
             return
         if torch._C._get_tracing_state() is not None:
             raise WrapError(
@@ -323,6 +336,8 @@ class ModuleRuntime:
     @inside
     def demand(self, group: Group) -> None:
         """A parameter is reached for while its block is not held."""
+        if group.soft and self.here.depth > 0:
+            return  # it was just before, and points at its block
         self.manager.gate.guard()
         # every torch operation on the parameter brings its block for its own time; it is pointed
         # there for code that torch does not see, which may write if it runs outside every pass
@@ -364,6 +379,11 @@ class ModuleRuntime:
 
     # -- backward --------------------------------------------------------
 
+    @property
+    def last_passes(self) -> tuple[Hashable, Hashable]:
+        """Names of the last forward and of the last backward that have begun."""
+        return self._last_forward, self._last_backward
+
     @inside
     def enter_backward(self) -> None:
         """Backward has reached something of ours: a new pass, the first time."""
@@ -383,8 +403,10 @@ class ModuleRuntime:
         trained = {e.unit.block.id for g in self.groups for e in g.entries if e.unit is not None}
         order = [b for b in self.manager.parts.planner.schedule.order if b not in trained]
         del order[self.manager.parts.planner.cursor :]
-        stepping = [watcher.begins() for watcher in self.backwards]
-        self.manager.begin_pass(("backward", self._last_forward, *stepping), order[::-1])
+        asked = [(watcher.begins(), watcher.revocable) for watcher in self.backwards]
+        stepping = [steps for steps, revocable in asked if steps or not revocable]
+        self._last_backward = ("backward", self._last_forward, *stepping)
+        self.manager.begin_pass(self._last_backward, order[::-1])
         self.activations.begin_backward()
         self.grads.begin_backward()
 
@@ -404,6 +426,21 @@ class ModuleRuntime:
         while len(self._backward) > _SOFT_IN_BACKWARD:
             self._backward.popleft().rest()
 
+    def _keep(self, groups: Iterable[Group]) -> None:
+        """Holds groups until backward is over: each layer that is computed again would hold them.
+
+        They are at home in HBM, so that it takes no room.
+        """
+        for group in groups:
+            if group not in self._kept:
+                group.hold()
+                self._kept.append(group)
+
+    def let_go_kept(self) -> None:
+        """Lets go of the groups that backward holds."""
+        while self._kept:
+            self._kept.pop().let_go()
+
     def _cut_short(self, ending: weakref.ref[_Ending]) -> None:
         """An error has ended backward; gradients that made way for others are seen again."""
         if self._in_backward and ending is self._ending:
@@ -415,6 +452,7 @@ class ModuleRuntime:
         if not self._in_backward:
             return
         self._in_backward = False
+        self.let_go_kept()
         self.reduced.end_backward()
         for watcher in self.backwards:
             watcher.ends()
@@ -427,6 +465,7 @@ class ModuleRuntime:
     def reset_backward(self) -> None:
         """Ends a backward after an exception anywhere, however far its end had come."""
         self._in_backward = True
+        self._kept = []  # nobody holds a group
         self.end_backward()
         self._ambient = []
 

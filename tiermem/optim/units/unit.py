@@ -142,6 +142,7 @@ class StepUnit(UnitGradients):
         owed: bool = False,
         meanwhile: Callable[[], None] | None = None,
         write: Callable[[Sequence[Block]], None] | None = None,
+        revocable: bool = False,
     ) -> None:
         """Steps the unit: everything it needs is brought up first, and it happens whole or not.
 
@@ -155,6 +156,8 @@ class StepUnit(UnitGradients):
                 were there, and leaves ``param.grad`` as the user has it by now.
             meanwhile: Called once everything is at hand.
             write: Called with blocks that the rest of a step does not use, if it has parts.
+            revocable: Whether the caller can take it back, made or cut short in the middle: then
+                nothing of what the unit was is kept here.
         """
         self.recover()
         if self.made is not ticket:
@@ -164,7 +167,8 @@ class StepUnit(UnitGradients):
             if not owed:
                 self.sync(runtime)
             self.flush()
-            self._try(runtime, optimizer, state, scaling, ticket, meanwhile, owed=owed)
+            options = {"owed": owed, "revocable": revocable}
+            self._try(runtime, optimizer, state, scaling, ticket, meanwhile, **options)
         if owed:
             self.clear_forgotten(runtime)
 
@@ -200,6 +204,7 @@ class StepUnit(UnitGradients):
         meanwhile: Callable[[], None] | None,
         *,
         owed: bool,
+        revocable: bool,
     ) -> None:
         """Makes the step, or leaves the unit as it was."""
         stored = [e for e in self.entries if e.has_grad and not e.materialized]
@@ -211,13 +216,10 @@ class StepUnit(UnitGradients):
             unscales = undoes_scale(optimizer, scaling)
             one_call = not unscales and writes_in_one_call(optimizer)
             complete = partial(self._complete, runtime, optimizer, stored, slots, state)
-            attempt.keep(
-                optimizer,
-                slots,
-                state,
-                spoils=self.spoils or unscales,
-                complete=partial(self._carry_out, attempt, complete, ticket) if one_call else None,
-            )
+            done = partial(self._carry_out, attempt, complete, ticket) if one_call else None
+            if not revocable:
+                spoils = self.spoils or unscales
+                attempt.keep(optimizer, slots, state, spoils=spoils, complete=done)
             self._carry_out(
                 attempt,
                 partial(self._update, runtime, optimizer, stored, slots, state, scaling, owed=owed),
@@ -272,6 +274,7 @@ class StepUnit(UnitGradients):
             kept = [(p, by_own.get(self.own(p))) for p, _ in self.members]
             self._carried = [(param, state) for param, state in kept if state]
             self._optimizer = None  # from here on it is what was carried that counts
+            by_own.clear()  # nobody else counts as having it
         self.host, self.make = host, make
 
     def _take_along(self, optimizer: torch.optim.Optimizer) -> None:
