@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import tiermem
 from tiermem import cli
-from tiermem.cli import adapting, finetune, generate
+from tiermem.cli import adapting, checkpoints, finetune, generate
 from tiermem.cli.bound import bound_of, streamed_nbytes
 from tiermem.cli.folders import open_folder
 from tiermem.cli.generation import Sampling, write_on
@@ -304,6 +304,34 @@ def test_losses_and_adapters_are_those_of_resident_peft(
     for name, param in plain.named_parameters():
         if "lora_" in name:
             assert torch.equal(own[name], param), name
+
+
+def test_a_run_of_adapters_goes_on(words: Path, tmp_path: Path, capfd: Any) -> None:
+    """Stopped after two steps of three; other budgets afterwards, the same losses and files."""
+    lora = ["--lora", "r=4,target_modules=q_proj+v_proj", "--lr", "0.01"]
+    assert adapt(words, tmp_path / "whole", *lora, "--hbm", "720KiB") == 0
+    expected = json.loads(capfd.readouterr().out)["losses"]
+    saved = [*lora, "--save", str(tmp_path / "run"), "--save-every", "1"]
+    with pytest.MonkeyPatch.context() as patch:
+        after = checkpoints.Checkpoints.after
+
+        def stopped(self: Any, step: int, *more: Any) -> None:
+            after(self, step, *more)
+            if step == 2:
+                raise KeyboardInterrupt
+
+        patch.setattr(checkpoints.Checkpoints, "after", stopped)
+        adapt(words, tmp_path / "first", *saved, "--hbm", "720KiB")
+    capfd.readouterr()
+    assert adapt(words, tmp_path / "first", *saved, "--resume", "--hbm", "1MiB") == 0
+    assert json.loads(capfd.readouterr().out)["losses"] == expected
+    whole, own = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "first")
+    )
+    assert whole.keys() == own.keys()
+    assert all(torch.equal(own[name], value) for name, value in whole.items())
+    assert adapt(words, tmp_path / "first", *saved, "--resume", "--lr", "0.5") == 2
+    assert "is of a run with lr 0.01" in capfd.readouterr().err
 
 
 def test_adapters_on_a_byte_gpt_in_parts(byte_gpt: Path, tmp_path: Path, capfd: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,18 @@ class Plan:
         return self.batch * self.accumulate * self.context
 
 
+class Saves(Protocol):
+    """Saves a run as it goes."""
+
+    def resume(self, scheduler: Any, generator: torch.Generator) -> int:
+        """Goes on where the run was, if it was; returns how many steps are made."""
+
+    def after(
+        self, step: int, last: bool, optimizer: Any, scheduler: Any, generator: torch.Generator
+    ) -> None:
+        """Saves after a step, if it is time to."""
+
+
 def corpus_of(paths: Sequence[str], tokens: Tokens) -> TokenCorpus:
     """Reads text files and makes tokens of them.
 
@@ -90,8 +102,9 @@ def train(
     corpus: TokenCorpus,
     plan: Plan,
     on_step: Callable[[int, float], None],
+    saves: Saves | None = None,
 ) -> None:
-    """Makes all steps.
+    """Makes all steps, or those that are left of a run that goes on.
 
     Args:
         model: With adapters; wrapped, or on its device.
@@ -100,12 +113,14 @@ def train(
         corpus: What to train on.
         plan: How.
         on_step: Called after each step with its number and its loss.
+        saves: Saves the run as it goes, and knows where it was.
     """
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate(step, plan.steps)
     )
     generator = torch.Generator().manual_seed(plan.seed)
-    for step in range(plan.steps):
+    done = 0 if saves is None else saves.resume(scheduler, generator)
+    for step in range(done, plan.steps):
         optimizer.zero_grad(set_to_none=True)
         parts: list[Tensor] = []
         for _ in range(plan.accumulate):
@@ -118,6 +133,8 @@ def train(
         optimizer.step()
         scheduler.step()
         on_step(step, sum(part.item() for part in parts))
+        if saves is not None:
+            saves.after(step + 1, step + 1 == plan.steps, optimizer, scheduler, generator)
 
 
 def next_token_loss(model: Any, tokens: Tensor, chunks: int = 0) -> Tensor:

@@ -48,17 +48,17 @@ def read_saving(path: str | None, every: int | None, resume: bool) -> Saving | N
 class Checkpoints:
     """Saves a run as it goes, and has it go on; one for each run."""
 
-    def __init__(self, tier: TierManager, saving: Saving, settings: Settings) -> None:
+    def __init__(self, tier: TierManager, saving: Saving, described: dict[str, Any]) -> None:
         """Saves nothing yet.
 
         Args:
             tier: The tiers, with model and optimizer.
             saving: What was asked for.
-            settings: Of the run; one that goes on has the same.
+            described: What the run is about; one that goes on has the same.
         """
         self._tier = tier
         self._saving = saving
-        self._described = describe(settings)
+        self._described = described
         self._under_way: SaveHandle | None = None
 
     def resume(self, progress: Progress, scheduler: Any, generator: torch.Generator) -> None:

@@ -14,7 +14,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,15 +34,17 @@ if TYPE_CHECKING:
 
     import tiermem
     from tiermem.cli.adapting import Plan
+    from tiermem.cli.checkpoints import Saving
     from tiermem.cli.folders import Folder
     from tiermem.cli.needs import Sizes
+    from tiermem.cli.training import Progress
 
 OUT = "adapters"
 """Where they are saved if nothing is said."""
 
 _OF_THE_DEMONSTRATION = (
     *("layers", "width", "heads", "dtype", "master", "nvme_bytes", "optimizer_on", "overlap"),
-    *("no_compare", "save", "save_every", "resume"),
+    "no_compare",
 )
 _RESERVE = 256 << 20
 """Of the device: kernels that are loaded when they are first used, workspaces of their libraries,
@@ -75,18 +77,20 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs ``tiermem train --checkpoint``."""
     from rich.console import Console
 
+    from tiermem.cli.checkpoints import read_saving
     from tiermem.cli.folders import open_folder
 
     quiet = arguments.quiet or arguments.json
     console = Console(highlight=False, quiet=quiet)
     console.print(f"looking at {arguments.checkpoint}")
     plan = read_plan(arguments)
+    saving = read_saving(arguments.save, arguments.save_every, arguments.resume)
     lora = parse_lora(arguments.lora)
     folder = open_folder(arguments.checkpoint, checkpointing=True)
     tiers = pick_tiers(arguments, folder, lora, plan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about its own names
-        result = _train(arguments, folder, lora, plan, tiers, console)
+        result = _train(arguments, folder, lora, plan, tiers, saving, console)
     if arguments.json:
         print(json.dumps(result, indent=2))
     console.print(
@@ -324,12 +328,42 @@ def capped(tier: tiermem.TierManager, tiers: Tiers, device: str) -> Iterator[Non
 # -- the run ---------------------------------------------------------------
 
 
+class _Saves:
+    """``--save``, ``--save-every`` and ``--resume``: all of the run, base weights included."""
+
+    def __init__(
+        self,
+        tier: tiermem.TierManager,
+        saving: Saving,
+        arguments: argparse.Namespace,
+        plan: Plan,
+        progress: Progress,
+    ) -> None:
+        from tiermem.cli.checkpoints import Checkpoints
+
+        described = {**asdict(plan), "lora": arguments.lora}
+        del described["device"]
+        self._checkpoints = Checkpoints(tier, saving, described)
+        self._progress = progress
+
+    def resume(self, scheduler: Any, generator: torch.Generator) -> int:
+        self._checkpoints.resume(self._progress, scheduler, generator)
+        self._progress.resumed = len(self._progress.losses)
+        return self._progress.resumed
+
+    def after(
+        self, step: int, last: bool, optimizer: Any, scheduler: Any, generator: torch.Generator
+    ) -> None:
+        self._checkpoints.after(step, last, optimizer, self._progress, scheduler, generator)
+
+
 def _train(
     arguments: argparse.Namespace,
     folder: Folder,
     lora: tiermem.Lora,
     plan: Plan,
     tiers: Tiers,
+    saving: Saving | None,
     console: Console,
 ) -> dict[str, Any]:
     import torch
@@ -337,12 +371,14 @@ def _train(
     import tiermem
     from tiermem.cli.adapting import corpus_of, prepare, train
     from tiermem.cli.display import new_display
+    from tiermem.cli.training import Progress
 
     corpus = corpus_of(arguments.data, folder.tokens)
     corpus.check(plan.context)
     nvme = [path for path in arguments.nvme or [] if path != "none"]
     out = Path(arguments.out or OUT)
-    losses: list[float] = []
+    progress = Progress()
+    losses = progress.losses
     with (
         tiermem.TierManager(
             plan.device,
@@ -380,7 +416,10 @@ def _train(
         interrupted = False
         try:
             with display:
-                train(model, optimizer, optimizer.clip_grad_norm_, corpus, plan, shown)
+                train(
+                    model, optimizer, optimizer.clip_grad_norm_, corpus, plan, shown,
+                    None if saving is None else _Saves(tier, saving, arguments, plan, progress),
+                )  # fmt: skip
         except KeyboardInterrupt:  # what there is by now is saved
             interrupted = True
         seconds = time.perf_counter() - began
@@ -389,10 +428,11 @@ def _train(
     if interrupted:
         console.print(f"the adapters after {len(losses)} steps are in {out}")
         raise KeyboardInterrupt
+    tokens = (len(losses) - progress.resumed) * plan.tokens_per_step
     return {
         "losses": losses,
         "seconds": seconds,
-        "tokens_per_second": len(losses) * plan.tokens_per_step / max(seconds, 1e-9),
+        "tokens_per_second": tokens / max(seconds, 1e-9),
         "hbm": tiers.hbm,
         "context": tiers.context,
         "activations": tiers.activations,

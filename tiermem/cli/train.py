@@ -334,7 +334,7 @@ def _run_tiered(
     import torch
 
     import tiermem
-    from tiermem.cli.checkpoints import Checkpoints
+    from tiermem.cli.checkpoints import Checkpoints, describe
     from tiermem.cli.display import new_display
     from tiermem.cli.report import roles_at_home, write_pictures
     from tiermem.cli.training import Outcome, Progress, copy_weights, new_model, run_steps
@@ -363,7 +363,7 @@ def _run_tiered(
                     settings,
                     lambda step, loss: display.step(step, loss, tier.stats()),
                     progress,
-                    None if saving is None else Checkpoints(tier, saving, settings),
+                    None if saving is None else Checkpoints(tier, saving, describe(settings)),
                 )
         except KeyboardInterrupt:  # what there is by now is reported
             interrupted = True
