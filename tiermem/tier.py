@@ -155,6 +155,7 @@ class TierManager:
                 for none. ``"auto"``: adapters that :func:`tiermem.add_adapters` put in; where there
                 are none, what is trained if it is little beside what is frozen: an eighth of its
                 bytes at most, and an eighth of HBM at most with gradients and the state of Adam.
+                With ``blocks="auto"`` also blocks that are too little to be moved.
 
         Returns:
             The same module.

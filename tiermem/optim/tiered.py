@@ -32,6 +32,7 @@ from tiermem.optim.classes import (
     refuse_others,
 )
 from tiermem.optim.host.devicebits import DeviceBits, Movable
+from tiermem.optim.host.room import HostRoom
 from tiermem.optim.host.share import Speeds
 from tiermem.optim.host.side import rooms_of
 from tiermem.optim.host.sides import choose_exact_sides, choose_sides
@@ -736,7 +737,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self._closed or self._manager.gate.closed:
             return
         self._settle("close()")
-        runtime, units = self._runtime, self._units
+        runtime, units, rooms = self._runtime, self._units, self._rooms()
         with self._manager.lock:
             self._manager.remove_blocks([b for unit in units for b in unit.kept_blocks()])
             self._closed = True
@@ -757,7 +758,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._ahead.close()
         if self._host is not None:
             self._host.close()
-        for room in rooms_of(units):
+        for room in rooms:
             room.close()
 
     def __getattr__(self, name: str) -> Any:
@@ -926,7 +927,14 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _owned(self) -> list[tuple[Tier, Extent]]:
         """Returns the space below HBM that it has beside blocks."""
-        return [place for room in rooms_of(self._all_units()) for place in room.owned()]
+        return [place for room in self._rooms() for place in room.owned()]
+
+    def _rooms(self) -> list[HostRoom]:
+        """Returns what steps on the host have in DRAM."""
+        found = rooms_of(self._all_units())
+        if self._movable is not None:
+            found += [room for room in self._movable.rooms() if room not in found]
+        return found
 
     def _blocks(self) -> list[Block]:
         """Returns the blocks of state and masters."""

@@ -14,6 +14,7 @@ from tiermem.nn.groups.grads import Change
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.host.exact import Proven, kind_of_step
 from tiermem.optim.host.proof import prove
+from tiermem.optim.host.room import HostRoom
 from tiermem.optim.host.side import HostSide, side_of
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.rules.separable import Make, copied, settings_of
@@ -179,16 +180,26 @@ class Movable:
         """Takes on those units that are the host's.
 
         Args:
-            units: New ones.
+            units: New ones, some of them the host's.
             tried: Whether it is tried that this is faster; else it is so.
         """
         if tried and self.trial is None:
             self.trial = ShareTrial()
-        for unit in units:
-            host = side_of(unit)
-            if host is not None:
-                host.only_exact = True
-                self._sides[id(unit)] = host, unit.make
+        new = [(unit, host) for unit in units if (host := side_of(unit)) is not None]
+        for unit, host in new:
+            host.only_exact = True
+            self._sides[id(unit)] = host, unit.make
+        old = self.rooms()
+        for host, _ in self._sides.values():  # all units of an optimizer have one
+            host.room = new[-1][1].room
+        for room in old:
+            if room is not new[-1][1].room:
+                room.close()
+
+    def rooms(self) -> list[HostRoom]:
+        """Returns what its units' steps on the host have in DRAM, wherever they are made by now."""
+        found = [host.room for host, _ in self._sides.values() if host.room is not None]
+        return list({id(room): room for room in found}.values())
 
     def has(self, unit: StepUnit) -> bool:
         """Whether a unit is the host's, wherever its last step was made."""
