@@ -210,7 +210,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 self._owed,
                 self._is_begun,
                 self._may_step_ahead,
-                self._is_elsewhere,
+                self._movable or Movable(runtime, self._bits, self.make),
             )
         self._members = Membership(self.param_groups)
         self._learn(range(len(self.param_groups)))
@@ -350,10 +350,6 @@ class TieredOptimizer(torch.optim.Optimizer):
             return False
         draws = any(nature.draws for nature in self._natures.values())
         return self._auto.may_begin(looked_into=self._looked_into, draws=draws)
-
-    def _is_elsewhere(self, unit: StepUnit) -> bool:
-        """Whether a unit is the host's."""
-        return unit.host is not None or (self._movable is not None and self._movable.has(unit))
 
     def _is_left(self, unit: StepUnit) -> bool:
         """Whether a unit has a gradient that no step inside backward has used."""
@@ -940,6 +936,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             why, speeds = choose_exact_sides(*args, in_backward=inside, earlier=earlier)
             some, self._why_device = not why, why
             self.speeds = speeds or self.speeds
+            self._movable.seconds = 0.0 if self.speeds is None else self.speeds.host
             self._movable.take_on(units)
         else:
             share = self._where == "both" if self._host_share is None else float(self._host_share)
