@@ -58,9 +58,16 @@ _ELSEWHERE = (
     Mutation(
         "an acquire that takes no lease",
         _RUNTIME + "acquire.py",
-        "            self._table.lease(block_id)\n",
+        "        self._table.lease(block_id)\n",
         "",
         MANAGER,
+    ),
+    Mutation(
+        "a use that is repeated takes no lease",
+        _RUNTIME + "acquire.py",
+        "                record.leases += 1  # that it can be has just been looked at\n",
+        "",
+        STEADY,
     ),
     Mutation(
         "a leased block may be dropped",
@@ -803,7 +810,7 @@ MUTATIONS = (
     Mutation(
         "a home is overwritten before a save has it",
         "tiermem/runtime/transfers/transfers.py",
-        "            self.keeper.before_write(record)\n        try:",
+        "            self.homes.keeper.before_write(record)\n        try:",
         "            pass\n        try:",
         SAVING,
     ),

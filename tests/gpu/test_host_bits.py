@@ -65,6 +65,7 @@ def test_a_run_with_steps_on_both_sides_has_the_residents_bits(
 
     monkeypatch.setattr("tiermem.optim.host.sides._LEAST", 0)
     monkeypatch.setattr("tiermem.optim.host.sides.measure_both", lambda *_: Rates(1.0, 1.0))
+    monkeypatch.setattr("tiermem.optim.host.devicebits.ShareTrial.step", lambda *_: True)
     settings: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, **how}
 
     def build() -> torch.nn.Sequential:
@@ -75,7 +76,7 @@ def test_a_run_with_steps_on_both_sides_has_the_residents_bits(
     plain, model = build(), build()
     masters = [p.detach().float().requires_grad_() for p in plain.parameters()]
     by_hand = torch.optim.AdamW(masters, **settings)
-    with tiermem.TierManager(hbm="4MiB", dram="256MiB") as tier:
+    with tiermem.TierManager(hbm="8MiB", dram="256MiB") as tier:
         tier.wrap(model)
         optimizer = tier.optimizer(
             model, torch.optim.AdamW, master_dtype=FP32, overlap=overlap, **settings

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_ctrl_c import cut_short
 from support_nn import same_bits
 from torch import nn
 from torch.nn import functional
@@ -247,6 +248,39 @@ def test_training_in_between() -> None:
         assert tier.stats().experts_chosen > 0
 
 
+class Routed(nn.Module):
+    """Layers with routers, each of which adds little to what goes by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"gate": nn.Linear(WIDTH, EXPERTS), "experts": Experts()})
+            for _ in range(LAYERS)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            weight, index = layer["gate"](x).softmax(-1).topk(2)
+            x = x + layer["experts"](x, index, weight / 1000)
+        return x
+
+
+def test_the_next_router_is_asked_early() -> None:
+    torch.manual_seed(0)
+    model, plain = Routed(), Routed()
+    plain.load_state_dict(model.state_dict())
+    with tiermem.TierManager("cpu", hbm=LEAST, dram=4 << 20) as tier, torch.no_grad():
+        tier.wrap(model)
+        for seed in range(24):
+            x = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(seed))
+            assert same_bits(model(x), plain(x))
+        stats = tier.stats()
+        assert stats.expert_guesses > 5
+        assert stats.expert_guesses_right > stats.expert_guesses // 2
+        x = torch.randn(5, WIDTH)
+        assert same_bits(model(x), plain(x))
+
+
 class Keeper(Experts):
     """Keeps a row beyond its call."""
 
@@ -299,3 +333,26 @@ def test_models_leave_and_come_back() -> None:
         check(model, plain, choose(2, 2))
         assert tier.stats().experts_chosen > 0
     check(model, plain, choose(2, 3))
+
+
+_FILES = ["nn/wrap/experts", "nn/groups/rows", "runtime/services/expert_store", "core/experts"]
+
+
+@pytest.mark.parametrize("first", [1, 150, 700])
+def test_ctrl_c_at_a_line_of_ours(first: int) -> None:
+    """Everything is right again with the next call, and nothing of HBM is lost."""
+    with twins() as (model, plain, tier):
+        for number in range(first, first + 1600, 113):
+            chosen = choose(2, number)
+            if number % 2:
+                model(
+                    states(1), choose(1, 0)
+                )  # gives the room back: it is made within the cut call
+            with torch.no_grad():
+                where = cut_short(lambda c=chosen: model(states(2), c), number, _FILES)
+            check(model, plain, chosen)
+            check(model, plain, choose(1, number))
+            table = tier._manager.parts.table
+            table.check()
+            assert sum(r.block.name == "expert room" for r in table) <= 1, where
+        assert tier._runtime.experts.open

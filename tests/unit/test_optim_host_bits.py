@@ -16,6 +16,7 @@ from support_optim import Net, Twins
 
 from tiermem.optim.balance import Speed
 from tiermem.optim.host import loop, proof
+from tiermem.optim.host.devicebits import ShareTrial
 from tiermem.optim.host.exact import kind_of_step
 from tiermem.optim.host.spread import Rates
 from tiermem.optim.rules.probe import settings_of
@@ -45,6 +46,7 @@ def _few_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(proof, "_COUNTS", (*range(1, 40), 100, 1000, 12345))
     monkeypatch.setattr("tiermem.optim.host.sides._LEAST", 0)
     monkeypatch.setattr("tiermem.optim.host.sides.measure_both", lambda *_: Rates(1.0, 1.0))
+    monkeypatch.setattr(ShareTrial, "step", lambda *_: True)
     proof.forget()
     yield
     proof.forget()
@@ -74,6 +76,36 @@ def test_the_loop_is_the_device_on_values_of_all_sizes(
     if stepped is FP32:  # another one is noticed, that differs in the last bit of a float32
         with device_of_numpy(Kernels(wrong=True)):
             assert isinstance(_prove(cls, settings, stepped, weight), str)
+
+
+_TRY = ShareTrial.step
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [(0.5, True), (0.99, False), (2.0, False)])
+def test_a_share_stays_where_it_makes_a_loop_faster(seconds: float, kept: bool) -> None:
+    now = 0.0
+    trial = ShareTrial(lambda: now)
+    seen = []
+    for number in range(10):
+        ticket = object()
+        seen.append(_TRY(trial, ticket))
+        assert _TRY(trial, ticket) is seen[-1]  # made again after an error, it counts once
+        first = number in (0, 3)  # what is learned anew takes its time
+        now += 9.0 if first else seconds if seen[-1] else 1.0
+    assert seen == [False] * 3 + [True] * 3 + [kept] * 4
+    assert trial.decided
+
+
+def test_steps_are_made_both_ways_until_it_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShareTrial, "step", _TRY)
+    with device_of_numpy(), Twins(Net, DRAM, torch.optim.AdamW, FUSED) as twins:
+        sides = []
+        for step in range(8):
+            twins.backward(step, use_extra=step != 2)
+            twins.step()
+            sides.append(any(unit.host is not None for unit in twins.optimizer._units))
+            twins.check()
+        assert sides[:6] == [False] * 3 + [True] * 3
 
 
 def test_torchs_own_cpu_kernels_have_other_bits() -> None:
@@ -125,6 +157,23 @@ def test_what_the_host_would_round_otherwise_is_the_devices_for_that_step() -> N
         twins.backward(3)
         twins.step()
         twins.check()
+
+
+def test_a_clipping_that_does_not_clip_leaves_steps_to_the_host() -> None:
+    with device_of_numpy(), Twins(Net, DRAM, torch.optim.AdamW, FUSED) as twins:
+        units = [unit for unit in twins.optimizer._units if unit.host is not None]
+        for step, norm in enumerate((1e6, 0.01, 1e6)):
+            twins.backward(step)
+            twins.clip_norm(norm)
+            twins.step()
+            assert all((unit.host is not None) == (norm > 1) for unit in units)
+            twins.check()
+        twins.backward(3)
+        twins.clip_norm(1e6)
+        twins.optimizer.step()
+        twins.by_hand.step()
+        for mine, theirs in zip(twins.model.parameters(), twins.plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
 
 
 def test_other_settings_are_proved_or_left_to_the_device() -> None:

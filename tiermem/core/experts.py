@@ -20,9 +20,11 @@ _LEAST = 0.02
 """A piece is worth clearly more than another from this many times its worth and this much more."""
 _SLOWEST = 1 / 64
 """What one call weighs at least in how often an expert is chosen."""
-_PASSING = 128 << 20
+FORESEEN = 0.5
+"""What is foreseen has to come true in this share of calls to be worth a copy."""
+_PASSING = 192 << 20
 """Bytes of seats for what passes through: they keep a bus busy over a layer's other work."""
-_LEAST_PASSING = 3
+_LEAST_PASSING = 4
 _MOST_PASSING = 3  # of all seats: one in so many at most
 
 
@@ -33,6 +35,8 @@ class Popularity:
         often: By expert, the share of calls in which some token chose it; older calls weigh less.
         last: The experts chosen last, ascending.
         repeats: Share of the chosen ones that had been chosen in the call before.
+        foreseen: Share of the experts that were foreseen to be chosen and were.
+        expected: Those that are foreseen to be chosen in the next call.
     """
 
     def __init__(self, experts: int) -> None:
@@ -40,11 +44,24 @@ class Popularity:
         self.often = np.zeros(experts)
         self.last: list[int] = []
         self.repeats = 0.0
+        self.foreseen = 0.0
+        self.expected: list[int] = []
         self._calls = 0
+        self._looks = 0
+
+    @property
+    def worth_a_look(self) -> bool:
+        """Whether it pays to foresee the next choice: where it has failed, now and then."""
+        return self.foreseen >= FORESEEN or self._looks < 8 or not self._calls % 16
 
     def note(self, chosen: list[int]) -> None:
         """Enters a call in which these experts were chosen."""
         self._calls += 1
+        if self.expected:
+            self._looks += 1
+            right = len(set(chosen).intersection(self.expected)) / len(self.expected)
+            self.foreseen += max(1 / self._looks, 1 / 16) * (right - self.foreseen)
+            self.expected = []
         weight = max(1 / self._calls, _SLOWEST)
         self.often *= 1 - weight
         self.often[chosen] += weight

@@ -32,6 +32,7 @@ from tiermem.optim.classes import (
     refuse_others,
 )
 from tiermem.optim.host.devicebits import DeviceBits, Movable
+from tiermem.optim.host.room import HostRoom
 from tiermem.optim.host.share import Speeds
 from tiermem.optim.host.side import rooms_of
 from tiermem.optim.host.sides import choose_exact_sides, choose_sides
@@ -364,7 +365,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if host is not None:
             if self._movable is not None:
                 here = [unit for unit in left if not host.is_begun(unit)]
-                self._movable.place(here, current.groups, current.scaling)
+                self._movable.place(here, current.groups, current.scaling, current.ticket)
             mine = [u for u in left if u.host is not None and not host.is_begun(u)]
             if mine:
                 host.begin(mine, frozen_settings(current.groups), current.scaling, current.ticket)
@@ -458,6 +459,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Which share of the elements the host steps, or why it steps none."""
         on_host = sum(p.numel() for u in self._units if u.host is not None for p, _ in u.members)
         if not on_host:
+            trial = None if self._movable is None else self._movable.trial
+            if trial is not None and not trial.on_host:
+                slow = "with a share on the host steps took longer" if trial.decided else ""
+                return f"all on the device: {slow or 'a share on the host is tried later'}"
             return f"all on the device: {self._why_device or self._bits.reason}"
         share = on_host / sum(p.numel() for u in self._units for p, _ in u.members)
         bits = "its own" if self._bits.reason else "the device's"
@@ -728,7 +733,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self._closed or self._manager.gate.closed:
             return
         self._settle("close()")
-        runtime, units = self._runtime, self._units
+        runtime, units, rooms = self._runtime, self._units, self._rooms()
         with self._manager.lock:
             self._manager.remove_blocks([b for unit in units for b in unit.kept_blocks()])
             self._closed = True
@@ -749,7 +754,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._ahead.close()
         if self._host is not None:
             self._host.close()
-        for room in rooms_of(units):
+        for room in rooms:
             room.close()
 
     def __getattr__(self, name: str) -> Any:
@@ -918,7 +923,14 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _owned(self) -> list[tuple[Tier, Extent]]:
         """Returns the space below HBM that it has beside blocks."""
-        return [place for room in rooms_of(self._all_units()) for place in room.owned()]
+        return [place for room in self._rooms() for place in room.owned()]
+
+    def _rooms(self) -> list[HostRoom]:
+        """Returns what steps on the host have in DRAM."""
+        found = rooms_of(self._all_units())
+        if self._movable is not None:
+            found += [room for room in self._movable.rooms() if room not in found]
+        return found
 
     def _blocks(self) -> list[Block]:
         """Returns the blocks of state and masters."""
@@ -937,7 +949,8 @@ class TieredOptimizer(torch.optim.Optimizer):
             some, self._why_device = not why, why
             self.speeds = speeds or self.speeds
             self._movable.seconds = 0.0 if self.speeds is None else self.speeds.host
-            self._movable.take_on(units)
+            if some:
+                self._movable.take_on(units, tried=not inside)
         else:
             share = self._where == "both" if self._host_share is None else float(self._host_share)
             some, self.speeds = choose_sides(

@@ -65,6 +65,19 @@ class CopyEngine(Protocol):
         """
         ...
 
+    def up_behind(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]
+    ) -> Event | None:
+        """Copies host bytes into HBM behind events alone, not behind what compute has since.
+
+        Args:
+            target: Device bytes.
+            source: Host bytes.
+            after: :meth:`guards` of when the last reader of ``target`` had been submitted, and
+                the event of the last write to ``source``.
+        """
+        ...
+
     def down(
         self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Event | None
     ) -> Event | None:
@@ -151,6 +164,13 @@ class HostCopyEngine:
         extent: Extent,
         after: Event | None,
         again: Event | None = None,
+    ) -> Event | None:
+        """Copies ``source`` into ``target``."""
+        host_copy(target, source)
+        return None
+
+    def up_behind(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]
     ) -> Event | None:
         """Copies ``source`` into ``target``."""
         host_copy(target, source)
@@ -311,6 +331,12 @@ class StreamCopyEngine:
         if again is None:
             self._rising.add(extent, event)
         return event
+
+    def up_behind(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]
+    ) -> Event | None:
+        """Submits a copy up beside those that wait for compute; see :class:`CopyEngine`."""
+        return self.copy_up(target, source, after)
 
     def down(
         self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Event | None

@@ -156,6 +156,20 @@ def _make(
         func([tensor], *moved, **kwargs)
 
 
+def factor_of(change: Change) -> torch.Tensor | None:
+    """Returns what a change multiplies gradients by; None where it does anything else.
+
+    Args:
+        change: Of this module, or a call bound to ``factor=``, which multiplies by that.
+    """
+    given = change.keywords if isinstance(change, partial) else {}
+    if given.get("func") is torch._foreach_mul_ and len(given["args"]) == 1:
+        found = given["args"][0]
+    else:
+        found = given.get("factor")
+    return found if isinstance(found, torch.Tensor) else None
+
+
 _CHANGES: tuple[Callable[..., Any], ...] = (
     torch._foreach_mul_,
     torch._foreach_clamp_min_,

@@ -616,7 +616,7 @@ class GradStore:
                 entry.param.grad = joined
             return False
         self.store(entry, gradient, add=True)
-        if entry.unit is not self._arriving:
+        if entry.unit is not self._arriving and not entry.group.resident:  # else it stays in HBM
             self._arrives(entry.unit)
         return True
 

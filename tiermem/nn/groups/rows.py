@@ -8,6 +8,7 @@ block: whoever does something that is not foreseen here gets what the parameter 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ _INDICES = (torch.int64, torch.int32)
 _FEW = 32
 """Tokens for each chosen expert, on average, up to which one kernel for all of them, over copies of
 their rows, is better than a kernel for each."""
+_AT_ONCE = 64 << 20
+"""Bytes of rows that are put together for one kernel: small ones are not worth one each."""
 _OPERATORS = (
     "__add__",
     "__radd__",
@@ -87,11 +90,16 @@ class Choice:
         self.exact = exact
 
     @inside
-    def row(self, tensor: int, expert: int) -> torch.Tensor | None:
-        """Returns a row; see :meth:`ExpertStore.row`."""
+    def rows(self, tensor: int, experts: Sequence[int]) -> list[torch.Tensor] | None:
+        """Returns rows; see :meth:`ExpertStore.rows`."""
         self.manager.gate.guard()
         with self.manager.lock:
-            return self.store.row(self.use, self.stack, tensor, expert)
+            return self.store.rows(self.use, self.stack, tensor, experts)
+
+    def row(self, tensor: int, expert: int) -> torch.Tensor | None:
+        """Returns a row; None where it cannot be had by itself."""
+        found = self.rows(tensor, (expert,))
+        return None if found is None else found[0]
 
 
 class Rows:
@@ -189,20 +197,21 @@ class Rows:
         if not kinds or kinds[0] < 0 or kinds[-1] >= self._param.shape[0]:
             return None
         if len(kinds) < self._choice.store.seats_for(self._choice.stack, self._tensor):
-            rows = {expert: self._row(expert) for expert in kinds}
-            if any(row is None for row in rows.values()):
+            found = self._choice.rows(self._tensor, kinds)
+            if found is None:
                 return None
-            return torch.stack([rows[expert] for expert in experts])  # type: ignore[misc]
-        found: torch.Tensor | None = None
+            rows = dict(zip(kinds, found, strict=True))
+            return torch.stack([rows[expert] for expert in experts])
+        copies: torch.Tensor | None = None
         for expert in kinds:
             row = self._row(expert)
             if row is None:
                 return None
-            if found is None:
-                found = row.new_empty((len(experts), *row.shape))
+            if copies is None:
+                copies = row.new_empty((len(experts), *row.shape))
             for place in (place for place, other in enumerate(experts) if other == expert):
-                found[place].copy_(row)
-        return found
+                copies[place].copy_(row)
+        return copies
 
     def grouped(
         self, function: Callable[..., Any], rows: torch.Tensor, offsets: torch.Tensor
@@ -227,23 +236,24 @@ class Rows:
         experts = [expert for expert, count in enumerate(counts) if count]
         if not experts or sum(counts) != rows.shape[0] or min(counts) < 0:
             return None
-        at_once = 1
+        seats = choice.store.seats_for(choice.stack, self._tensor)
+        at_once = min(seats // 4, _AT_ONCE // max(choice.stack.nbytes(self._tensor), 1))
         if rows.shape[0] <= _FEW * len(experts):
-            at_once = max(1, choice.store.seats_for(choice.stack, self._tensor) // 2)
+            at_once = seats // 2
+        at_once = max(1, at_once)
         parts, start = [], 0
+        steps = torch.arange(rows.shape[0] + 1, dtype=offsets.dtype, device=offsets.device)
         for first in range(0, len(experts), at_once):
             some = experts[first : first + at_once]
-            found = [self._row(expert) for expert in some]
-            if any(row is None for row in found):
+            found = choice.rows(self._tensor, some)
+            if found is None:
                 return None
-            matrices = found[0][None] if len(found) == 1 else torch.stack(found)  # type: ignore
+            matrices = found[0][None] if len(found) == 1 else torch.stack(found)
             if self._turned:
                 matrices = matrices.transpose(-2, -1)
-            ends, total = [], 0
-            for expert in some:
-                total += counts[expert]
-                ends.append(total)
-            inner = torch.tensor(ends, dtype=offsets.dtype, device=offsets.device)
+            ends = list(accumulate(counts[expert] for expert in some))
+            total = ends[-1]
+            inner = torch.cat([steps[end : end + 1] for end in ends])  # the host waits for nothing
             parts.append(function(rows[start : start + total], matrices, offs=inner))
             start += total
             del found, matrices

@@ -191,6 +191,7 @@ class ModuleRuntime:
         self._by_block: dict[int, Group] = {}
         self._ambient: list[Group] = []
         self._backward: deque[Group] = deque()
+        self._kept: list[Group] = []
         self._in_backward = False
         self._backward_began = 0
         self._ending: weakref.ref[_Ending] | None = None
@@ -218,7 +219,8 @@ class ModuleRuntime:
     def unit_limit(self, group: Group) -> int:
         """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM."""
         sizes = [e.param.numel() * e.param.element_size() for e in group.entries]
-        return unit_limit(self.manager.parts.table.hbm.capacity, group.block.nbytes, sizes)
+        hbm = self.manager.parts.table.hbm.capacity
+        return unit_limit(hbm, group.block.nbytes, sizes, group.layer)
 
     def owner_of(self, block: Block, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the parameter or buffer that shares a version counter with a view of a block."""
@@ -242,6 +244,7 @@ class ModuleRuntime:
         """A wrapped module is called while none is running."""
         if torch._C._current_graph_task_id() != -1:
             self.enter_backward()  # recomputation
+            self._keep(scope.wrapped.kept)
             return
         if torch._C._get_tracing_state() is not None:
             raise WrapError(
@@ -333,6 +336,8 @@ class ModuleRuntime:
     @inside
     def demand(self, group: Group) -> None:
         """A parameter is reached for while its block is not held."""
+        if group.soft and self.here.depth > 0:
+            return  # it was just before, and points at its block
         self.manager.gate.guard()
         # every torch operation on the parameter brings its block for its own time; it is pointed
         # there for code that torch does not see, which may write if it runs outside every pass
@@ -421,6 +426,21 @@ class ModuleRuntime:
         while len(self._backward) > _SOFT_IN_BACKWARD:
             self._backward.popleft().rest()
 
+    def _keep(self, groups: Iterable[Group]) -> None:
+        """Holds groups until backward is over: each layer that is computed again would hold them.
+
+        They are at home in HBM, so that it takes no room.
+        """
+        for group in groups:
+            if group not in self._kept:
+                group.hold()
+                self._kept.append(group)
+
+    def let_go_kept(self) -> None:
+        """Lets go of the groups that backward holds."""
+        while self._kept:
+            self._kept.pop().let_go()
+
     def _cut_short(self, ending: weakref.ref[_Ending]) -> None:
         """An error has ended backward; gradients that made way for others are seen again."""
         if self._in_backward and ending is self._ending:
@@ -432,6 +452,7 @@ class ModuleRuntime:
         if not self._in_backward:
             return
         self._in_backward = False
+        self.let_go_kept()
         self.reduced.end_backward()
         for watcher in self.backwards:
             watcher.ends()
@@ -444,6 +465,7 @@ class ModuleRuntime:
     def reset_backward(self) -> None:
         """Ends a backward after an exception anywhere, however far its end had come."""
         self._in_backward = True
+        self._kept = []  # nobody holds a group
         self.end_backward()
         self._ambient = []
 

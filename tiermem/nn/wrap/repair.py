@@ -65,6 +65,7 @@ def repair(runtime: ModuleRuntime) -> None:
         if runtime.activations.store is not None:
             runtime.activations.store.repair()
         _drop_lost(runtime)
+        runtime.experts.repair()
         repair_homes(manager.parts)
         manager.gate.torn = manager.gate.unsure = False
     _take_back(runtime)

@@ -86,9 +86,10 @@ class Scope:
         groups: Held during the call.
         inside: Who is inside the modules that need the same groups.
         begins: Whether a block begins at this module.
+        called: Whether its calls are intercepted: not those of one whose tensors all stay in HBM.
     """
 
-    __slots__ = ("_order", "begins", "groups", "inside", "name", "number", "wrapped")
+    __slots__ = ("_order", "begins", "called", "groups", "inside", "name", "number", "wrapped")
 
     def __init__(
         self,
@@ -99,6 +100,7 @@ class Scope:
         inside: Inside,
         *,
         begins: bool,
+        called: bool = True,
     ) -> None:
         self.name = name
         self.number = number
@@ -106,6 +108,7 @@ class Scope:
         self.wrapped = wrapped
         self.inside = inside
         self.begins = begins
+        self.called = called
         self._order: tuple[int, ...] | None = None
 
     def order(self) -> tuple[int, ...]:
@@ -163,7 +166,9 @@ class Interceptor:
 class CallInterceptor(Interceptor):
     """Holds a module's groups while it runs."""
 
-    __slots__ = ("_begins", "_groups", "_here", "_inside", "_manager", "_quick", "compiled")
+    __slots__ = (
+        "_alone", "_begins", "_groups", "_here", "_inside", "_manager", "_quick", "compiled"
+    )  # fmt: skip
 
     method = _CALL
 
@@ -176,6 +181,10 @@ class CallInterceptor(Interceptor):
         # looked up in every call, in caches that the kernels in between have emptied
         self._manager, self._here = self.runtime.manager, self.runtime.here
         self._groups, self._begins = scope.groups, scope.begins
+        # what stays in HBM is held by the pass as a whole, and by its model's call in another pass
+        self._alone = (*scope.groups, *scope.wrapped.kept)
+        if not scope.name:
+            self._groups = self._alone
         self._inside = scope.inside
         # only where a block begins there is something to do although its groups are held
         self._quick = _NOBODY if scope.begins else scope.inside
@@ -191,11 +200,12 @@ class CallInterceptor(Interceptor):
             not is_grad_enabled() or self.runtime.saved.on_top()
         ):
             return self.inner(*args, **kwargs)
-        runtime, manager, groups, here = self.runtime, self._manager, self._groups, self._here
+        runtime, manager, here = self.runtime, self._manager, self._here
         if manager.gate.unsure:
             runtime.repair()
         began = held = 0
         depth = here.depth
+        groups = self._groups if depth else self._alone
         pushed = entered = inside = theirs = ended = False
         try:
             if not depth:
@@ -280,6 +290,10 @@ class CompileInterceptor(Interceptor):
         if whole and any(block not in self._own() for block in self.scope.order()):
             name = self.scope.name or type(self.module).__name__
             raise WrapError(f"compile() of {name!r}: {WHOLE_GRAPH}")
+        if not self.scope.called:
+            self.scope.wrapped.leave_to_compiler(self.scope.name)
+            self.inner(*args, **kwargs)
+            return
         call = self.module.__dict__[CallInterceptor.method]
         plain = getattr(type(self.module), CallInterceptor.method).__get__(self.module)
         call.inner = call.compiled = torch.compile(plain, *args, **kwargs)

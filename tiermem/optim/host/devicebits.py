@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from tiermem.nn.groups.clipping import factor_of
+from tiermem.nn.groups.grads import Change
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.host.exact import Proven, kind_of_step
 from tiermem.optim.host.proof import prove
+from tiermem.optim.host.room import HostRoom
 from tiermem.optim.host.side import HostSide, side_of
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.rules.separable import Make, copied, settings_of
 from tiermem.optim.units.unit import StepUnit
+
+_SETTLING = 1
+_TIMED = 2
+_FASTER = 0.97
 
 
 class DeviceBits:
@@ -36,6 +45,7 @@ class DeviceBits:
         self._device = device
         self.reason = ""
         self._last: tuple[Any, Proven | str] | None = None
+        self._seen: tuple[Change, bool] | None = None
         self._plain: dict[int, tuple[int, torch.dtype, torch.dtype] | str] = {}
 
     def of(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> Proven | None:
@@ -48,6 +58,18 @@ class DeviceBits:
         found = self._of(unit, groups)
         self.reason = found if isinstance(found, str) else ""
         return None if isinstance(found, str) else found
+
+    def leaves_alone(self, change: Change) -> bool:
+        """Whether a change that gradients await is no change: a clipping's factor is 1.
+
+        Waits for the device, which has the factor.
+        """
+        if self._seen is None or self._seen[0] is not change:
+            by = factor_of(change)
+            one = by is not None and by.numel() == 1 and float(by) == 1.0
+            # SGD keeps its first gradients as they are, NaN's bits too, which a product changes
+            self._seen = change, one and self._cls is not torch.optim.SGD
+        return self._seen[1]
 
     def _of(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> Proven | str:
         if id(unit) not in self._plain:
@@ -86,11 +108,58 @@ def _plainly(unit: StepUnit) -> tuple[int, torch.dtype, torch.dtype] | str:
     return numbers.pop(), stepped, weight
 
 
+class ShareTrial:
+    """Whether a share of the host makes a loop faster: some steps are made with and without.
+
+    What limits is often the host's memory, which serves copies and steps, and how much that
+    bears is not known before. Bits are the same both ways, so it is tried in the loop itself.
+
+    Attributes:
+        on_host: Whether the host has its share by now.
+        decided: Whether that stays so.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        """Begins without.
+
+        Args:
+            now: Returns seconds.
+        """
+        self.on_host = False
+        self.decided = False
+        self._now = now
+        self._ticket: object = None
+        self._began = 0.0
+        self._steps = 0
+        self._best = {False: math.inf, True: math.inf}
+
+    def step(self, ticket: object) -> bool:
+        """Returns whether the host has its share in a step, and in the forward after it.
+
+        Args:
+            ticket: Stands for the step; with the same one it counts once.
+        """
+        if self.decided or ticket is self._ticket:
+            return self.on_host
+        ended, self._ticket = self._now(), ticket
+        if self._steps > _SETTLING:  # a schedule is learned anew first
+            self._best[self.on_host] = min(self._best[self.on_host], ended - self._began)
+        self._began, self._steps = ended, self._steps + 1
+        if self._steps > _SETTLING + _TIMED:
+            self.decided = self.on_host
+            self.on_host = not self.on_host or self._best[True] < _FASTER * self._best[False]
+            self._steps = 1
+        return self.on_host
+
+
 class Movable:
     """Has the host make steps of its units only where nobody can tell, and the device otherwise.
 
     What nobody can tell is decided for each step: settings whose bits are proved, gradients that
     await nothing and have no scale, no view of a weight that would have to leave HBM.
+
+    Attributes:
+        trial: Finds out whether it is faster; None where that is taken for granted.
     """
 
     def __init__(self, runtime: ModuleRuntime, bits: DeviceBits, make: Make) -> None:
@@ -101,6 +170,7 @@ class Movable:
             bits: Says which steps have the device's bits.
             make: Makes the device's plain optimizer.
         """
+        self.trial: ShareTrial | None = None
         self._runtime = runtime
         self._bits = bits
         self._make = make
@@ -108,17 +178,35 @@ class Movable:
         self.seconds = 0.0
         self._idle: set[int] = set()  # that the device steps all the same
 
-    def take_on(self, units: Sequence[StepUnit]) -> None:
-        """Takes on those units that are the host's."""
-        for unit in units:
-            host = side_of(unit)
-            if host is not None:
-                host.only_exact = True
-                self._sides[id(unit)] = host, unit.make
+    def take_on(self, units: Sequence[StepUnit], *, tried: bool) -> None:
+        """Takes on those units that are the host's.
+
+        Args:
+            units: New ones, some of them the host's.
+            tried: Whether it is tried that this is faster; else it is so.
+        """
+        if tried and self.trial is None:
+            self.trial = ShareTrial()
+        new = [(unit, host) for unit in units if (host := side_of(unit)) is not None]
+        for unit, host in new:
+            host.only_exact = True
+            self._sides[id(unit)] = host, unit.make
+        old = self.rooms()
+        for host, _ in self._sides.values():  # all units of an optimizer have one
+            host.room = new[-1][1].room
+        for room in old:
+            if room is not new[-1][1].room:
+                room.close()
+
+    def rooms(self) -> list[HostRoom]:
+        """Returns what its units' steps on the host have in DRAM, wherever they are made by now."""
+        found = [host.room for host, _ in self._sides.values() if host.room is not None]
+        return list({id(room): room for room in found}.values())
 
     def has(self, unit: StepUnit) -> bool:
         """Whether a unit is the host's, wherever its last step was made."""
-        return id(unit) in self._sides and id(unit) not in self._idle
+        tried = self.trial is None or self.trial.on_host
+        return tried and id(unit) in self._sides and id(unit) not in self._idle
 
     def may_have(self, unit: StepUnit) -> bool:
         """Whether a unit was given to the host, be it idle by now."""
@@ -133,6 +221,7 @@ class Movable:
         units: Sequence[StepUnit],
         groups: Sequence[dict[str, Any]],
         scaling: Scaling | None,
+        ticket: object,
     ) -> None:
         """Has each unit be stepped where its step can be made now.
 
@@ -140,13 +229,15 @@ class Movable:
             units: What is to be stepped; nothing is owed to them.
             groups: Settings of the parameter groups.
             scaling: What a GradScaler left to the step.
+            ticket: Stands for the step.
         """
+        wanted = scaling is None and (self.trial is None or self.trial.step(ticket))
         for unit in units:
             found = self._sides.get(id(unit))
             if found is None:
                 continue
             host, make = found
-            able = self.has(unit) and scaling is None and host.is_exact(self._runtime, groups)
+            able = wanted and self.has(unit) and host.is_exact(self._runtime, groups)
             if able and unit.host is None:
                 unit.move(host, make)
             elif not able and unit.host is not None:

@@ -27,7 +27,7 @@ from tiermem.core.block import Block, Tier
 from tiermem.core.residency import State as Residency
 from tiermem.errors import StepError, TierError
 from tiermem.nn.compat.shapes import follow
-from tiermem.nn.groups.grads import GradUnit, Pending
+from tiermem.nn.groups.grads import Change, GradUnit, Pending
 from tiermem.nn.groups.group import Entry
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, forget, is_viewed, refresh
@@ -99,6 +99,10 @@ class Bits(Protocol):
 
     def of(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> Proven | None:
         """Returns what such a step of a unit needs, with settings as they are."""
+        ...
+
+    def leaves_alone(self, change: Change) -> bool:
+        """Whether a change that gradients await is no change."""
         ...
 
 
@@ -242,8 +246,8 @@ class HostSide:
     def is_exact(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether a step can be made here now, so that nobody can tell it from the device's.
 
-        That is one whose bits are proved, of gradients that are in the tiers and await nothing
-        (the host would round what is left to do otherwise), while nobody has a view of a weight
+        That is one whose bits are proved, of gradients that are in the tiers and await no change
+        (the host would round that otherwise), while nobody has a view of a weight
         that would have to leave HBM.
 
         Args:
@@ -253,7 +257,7 @@ class HostSide:
         unit = self.unit
         if unit.attempt is not None or unit.group is None or unit.group.freed:
             return False
-        if any(u.pending for u in unit.grad_units()) or self._bits.of(unit, groups) is None:
+        if self._bits.of(unit, groups) is None or self._awaits(unit.grad_units()):
             return False
         gradients = [entry.param.grad for entry in unit.entries]
         if not all(g is None or isinstance(g, LazyTensor) for g in gradients):
@@ -262,6 +266,11 @@ class HostSide:
             return False
         with runtime.manager.lock:
             return not self.taken(runtime)
+
+    def _awaits(self, units: Sequence[GradUnit]) -> bool:
+        """Whether gradients await a change that changes anything."""
+        changes = [pending.change for u in units for pending in u.pending]
+        return not all(self._bits.leaves_alone(change) for change in changes)
 
     def _all_or_none(self) -> bool:
         """Whether parameters that are stepped all have state, or none has.
@@ -324,7 +333,7 @@ class HostSide:
             if p.grad is not None and not isinstance(p.grad, LazyTensor)
         }
         follows = unit.foreign.look()
-        awaited = scaling is not None or any(u.pending for u in held)
+        awaited = scaling is not None or self._awaits(held)
         proven = None if awaited or loose else self._bits.of(unit, groups)
         if proven is None and self.only_exact:
             raise RuntimeError(f"{unit.name}: a step on the host that has not the device's bits")
@@ -562,7 +571,7 @@ class HostSide:
             if entry.unit is not None:
                 found[id(entry.param)] = job.views[entry.unit.block.id][entry.unit_index]
         for u, changes in job.changes:
-            if u.block.id in job.settled:
+            if u.block.id in job.settled or job.proven is not None:  # else it is no change
                 continue
             mine = {id(e): found[id(e.param)] for e in job.stored if e.unit is u}
             for change in changes:  # each try reads a file anew, where nothing is changed yet

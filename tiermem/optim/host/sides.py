@@ -80,7 +80,7 @@ def choose_sides(
     if isinstance(share, float):
         chosen = choose_share(sizes, share)
     elif share:
-        traffic, weight = _traffic_of(sharers, stepped)
+        traffic, weight = _traffic_of(sharers, stepped, proven)
         with as_team():
             if in_backward:
                 rates = _measure_both(runtime, on_host, make, weight, stepped, traffic, proven)
@@ -140,7 +140,7 @@ def choose_exact_sides(
         return next((r for m in low for u in m if (r := _reason(bits, u, settings))), ""), None
     proven = bits.of(able[0][0], settings)
     on_host = with_fused(make)
-    traffic, weight = _traffic_of(able, stepped)
+    traffic, weight = _traffic_of(able, stepped, proven)
     if not in_backward:  # gradients are there by then
         traffic = Traffic(traffic.device, weight.itemsize, traffic.host)
     sizes = _sizes(able)
@@ -184,26 +184,32 @@ def _measure_both(
 
 
 def _traffic_of(
-    groups: Sequence[Sequence[StepUnit]], stepped: torch.dtype
+    groups: Sequence[Sequence[StepUnit]], stepped: torch.dtype, proven: Proven | None
 ) -> tuple[Traffic, torch.dtype]:
     """Returns the bytes of an element of some blocks, and the dtype of their weights."""
     units = [unit for group in groups for unit in group]
     weight = next(p.dtype for unit in units for p, _ in unit.members)
-    return _traffic(units, sum(_sizes(groups)), weight, stepped), weight
+    return _traffic(units, sum(_sizes(groups)), weight, stepped, proven), weight
 
 
 def _traffic(
-    units: Sequence[StepUnit], elements: int, weight: torch.dtype, stepped: torch.dtype
+    units: Sequence[StepUnit],
+    elements: int,
+    weight: torch.dtype,
+    stepped: torch.dtype,
+    proven: Proven | None,
 ) -> Traffic:
     """Returns the bytes of an element: of the weights' dtype, and of what the units keep."""
     kept = sum(b.nbytes for u in units for b in u.kept_blocks()) // max(1, elements)
     found = sum(g.block.nbytes for u in units for g in u.grad_units()) // max(1, elements)
     gradient = max(weight.itemsize, found)
-    cast = 0 if stepped is weight else 2 * stepped.itemsize  # the gradient is cast, then read
+    alike = stepped is weight
+    # the gradient is cast, then read; the loop casts as it reads
+    cast = 0 if alike or proven is not None else 2 * stepped.itemsize
     return Traffic(
         device=2 * (weight.itemsize + kept),
         passing=weight.itemsize + gradient,
-        host=2 * kept + gradient + cast + weight.itemsize * (1 if cast else 2),
+        host=2 * kept + gradient + cast + weight.itemsize * (2 if alike else 1),
     )
 
 

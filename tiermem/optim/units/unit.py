@@ -274,6 +274,7 @@ class StepUnit(UnitGradients):
             kept = [(p, by_own.get(self.own(p))) for p, _ in self.members]
             self._carried = [(param, state) for param, state in kept if state]
             self._optimizer = None  # from here on it is what was carried that counts
+            by_own.clear()  # nobody else counts as having it
         self.host, self.make = host, make
 
     def _take_along(self, optimizer: torch.optim.Optimizer) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -49,6 +50,8 @@ class Stack:
         places: Where checkpoint files have its pieces.
         after: The stack that was used after it last.
         order: The pieces that its last call asked for, in order.
+        foresee: Returns scores of the experts, by the hidden states of the layer before; None where
+            its router is not at hand.
     """
 
     number: int
@@ -61,11 +64,17 @@ class Stack:
     places: dict[Piece, Extent] = field(default_factory=dict)
     after: Stack | None = None
     order: tuple[Piece, ...] = ()
+    foresee: Callable[[torch.Tensor], torch.Tensor | None] | None = None
 
     def nbytes(self, tensor: int) -> int:
         """Returns the bytes of one piece of a tensor."""
         spec = self.block.tensors[tensor]
         return spec.nbytes // self.experts if tensor in self.rows else spec.nbytes
+
+    @property
+    def expert_nbytes(self) -> int:
+        """Bytes of all pieces of one expert."""
+        return sum(map(self.nbytes, self.rows))
 
     def piece(self, tensor: int, expert: int) -> Piece:
         """Returns a tensor's piece for an expert."""
@@ -92,6 +101,7 @@ class Seat:
         inside: Whether somebody is about to look.
         event: Of the copy that brought what is there.
         transfer: The read from a file that does; None once it has landed.
+        released: What was under way when the last reader of what was there had been submitted.
     """
 
     __slots__ = (
@@ -102,6 +112,7 @@ class Seat:
         "event",
         "extent",
         "inside",
+        "released",
         "transfer",
     )
 
@@ -112,6 +123,7 @@ class Seat:
         self.event: Event | None = None
         self.transfer: FileTransfer | None = None
         self.inside = False
+        self.released: tuple[Event, ...] = ()
         self._storage = whole.untyped_storage()
         self._views: dict[tuple[Any, ...], torch.Tensor] = {}
         self._baseline = use_count(self._storage._cdata)
@@ -165,6 +177,8 @@ class Use:
         chosen: The experts, ascending.
         counts: How often each expert of the layer was chosen.
         wanted: Pieces that were not asked for yet, in the order in which they will be.
+        coming: Of these, those whose copies have not begun: by tensor, each with its place in that
+            order.
     """
 
     def __init__(self, stack: Stack, counts: Sequence[int], wanted: Iterable[Piece]) -> None:
@@ -173,3 +187,6 @@ class Use:
         self.counts = counts
         self.chosen = [expert for expert, count in enumerate(counts) if count]
         self.wanted = dict.fromkeys(wanted)
+        self.coming: dict[int, deque[tuple[int, Piece]]] = {}
+        for place, piece in enumerate(self.wanted):
+            self.coming.setdefault(piece.tensor, deque()).append((place, piece))

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from tiermem.config import Home, format_size
 from tiermem.core.allocator import Allocator
 from tiermem.core.block import Extent, TensorSpec, Tier, align_up
+from tiermem.core.residency import Record
 from tiermem.errors import REFUSALS, CapacityError, InvariantError
 from tiermem.storage.arena import HostArena
 from tiermem.storage.checkpointstore import FIRST_OFFSET, CheckpointStore, SourceRange
@@ -66,6 +68,14 @@ def staging_size(dram: int) -> int:
     return chunk_size(dram) * _CHUNKS
 
 
+class HomeKeeper(Protocol):
+    """Wants the bytes that homes have just now; see :mod:`tiermem.saving.later`."""
+
+    def before_write(self, record: Record) -> None:
+        """The home of a block is about to be written, or given up; the manager's lock is held."""
+        ...
+
+
 class Homes:
     """Hands out home extents, all or none."""
 
@@ -101,6 +111,8 @@ class Homes:
                 "policy= puts into DRAM comes on top (tier.wrap(model) says how much)",
             )
         self.bytes: dict[int, torch.Tensor] = {}
+        # is told before the home of a block is written; None where nobody wants to know
+        self.keeper: HomeKeeper | None = None
         self.swap = SwapFile([Path(p) for p in nvme], nvme_bytes, self.chunk) if nvme else None
         self.sources: CheckpointStore | None = None
         """Checkpoint files that blocks have their homes in."""

@@ -137,6 +137,7 @@ class Evictor:
             StorageError: If what must leave cannot be written.
         """
         self.places += 1
+        self.order.left.clear()
         if self.ring.uses and block.id not in self.residents:
             extent = self._next_in_ring(block.nbytes, position)
             if extent is not None:
@@ -397,7 +398,8 @@ class Evictor:
         """
         block_id = record.block.id
         self.rules.unpoint(record)
-        self.table.drop(block_id, free=free)
+        extent = self.table.drop(block_id, free=free)
+        self.order.left.append((record, extent.offset))
         self.order.note_departure(block_id)
         self.transfers.leave(block_id)
         self._counters.evictions += 1

@@ -138,7 +138,11 @@ class LeaveRules:
 
 
 class LeavingOrder:
-    """Keeps a queue by next use in step with the planner, without looking at every block."""
+    """Keeps a queue by next use in step with the planner, without looking at every block.
+
+    Attributes:
+        left: Who has left for the room asked for last, and from which offset.
+    """
 
     def __init__(self, table: ResidencyTable, planner: Planner, regions: Regions) -> None:
         """Starts with nothing known.
@@ -154,6 +158,7 @@ class LeavingOrder:
         self._queue = NextUseQueue()
         self._reached = 0
         self._stale: set[int] = set()
+        self.left: list[tuple[Record, int]] = []
 
     def note_use(self, block_id: int) -> None:
         """Says that a block was used or has come into HBM, so that its next use is another."""

@@ -14,43 +14,26 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from tiermem.core.block import Block, Extent, Role, Tier, align_up
-from tiermem.core.experts import Seats, share_out
+from tiermem.core.experts import FORESEEN, Seats, share_out
 from tiermem.core.layout import TensorShape
 from tiermem.core.residency import Record, State
 from tiermem.errors import CapacityError, StorageError
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.expert_seats import WHOLE, Bank, Piece, Seat, Stack, Use, stack_of
-from tiermem.runtime.memory.slots import Holder, Slot
 from tiermem.storage.checkpointstore import SourceRange
 
+_ROOM = "expert room"
 _LEAST_SEATS = 3
 _GUESS_FROM = 0.6
 """So often a guess has to have come true lately to be worth a copy."""
 _WORTH_WHOLE = 2.0  # more than any expert's
 _SHRINK = 0.5
-
-
-class _RoomHolder(Holder):
-    """Empties the expert room where anything may be half done."""
-
-    def __init__(self, store: ExpertStore) -> None:
-        self._store = store
-
-    def repair(self) -> None:
-        """Forgets what is seated."""
-        self._store.forget_seated()
-
-    def repoint(self, slot: Slot) -> None:
-        """Nothing points there."""
-
-    def forked(self) -> None:
-        """Likewise: a forked child has no bytes."""
-        self._store.forget_seated()
 
 
 class ExpertStore:
@@ -69,9 +52,11 @@ class ExpertStore:
         self._numbers: dict[int, Stack] = {}
         self._room: Block | None = None
         self._banks: dict[int, Bank] = {}
+        self._bank_of: dict[tuple[int, int], Bank] = {}  # by stack and tensor
         self._uses: list[Use] = []
         self._guesses: dict[Piece, None] = {}
         self._last: Stack | None = None
+        self._lent: list[Seat] = []  # whose readers may not all be submitted
         self._most = 1.0  # share of what other blocks leave that it may take
         self._capacity = 0
         limit, more = parts.limit, parts.evictor.more
@@ -132,12 +117,22 @@ class ExpertStore:
         seen = [seat for bank in self._banks.values() for seat in bank.seats if seat.aliased]
         slot = parts.slots.current[room.id]
         keep = slot.bytes.detach() if seen else None  # so that the bytes stay as they are
-        self.forget_seated()
-        self._room, self._banks = None, {}
-        parts.holders.pop(room.id, None)
+        self._forget_seated()
         self._manager.remove_blocks([room])
+        self._room, self._banks, self._bank_of = None, {}, {}
         if keep is not None:
             parts.evictor.leave_behind(slot.extent, seen)
+
+    def repair(self) -> None:
+        """Gives the expert room back after an exception anywhere; nothing is under way."""
+        table = self._parts.table
+        self._uses.clear()
+        self._forget_seated()
+        if self._room is not None and table.get(self._room.id) is None:
+            self._room, self._banks, self._bank_of = None, {}, {}
+        self.close()
+        lost = [r.block for r in table if r.block.name == _ROOM]
+        self._manager.remove_blocks(lost)
 
     def give_way(self) -> bool:
         """Closes for a block that has no room; returns whether that gave any back."""
@@ -147,7 +142,7 @@ class ExpertStore:
         self._most *= _SHRINK
         return True
 
-    def forget_seated(self) -> None:
+    def _forget_seated(self) -> None:
         """Empties every seat."""
         for bank in self._banks.values():
             for piece in list(bank.who.seated):
@@ -155,6 +150,7 @@ class ExpertStore:
             for seat in bank.seats:
                 seat.transfer = seat.event = None
         self._guesses.clear()
+        self._lent.clear()
         for stack in self.stacks.values():
             stack.guessed.clear()
 
@@ -205,7 +201,7 @@ class ExpertStore:
                     (
                         "experts",
                         Role.BUFFER,
-                        [TensorShape("experts", (nbytes,), (1,), torch.uint8, 1)],
+                        [TensorShape(_ROOM, (nbytes,), (1,), torch.uint8, 1)],
                     )
                 ],
                 home="hbm",
@@ -216,16 +212,22 @@ class ExpertStore:
         finally:
             parts.limit.least = least  # it gives way
         self._room = block
-        parts.holders[block.id] = _RoomHolder(self)
-        offset = parts.slots.current[block.id].extent.offset
+        whole = parts.slots.current[block.id].extent
+        offset, before = whole.offset, parts.copy.guards(whole)
         with torch.inference_mode(False):
             for size, count in counts.items():
                 seats = []
                 for _ in range(count):
                     extent = Extent(offset, size)
-                    seats.append(Seat(parts.slots.arena.bytes_of(extent), extent))
+                    seat = Seat(parts.slots.arena.bytes_of(extent), extent)
+                    seat.released = before
+                    seats.append(seat)
                     offset += size
                 self._banks[size] = Bank(seats, Seats(count, size, self._worth))
+        for stack in self.stacks.values():
+            for tensor in range(len(stack.block.tensors)):
+                bank = self._banks[align_up(stack.nbytes(tensor))]
+                self._bank_of[stack.number, tensor] = bank
 
     def _worth(self, piece: Any) -> float:
         if not isinstance(piece, Piece):
@@ -281,8 +283,13 @@ class ExpertStore:
         self._forget_places(stack)
         stack.guessed.clear()
 
-    def begin(self, use: Use) -> None:
-        """Says what a call will ask for, and begins the copies for which there are seats."""
+    def begin(self, use: Use, expected: Sequence[int] = ()) -> None:
+        """Says what a call will ask for, and begins the copies for which there are seats.
+
+        Args:
+            use: The call.
+            expected: Experts that the stack that comes next will probably choose, the surest first.
+        """
         stack, counters = use.stack, self._parts.counters
         here = 0
         for expert in use.chosen:
@@ -299,7 +306,14 @@ class ExpertStore:
             self._last.after = stack
         self._last = stack
         self._uses.append(use)
-        self._go_on(use)
+        begun = False
+        try:
+            if self._go_on(use) and expected and stack.after is not None:
+                self._expect(stack.after, expected)
+            begun = True
+        finally:
+            if not begun:
+                self._uses.remove(use)
 
     def end(self, use: Use) -> None:
         """The call is over: what was not asked for may leave; guesses for the next one begin."""
@@ -309,37 +323,43 @@ class ExpertStore:
         if after is not None and self._room is not None and self.usable(after):
             self._guess(after)
 
-    def row(self, use: Use | None, stack: Stack, tensor: int, expert: int) -> torch.Tensor | None:
-        """Returns a piece, to be read by what is submitted to the current stream next.
+    def rows(
+        self, use: Use, stack: Stack, tensor: int, experts: Sequence[int]
+    ) -> list[torch.Tensor] | None:
+        """Returns pieces, to be read by what is submitted to the current stream next.
 
         Args:
-            use: The call that asks; None where it is over.
+            use: The call that asks.
             stack: The layer.
             tensor: Which tensor of its block.
-            expert: Which expert.
+            experts: Which experts; no more than there are seats.
 
         Returns:
-            It, of the shape of a row, or of all of a tensor that has no rows of its own; None
-            where no seat can be had.
+            A tensor for each, of the shape of a row, or of all of a tensor that has no rows of its
+            own; None where no seat can be had.
 
         Raises:
-            StorageError: If it cannot be read.
+            StorageError: If one cannot be read.
         """
-        if self._room is None or (use is None and not self.usable(stack)):
+        if self._room is None or (use not in self._uses and not self.usable(stack)):
             return None
-        piece = stack.piece(tensor, expert)
-        seat = self._seat_of(piece, use)
-        if seat is None:
-            return None
-        self._parts.copy.use(seat.event)
-        spec = stack.block.tensors[tensor]
-        return seat.view(spec, spec.shape if piece.expert == WHOLE else spec.shape[1:])
+        self._note_released()
+        spec, streams = stack.block.tensors[tensor], tensor in stack.rows
+        shape = spec.shape[1:] if streams else spec.shape
+        found = []
+        for expert in experts:
+            seat = self._seat_of(stack.piece(tensor, expert), use)
+            if seat is None:
+                return None
+            self._lent.append(seat)
+            found.append(seat.view(spec, shape))
+            self._parts.copy.use(seat.event)
+        return found
 
-    def _seat_of(self, piece: Piece, use: Use | None) -> Seat | None:
+    def _seat_of(self, piece: Piece, use: Use) -> Seat | None:
         """Returns where a piece is, its copy at least begun, its read from a file over."""
         bank = self._bank(piece)
-        if use is not None:
-            use.wanted.pop(piece, None)
+        use.wanted.pop(piece, None)
         asked = False
         while True:
             index = bank.who.seated.get(piece)
@@ -350,7 +370,7 @@ class ExpertStore:
                 return None
             seat = bank.seats[index]
             bank.who.used(piece)
-            if use is not None:
+            if use.coming:
                 with seat.held():  # what comes next is asked for before the host waits for a disk
                     self._go_on(use)
             error = self._settle(seat)
@@ -366,34 +386,69 @@ class ExpertStore:
 
     # -- inside ----------------------------------------------------------
 
+    def _note_released(self) -> None:
+        """Notes of seats that nobody looks at any more when their last readers will be through."""
+        free = [seat for seat in self._lent if not seat.aliased]
+        if free:
+            self._lent = [seat for seat in self._lent if seat.aliased]
+            now = self._parts.copy.guards(free[0].extent)
+            for seat in free:
+                seat.released = now
+
     def _bank(self, piece: Piece) -> Bank:
-        return self._banks[align_up(self._numbers[piece.stack].nbytes(piece.tensor))]
+        return self._bank_of[piece.stack, piece.tensor]
 
     def _sits(self, piece: Piece) -> bool:
         return piece in self._bank(piece).who.seated
 
-    def _go_on(self, use: Use) -> None:
-        """Begins the copies of what is wanted next, as far as there are seats."""
-        full: set[int] = set()
-        for piece in use.wanted:
+    def _go_on(self, use: Use) -> bool:
+        """Begins the copies of what is wanted next; returns whether there were seats for all."""
+        coming, open_ones = use.coming, dict(use.coming)
+        while open_ones:
+            tensor = min(open_ones, key=lambda tensor: open_ones[tensor][0][0])
+            pieces = coming[tensor]
+            piece = pieces[0][1]
             bank = self._bank(piece)
-            if id(bank) in full or piece in bank.who.seated:
+            needs = piece in use.wanted and piece not in bank.who.seated
+            if needs and self._bring(bank, piece) is None:
+                del open_ones[tensor]
                 continue
-            if self._bring(bank, piece) is None:
-                full.add(id(bank))
-                if len(full) == len(self._banks):
-                    return
+            pieces.popleft()
+            if not pieces:
+                del open_ones[tensor], coming[tensor]
+        return not coming
+
+    def _expect(self, stack: Stack, experts: Sequence[int]) -> None:
+        """Begins the copies of what a router asked early has named, if it is mostly right."""
+        stack.popularity.expected = list(experts)
+        if stack.popularity.foreseen >= FORESEEN and self.usable(stack):
+            pieces = [stack.piece(index, expert) for expert in experts for index in stack.rows]
+            self._bring_guesses(stack, pieces)
 
     def _guess(self, stack: Stack) -> None:
         """Begins the copies of what was chosen last, where that has foretold the next choice."""
         if stack.popularity.repeats < _GUESS_FROM:
             return
-        for piece in stack.order:
+        self._bring_guesses(stack, stack.order)
+
+    def _bring_guesses(self, stack: Stack, pieces: Iterable[Piece]) -> None:
+        """Begins the copies of pieces that nobody has asked for, as far as there are seats.
+
+        Not from a swap file, for which the host would wait.
+        """
+        record = self._parts.table[stack.block.id]
+        if record.home is Tier.NVME and not self._parts.homes.read_only(record.home_extent):
+            return
+        full: set[int] = set()
+        for piece in pieces:
             bank = self._bank(piece)
-            if piece in bank.who.seated:
+            if piece in bank.who.seated or piece.tensor in full:
                 continue
             if self._bring(bank, piece, guessed=True) is None:
-                return
+                full.add(piece.tensor)
+                if len(full) == len(stack.rows):
+                    return
+                continue
             self._guesses[piece] = None
             if piece.expert not in stack.guessed:
                 stack.guessed.add(piece.expert)
@@ -444,6 +499,8 @@ class ExpertStore:
         stack = self._numbers[piece.stack]
         record = parts.table[stack.block.id]
         self._settle(seat)  # a guess that nobody came for
+        if self._lent:
+            self._note_released()
         begin, nbytes = self._range(stack, piece)
         seat.event = None
         if record.home is Tier.DRAM and record.home_extent is not None:
@@ -451,9 +508,8 @@ class ExpertStore:
             self._up(seat, home, stack)
         elif parts.homes.read_only(record.home_extent):
             place = self._place(stack, piece, record, begin, nbytes)
-            after = parts.copy.guards(seat.extent)
             seat.transfer = parts.transfers.need_mover().read(
-                place, seat.bytes, label=stack.block.name, urgent=urgent, after=after
+                place, seat.bytes, label=stack.block.name, urgent=urgent, after=seat.released
             )
         elif record.home_extent is not None:
             host = self._from_swap(stack.block.name, record.home_extent, begin, nbytes)
@@ -464,7 +520,8 @@ class ExpertStore:
         parts, started = self._parts, time.perf_counter_ns()
         nbytes = source.numel()
         after = parts.transfers.home_ready.get(stack.block.id)
-        seat.event = parts.copy.up(seat.bytes[:nbytes], source, seat.extent, after)
+        behind = seat.released if after is None else (*seat.released, after)
+        seat.event = parts.copy.up_behind(seat.bytes[:nbytes], source, behind)
         ended = time.perf_counter_ns()
         parts.counters.moved("dram->hbm", nbytes, ended - started)
         parts.counters.copy_ns += ended - started

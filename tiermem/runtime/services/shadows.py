@@ -86,8 +86,8 @@ class Shadows:
         for record in records:
             if record.at_home is not State.VALID:
                 manager.parts.transfers.copy_home(record)
-            elif manager.parts.transfers.keeper is not None:
-                manager.parts.transfers.keeper.before_write(record)
+            elif manager.parts.homes.keeper is not None:
+                manager.parts.homes.keeper.before_write(record)
         undisturbed(partial(self._turn, records))
 
     def put_back(self) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -143,14 +142,6 @@ class Flight:
     move: Move
 
 
-class HomeKeeper(Protocol):
-    """Wants the bytes that homes have just now; see :mod:`tiermem.saving.later`."""
-
-    def before_write(self, record: Record) -> None:
-        """The home of a block is about to be written, or given up; the manager's lock is held."""
-        ...
-
-
 class Transfers:
     """Moves blocks between HBM and their homes, and keeps the table informed.
 
@@ -163,7 +154,6 @@ class Transfers:
         log: Where what was done is entered.
         waste: Knows of fetches ahead of use, and of blocks that leave without it.
         ahead: What has been read from files and waits in DRAM for room.
-        keeper: Is told before the home of a block is written; None where nobody wants to know.
     """
 
     def __init__(
@@ -190,7 +180,6 @@ class Transfers:
         self.log = log
         self.waste = Waste()
         self.ahead = ReadAhead(homes, self.wait)
-        self.keeper: HomeKeeper | None = None
         self._patient = False
         self._poison = poison
 
@@ -347,8 +336,8 @@ class Transfers:
         slot = self.slots.current[block.id]
         self._make_writable(record)
         self.ahead.drop(block.id)
-        if self.keeper is not None:
-            self.keeper.before_write(record)
+        if self.homes.keeper is not None:
+            self.homes.keeper.before_write(record)
         try:
             move = self.table.begin_drain(block.id)
             if record.home is Tier.DRAM:
@@ -385,8 +374,8 @@ class Transfers:
         block, extent = record.block, record.extent
         if record.home is not Tier.DRAM or record.home_extent is None or extent is None:
             raise InvariantError(f"block {block.name!r} is not in HBM, or not at home in DRAM")
-        if self.keeper is not None:
-            self.keeper.before_write(record)
+        if self.homes.keeper is not None:
+            self.homes.keeper.before_write(record)
         started = time.perf_counter_ns()
         home, slot = self.homes.bytes_of(record.home_extent), self.slots.current[block.id]
         event = self.copy.down(home, slot.bytes, extent, self.ready.get(block.id))
@@ -405,8 +394,8 @@ class Transfers:
         """
         if extent is None:
             raise InvariantError(f"block {record.block.name!r} cannot get its home in HBM later")
-        if self.keeper is not None:
-            self.keeper.before_write(record)
+        if self.homes.keeper is not None:
+            self.homes.keeper.before_write(record)
         self.ahead.drop(record.block.id)
         former = record.home_extent
         # tier and address change together, so that a Ctrl-C finds the one home or the other
