@@ -14,6 +14,7 @@ from support_hostbits import Kernels, device_of_numpy
 from support_nn import Tiers
 from support_optim import Net, Twins
 
+from tiermem.optim.balance import Speed
 from tiermem.optim.host import loop, proof
 from tiermem.optim.host.devicebits import ShareTrial
 from tiermem.optim.host.exact import kind_of_step
@@ -220,3 +221,25 @@ def test_without_a_compiler_the_device_makes_all_steps(
             twins.check()
     finally:
         loop.library.cache_clear()
+
+
+def test_the_host_steps_what_forward_has_time_for_and_backward_the_rest() -> None:
+    """Whatever the shares are, and they change from one step to the next."""
+    with device_of_numpy(), Twins(Net, DRAM, torch.optim.AdamW, FUSED) as twins:
+        optimizer = twins.optimizer
+        ahead, units = optimizer._ahead, optimizer._units
+        hosted = [unit for unit in units if unit.host is not None]
+        found = []
+        for step, seconds in enumerate((0.0, 0.0, 1e9, 1e9, 1e9, 0.0, 0.0, 0.0)):
+            ahead._share(Speed(1.0, 1.0, 1.0, 1.0, host=seconds))
+            ahead.left.clear()
+            twins.backward(step)
+            found.append(len(ahead.provisional.units))
+            twins.step()
+            twins.check()
+        assert hosted
+        rest = len(units) - len(hosted)
+        assert found[1] == rest  # the host has its share
+        assert found[4] == len(units)  # it takes too long there
+        assert found[-1] == rest
+        assert all(unit.host is not None for unit in hosted)

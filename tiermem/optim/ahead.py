@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,7 +22,7 @@ from tiermem.nn.groups.group import Entry, Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import is_viewed
 from tiermem.optim.auto import AutoOverlap
-from tiermem.optim.balance import Load, Speed, left_to_forward
+from tiermem.optim.balance import Load, Shares, Speed, best_shares
 from tiermem.optim.provisional import Provisional
 from tiermem.optim.rules.groups import frozen_settings
 from tiermem.optim.rules.scaling import Scaling
@@ -76,6 +76,27 @@ class Habit:
             self._pause -= 1
 
 
+class Others(Protocol):
+    """The units of an optimizer that are stepped on the host."""
+
+    @property
+    def seconds(self) -> float:
+        """Per element, as measured."""
+        ...
+
+    def has(self, unit: StepUnit) -> bool:
+        """Whether a unit is stepped there, as a rule."""
+        ...
+
+    def may_have(self, unit: StepUnit) -> bool:
+        """Whether it could be."""
+        ...
+
+    def rest(self, units: Iterable[StepUnit]) -> None:
+        """Has the device step these from the next step on, and the host all others."""
+        ...
+
+
 class StepsAhead:
     """Makes the steps of one optimizer inside backward, provisionally.
 
@@ -94,7 +115,7 @@ class StepsAhead:
         owed: set[int],
         is_begun: Callable[[object], bool],
         may_begin: Callable[[], bool],
-        is_elsewhere: Callable[[StepUnit], bool],
+        others: Others,
     ) -> None:
         """Watches the backwards of ``runtime``.
 
@@ -104,7 +125,7 @@ class StepsAhead:
             owed: Ids of the units that wait for a step that was asked for.
             is_begun: Says whether a ``step()`` with some ticket has begun.
             may_begin: Says whether any steps of the optimizer may be made ahead just now.
-            is_elsewhere: Says whether a unit is stepped on the host, as a rule.
+            others: What the host steps.
         """
         self.provisional = Provisional(runtime, is_begun)
         self._runtime = runtime
@@ -112,7 +133,7 @@ class StepsAhead:
         self._auto = auto
         self._owed = owed
         self._may_begin = may_begin
-        self._is_elsewhere = is_elsewhere
+        self._others = others
         self._arrivals = Arrivals()
         self._habit = Habit()
         self._groups: Sequence[dict[str, Any]] = ()
@@ -258,16 +279,26 @@ class StepsAhead:
         if forward is None or backward is None:
             return
         self._next_look = 2 * self._rounds
-        speed = Speed(forward, backward, pace.rate("dram->hbm"), pace.rate("hbm->dram"))
-        units = self._arrivals.units
-        mine = [group for group in self._runtime.groups if id(group) in units]
-        here = [g for g in mine if not any(map(self._is_elsewhere, units[id(g)]))]
-        loads = [_load_of(group, units[id(group)]) for group in here]
-        now = [number for number, group in enumerate(here) if id(group) in self.left]
-        elsewhere = [_load_of(group, units[id(group)]) for group in mine if group not in here]
-        weights = sum(load.weights for load in elsewhere)
-        beside = Load(weights, sum(load.gradients for load in elsewhere), 0)
-        self.left = {id(here[number]) for number in left_to_forward(loads, speed, now, beside)}
+        rates = pace.rate("dram->hbm"), pace.rate("hbm->dram")
+        self._share(Speed(forward, backward, *rates, host=self._others.seconds))
+
+    def _share(self, speed: Speed) -> None:
+        """Leaves to the next forward and to the host what they have time for."""
+        by_group, others = self._arrivals.units, self._others
+        groups = [group for group in self._runtime.groups if id(group) in by_group]
+        loads = [_load_of(group, by_group[id(group)]) for group in groups]
+        numbered = [(number, by_group[id(group)]) for number, group in enumerate(groups)]
+        hosted = [number for number, units in numbered if all(map(others.may_have, units))]
+        now = Shares(
+            frozenset(number for number, group in enumerate(groups) if id(group) in self.left),
+            frozenset(number for number in hosted if all(map(others.has, numbered[number][1]))),
+        )
+        shares = best_shares(loads, speed, hosted, now)
+        self.left = {id(groups[number]) for number in shares.left}
+        idle = [
+            unit for number in hosted if number not in shares.host for unit in numbered[number][1]
+        ]
+        others.rest(idle)
 
     def _step(self, group: Group) -> None:
         """Steps the units of a block whose gradients are final, if all of them can be."""
@@ -287,7 +318,8 @@ class StepsAhead:
         """Whether the step of a unit can be made ahead, and be taken back."""
         return (
             unit.made is not None
-            and not self._is_elsewhere(unit)
+            and unit.host is None
+            and not self._others.has(unit)
             and not isinstance(unit, PartedUnit)
             and not (unit.spoils or unit.private or unit.attempt is not None)
             and id(unit) not in self._owed
@@ -346,6 +378,7 @@ def _load_of(group: Group, units: Sequence[StepUnit]) -> Load:
         weights=0 if group.block.id in stay else group.block.nbytes,
         gradients=sum(block.nbytes for block in gradients),
         kept=sum(block.nbytes for block in kept),
+        elements=sum(param.numel() for unit in units for param, _ in unit.members),
     )
 
 

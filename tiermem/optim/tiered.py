@@ -211,7 +211,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 self._owed,
                 self._is_begun,
                 self._may_step_ahead,
-                self._is_elsewhere,
+                self._movable or Movable(runtime, self._bits, self.make),
             )
         self._members = Membership(self.param_groups)
         self._learn(range(len(self.param_groups)))
@@ -351,10 +351,6 @@ class TieredOptimizer(torch.optim.Optimizer):
             return False
         draws = any(nature.draws for nature in self._natures.values())
         return self._auto.may_begin(looked_into=self._looked_into, draws=draws)
-
-    def _is_elsewhere(self, unit: StepUnit) -> bool:
-        """Whether a unit is the host's."""
-        return unit.host is not None or (self._movable is not None and self._movable.has(unit))
 
     def _is_left(self, unit: StepUnit) -> bool:
         """Whether a unit has a gradient that no step inside backward has used."""
@@ -952,6 +948,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             why, speeds = choose_exact_sides(*args, in_backward=inside, earlier=earlier)
             some, self._why_device = not why, why
             self.speeds = speeds or self.speeds
+            self._movable.seconds = 0.0 if self.speeds is None else self.speeds.host
             if some:
                 self._movable.take_on(units, tried=not inside)
         else:

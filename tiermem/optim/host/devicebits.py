@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -175,6 +175,8 @@ class Movable:
         self._bits = bits
         self._make = make
         self._sides: dict[int, tuple[HostSide, Make]] = {}
+        self.seconds = 0.0
+        self._idle: set[int] = set()  # that the device steps all the same
 
     def take_on(self, units: Sequence[StepUnit], *, tried: bool) -> None:
         """Takes on those units that are the host's.
@@ -203,7 +205,16 @@ class Movable:
 
     def has(self, unit: StepUnit) -> bool:
         """Whether a unit is the host's, wherever its last step was made."""
+        tried = self.trial is None or self.trial.on_host
+        return tried and id(unit) in self._sides and id(unit) not in self._idle
+
+    def may_have(self, unit: StepUnit) -> bool:
+        """Whether a unit was given to the host, be it idle by now."""
         return id(unit) in self._sides
+
+    def rest(self, units: Iterable[StepUnit]) -> None:
+        """Has the device step these of its units from the next step on, and the host the others."""
+        self._idle = {id(unit) for unit in units}
 
     def place(
         self,
@@ -226,7 +237,7 @@ class Movable:
             if found is None:
                 continue
             host, make = found
-            able = wanted and host.is_exact(self._runtime, groups)
+            able = wanted and self.has(unit) and host.is_exact(self._runtime, groups)
             if able and unit.host is None:
                 unit.move(host, make)
             elif not able and unit.host is not None:
