@@ -23,7 +23,7 @@ _FORGIVING = 4
 _SLOWER = 1.1
 """Compute is taken to be so much slower: where it takes about as long as the copies, the model
 knows too little of how room comes free to tell by which of them each block is held up."""
-_WORTH_IT = 1.05
+_WORTH_IT = 1.02
 """A plan in force has to be that much slower than the best one to be given up."""
 _WORTH_IT_BY_LANES = 1.01
 """The same for one with lanes: where compute takes longer they have little room to forgive it."""
@@ -37,7 +37,7 @@ _MOST_PLAYED = 512
 _IN_DRAM = 1.1
 """Reads into ever other memory take so many times as long as into a few chunks that stay in the
 processor's cache: 4.4 beside 5.1 GB/s on the reference machine, less where the disk is slower."""
-_COMMON = 0.9
+_COMMON = (0.9, 0.75)
 _MOST_PAIRED = 4
 """Of so many sizes two are taken for lanes."""
 
@@ -392,14 +392,16 @@ def _oversize(sizes: Mapping[int, int], room: int) -> list[frozenset[int]]:
     A slot for an embedding is room that several layers could have.
     """
     total = sum(sizes.values())
-    common = passed = 0
-    for size in sorted(sizes.values()):
-        passed += size
-        common = size
-        if passed >= total * _COMMON:
-            break
-    large = frozenset(block for block, size in sizes.items() if size > common)
-    slots = common * _SLOTS[0]
-    if not large or sum(sizes[block] for block in large) + slots > room:
-        return [frozenset()]
-    return [frozenset(), large]
+    found = [frozenset[int]()]
+    for share in _COMMON:
+        common = passed = 0
+        for size in sorted(sizes.values()):
+            passed += size
+            common = size
+            if passed >= total * share:
+                break
+        large = frozenset(block for block, size in sizes.items() if size > common)
+        fits = sum(sizes[block] for block in large) + common * _SLOTS[0] <= room
+        if fits and large not in found:
+            found.append(large)
+    return found

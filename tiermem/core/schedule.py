@@ -119,6 +119,8 @@ class Planner:
         self.cursor = 0
         self.last = -1
         self.learned = 0
+        self._again: Hashable = None
+        self._far = NEVER
 
     @property
     def key(self) -> Hashable | None:
@@ -134,14 +136,17 @@ class Planner:
         """Whether a pass of that name has been seen or guessed before."""
         return key in self._known
 
-    def begin(self, key: Hashable, guess: Sequence[int] = ()) -> None:
+    def begin(self, key: Hashable, guess: Sequence[int] = (), *, again: bool = False) -> None:
         """Ends the pass under way and begins the next.
 
         Args:
             key: Which pass this is.
             guess: Order to assume where this pass has not been seen before.
+            again: Whether to assume that it comes again, where nothing is known to follow it.
         """
         self._end()
+        self._again = key if again else None
+        self._far = NEVER
         for length in _CONTEXTS:
             if len(self._history) >= length:
                 self._learn(tuple(self._history[-length:]), key)
@@ -171,8 +176,11 @@ class Planner:
             trace.blocks = self._observed(trace)
             self._remember(trace.blocks, block)
         position = schedule.next_use(block, cursor)
-        if position < cursor + _LOOK_AHEAD:
+        if position < cursor + _LOOK_AHEAD or (position != NEVER and position == self._far):
             self.cursor = position + 1
+            self._far = NEVER
+        else:  # taken for a leap once the next use confirms it
+            self._far = position + 1 if position != NEVER else NEVER
         return True
 
     def follow(self, block: int) -> None:
@@ -268,4 +276,4 @@ class Planner:
                 found = self._after.get(tuple(history[-length:]))
                 if found is not None:
                     return found
-        return None
+        return self._again if history[-1] == self._again else None

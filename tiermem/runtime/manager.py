@@ -19,6 +19,7 @@ import torch
 
 from tiermem.config import Settings
 from tiermem.core.block import Block, Role, Tier
+from tiermem.core.forecast import timed
 from tiermem.core.layout import TensorShape, pack
 from tiermem.core.residency import Record, ResidencyTable
 from tiermem.core.schedule import Planner
@@ -415,8 +416,17 @@ class BlockManager:
 
     # -- passes ----------------------------------------------------------
 
-    def begin_pass(self, key: Hashable, guess: Sequence[int] = ()) -> None:
-        """Says that a new sweep begins; see :class:`~tiermem.core.schedule.Planner`."""
+    def begin_pass(
+        self, key: Hashable, guess: Sequence[int] = (), *, load: int = 0, again: bool = False
+    ) -> None:
+        """Says that a new sweep begins; see :class:`~tiermem.core.schedule.Planner`.
+
+        Args:
+            key: Which pass this is.
+            guess: Order to assume where this pass has not been seen before.
+            load: Its tokens, rounded; 0 where they are not known.
+            again: Whether to assume that it comes again, where nothing is known to follow it.
+        """
         self.guard()
         with self.lock:
             self.guard()
@@ -426,11 +436,11 @@ class BlockManager:
                 self._heap.look()
             if self.limit.follow(key):
                 self.replay.repair()
-            self.pass_timer.begin(key)
+            self.pass_timer.begin(timed(key, load))
             self.prefetcher.end_pass()
-            self.planner.begin(key, guess)
+            self.planner.begin(key, guess, again=again)
             self.evictor.rearrange(self.planner.schedule)
-            if not self.replay.begin(*self.prefetcher.plan()):
+            if not self.replay.begin(*self.prefetcher.plan(load)):
                 self.prefetcher.run()
 
     def end_pass(self) -> None:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 from tiermem.core.block import Role, Tier, align_up
 from tiermem.core.cost import Timetable, refetched
+from tiermem.core.forecast import Forecast
 from tiermem.core.lanes import Lanes, best_lanes
 from tiermem.core.plans import Files, Loop, Plan, largest_beside, share_hbm
 from tiermem.core.residency import Record
-from tiermem.core.residents import choose_residents
+from tiermem.core.residents import adjust_residents, choose_residents
 from tiermem.core.schedule import Schedule
 from tiermem.core.staying import choose_to_stay
 from tiermem.runtime.metrics.pass_timer import LINK_UP
@@ -33,6 +34,9 @@ _OF_A_TURN = 0.5
 """Of the uses in which a loop fills HBM once: what comes again within them stays."""
 _FASTER = 1.05
 """A link this many times as fast as it was thought to be has what stays decided anew."""
+_AS_GOOD = 1.01
+"""A plan that moves less to come into force may be so many times as slow."""
+_MOST_LOADS = 32
 _STATE = (Role.MASTER, Role.OPTIMIZER)
 _OF_THE_REST = 0.65
 """Of HBM beside what stays: how far a loop that writes fetches ahead. More than without anything
@@ -93,15 +97,30 @@ class PlanMaker:
         self._parts = parts
         self._waste = parts.transfers.waste
         self._least = least
-        self._settled: tuple[tuple[object, int, int | None, bool], int, Plan] | None = None
+        self._forecast = Forecast(parts.pass_timer.estimates)
+        self._settled: dict[int, tuple[tuple[object, int, int | None, bool], int, Plan]] = {}
+        self._load = 0
+        self._run = 0
+        self._in_force: tuple[tuple[object, int], Plan] | None = None
+        self._waiting: set[int] = set()
         self._left = 0
         self._through_dram = True
         self._staying = Staying()
 
+    def begin(self, load: int) -> None:
+        """Says that a pass begins.
+
+        Args:
+            load: Its tokens, rounded; 0 where they are not known.
+        """
+        self._run = self._run + 1 if load == self._load else 1
+        self._load = load
+
     def made_of(self, held: set[int]) -> tuple[int, ...]:
-        """Returns what an outlook depends on, besides the schedule; it changes with that."""
+        """Returns what an outlook depends on, besides the schedule and the load."""
         parts = self._parts
         return (
+            self._run.bit_length() if self._load in self._waiting else 0,
             parts.pass_timer.estimates.version,
             len(parts.table),
             self._waste.changes,
@@ -267,26 +286,65 @@ class PlanMaker:
         steady = alone and beside and not files and self._left < _MOST_LEFT
         steady = steady and _goes_round(schedule)
         alike = (frozenset(sizes), room, version, steady)
-        before = None
-        if self._settled is not None:
-            then, spared, settled = self._settled
+        before = plan = None
+        found = self._settled.pop(self._load, None)
+        if found is not None:
+            then, spared, settled = found
             if settled.lanes and not steady:
                 self._left += 1
             elif then[:2] == alike[:2] and self._fits(settled, sizes, spared, spare):
                 before = settled if then[2] is not None and then[3] is steady else None
-                if then == alike:
-                    return settled
-        order = [block for block in schedule.order if block in sizes]
-        if learned:
-            loop = self._loop(schedule, sizes, room, known, fetch, spare)
-            plan = share_hbm(replace(loop, steady=steady), before)
+                plan = settled if then == alike else None
+        if not learned:
+            plan = plan or self._unlearned(
+                [block for block in schedule.order if block in sizes], sizes, room
+            )
         else:
-            plan = self._unlearned(order, sizes, room)
-        if plan is not before:
-            self._settled = (alike, spare, plan)
-        elif self._settled is not None:
-            self._settled = (alike, self._settled[1], plan)
+            loop = self._loop(schedule, sizes, room, known, fetch, spare)
+            loop = replace(loop, steady=steady)
+            if plan is None:
+                plan = share_hbm(loop, before)
+                plan = plan if plan is before or files else self._nearer(loop, plan)
+        self._settled[self._load] = alike, spared if plan is before else spare, plan
+        if len(self._settled) > _MOST_LOADS:
+            del self._settled[next(iter(self._settled))]
+        if learned and not files:
+            plan = self._worth_moving(loop, plan)
+        self._in_force = alike[:2], plan
         return plan
+
+    def _nearer(self, loop: Loop, plan: Plan) -> Plan:
+        """Returns a plan that is as good and keeps what the one in force does, as far as it can."""
+        if self._in_force is None or plan.lanes or not plan.residents:
+            return plan
+        table, residents = self._parts.table, self._in_force[1].residents & loop.sizes.keys()
+        extents = {block: table[block].extent for block in residents}
+        # those that lie next to what streams go first
+        kept = sorted(residents, key=lambda b: e.offset if (e := extents[b]) is not None else -1)
+        order = [block for block in loop.order if block in loop.sizes]
+        stay = adjust_residents(kept, order, loop.sizes, loop.room - plan.reserve)
+        other = replace(plan, residents=stay, slot=largest_beside(loop.sizes, stay))
+        return other if loop.seconds(other) <= _AS_GOOD * loop.seconds(plan) else plan
+
+    def _worth_moving(self, loop: Loop, plan: Plan) -> Plan:
+        """Returns a plan, or the one in force as long as changing it costs more than it saves.
+
+        It may be the last pass of its kind. So the change is made once what it has cost not to
+        make it comes to the price of it: then no choice would have been much better.
+        """
+        self._waiting.discard(self._load)
+        if self._in_force is None or self._in_force[0] != (frozenset(loop.sizes), loop.room):
+            return plan
+        now = self._in_force[1]
+        coming = plan.residents - now.residents
+        if not coming or (now.lanes and not loop.steady):
+            return plan
+        rounds = len(loop.order) / loop.length
+        saved = (loop.seconds(now) - loop.seconds(plan)) / rounds
+        if self._run * saved >= sum(loop.transfer[block] for block in coming):
+            return plan
+        self._waiting.add(self._load)
+        return now
 
     @staticmethod
     def _fits(plan: Plan, sizes: dict[int, int], then: int, now: int) -> bool:
@@ -375,11 +433,18 @@ class PlanMaker:
 
     def _compute(self, schedule: Schedule, order: Sequence[int]) -> list[float | None]:
         """Returns the seconds of each use; None where the pass is not known."""
-        estimates = self._parts.pass_timer.estimates
-        found: list[float | None] = []
+        get, found = self._parts.table.get, list[float | None]()
         bounds = [begin for begin, _ in schedule.passes[1:]] + [len(order)]
+        known: dict[object, list[float | None]] = {}
         for (begin, key), end in zip(schedule.passes, bounds, strict=False):
-            found += [estimates.compute(key, block) for block in order[begin:end]]
+            if begin >= len(order):
+                break
+            seconds = known.get(key)
+            if seconds is None or len(seconds) != end - begin:
+                records = ((block, get(block)) for block in order[begin:end])
+                uses = [(block, record and record.block) for block, record in records]
+                seconds = known[key] = self._forecast.seconds(key, self._load, uses)
+            found += seconds
         return found
 
     def _seconds(self, record: Record, beside: bool) -> tuple[str, float] | None:

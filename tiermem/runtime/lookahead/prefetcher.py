@@ -41,7 +41,8 @@ class Prefetcher:
         self._reach = Reach(None if depth == "auto" else depth, least)
         self._maker = PlanMaker(parts, least)
         self._planned: Schedule | None = None
-        self._outlooks: dict[Schedule, tuple[StreamPlan, Walk]] = {}
+        self._outlooks: dict[tuple[Schedule, int], tuple[StreamPlan, Walk]] = {}
+        self._load = 0
         self._walk: Walk | None = None
         self._held: set[int] = set()
         self._previous: Record | None = None
@@ -55,8 +56,14 @@ class Prefetcher:
             self._parts.counters.prefetch_wasted += wasted
         self.fetcher.number += 1
 
-    def plan(self) -> tuple[object, int]:
-        """Decides on a pass that begins; returns what stands for the plan, and its number."""
+    def plan(self, load: int = 0) -> tuple[object, int]:
+        """Decides on a pass that begins; returns what stands for the plan, and its number.
+
+        Args:
+            load: Tokens of the pass, rounded; 0 where they are not known.
+        """
+        self._load = load
+        self._maker.begin(load)
         outlook, _ = self._plan(self._planner.schedule)
         return outlook, self.fetcher.number
 
@@ -118,13 +125,14 @@ class Prefetcher:
     def _plan(self, schedule: Schedule) -> tuple[StreamPlan, Walk]:
         """Decides what stays and when fetches are due, unless that is decided already."""
         made_of = self._maker.made_of(self._held)
-        found = self._outlooks.pop(schedule, None)
+        name = (schedule, self._load)
+        found = self._outlooks.pop(name, None)
         if found is None or found[0].made_of != made_of:
             outlook = self._maker.make(schedule, made_of, self._held, beside=self.fetcher.beside)
             walk = make_walk(self._parts, self.fetcher, schedule, outlook, self._reach)
             walk.complete = -1 if found is None else found[1].complete
             found = outlook, walk
-        self._outlooks[schedule] = found
+        self._outlooks[name] = found
         if len(self._outlooks) > _MOST_PLANS:
             del self._outlooks[next(iter(self._outlooks))]
         outlook, walk = found

@@ -147,6 +147,8 @@ class PassTimer:
             self._older, self._fills = self._fills, {}
         if self.estimates.wants(key) and len(self._waiting) < _MOST_WAITING:
             self.sampling = self._clock.usable()
+            if self.pending and not self.estimates.sure(key):
+                self.harvest(_ALL)  # the plan for this pass is made with it
             if self.sampling:
                 self._open = _Sample(key, self._counters.bytes_by_link())
         length.slowed = self.sampling or self.pending
