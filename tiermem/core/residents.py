@@ -49,12 +49,17 @@ def choose_residents(order: Sequence[int], sizes: Mapping[int, int], room: int) 
 
 
 def adjust_residents(
-    kept: Sequence[int], order: Sequence[int], sizes: Mapping[int, int], room: int
+    kept: Sequence[int],
+    there: Sequence[int],
+    order: Sequence[int],
+    sizes: Mapping[int, int],
+    room: int,
 ) -> frozenset[int]:
     """Changes what stays as little as it takes for another room: whoever stays is not moved.
 
     Args:
         kept: Ids of blocks that stay; where some have to go, the first ones do.
+        there: Ids of blocks that are taken before others where there is more room.
         order: Ids of blocks in order of use.
         sizes: Bytes by id.
         room: Bytes that may be kept.
@@ -68,9 +73,13 @@ def adjust_residents(
         goes = next((block for block in stay if sizes[block] >= over), stay[0])
         stay.remove(goes)
         over -= sizes[goes]
-    there = set(stay)
-    others = [block for block in order if block in sizes and block not in there]
-    return frozenset(stay) | choose_residents(others, sizes, -over)
+    for block in there:
+        if sizes[block] <= -over and block not in stay:
+            stay.append(block)
+            over += sizes[block]
+    known = set(stay)
+    others = [block for block in order if block in sizes and block not in known]
+    return frozenset(known) | choose_residents(others, sizes, -over)
 
 
 def keep_largest(

@@ -439,8 +439,9 @@ class BlockManager:
             self.pass_timer.begin(timed(key, load))
             self.prefetcher.end_pass()
             self.planner.begin(key, guess, again=again)
+            outlook, number = self.prefetcher.plan(load)
             self.evictor.rearrange(self.planner.schedule)
-            if not self.replay.begin(*self.prefetcher.plan(load)):
+            if not self.replay.begin(outlook, number):
                 self.prefetcher.run()
 
     def end_pass(self) -> None:

@@ -317,14 +317,21 @@ class PlanMaker:
         """Returns a plan that is as good and keeps what the one in force does, as far as it can."""
         if self._in_force is None or plan.lanes or not plan.residents:
             return plan
-        table, residents = self._parts.table, self._in_force[1].residents & loop.sizes.keys()
-        extents = {block: table[block].extent for block in residents}
-        # those that lie next to what streams go first
-        kept = sorted(residents, key=lambda b: e.offset if (e := extents[b]) is not None else -1)
+        before, room = self._in_force[1].residents, loop.room - plan.reserve
+        lying = [(r.extent.offset, b) for b in loop.sizes if (r := self._parts.table[b]).extent]
+        inside = [block for _, block in sorted(lying)]
+        gone = [block for block in before & loop.sizes.keys() if block not in inside]
+        # what stays lies behind what streams: what lies between them changes sides
+        kept = [*gone, *(block for block in inside if block in before)]
+        there = [block for block in reversed(inside) if block not in before]
         order = [block for block in loop.order if block in loop.sizes]
-        stay = adjust_residents(kept, order, loop.sizes, loop.room - plan.reserve)
-        other = replace(plan, residents=stay, slot=largest_beside(loop.sizes, stay))
-        return other if loop.seconds(other) <= _AS_GOOD * loop.seconds(plan) else plan
+        enough = _AS_GOOD * loop.seconds(plan)
+        for near in (there, ()):
+            stay = adjust_residents(kept, near, order, loop.sizes, room)
+            other = replace(plan, residents=stay, slot=largest_beside(loop.sizes, stay))
+            if loop.seconds(other) <= enough:
+                return other
+        return plan
 
     def _worth_moving(self, loop: Loop, plan: Plan) -> Plan:
         """Returns a plan, or the one in force as long as changing it costs more than it saves.
