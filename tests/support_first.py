@@ -185,7 +185,7 @@ def played(
         manager.transfers._poison = False
         manager.prefetcher.fetcher.beside = True
         scale_guesses(manager)
-        manager.pass_timer.estimates = manager.prefetcher._maker._forecast._estimates = Estimates(lambda link, _: {"dram->hbm": BUS}.get(link), flops)
+        manager.pass_timer.estimates = Estimates(lambda link, _: {"dram->hbm": BUS}.get(link), flops)
         manager.pass_timer._clock = Clock(world)  # type: ignore[assignment]
         blocks = manager.add_blocks(
             [

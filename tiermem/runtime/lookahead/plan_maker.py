@@ -97,7 +97,6 @@ class PlanMaker:
         self._parts = parts
         self._waste = parts.transfers.waste
         self._least = least
-        self._forecast = Forecast(parts.pass_timer.estimates)
         self._settled: dict[int, tuple[tuple[object, int, int | None, bool], int, Plan]] = {}
         self._load = 0
         self._run = 0
@@ -443,6 +442,7 @@ class PlanMaker:
         get, found = self._parts.table.get, list[float | None]()
         bounds = [begin for begin, _ in schedule.passes[1:]] + [len(order)]
         known: dict[object, list[float | None]] = {}
+        forecast = Forecast(self._parts.pass_timer.estimates)
         for (begin, key), end in zip(schedule.passes, bounds, strict=False):
             if begin >= len(order):
                 break
@@ -450,7 +450,7 @@ class PlanMaker:
             if seconds is None or len(seconds) != end - begin:
                 records = ((block, get(block)) for block in order[begin:end])
                 uses = [(block, record and record.block) for block, record in records]
-                seconds = known[key] = self._forecast.seconds(key, self._load, uses)
+                seconds = known[key] = forecast.seconds(key, self._load, uses)
             found += seconds
         return found
 

@@ -47,6 +47,11 @@ class Prefetcher:
         self._held: set[int] = set()
         self._previous: Record | None = None
 
+    @property
+    def outlook(self) -> StreamPlan:
+        """The plan in force."""
+        return self._outlooks[self._planner.schedule, self._load][0]
+
     def end_pass(self) -> None:
         """Says that the pass under way has ended, before the next is entered in the planner."""
         waste = self._waste

@@ -94,12 +94,14 @@ class _Pass:
         schedule: What it goes by.
         tape: Where it will be kept.
         places: How often room had been asked for when it began.
+        departures: How many departures from HBM there had been.
         swaps: What it does, by place in the schedule.
     """
 
     schedule: Schedule
     tape: _Tape
     places: int
+    departures: int
     swaps: list[tuple[int, Swap]] = field(default_factory=list)
 
 
@@ -179,7 +181,7 @@ class Replay:
         tape.measured += timer.sampling
         check = timer.sampling and not tape.measured % _CHECKED
         if tape.steps is None or check or self._disk_at_work():
-            self._open = _Pass(schedule, tape, self._evictor.places)
+            self._open = _Pass(schedule, tape, self._evictor.places, self._departures.count)
             return False
         self._run = _Run(tape.steps, schedule, number, self._departures.count)
         self._evictor.order.lose_track()
@@ -321,7 +323,9 @@ class Replay:
         if noted is None:
             return
         tape, swaps = noted.tape, noted.swaps
-        if self._evictor.places != noted.places + len(swaps) or not self._from_dram(noted):
+        own = self._evictor.places == noted.places + len(swaps)
+        own = own and self._departures.count == noted.departures + len(swaps)
+        if not own or not self._from_dram(noted):
             tape.done = tape.steps = None  # it also did what is not done again that simply
             return
         done = [
