@@ -43,7 +43,7 @@ def main() -> None:
         policy=tiermem.Policy(params="nvme"),
     ) as tier:
         tier.wrap(net)
-        pieces = tier._manager.mover._pump.pieces
+        pieces = tier._manager.parts.mover._pump.pieces
 
         def step(*, verify: bool) -> float:
             pieces.verify = verify

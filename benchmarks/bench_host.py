@@ -197,7 +197,7 @@ def measure(
         tier.wrap(model)
         call = forward(model, 1, device)
         begins = blocks_of(model)
-        blocks = sum(r.block.role is tiermem.Role.PARAM for r in tier._manager.table)
+        blocks = sum(r.block.role is tiermem.Role.PARAM for r in tier._manager.parts.table)
         for _ in range(10):
             call()
             reference()

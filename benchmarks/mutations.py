@@ -226,8 +226,8 @@ _ELSEWHERE = (
     Mutation(
         "a release forgets that the block was written",
         _RUNTIME + "manager.py",
-        "self.table.release(block.id, dirty=dirty)",
-        "self.table.release(block.id)",
+        "self.parts.table.release(block.id, dirty=dirty)",
+        "self.parts.table.release(block.id)",
         MANAGER,
     ),
     Mutation(
@@ -276,8 +276,8 @@ _ELSEWHERE = (
     Mutation(
         "a block under way is removed without waiting",
         _RUNTIME + "manager.py",
-        "                self.transfers.settle(block.id)\n                if self.table",
-        "                if self.table",
+        "                self.parts.transfers.settle(block.id)\n                if self.parts.table",
+        "                if self.parts.table",
         FAULTS,
     ),
     Mutation(
@@ -571,25 +571,25 @@ _ACTIVATIONS = (
     (
         "a saved tensor is let go while it is copied down",
         _COPIES,
-        "            self.manager.copy.use(place.written)\n        source, copy.source",
+        "            self.manager.parts.copy.use(place.written)\n        source, copy.source",
         "            pass\n        source, copy.source",
     ),
     (
         "compute does not wait for what comes up",
         _COPIES,
-        "        self.manager.copy.use(copy.up)\n        reading",
+        "        self.manager.parts.copy.use(copy.up)\n        reading",
         "        reading",
     ),
     (
         "what was fetched and not needed is let go while it comes up",
         _COPIES,
-        "            self.manager.copy.use(event)\n",
+        "            self.manager.parts.copy.use(event)\n",
         "",
     ),
     (
         "compute does not wait for what comes up from a file",
         _COPIES,
-        "            self.manager.copy.use(copy.up)\n            return\n",
+        "            self.manager.parts.copy.use(copy.up)\n            return\n",
         "            return\n",
     ),
     (
@@ -683,7 +683,7 @@ _LOOKS = (
     (
         "a home goes to another block while a copy up from it is under way",
         "tiermem/runtime/manager.py",
-        "                self.copy.wait(self.copy.risen())",
+        "                self.parts.copy.wait(self.parts.copy.risen())",
         "                pass",
     ),
     (

@@ -18,7 +18,7 @@ _DEPTH = 8
 
 def records_of(tier: tiermem.TierManager, names: str = "layers") -> list[Any]:
     """Returns the table's rows of the blocks with ``names`` in their name, that have a home."""
-    table = tier._manager.table
+    table = tier._manager.parts.table
     return [r for r in table if names in r.block.name and r.home_extent is not None]
 
 
@@ -41,12 +41,12 @@ def raw_copy(
     sources = []
     left = nbytes_of_blocks(tier, names) if nbytes is None else nbytes
     for record in [r for r in records_of(tier, names) if r.home is tiermem.Tier.DRAM]:
-        source = manager.homes.arena.bytes_of(record.home_extent)[:left]
+        source = manager.parts.homes.arena.bytes_of(record.home_extent)[:left]
         if source.numel():
             sources.append(source)
             left -= source.numel()
     largest = max((s.numel() for s in sources), default=0)
-    target = torch.empty(largest, dtype=torch.uint8, device=manager.device)
+    target = torch.empty(largest, dtype=torch.uint8, device=manager.parts.device)
 
     def copy() -> None:
         for source in sources:
@@ -64,7 +64,7 @@ class RawRead:
     """
 
     def __init__(self, tier: tiermem.TierManager, names: str = "layers") -> None:
-        homes = tier._manager.homes
+        homes = tier._manager.parts.homes
         files, chunk = homes.files, homes.chunk
         self._chunk = chunk
         self._arena = HostArena(tiermem.Tier.DRAM, chunk * _DEPTH)

@@ -36,8 +36,8 @@ class BothWays:
 
     def __init__(self, tier: tiermem.TierManager, chunk: int = _CHUNK, down: int = _DOWN) -> None:
         manager = tier._manager
-        self.device = manager.device
-        self._arena = manager.homes.arena
+        self.device = manager.parts.device
+        self._arena = manager.parts.homes.arena
         self._chunk = min(chunk, self._arena.capacity)
         cuda = self.device.type == "cuda"
         size = max(self._chunk, down // self._chunk * self._chunk)
@@ -136,12 +136,12 @@ class RawMix:
     """
 
     def __init__(self, tier: tiermem.TierManager, folder: str, written: int = 2 << 30) -> None:
-        homes = tier._manager.homes
+        homes = tier._manager.parts.homes
         chunk = homes.chunk
         self._chunk = chunk
         self._arena = HostArena(tiermem.Tier.DRAM, chunk * 2 * _DEPTH)
         self._arena.bytes_of(Extent(0, chunk * 2 * _DEPTH)).fill_(1)
-        records = [r for r in tier._manager.table if r.home_extent is not None]
+        records = [r for r in tier._manager.parts.table if r.home_extent is not None]
         on_disk = [r for r in records if r.home is tiermem.Tier.NVME]
         self._reads = [piece for r in on_disk for piece in homes.swap.pieces(r.home_extent)]
         self._own = SwapFile([Path(folder)], None, chunk)

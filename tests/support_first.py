@@ -149,13 +149,13 @@ class Played:
 
     def least(self, tokens: int) -> float:
         """Returns the seconds that a pass takes at least: its compute, or what does not fit."""
-        away = sum(self.shape.pages) * PAGE - self.manager.table.hbm.capacity
+        away = sum(self.shape.pages) * PAGE - self.manager.parts.table.hbm.capacity
         return max(sum(self.shape.compute(b, tokens) for b in self.shape.order), away / BUS)
 
 
 def scale_guesses(manager: BlockManager) -> None:
     """Has what is fetched ahead unknown be as much less as everything else is."""
-    least = min((64 << 20) // BYTES * PAGE, manager.table.hbm.capacity // 4)
+    least = min((64 << 20) // BYTES * PAGE, manager.parts.table.hbm.capacity // 4)
     manager.prefetcher._reach = Reach(None, least)
     manager.prefetcher._maker._least = least
 
@@ -180,13 +180,15 @@ def played(
     manager = BlockManager(settings)
     try:
         bus = _Bus(world, host or Host())
-        manager.copy = manager.transfers.copy = manager.acquirer._copy = bus  # type: ignore[assignment]
+        manager.parts.copy = manager.parts.transfers.copy = manager.acquirer._copy = bus  # type: ignore[assignment]
         manager.replay._copy = bus  # type: ignore[assignment]
-        manager.transfers._poison = False
+        manager.parts.transfers._poison = False
         manager.prefetcher.fetcher.beside = True
         scale_guesses(manager)
-        manager.pass_timer.estimates = Estimates(lambda link, _: {"dram->hbm": BUS}.get(link), flops)
-        manager.pass_timer._clock = Clock(world)  # type: ignore[assignment]
+        manager.parts.pass_timer.estimates = Estimates(
+            lambda link, _: {"dram->hbm": BUS}.get(link), flops
+        )
+        manager.parts.pass_timer._clock = Clock(world)  # type: ignore[assignment]
         blocks = manager.add_blocks(
             [
                 (f"b{n}", Role.PARAM, [TensorShape("t", (p * PAGE,), (1,), torch.uint8, 1)])

@@ -118,7 +118,7 @@ class Forward:
             else:
                 manager.release(block)
         manager.end_pass()
-        manager.copy.synchronize()
+        manager.parts.copy.synchronize()
         manager.flush()
         return world.now - began
 
@@ -146,11 +146,11 @@ def forward(hbm: int, host: Host | None = None) -> Iterator[Forward]:
     manager = BlockManager(settings)
     try:
         bus = _Bus(world, host or Host())
-        manager.copy = manager.transfers.copy = manager.acquirer._copy = bus  # type: ignore[assignment]
-        manager.transfers._poison = False
+        manager.parts.copy = manager.parts.transfers.copy = manager.acquirer._copy = bus  # type: ignore[assignment]
+        manager.parts.transfers._poison = False
         manager.prefetcher.fetcher.beside = True
-        manager.pass_timer.estimates = Estimates(lambda link, _: {"dram->hbm": BUS}.get(link))
-        manager.pass_timer._clock = Clock(world)  # type: ignore[assignment]
+        manager.parts.pass_timer.estimates = Estimates(lambda link, _: {"dram->hbm": BUS}.get(link))
+        manager.parts.pass_timer._clock = Clock(world)  # type: ignore[assignment]
         blocks = manager.add_blocks(
             [
                 (f"b{n}", Role.PARAM, [TensorShape("t", (p * PAGE,), (1,), torch.uint8, 1)])

@@ -501,28 +501,28 @@ class Run:
             raise Left("the lock is held")
         self.tier._runtime.end_backward()
         manager.flush()
-        manager.table.check()
-        for record in manager.table:
+        manager.parts.table.check()
+        for record in manager.parts.table:
             resident = record.block.role.name == "BUFFER" and record.fixed
             if record.leases != (1 if resident else 0):
                 raise Left(f"{record.block.name} has {record.leases} leases")
-        if manager.table.orphans():
-            raise Left(f"orphans {manager.table.orphans()}")
-        homes = [r for r in manager.table if r.home_extent is not None]
+        if manager.parts.table.orphans():
+            raise Left(f"orphans {manager.parts.table.orphans()}")
+        homes = [r for r in manager.parts.table if r.home_extent is not None]
         dram = sum(r.home_extent.nbytes for r in homes if r.home.value == "dram")
-        rooms = manager.homes.owned()  # of the host's steps
+        rooms = manager.parts.homes.owned()  # of the host's steps
         dram += sum(extent.nbytes for tier, extent in rooms if tier.value == "dram")
-        staging = 0 if manager.homes.staging is None else manager.homes.staging.numel()
+        staging = 0 if manager.parts.homes.staging is None else manager.parts.homes.staging.numel()
         store = self.tier._runtime.activations.store
-        for reclaim in manager.homes.reclaimers:
+        for reclaim in manager.parts.homes.reclaimers:
             reclaim()
-        if store is None and manager.homes.dram.used != dram + staging:
-            raise Left(f"dram: {manager.homes.dram.used} used, {dram + staging} known")
+        if store is None and manager.parts.homes.dram.used != dram + staging:
+            raise Left(f"dram: {manager.parts.homes.dram.used} used, {dram + staging} known")
         nvme = sum(r.home_extent.nbytes for r in homes if r.home.value == "nvme")
-        if manager.homes.nvme_used != nvme:
-            raise Left(f"nvme: {manager.homes.nvme_used} used, {nvme} known")
-        if empty and len(manager.table):
-            raise Left(f"blocks left: {[r.block.name for r in manager.table]}")
+        if manager.parts.homes.nvme_used != nvme:
+            raise Left(f"nvme: {manager.parts.homes.nvme_used} used, {nvme} known")
+        if empty and len(manager.parts.table):
+            raise Left(f"blocks left: {[r.block.name for r in manager.parts.table]}")
         if empty and rooms:
             raise Left(f"rooms left: {rooms}")
         if torch._C._autograd and _pair() is not None:

@@ -146,12 +146,12 @@ class LateChunkCopier:
 
 def make_late(manager: BlockManager, engine: LateCopyEngine) -> None:
     """Has a manager whose blocks all live in DRAM make the copies of saved tensors late."""
-    manager.copy = manager.transfers.copy = engine
-    homes = manager.homes
-    if manager.mover is None or homes.swap is None or homes.staging is None:
+    manager.parts.copy = manager.parts.transfers.copy = engine
+    homes = manager.parts.homes
+    if manager.parts.mover is None or homes.swap is None or homes.staging is None:
         return
-    manager.mover.close()
+    manager.parts.mover.close()
     copier = LateChunkCopier(engine)
-    manager.mover = manager.transfers.mover = FileMover(
+    manager.parts.transfers.mover = FileMover(
         homes.swap, choose_engine()[0], homes.staging, homes.chunk, copier
     )

@@ -285,8 +285,8 @@ class Pair:
 def check_table(tier: tiermem.TierManager) -> None:
     """No lease is left over, and the table keeps its rules."""
     manager = tier._manager
-    manager.table.check()
-    leased = [r.block.name for r in manager.table if r.leases and not r.fixed]
+    manager.parts.table.check()
+    leased = [r.block.name for r in manager.parts.table if r.leases and not r.fixed]
     assert not leased, f"leases left over: {leased}"
     for group in tier._runtime.groups:
         assert group.holds == 0, f"{group.block.name} is still held"

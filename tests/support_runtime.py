@@ -66,7 +66,7 @@ class Owner(Holder):
         self.away = torch.empty(0, dtype=torch.uint8)
         self.param = torch.nn.Parameter(self.away, requires_grad=False)
         self.held = 0
-        manager.holders[block.id] = self
+        manager.parts.holders[block.id] = self
 
     def hold(self) -> Slot:
         slot = self.manager.acquire(self.block)
@@ -81,7 +81,7 @@ class Owner(Holder):
         self.manager.release(self.block, dirty=dirty)
 
     def _away(self) -> None:
-        slot = self.manager.slots.current.get(self.block.id)
+        slot = self.manager.parts.slots.current.get(self.block.id)
         self.param.data = self.away
         if slot is not None:
             slot.pointed = 0
@@ -153,11 +153,11 @@ class Rig:
         """Checks the table, and the bytes of every block."""
         manager = self.manager
         manager.flush()
-        manager.table.check()
-        assert not manager.transfers.flights
-        slots = manager.slots.current
-        assert set(slots) == {r.block.id for r in manager.table if r.extent is not None}
-        assert set(manager.by_address.values()) == set(slots.values())
+        manager.parts.table.check()
+        assert not manager.parts.transfers.flights
+        slots = manager.parts.slots.current
+        assert set(slots) == {r.block.id for r in manager.parts.table if r.extent is not None}
+        assert set(manager.parts.slots.by_address.values()) == set(slots.values())
         for block in self.blocks:
             if block.id in self.data:
                 self.compare(manager.read(block)[0], block)

@@ -272,7 +272,7 @@ def twins(case: Episode, device: str, folder: Path) -> Iterator[tuple[Twins, Any
                 hbm = least
                 continue
             late = Late(case.seed, case.late, device)
-            late.copies(tier._manager.copy)
+            late.copies(tier._manager.parts.copy)
             late.layers(tiered)
             steppers = (torch.optim.SGD(plain.parameters(), **settings), stepper)
             yield Twins(case, device, plain, tiered, steppers), tier
@@ -293,7 +293,7 @@ def run(device: str, steps: int, seed: int, folder: Path) -> dict[str, int]:
             for name, value in pair.models[0].state_dict().items():
                 assert torch.equal(value.cpu(), theirs[name].cpu()), f"{case}: {name}"
             tier._manager.flush()
-            tier._manager.table.check()
+            tier._manager.parts.table.check()
             stats = tier.stats()
             for name in seen:
                 seen[name] += getattr(stats, name, 0)

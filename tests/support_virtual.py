@@ -440,7 +440,7 @@ class Streamed:
 
     def settle(self) -> None:
         """Waits for everything under way."""
-        self.manager.copy.synchronize()
+        self.manager.parts.copy.synchronize()
         self.manager.flush()
 
 
@@ -464,18 +464,18 @@ def streamed(
     )
     manager = BlockManager(settings, ScriptedEngine)
     try:
-        assert manager.mover is not None
-        manager.mover.close()
-        transfers = manager.transfers
-        manager.mover = transfers.mover = Mover(world)  # type: ignore[assignment]
-        manager.copy = transfers.copy = manager.acquirer._copy = Copies(world)  # type: ignore[assignment]
+        assert manager.parts.mover is not None
+        manager.parts.mover.close()
+        transfers = manager.parts.transfers
+        transfers.mover = Mover(world)  # type: ignore[assignment]
+        manager.parts.copy = transfers.copy = manager.acquirer._copy = Copies(world)  # type: ignore[assignment]
         transfers._poison = False
         manager.prefetcher.fetcher.beside = True
         rates = {"dram->hbm": machine.bus, "nvme->hbm": machine.in_place}
-        manager.pass_timer.estimates = Estimates(lambda link, _: rates.get(link))
-        manager.pass_timer._clock = Clock(world)
-        manager.homes.chunk = machine.chunk
-        manager.homes.staging = torch.empty(machine.chunk * machine.chunks, dtype=torch.uint8)
+        manager.parts.pass_timer.estimates = Estimates(lambda link, _: rates.get(link))
+        manager.parts.pass_timer._clock = Clock(world)
+        manager.parts.homes.chunk = machine.chunk
+        manager.parts.homes.staging = torch.empty(machine.chunk * machine.chunks, dtype=torch.uint8)
         yield Streamed(manager, world, pages)
     finally:
         manager.close()

@@ -176,7 +176,7 @@ class TierManager:
         resident: Resident = "auto",
     ) -> WrappedModel:
         """Wraps a model whose values may come from elsewhere; see :meth:`wrap`."""
-        self._manager.guard()
+        self._manager.gate.guard()
         check_module(model, id(self._manager))
         self._runtime.activations.check()
         on_device = any(p.is_cuda for p in model.parameters())
@@ -198,7 +198,7 @@ class TierManager:
         Returns:
             The same module.
         """
-        self._manager.guard()
+        self._manager.gate.guard()
         wrapped = self._wrapped.get(id(model))
         if wrapped is None:
             raise WrapError("this module is not wrapped here; unwrap takes what wrap returned")
@@ -269,7 +269,7 @@ class TierManager:
             CapacityError: If a budget cannot hold its state or a step.
         """
         self._optimizers += 1
-        known = {record.block.id for record in self._manager.table}
+        known = {record.block.id for record in self._manager.parts.table}
         runtime = self._runtime
         lists: list[list[Any]] = [runtime.on_begin, runtime.on_backward, runtime.keepers]
         begun = [len(found) for found in lists]
@@ -293,9 +293,9 @@ class TierManager:
                 del found[count:]
             if OUTSIDE not in error.__dict__:  # it may have come anywhere
                 self._manager.cut_short()
-                self._manager.guard()
+                self._manager.gate.guard()
             kinds = (Role.OPTIMIZER, Role.MASTER)
-            new = [r.block for r in self._manager.table if r.block.id not in known]
+            new = [r.block for r in self._manager.parts.table if r.block.id not in known]
             self._manager.remove_blocks([block for block in new if block.role in kinds])
             raise
 
@@ -348,7 +348,7 @@ class TierManager:
             StorageError: If a file cannot be written, or a block not be read; the former
                 checkpoint stays.
         """
-        self._manager.guard()
+        self._manager.gate.guard()
         self._end_saving()
         plan = make_plan(self._runtime, path, extra)
         if wait:
@@ -385,7 +385,7 @@ class TierManager:
             StorageError: If a file cannot be read.
             CapacityError: If a budget does not hold state that is in the checkpoint.
         """
-        self._manager.guard()
+        self._manager.gate.guard()
         self._end_saving()
         return load_run(self._runtime, path)
 
@@ -399,14 +399,14 @@ class TierManager:
     def reset_stats(self) -> None:
         """Sets the counters, the timeline and what was measured to zero; what was learned stays."""
         with self._manager.lock:
-            self._manager.counters.reset()
-            self._manager.timeline.clear()
-            self._manager.pass_timer.reset()
+            self._manager.parts.counters.reset()
+            self._manager.parts.timeline.clear()
+            self._manager.parts.pass_timer.reset()
 
     def pace(self) -> list[PaceRow]:
         """Returns what was learned: for each pass and block, its compute and its transfer."""
         with self._manager.lock:
-            return self._manager.pass_timer.rows(self._manager.table)
+            return self._manager.parts.pass_timer.rows(self._manager.parts.table)
 
     def residency(self) -> list[ResidencyRow]:
         """Returns where every block is, and every saved tensor that left HBM."""
@@ -415,7 +415,7 @@ class TierManager:
     @property
     def timeline(self) -> Timeline:
         """What happened when."""
-        return self._manager.timeline
+        return self._manager.parts.timeline
 
     # -- the end ---------------------------------------------------------
 
@@ -441,9 +441,9 @@ class TierManager:
             StepError: If a step that was put off fails; nothing is changed.
             WrapError: If a model is being called just now; nothing is changed.
         """
-        if self._saving is not None and not self._manager.closed:
+        if self._saving is not None and not self._manager.gate.closed:
             self._saving.wait()
-        if not discard and not self._manager.closed:
+        if not discard and not self._manager.gate.closed:
             for watcher in self._runtime.backwards:
                 watcher.settle()
             try:
@@ -467,10 +467,10 @@ class TierManager:
     @property
     def closed(self) -> bool:
         """Whether the manager can no longer be used from here."""
-        return self._manager.closed
+        return self._manager.gate.closed
 
     def __enter__(self) -> TierManager:
-        self._manager.guard()
+        self._manager.gate.guard()
         return self
 
     @entrance
@@ -493,8 +493,8 @@ class TierManager:
             self._manager.close()  # nobody has a model of it any more
 
     def __repr__(self) -> str:
-        settings = self._manager.settings
-        state = "closed" if self.closed else f"{len(self._manager.table)} blocks"
+        settings = self._manager.parts.settings
+        state = "closed" if self.closed else f"{len(self._manager.parts.table)} blocks"
         hbm = "auto" if settings.hbm_auto else settings.hbm
         return f"TierManager({settings.device}, hbm={hbm}, dram={settings.dram}, {state})"
 

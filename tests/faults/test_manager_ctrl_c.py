@@ -86,23 +86,23 @@ OPERATIONS: dict[str, Callable[[Rig], Any]] = {
 def only_while_waited_for(made: Rig) -> None:
     """Has file transfers end while somebody waits for one of them, and at no other time."""
     made.manager.flush()
-    wait = made.manager.mover.wait
+    wait = made.manager.parts.mover.wait
 
     def waiting(transfer: FileTransfer, *, hurry: bool = True) -> None:
         made.engine.release()
         wait(transfer)
-        for flight in made.manager.transfers.flights.values():
+        for flight in made.manager.parts.transfers.flights.values():
             wait(flight.transfer)
         made.engine.hold()
 
-    made.manager.mover.wait = waiting
+    made.manager.parts.mover.wait = waiting
     made.engine.hold()
 
 
 def at_once(made: Rig) -> None:
     """Has every file transfer end before anybody can look at it."""
     made.manager.flush()
-    mover = made.manager.mover
+    mover = made.manager.parts.mover
 
     def ended(start: Callable[..., FileTransfer], *args: Any, **options: Any) -> FileTransfer:
         transfer = start(*args, **options)
@@ -133,17 +133,18 @@ def test_ctrl_c_at_every_line_leaves_a_state_to_go_on_from(tmp_path, name, pace)
             if gone:
                 made.data.pop(made.blocks[3].id)
             # between a lease and its receiver there is a line that nothing can guard
-            leaked += sum(bool(record.leases) for record in made.manager.table)
-            for record in made.manager.table:
+            leaked += sum(bool(record.leases) for record in made.manager.parts.table)
+            for record in made.manager.parts.table:
                 while record.leases:
                     made.manager.release(record.block)
             made.check()
-            if made.manager.table.orphans():  # a read may still be writing there, for all we know
+            # a read may still be writing there, for all we know
+            if made.manager.parts.table.orphans():
                 lost += 1
                 continue
             operation(made)
             made.manager.flush()
-            made.manager.table.check()
+            made.manager.parts.table.check()
             if gone:
                 del made.blocks[3]
             for block in made.blocks:
@@ -175,7 +176,7 @@ def test_ctrl_c_at_every_line_of_a_use_in_a_loop_that_repeats() -> None:
                 manager.acquire(made.blocks[3])  # noqa: B023
 
             hit = cut_short(use, number)
-            for record in manager.table:
+            for record in manager.parts.table:
                 while record.leases:
                     manager.release(record.block)
             if not hit:

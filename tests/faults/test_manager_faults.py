@@ -20,13 +20,14 @@ from tiermem.core.block import Role
 from tiermem.core.residency import State
 from tiermem.errors import CapacityError, ClosedError, InvariantError, StorageError
 from tiermem.io.engine import IoOp
+from tiermem.runtime import assembly
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory import opening
 from tiermem.testing.io import Fault, ScriptedEngine
 
 
 def leases_of(made: Rig) -> dict[str, int]:
-    return {r.block.name: r.leases for r in made.manager.table if r.leases}
+    return {r.block.name: r.leases for r in made.manager.parts.table if r.leases}
 
 
 # -- starts that fail --------------------------------------------------------
@@ -61,14 +62,14 @@ def test_a_fill_that_cannot_begin_changes_nothing(
 ) -> None:
     with rig(8, [(2, "dram"), (2, "nvme")], nvme=tmp_path) as made:
         made.add(2, "dram", blank=True)
-        fail_once(monkeypatch, getattr(made.manager, part), name, error)
+        fail_once(monkeypatch, getattr(made.manager.parts, part), name, error)
         with pytest.raises(type(error)):
             made.manager.acquire(made.blocks[wanted])
         assert leases_of(made) == {}
         made.check()
-        assert made.manager.table.hbm.used == sum(
-            r.extent.nbytes for r in made.manager.table if r.extent is not None
-        ) + sum(e.nbytes for e in made.manager.table.orphans())
+        assert made.manager.parts.table.hbm.used == sum(
+            r.extent.nbytes for r in made.manager.parts.table if r.extent is not None
+        ) + sum(e.nbytes for e in made.manager.parts.table.orphans())
         made.manager.acquire(made.blocks[wanted])
         made.manager.release(made.blocks[wanted])
         made.check()
@@ -85,7 +86,7 @@ def test_a_write_back_that_cannot_begin_changes_nothing(
         dirty, other = made.blocks
         made.manager.acquire(dirty).bytes.copy_(made.noise(dirty))
         made.manager.release(dirty, dirty=True)
-        fail_once(monkeypatch, getattr(made.manager, part), name, RuntimeError("no"))
+        fail_once(monkeypatch, getattr(made.manager.parts, part), name, RuntimeError("no"))
         with pytest.raises(RuntimeError):
             made.manager.acquire(other)
         assert made.manager.record(dirty).in_hbm is State.DIRTY
@@ -98,7 +99,7 @@ def test_a_write_back_that_cannot_begin_changes_nothing(
 def test_a_read_posted_and_lost_is_never_written_over(tmp_path, monkeypatch) -> None:
     """Ctrl-C between the start of a read and the note of it: its bytes may come at any time."""
     with rig(4, [(2, "nvme"), (2, "dram")], nvme=tmp_path) as made:
-        mover = made.manager.mover
+        mover = made.manager.parts.mover
         real = mover.read
 
         def posted(*args: Any, **kwargs: Any) -> Any:
@@ -110,7 +111,7 @@ def test_a_read_posted_and_lost_is_never_written_over(tmp_path, monkeypatch) -> 
         monkeypatch.setattr(mover, "read", posted)
         with pytest.raises(KeyboardInterrupt):
             made.manager.acquire(made.blocks[0])
-        (lost,) = made.manager.table.orphans()
+        (lost,) = made.manager.parts.table.orphans()
         made.use(made.blocks[1])
         slot = made.manager.acquire(made.blocks[1])
         assert slot.extent.end <= lost.offset or lost.end <= slot.extent.offset
@@ -122,7 +123,7 @@ def test_a_read_posted_and_lost_is_never_written_over(tmp_path, monkeypatch) -> 
 
 def test_waiting_can_be_interrupted(tmp_path, monkeypatch) -> None:
     with rig(4, [(2, "nvme")], nvme=tmp_path) as made:
-        fail_once(monkeypatch, made.manager.mover, "wait", KeyboardInterrupt())
+        fail_once(monkeypatch, made.manager.parts.mover, "wait", KeyboardInterrupt())
         made.engine.hold()
         with pytest.raises(KeyboardInterrupt):
             made.manager.acquire(made.blocks[0])
@@ -246,7 +247,7 @@ def test_removing_blocks_under_way(tmp_path) -> None:
         made.engine.release()
         made.manager.remove_blocks(made.blocks)
         made.manager.remove_blocks(made.blocks)
-        assert len(made.manager.table) == 0 and made.manager.table.hbm.used == 0
+        assert len(made.manager.parts.table) == 0 and made.manager.parts.table.hbm.used == 0
         assert made.manager.stats().used["nvme"] == 0
 
 
@@ -255,7 +256,7 @@ def test_what_is_leased_is_not_removed() -> None:
         made.manager.acquire(made.blocks[1])
         with pytest.raises(InvariantError, match="in use"):
             made.manager.remove_blocks(made.blocks)
-        assert len(made.manager.table) == 2
+        assert len(made.manager.parts.table) == 2
         made.manager.release(made.blocks[1])
 
 
@@ -277,13 +278,13 @@ def test_who_looks_at_a_discarded_block_keeps_seeing_it(removed) -> None:
         for other in made.blocks[-2:]:
             made.use(other)
         assert view.numpy().tobytes() == data[7:]
-        assert len(made.manager.table.orphans()) == 1
+        assert len(made.manager.parts.table.orphans()) == 1
         wide = made.add(3, "dram")
         with pytest.raises(CapacityError, match="still referred to"):
             made.manager.acquire(wide)
         del view
         made.use(wide)
-        assert made.manager.table.orphans() == []
+        assert made.manager.parts.table.orphans() == []
         made.check()
 
 
@@ -305,8 +306,8 @@ def test_an_opening_that_fails_leaves_nothing(tmp_path, monkeypatch, what, error
     def refuse(*_: Any, **__: Any) -> Any:
         raise error
 
-    opened_there = what in ("MappedHostArena", "FileMover")
-    monkeypatch.setattr(opening if opened_there else manager_module, what, refuse)
+    rooms = {"MappedHostArena": opening, "FileMover": opening, "Prefetcher": manager_module}
+    monkeypatch.setattr(rooms.get(what, assembly), what, refuse)
     config = Settings("cpu", 8 * PAGE, 1 << 20, (str(tmp_path),), None, Policy(), "auto")
     with pytest.raises(error):
         BlockManager(config, ScriptedEngine)
@@ -316,7 +317,7 @@ def test_closing_while_things_are_under_way(tmp_path) -> None:
     with rig(8, [(2, "nvme"), (2, "nvme")], nvme=tmp_path) as made:
         made.engine.hold()
         made.manager.begin_pass("f", [block.id for block in made.blocks])
-        assert made.manager.transfers.flights
+        assert made.manager.parts.transfers.flights
         made.manager.close()
         assert made.engine.in_flight == 0
         for call in (
@@ -351,16 +352,16 @@ def test_closing_goes_through_whatever_fails(tmp_path, monkeypatch) -> None:
         monkeypatch.setattr(owner, "unpoint", refuse)
         with pytest.raises(RuntimeError, match="no"):
             made.manager.close()
-        assert made.manager.closed
+        assert made.manager.gate.closed
         monkeypatch.undo()  # closing again does what could not be done
 
 
 def test_closing_cut_short_can_be_done_again(tmp_path, monkeypatch) -> None:
     with rig(8, [(2, "nvme")], nvme=tmp_path) as made:
-        fail_once(monkeypatch, made.manager.mover, "close", KeyboardInterrupt())
+        fail_once(monkeypatch, made.manager.parts.mover, "close", KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             made.manager.close()
-        made.manager.mover.close()
+        made.manager.parts.mover.close()
         made.manager.close()
 
 
@@ -410,7 +411,7 @@ def refused(manager: BlockManager, block: Any) -> bool:
             count += "forked child" in str(error)
     manager.close()
     manager.remove_blocks([block])
-    return count == 5 and manager.closed and bool(manager.residency())
+    return count == 5 and manager.gate.closed and bool(manager.residency())
 
 
 def test_threads_may_call_at_once(tmp_path) -> None:
@@ -447,4 +448,4 @@ def test_bytes_that_leave_are_poisoned() -> None:
         made.data.pop(made.blocks[0].id)
         assert bool((slot.bytes == 0xFF).all())
         made.use(made.blocks[1])
-        assert torch.equal(slot.bytes, made.manager.slots.current[made.blocks[1].id].bytes)
+        assert torch.equal(slot.bytes, made.manager.parts.slots.current[made.blocks[1].id].bytes)

@@ -105,10 +105,10 @@ def test_a_loop_with_checkpoints_neither_repairs_nor_learns_again(
         manager = tier._runtime.manager
         for step in range(8):
             model(batch(step)).backward()
-            assert not manager.unsure and not manager.torn
+            assert not manager.gate.unsure and not manager.gate.torn
             model.zero_grad()
             stats = tier.stats()
-            seen.append((stats.hits, stats.misses, manager.planner.learned))
+            seen.append((stats.hits, stats.misses, manager.parts.planner.learned))
             tier.reset_stats()
         check_same(plain, model, tier)
     assert len(set(seen[4:])) == 1, f"hits, misses and passes learned again: {seen}"
@@ -186,7 +186,7 @@ def test_a_users_exception_is_no_fault_of_tiermems(
             for layer in net.layers:
                 layer.calls_left = None
         manager = tier._runtime.manager
-        assert not manager.unsure and not manager.torn
+        assert not manager.gate.unsure and not manager.gate.torn
         check_same(plain, model, tier)
 
 
@@ -201,7 +201,7 @@ def test_a_model_that_catches_its_layers_exception_goes_on(mode: str) -> None:
             assert same_bits(*losses)
             for loss in losses:
                 loss.backward()
-            assert not manager.unsure and not manager.torn
+            assert not manager.gate.unsure and not manager.gate.torn
         assert plain.layers[2].linear.weight.grad is None
         assert model.layers[2].linear.weight.grad is None
         for net in (plain, model):
@@ -217,7 +217,7 @@ def test_a_weight_changed_since_it_was_saved_is_no_fault_of_tiermems() -> None:
                 net.layers[4].last.weight.mul_(0.5)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 loss.backward()
-        assert not tier._runtime.manager.unsure
+        assert not tier._runtime.manager.gate.unsure
         check_same(plain, model, tier)
 
 
@@ -245,7 +245,7 @@ def test_an_activation_changed_since_it_was_saved_is_no_fault_of_tiermems(
         model(batch(0), False).backward()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             model(batch(0), True).backward()
-        assert not tier._runtime.manager.unsure
+        assert not tier._runtime.manager.gate.unsure
         assert (tier.stats().activations.offloaded > 0) is (activations == "dram")
         model(batch(0), False).backward()
         check_table(tier)

@@ -127,9 +127,9 @@ def empty_hbm(tier: tiermem.TierManager) -> None:
     manager = tier._manager
     with manager.lock:
         manager.flush()
-        for record in list(manager.table):
+        for record in list(manager.parts.table):
             if record.in_hbm is State.VALID and not record.leases and not record.fixed:
-                manager.evictor.evict(record)
+                manager.parts.evictor.evict(record)
 
 
 FAULTS = {
@@ -174,7 +174,7 @@ def test_a_fault_that_passes(
         run()
     except tiermem.StorageError as error:
         expect_error(error, tmp_path, number)
-        bench.tier._manager.table.check()
+        bench.tier._manager.parts.table.check()
         if where == "step":
             for act in (optimizer.zero_grad, lambda: model(data(2)), optimizer.state_dict):
                 with pytest.raises(tiermem.StepError, match=r"step\(\) again"):
@@ -209,7 +209,7 @@ def test_a_disk_that_stays_broken(bench: Bench, disk: Disk, tmp_path: Path, wher
             else:
                 bench.optimizer.step()
     expect_error(caught.value, tmp_path, errno.EIO)
-    bench.tier._manager.table.check()
+    bench.tier._manager.parts.table.check()
     disk.heal()
     if where == "step":
         bench.optimizer.step()

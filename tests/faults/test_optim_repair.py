@@ -80,7 +80,7 @@ def test_a_step_that_waits_to_be_taken_back_survives_a_repair(
             pair.optimizer.step()
         with torch.no_grad():
             assert cut_short(lambda: pair.model(torch.arange(4).view(1, 4)), 20, ["nn/"])
-        check = pair.tier._manager.table.check
+        check = pair.tier._manager.parts.table.check
         for look in (
             pair.optimizer.step,
             pair.model.state_dict,

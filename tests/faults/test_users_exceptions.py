@@ -140,11 +140,11 @@ def test_a_users_exception_makes_nothing_be_repaired_or_learned_again(
     act, kind = CASES[case]
     manager = loop.tier._manager
     reset: list[bool] = []
-    before = manager.planner.reset
-    manager.planner.reset = lambda: (reset.append(True), before())  # type: ignore[method-assign]
+    before = manager.parts.planner.reset
+    manager.parts.planner.reset = lambda: (reset.append(True), before())  # type: ignore[method-assign]
     with pytest.raises(kind):
         act(loop)
-    assert not manager.torn and not manager.unsure
+    assert not manager.gate.torn and not manager.gate.unsure
     if case == "an optimizer class":
         loop.optimizer.step()
         loop.zero_grad()
@@ -168,7 +168,7 @@ def test_an_exception_of_the_class_in_an_owed_step() -> None:
         FailsMidway.lit = True
         with pytest.raises(Refused):
             loop.model(torch.ones(2, 48))
-        assert not tier._manager.torn and not tier._manager.unsure
+        assert not tier._manager.gate.torn and not tier._manager.gate.unsure
         loop.step()
         loop.check()
 
@@ -183,10 +183,10 @@ def test_what_a_signal_handler_raises_in_the_same_calls_is_repaired(loop: Loop) 
     with pytest.raises(Refused):
         loop.optimizer.step()
     manager.acquire_all = before  # type: ignore[method-assign]
-    assert manager.torn and manager.unsure
+    assert manager.gate.torn and manager.gate.unsure
     loop.optimizer.step()
     loop.zero_grad()
-    assert not manager.unsure
+    assert not manager.gate.unsure
     loop.check()
 
 

@@ -158,7 +158,7 @@ def test_late_streams_change_nothing(late: str, mode: str, ahead: Any) -> None:
         tier.wrap(model)
         for which in ("up", "down"):
             if late in (which, "both"):
-                delay(tier._manager.copy, which, 3_000_000)
+                delay(tier._manager.parts.copy, which, 3_000_000)
         check(plain, model, expected, train(model, 3, dirty_free_memory))
 
 

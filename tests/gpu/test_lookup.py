@@ -67,7 +67,7 @@ def test_the_bits_are_those_of_the_resident_model(count: int) -> None:
 def rewrite(tier: Any, value: float) -> None:
     """The host writes the embedding where it lies, as soon as it may."""
     manager = tier._manager
-    block = next(record.block for record in manager.table if "embed" in record.block.name)
+    block = next(record.block for record in manager.parts.table if "embed" in record.block.name)
     with manager.lock:
         (tensors,), events = manager.host_loans.lend([block])
     for event in events:
@@ -103,7 +103,7 @@ def test_the_host_does_not_write_what_a_kernel_is_yet_to_read() -> None:
 
 def test_without_the_event_it_would(monkeypatch: pytest.MonkeyPatch) -> None:
     with twins() as (model, plain, tier), torch.no_grad():
-        monkeypatch.setattr(tier._manager.copy, "mark", lambda: None)
+        monkeypatch.setattr(tier._manager.parts.copy, "mark", lambda: None)
         assert not race(tier, model, plain)
 
 

@@ -242,7 +242,7 @@ def test_a_toy_takes_what_it_needs(device: torch.device) -> None:
         ours = free - torch.cuda.mem_get_info(device)[0] - torch.cuda.memory_reserved(device)
         assert tier.stats().hbm_mapped < 64 * MIB
         assert ours < 64 * MIB + 32 * MIB  # streams and events are the driver's
-        assert tier._manager.homes.arena.locked < 64 * MIB
+        assert tier._manager.parts.homes.arena.locked < 64 * MIB
 
 
 def test_beside_expandable_segments() -> None:

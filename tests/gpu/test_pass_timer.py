@@ -48,7 +48,7 @@ def opened(
 
 def always(tier: tiermem.TierManager) -> None:
     """Has every pass measured."""
-    estimates = tier._manager.pass_timer.estimates
+    estimates = tier._manager.parts.pass_timer.estimates
     wants = estimates.wants
     estimates.wants = lambda key: wants(key) or True  # type: ignore[method-assign]
 
@@ -139,7 +139,7 @@ def test_measuring_makes_the_host_wait_for_nothing(train: bool, sync_debug: None
 def test_events_are_used_again() -> None:
     tier, model = opened(4)
     with tier:
-        pass_timer = tier._manager.pass_timer
+        pass_timer = tier._manager.parts.pass_timer
         always(tier)
         run(model, 10, 64)
         made = pass_timer._clock._made
@@ -151,7 +151,7 @@ def test_events_are_used_again() -> None:
 def test_a_captured_graph_holds_no_stamps() -> None:
     tier, model = opened(9)
     with tier:
-        pass_timer = tier._manager.pass_timer
+        pass_timer = tier._manager.parts.pass_timer
         always(tier)
         run(model, 3, 64)
         clock = pass_timer._clock

@@ -91,7 +91,7 @@ def test_training_equals_resident(mode: str, home: str, tmp_path: Path) -> None:
         for key, values in theirs.items():
             for name, value in values.items():
                 assert torch.equal(value.cpu(), mine[key][name].cpu()), (key, name)
-        tier._manager.table.check()
+        tier._manager.parts.table.check()
 
 
 def _delay(engine, way: str, cycles: int) -> None:
@@ -120,7 +120,7 @@ def test_late_streams_change_nothing(stream: str, depth, tmp_path: Path) -> None
         tier.wrap(model)
         for way in ("up", "down"):
             if stream in (way, "both"):
-                _delay(tier._manager.copy, way, 3_000_000)
+                _delay(tier._manager.parts.copy, way, 3_000_000)
         optimizer = tier.optimizer(model, torch.optim.SGD, lr=1e-2, momentum=0.9)
         assert train(model, optimizer, 3, lambda m: torch.zeros(())) == expected
         assert tier.stats().evictions > 0

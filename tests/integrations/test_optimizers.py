@@ -47,7 +47,7 @@ def train(model: nn.Module, optimizer: Any, skip: int | None = None) -> torch.Te
 def check(cls: Any, settings: dict[str, Any], dtype: torch.dtype = torch.float32) -> None:
     """Trains both for some steps, saves, loads, and trains on."""
     with Pair(partial(build, dtype), DRAM, (cls, settings)) as pair:
-        hbm = pair.tier._manager.settings.hbm
+        hbm = pair.tier._manager.parts.settings.hbm
         assert hbm < sum(p.nbytes for p in pair.plain.parameters())
         if hasattr(cls, "train"):
             pair.both(lambda model, optimizer: optimizer.train())

@@ -391,6 +391,19 @@ def test_diffusers(tmp_path) -> None:
         assert rows[3]["note"] == "not installed: diffusers"
 
 
+def test_zoo(tmp_path) -> None:
+    line = "--device cpu --set tiny --tokens 8 --train-tokens 8 --repeats 1 --steps 1"
+    line += " --raw-nbytes 1000000 --only layers vit_h_14 --out out.json"
+    rows = check_rows(run("bench_zoo.py", tmp_path, *line.split()), "GB", "raw s", "of bound")
+    mine = [row for row in rows if row["model"] == "layers"]
+    assert [row["what"] for row in mine] == ["forward", "train"]
+    assert all(row["equal"] is True and row["GB moved"] > 0 for row in mine)
+    bound = [max(row["in HBM s"], row["raw s"]) / row["tiermem s"] for row in mine]
+    assert bound == pytest.approx([row["of bound"] for row in mine])
+    if find_spec("torchvision") is None:  # one that fails keeps no other from its rows
+        assert {row["note"] for row in rows[2:]} == {"not installed: torchvision"}
+
+
 @needs_transformers
 def test_run_gpu(tmp_path) -> None:
     line = "--small --only host links --folder . --results found --name x"

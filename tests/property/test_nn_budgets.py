@@ -80,7 +80,7 @@ def test_the_least_budget_works(
     plain_optimizer = optimizer[0](plain.parameters(), **optimizer[1])
     tier, model, stepper = wrap_tight(build, Tiers("dram"), optimizer, BLOCKS[blocks])
     with tier:
-        least = tier._manager.settings.hbm
+        least = tier._manager.parts.settings.hbm
         for number in range(3):
             for which, step in ((plain, plain_optimizer), (model, stepper)):
                 seed(number)

@@ -223,9 +223,9 @@ def homes_of(manager: Any, unit: Any) -> list[bytes]:
     """What the homes of a unit's weights, masters and state hold, past the manager."""
     found = []
     for block in [unit.group.block, *unit.kept_blocks()]:
-        record = manager.table[block.id]
+        record = manager.parts.table[block.id]
         if record.home is Tier.DRAM:
-            found.append(manager.homes.arena.bytes_of(record.home_extent).numpy().tobytes())
+            found.append(manager.parts.homes.arena.bytes_of(record.home_extent).numpy().tobytes())
         else:
             found.append(manager.read_home(block).numpy().tobytes())
     return found

@@ -28,18 +28,18 @@ class Writes:
         self.count: Counter[int] = Counter()
         self.idle: list[str] = []
         self._last: dict[int, bytes] = {}
-        real = manager.transfers.drain
+        real = manager.parts.transfers.drain
 
         def drain(record: Any) -> None:
             block = record.block
-            held = manager.slots.current[block.id].bytes.numpy().tobytes()
+            held = manager.parts.slots.current[block.id].bytes.numpy().tobytes()
             if self._last.get(block.id) == held:
                 self.idle.append(f"{block.role.value} {block.name}")
             self._last[block.id] = held
             self.count[block.id] += 1
             real(record)
 
-        manager.transfers.drain = drain
+        manager.parts.transfers.drain = drain
 
     def forget(self, block_id: int) -> None:
         """A block without data is written anew, whatever it holds."""
@@ -112,7 +112,7 @@ def test_only_what_changed_is_written(
         twins.optimizer.finish()
         manager.flush()
         assert seen.idle == []
-        for record in manager.table:
+        for record in manager.parts.table:
             block, times = record.block, seen.count[record.block.id]
             if block.role is Role.GRAD:
                 continue
@@ -174,10 +174,10 @@ def test_a_step_on_the_host_reads_and_writes_each_block_once(tmp_path: Any, over
         _backward(twins, 3)
         twins.optimizer.clip_grad_norm_(0.01)
         manager.flush()
-        before = manager.counters.bytes_by_link()
+        before = manager.parts.counters.bytes_by_link()
         twins.optimizer.step()
         twins.optimizer.finish()
-        after = manager.counters.bytes_by_link()
+        after = manager.parts.counters.bytes_by_link()
         kept = sum(block.nbytes for unit in units for block in unit.kept_blocks())
         weights = sum({u.group.block.id: u.group.block.nbytes for u in units}.values())
         gradients = sum(u.block.nbytes for unit in units for u in unit.grad_units())

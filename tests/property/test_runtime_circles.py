@@ -41,7 +41,7 @@ class FromTheStart(RingWalk):
 def copies_of(made: Rig) -> list[tuple[str, int]]:
     """Notes which block goes up or down, in order."""
     found: list[tuple[str, int]] = []
-    transfers = made.manager.transfers
+    transfers = made.manager.parts.transfers
     fill, drain = transfers.fill, transfers.drain
 
     def filling(record: Any, *args: Any) -> None:
@@ -60,13 +60,13 @@ def go(made: Rig, rounds: Sequence[Sequence[tuple[str, int]]]) -> list[tuple[str
     """Goes through rounds of uses and of what else happens to blocks; returns the copies."""
     manager = made.manager
     manager.prefetcher.fetcher.beside = True
-    manager.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
+    manager.parts.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
     found = copies_of(made)
     for script in rounds:
         manager.begin_pass("loop")
         for what, number in script:
             block = made.blocks[number]
-            record, lent = manager.table[block.id], manager.host_loans.borrowers(block)
+            record, lent = manager.parts.table[block.id], manager.host_loans.borrowers(block)
             if what == "back" and lent:
                 manager.host_loans.give_back([block], written=False)
             elif lent:
@@ -81,8 +81,8 @@ def go(made: Rig, rounds: Sequence[Sequence[tuple[str, int]]]) -> list[tuple[str
             elif what == "lend" and not manager.host_loans.can_lend([block]):
                 manager.host_loans.lend([block])
             elif what == "out" and record.extent is not None:
-                manager.evictor.clear([record.extent.offset], wait=True)
-        manager.table.check()
+                manager.parts.evictor.clear([record.extent.offset], wait=True)
+        manager.parts.table.check()
     for block in made.blocks:
         if manager.host_loans.borrowers(block):
             manager.host_loans.give_back([block], written=False)

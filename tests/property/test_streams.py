@@ -89,7 +89,7 @@ class Streamed:
         self.wrong: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                "tiermem.runtime.manager.HostCopyEngine",
+                "tiermem.runtime.assembly.HostCopyEngine",
                 lambda: StreamCopyEngine(self.device, UP, DOWN, FILES),
             )
             self.manager = BlockManager(
@@ -104,7 +104,7 @@ class Streamed:
                 ),
                 ScriptedEngine,
             )
-        self.manager.transfers._poison = poison
+        self.manager.parts.transfers._poison = poison
         self.manager.prefetcher.fetcher.beside = True
         self.glances = 0
         self.blocks = self.manager.add_blocks(
@@ -119,9 +119,9 @@ class Streamed:
     def add_files(self, count: int) -> None:
         """Adds as many blocks whose homes are files, of which none has room in DRAM."""
         manager = self.manager
-        transfers, copy = manager.transfers, manager.copy
-        assert manager.mover is not None and isinstance(copy, StreamCopyEngine)
-        manager.mover.close()
+        transfers, copy = manager.parts.transfers, manager.parts.copy
+        assert manager.parts.mover is not None and isinstance(copy, StreamCopyEngine)
+        manager.parts.mover.close()
         found = manager.add_blocks(
             [(f"f{i}", Role.PARAM, [SHAPE]) for i in range(count)], home="nvme"
         )
@@ -134,9 +134,9 @@ class Streamed:
             self.values.append(100 + number)
         self.blocks += found
         self.landing = Landing(copy, content)
-        manager.mover = transfers.mover = self.landing  # type: ignore[assignment]
+        transfers.mover = self.landing  # type: ignore[assignment]
         park_always(manager.prefetcher)
-        dram = manager.homes.dram
+        dram = manager.parts.homes.dram
         dram.allocate(dram.capacity - dram.used)
         assert dram.used == dram.capacity and len(self.blocks) == len(self.values)
 
@@ -234,16 +234,16 @@ class Streamed:
         for number in range(len(self.blocks)):
             self.use(number, write=False, discard=False)
         manager = self.manager
-        for record in list(manager.table):
+        for record in list(manager.parts.table):
             if record.in_hbm is State.DIRTY:
-                manager.transfers.drain(record)
+                manager.parts.transfers.drain(record)
         self.device.synchronize()
         for block, value in zip(self.blocks, self.values, strict=True):
-            record = manager.table[block.id]
+            record = manager.parts.table[block.id]
             if record.home is Tier.NVME:
                 continue
             assert record.home_extent is not None
-            home = manager.homes.arena.bytes_of(Extent(record.home_extent.offset, PAGE))
+            home = manager.parts.homes.arena.bytes_of(Extent(record.home_extent.offset, PAGE))
             if not bool((home == value).all()):
                 self.wrong.append(f"home of {block.name}")
         manager.close()
@@ -305,7 +305,7 @@ def test_nothing_is_written_in_dram_while_a_kernel_looks_at_it_there(case: Case)
 def test_nothing_is_read_too_soon_in_a_loop_that_repeats(case: Case) -> None:
     """The same where copies go into the places of blocks that leave for them, events and all."""
     bench, blocks = Streamed(case), case.blocks
-    bench.manager.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
+    bench.manager.parts.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
     random = Random(case.seed + 1)
     repeated = 0
     try:
@@ -591,7 +591,7 @@ def test_a_block_that_may_move_is_not_captured_in_a_graph() -> None:
         manager.acquire(bench.blocks[0])
     manager.begin_pass("captured")
     slot = manager.acquire(pinned)
-    assert slot.extent == manager.table[pinned.id].extent
+    assert slot.extent == manager.parts.table[pinned.id].extent
     manager.release(pinned)
     assert manager.stats() == before  # nothing was fetched, nothing counted
     bench.device.captured = False

@@ -77,7 +77,7 @@ class Limits(RuleBasedStateMachine):
         try:
             what()
         except CapacityError as error:
-            lacking = self.device.free() < 9 * PAGE + CHUNK or self.manager.table.hbm.walled
+            lacking = self.device.free() < 9 * PAGE + CHUNK or self.manager.parts.table.hbm.walled
             assert lacking or self.held, error
 
     @rule(number=numbers)
@@ -122,10 +122,10 @@ class Limits(RuleBasedStateMachine):
     @rule(rounds=st.integers(1, 4))
     def go_round(self, rounds: int) -> None:
         for _ in range(rounds):
-            before = self.manager.table.hbm.capacity
+            before = self.manager.parts.table.hbm.capacity
             self.manager.begin_pass("round")
-            TALLY["grown"] += self.manager.table.hbm.capacity > before
-            TALLY["shrunk"] += self.manager.table.hbm.capacity < before
+            TALLY["grown"] += self.manager.parts.table.hbm.capacity > before
+            TALLY["shrunk"] += self.manager.parts.table.hbm.capacity < before
             for number in range(len(self.rig.blocks)):
                 self.use(number)
 
@@ -141,7 +141,7 @@ class Limits(RuleBasedStateMachine):
         if self.auto and not self.held:
             TALLY["given back"] += 1
             largest = max(block.nbytes for block in self.rig.blocks)
-            assert self.manager.arena.mapped <= 2 * largest + 2 * CHUNK
+            assert self.manager.parts.slots.arena.mapped <= 2 * largest + 2 * CHUNK
 
     @rule(pages=st.integers(1, 9))
     def add(self, pages: int) -> None:
@@ -152,7 +152,7 @@ class Limits(RuleBasedStateMachine):
     def what_is_there_has_memory(self) -> None:
         if not hasattr(self, "manager"):
             return
-        arena, table = self.manager.arena, self.manager.table
+        arena, table = self.manager.parts.slots.arena, self.manager.parts.table
         table.check()
         TALLY["refused"] += bool(table.hbm.walled)
         (calls,) = self.device.arenas
@@ -161,10 +161,10 @@ class Limits(RuleBasedStateMachine):
                 calls.use(arena.address + record.extent.offset, record.extent.nbytes)
                 if record.usable:
                     self.rig.compare(
-                        self.manager.slots.current[record.block.id].bytes, record.block
+                        self.manager.parts.slots.current[record.block.id].bytes, record.block
                     )
         assert arena.mapped == calls.taken
-        assert arena.mapped <= -(-self.manager.limit.most // CHUNK) * CHUNK
+        assert arena.mapped <= -(-self.manager.parts.limit.most // CHUNK) * CHUNK
         assert self.device.free() >= 0
 
     def teardown(self) -> None:
@@ -203,26 +203,26 @@ def test_a_loop_takes_what_is_left_and_no_more(others: int) -> None:
     made = rig_on(device, 160 * PAGE, 80 * PAGE)
     for _ in range(40):
         made.add(8, "dram")
-    limit = made.manager.limit
+    limit = made.manager.parts.limit
     for step in range(3):
         made.manager.begin_pass("forward", [block.id for block in made.blocks])
         if step == 0:
-            assert made.manager.table.hbm.capacity == 80 * PAGE
+            assert made.manager.parts.table.hbm.capacity == 80 * PAGE
             device.others = others * PAGE  # the activations' peak, which torch keeps
         for block in made.blocks:
             made.use(block)
     left = 160 * PAGE - others * PAGE
-    assert left - 40 * PAGE - CHUNK <= made.manager.table.hbm.capacity <= left - 40 * PAGE
-    assert not made.manager.table.hbm.walled
+    assert left - 40 * PAGE - CHUNK <= made.manager.parts.table.hbm.capacity <= left - 40 * PAGE
+    assert not made.manager.parts.table.hbm.walled
     device.short = True  # the next batch is larger
     made.manager.begin_pass("forward")
-    assert made.manager.arena.mapped <= 16 * PAGE + CHUNK
+    assert made.manager.parts.slots.arena.mapped <= 16 * PAGE + CHUNK
     for _ in range(2):
         for block in made.blocks:
             made.use(block)
         made.manager.begin_pass("forward")
-    assert made.manager.table.hbm.capacity > 16 * PAGE + CHUNK
-    assert limit.least <= made.manager.table.hbm.capacity
+    assert made.manager.parts.table.hbm.capacity > 16 * PAGE + CHUNK
+    assert limit.least <= made.manager.parts.table.hbm.capacity
     made.check()
     made.manager.close()
 
@@ -237,20 +237,20 @@ def test_refused_memory_is_done_without() -> None:
     made.manager.begin_pass("forward")
     for block in made.blocks:
         made.use(block)
-    assert made.manager.table.hbm.walled == 24 * PAGE
+    assert made.manager.parts.table.hbm.walled == 24 * PAGE
     assert made.manager.stats().hbm_mapped == 40 * PAGE
     made.manager.begin_pass("forward")
-    assert not made.manager.table.hbm.walled
-    assert made.manager.table.hbm.capacity <= 40 * PAGE
+    assert not made.manager.parts.table.hbm.walled
+    assert made.manager.parts.table.hbm.capacity <= 40 * PAGE
     for block in made.blocks:
         made.use(block)
-    assert not made.manager.table.hbm.walled
+    assert not made.manager.parts.table.hbm.walled
     device.others = 0
     for _ in range(8):
         made.manager.begin_pass("forward")
         for block in made.blocks:
             made.use(block)
-    assert made.manager.table.hbm.capacity > 40 * PAGE, "what others gave back is used"
+    assert made.manager.parts.table.hbm.capacity > 40 * PAGE, "what others gave back is used"
     made.check()
     made.manager.close()
 
@@ -281,18 +281,18 @@ def test_what_is_in_use_moves_to_memory_that_comes_back() -> None:
     owner.hold()
     made.blocks = [held, large]
     manager.remove_blocks([before, behind])
-    assert manager.arena.mapped == 24 * PAGE
+    assert manager.parts.slots.arena.mapped == 24 * PAGE
     device.short = True
     manager.begin_pass("forward")
-    assert manager.table.hbm.capacity == 24 * PAGE
-    assert manager.arena.mapped == 8 * PAGE
+    assert manager.parts.table.hbm.capacity == 24 * PAGE
+    assert manager.parts.slots.arena.mapped == 8 * PAGE
     made.use(large)
     assert manager.stats().relocations == 1
     (calls,) = device.arenas
     for block in (held, large):
         extent = manager.record(block).extent
         assert extent is not None
-        calls.use(manager.arena.address + extent.offset, extent.nbytes)
+        calls.use(manager.parts.slots.arena.address + extent.offset, extent.nbytes)
     made.compare(owner.param.detach(), held)
     owner.let_go()
     made.check()

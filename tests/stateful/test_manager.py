@@ -141,7 +141,7 @@ class Manager(RuleBasedStateMachine):
         name = f"block{len(self.oracle)}"
         (block,) = self.manager.add_blocks([(name, role, [shape])], home=home)
         self.blocks.append(block)
-        self.owners[block.id] = self.manager.holders[block.id] = Owner(block)
+        self.owners[block.id] = self.manager.parts.holders[block.id] = Owner(block)
         self.oracle[block.id] = None
 
     def noise(self, nbytes: int) -> bytes:
@@ -161,7 +161,7 @@ class Manager(RuleBasedStateMachine):
         except StorageError as error:
             assert self.disk.mode in ("unreadable", "full", "flipping", "shaky")
             self.check_error(error)
-            self.manager.table.check()
+            self.manager.parts.table.check()
         self.disk.mode = "well"
         self.manager.flush()  # what was begun on the failing disk comes to its end
         self.agrees()
@@ -199,13 +199,13 @@ class Manager(RuleBasedStateMachine):
         maker.make = lambda *args, **options: replace(  # type: ignore[method-assign]
             make(*args, **options), turn=uses
         )
-        self.manager.evictor.ring.uses = uses
+        self.manager.parts.evictor.ring.uses = uses
 
     # -- use -----------------------------------------------------------------
 
     def room_for(self, block: Block) -> bool:
         """Whether the block fits beside what is in use, by sizes alone."""
-        table = self.manager.table
+        table = self.manager.parts.table
         used = sum(o.block.nbytes for o in self.owners.values() if o.held)
         mine = 0 if self.owners[block.id].held else block.nbytes
         return used + mine <= table.hbm.capacity
@@ -280,7 +280,7 @@ class Manager(RuleBasedStateMachine):
         try:
             slots = self.attempt(lambda: self.manager.acquire_all(blocks))
         except CapacityError:
-            assert self.aliases or used + more > self.manager.table.hbm.capacity
+            assert self.aliases or used + more > self.manager.parts.table.hbm.capacity
             return
         for block, slot in zip(blocks, slots, strict=True):
             self.compare(slot.bytes, block)
@@ -319,7 +319,7 @@ class Manager(RuleBasedStateMachine):
             return
         self.attempt(lambda: self.manager.remove_blocks([block]))
         self.blocks.remove(block)
-        del self.owners[block.id], self.manager.holders[block.id]
+        del self.owners[block.id], self.manager.parts.holders[block.id]
         self.add(home)
 
     # -- passes --------------------------------------------------------------
@@ -348,7 +348,7 @@ class Manager(RuleBasedStateMachine):
     def what_is_read_ahead_has_places_of_its_own(self) -> None:
         if not hasattr(self, "manager"):
             return
-        ahead = self.manager.transfers.ahead
+        ahead = self.manager.parts.transfers.ahead
         entries = [*ahead.staged.values(), *ahead._dying]
         held = {entry.extent for entry in entries}
         assert len(held) == len(entries), "two blocks in one place"
@@ -403,7 +403,7 @@ class Manager(RuleBasedStateMachine):
     def flush(self) -> None:
         self.engine.release()
         self.manager.flush()
-        assert not self.manager.transfers.flights
+        assert not self.manager.parts.transfers.flights
 
     @rule()
     def poll(self) -> None:
@@ -416,18 +416,18 @@ class Manager(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         manager = self.manager
-        manager.table.check()
+        manager.parts.table.check()
         stats = manager.stats()
         for tier in ("hbm", "dram"):
             assert stats.used[tier] <= stats.peak[tier] <= stats.budget[tier]
-        slots = manager.slots.current
-        present = {r.block.id for r in manager.table if r.extent is not None}
+        slots = manager.parts.slots.current
+        present = {r.block.id for r in manager.parts.table if r.extent is not None}
         assert set(slots) == present
-        assert set(manager.by_address.values()) == set(slots.values())
+        assert set(manager.parts.slots.by_address.values()) == set(slots.values())
         moving = (State.FILLING, State.DRAINING)
-        flying = {r.block.id for r in manager.table if r.in_hbm in moving}
-        assert set(manager.transfers.flights) == flying
-        for record in manager.table:
+        flying = {r.block.id for r in manager.parts.table if r.in_hbm in moving}
+        assert set(manager.parts.transfers.flights) == flying
+        for record in manager.parts.table:
             owner = self.owners[record.block.id]
             assert record.leases == owner.held
             if owner.slot is not None:
@@ -451,10 +451,10 @@ class Manager(RuleBasedStateMachine):
         finally:
             TALLY.update(
                 examples=1,
-                errors=manager.counters.errors,
-                relocations=manager.counters.relocations,
-                prefetches=manager.counters.prefetches,
-                evictions=manager.counters.evictions,
+                errors=manager.parts.counters.errors,
+                relocations=manager.parts.counters.relocations,
+                prefetches=manager.parts.counters.prefetches,
+                evictions=manager.parts.counters.evictions,
             )
             if self.rng.random() < 0.5:
                 self.engine.hold()
@@ -464,7 +464,7 @@ class Manager(RuleBasedStateMachine):
             manager.close()
             self.folder.cleanup()
         assert self.engine.in_flight == 0
-        assert manager.closed
+        assert manager.gate.closed
 
 
 TestManager = Manager.TestCase

@@ -140,7 +140,7 @@ def test_steps_that_were_put_off_are_made_first(tmp_path: Path, options: dict[st
         tier.wrap(model)
         optimizer = tier.optimizer(model, torch.optim.SGD, **settings, **options)
         steps(model, optimizer, range(2))
-        assert tier._manager.deferred
+        assert tier._manager.parts.deferred
     for mine, theirs in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
     if "where" not in options:
@@ -379,7 +379,7 @@ def test_a_manager_without_models_goes_at_once(tmp_path: Path) -> None:
         tier.unwrap(model)
         manager = tier._manager
         del tier
-        assert manager.closed
+        assert manager.gate.closed
     finally:
         gc.enable()
 

@@ -88,7 +88,7 @@ def test_idle_space_goes_to_who_needs_it() -> None:
         model(data()).sum().backward()
         pool = tier._runtime.activations.store.pool
         assert pool.idle > 0
-        free = tier._manager.homes.dram.capacity - tier._manager.homes.dram.used
+        free = tier._manager.parts.homes.dram.capacity - tier._manager.parts.homes.dram.used
         pieces = 1 + free // (64 << 10)
         tier.wrap(nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(pieces)]))
         assert pool.idle == 0

@@ -72,12 +72,12 @@ def test_few_rows_are_looked_at_where_they_lie() -> None:
             assert found.read_in_place == FEW.numel() * WIDTH * 4
         record = next(row for row in tier.residency() if "embed" in row.block)
         assert record.tiers == {"hbm": "absent", "dram": "valid"}
-        schedule = tier._manager.planner.schedule.order
-        assert tier._manager.table[model_block(tier)].block.id not in schedule
+        schedule = tier._manager.parts.planner.schedule.order
+        assert tier._manager.parts.table[model_block(tier)].block.id not in schedule
 
 
 def model_block(tier: Any) -> int:
-    return next(r.block.id for r in tier._manager.table if "embed" in r.block.name)
+    return next(r.block.id for r in tier._manager.parts.table if "embed" in r.block.name)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -323,7 +323,7 @@ def test_a_tied_weight_comes_up_for_the_head_alone() -> None:
         for _ in range(3):
             assert in_place(tier, lambda: model(FEW)) == 1
             assert same_bits(model(FEW), plain(FEW))
-        schedule = tier._manager.planner.schedule
+        schedule = tier._manager.parts.planner.schedule
         assert schedule.order[DEPTH] == model_block(tier)
 
 
@@ -492,6 +492,6 @@ def test_ctrl_c_in_a_look_is_noted_and_the_next_call_repairs(file: str) -> None:
         assert same_bits(model(FEW), plain(FEW))
         number = {"runtime/loans/zero_copy.py": 14, "nn/wrap/lookup.py": 66}[file]
         where = cut_short(lambda: model(FEW), number, [file])
-        assert where and tier._manager.unsure, where
+        assert where and tier._manager.gate.unsure, where
         assert same_bits(model(FEW), plain(FEW))
-        assert not tier._manager.unsure
+        assert not tier._manager.gate.unsure

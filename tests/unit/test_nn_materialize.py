@@ -22,7 +22,7 @@ def test_who_comes_to_a_place_is_not_taken_for_seen(turns: list[tuple[int, list[
     before = [layer.weight.detach().clone() for layer in layers]
     with tiermem.TierManager("cpu", hbm=3 * NBYTES, dram="1MiB") as tier, torch.no_grad():
         tier.wrap(nn.Sequential(*layers))
-        table, current = tier._manager.table, tier._manager.slots.current
+        table, current = tier._manager.parts.table, tier._manager.parts.slots.current
         for chosen, others in turns:
             layers[chosen](torch.ones(1, WIDTH))
             with tier.materialize(layers[chosen]):

@@ -223,7 +223,7 @@ def test_gradients_without_room_are_refused_before_anything_is_kept(tiers: Any) 
     for said in ("no_grad()", "requires_grad_(False)", "gradients"):
         assert said in str(error)
     assert all(p.grad is None for p in model.parameters())
-    assert not tier._manager.homes.dram.capacity - tier._manager.homes.dram.used
+    assert not tier._manager.parts.homes.dram.capacity - tier._manager.parts.homes.dram.used
     assert_same(build()(data()).detach(), model(data()).detach(), "output")
     model.requires_grad_(False)
     model(data().requires_grad_()).sum().backward()

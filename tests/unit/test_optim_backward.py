@@ -82,11 +82,11 @@ def test_gradients_do_not_leave_hbm(overlap: str) -> None:
     tiers = Tiers("dram", extra_hbm=1 << 17)
     build = lambda: Net(layers=8)  # noqa: E731
     with Twins(build, tiers, overlap=overlap) as pair:
-        assert pair.tier._manager.table.hbm.capacity < sum(
+        assert pair.tier._manager.parts.table.hbm.capacity < sum(
             row.nbytes for row in pair.tier.residency()
         )
         written = []
-        drain = pair.tier._manager.transfers.drain
+        drain = pair.tier._manager.parts.transfers.drain
 
         def spy(record: Any) -> None:
             written.append(record.block.role)
@@ -95,7 +95,7 @@ def test_gradients_do_not_leave_hbm(overlap: str) -> None:
         for step in range(5):
             pair.backward(step)
             if step == 2:
-                pair.tier._manager.transfers.drain = spy
+                pair.tier._manager.parts.transfers.drain = spy
             pair.step()
         pair.check()
         assert Role.OPTIMIZER in written

@@ -229,8 +229,8 @@ def test_what_fails_leaves_its_home_as_it_was() -> None:
 
 def _home(pair: Twins, unit: Any) -> bytes:
     manager = pair.tier._manager
-    record = manager.table[unit.masters.block.id]
-    return manager.homes.arena.bytes_of(record.home_extent).numpy().tobytes()
+    record = manager.parts.table[unit.masters.block.id]
+    return manager.parts.homes.arena.bytes_of(record.home_extent).numpy().tobytes()
 
 
 @pytest.mark.parametrize("where", ["submit", "begin"])

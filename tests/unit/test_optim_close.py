@@ -26,7 +26,7 @@ def net() -> nn.Sequential:
 def room(tier: tiermem.TierManager) -> dict[Tier, int]:
     """Returns the bytes of the blocks of each home tier."""
     found = dict.fromkeys(Tier, 0)
-    for record in tier._manager.table:
+    for record in tier._manager.parts.table:
         found[record.home] += record.block.nbytes
     return found
 
@@ -88,7 +88,7 @@ def test_the_host_s_thread_ends_and_its_staging_goes(where: Any, cls: Any, tmp_p
         "cpu", hbm="192KiB", dram="2MiB", nvme=str(tmp_path), policy=policy
     ) as tier:
         tier.wrap(model)
-        dram, threads = tier._manager.homes.dram, threading.active_count()
+        dram, threads = tier._manager.parts.homes.dram, threading.active_count()
         beside = dram.used - room(tier)[Tier.DRAM]  # what files pass through
         ours = tier.optimizer(model, cls, where=where)
         train([(model, ours)])
@@ -105,7 +105,7 @@ def test_what_more_groups_need_on_the_host_takes_the_place_of_what_was() -> None
     policy = tiermem.Policy(params="dram", grads="dram", optimizer="dram")
     with tiermem.TierManager("cpu", hbm="192KiB", dram="1MiB", policy=policy) as tier:
         tier.wrap(model)
-        dram = tier._manager.homes.dram
+        dram = tier._manager.parts.homes.dram
         first, *others = model
         ours = tier.optimizer(first.parameters(), torch.optim.NAdam, where="host")
         beside = dram.used - room(tier)[Tier.DRAM]

@@ -74,7 +74,9 @@ def test_recomputation_writes_no_weights() -> None:
         optimizer.finish()
         manager = tier._manager
         gradients = sum(
-            record.block.nbytes for record in manager.table if record.block.role.value == "grad"
+            record.block.nbytes
+            for record in manager.parts.table
+            if record.block.role.value == "grad"
         )
         assert tier.stats().links["hbm->dram"].nbytes == 3 * gradients
 

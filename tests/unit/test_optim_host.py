@@ -260,7 +260,7 @@ def test_staging_within_the_dram_budget(tmp_path: Path, policy: str, dram: int) 
     with Twins(Net, tiers, *chosen, where="host") as twins:
         units = twins.optimizer._units
         assert all(unit.host is not None for unit in units)
-        homes = {r.home for r in twins.tier._manager.table}
+        homes = {r.home for r in twins.tier._manager.parts.table}
         assert Tier.NVME in homes or policy == "auto"
         for step in range(3):
             twins.backward(step)
@@ -269,7 +269,7 @@ def test_staging_within_the_dram_budget(tmp_path: Path, policy: str, dram: int) 
         stage = units[0].host.stage
         loads = [sum(b.nbytes for b in u.blocks()) for u in units]
         assert stage is None or stage.nbytes <= 4 * max(loads)
-        assert not stage or stage.at_home(r.block for r in twins.tier._manager.table)
+        assert not stage or stage.at_home(r.block for r in twins.tier._manager.parts.table)
 
 
 @pytest.mark.parametrize("parts", ["groups", "optimizers"])

@@ -138,7 +138,7 @@ def test_a_part_of_the_state_has_to_fit(monkeypatch: pytest.MonkeyPatch) -> None
     budgets = []
     for cls in (torch.optim.AdamW, Own):
         with Twins(Wide, Tiers("dram"), cls) as twins:
-            budgets.append(twins.tier._manager.table.hbm.capacity)
+            budgets.append(twins.tier._manager.parts.table.hbm.capacity)
             assert bool(in_parts(twins)) == (cls is torch.optim.AdamW)
             twins.backward(0)
             twins.step()

@@ -72,8 +72,8 @@ def test_the_next_is_read_and_the_last_is_written(
             after = units[now + 1].kept_blocks() if now + 1 < len(units) else []
             seen.append(
                 (
-                    {manager.table[b.id].in_hbm for b in before},
-                    {manager.table[b.id].in_hbm for b in after},
+                    {manager.parts.table[b.id].in_hbm for b in before},
+                    {manager.parts.table[b.id].in_hbm for b in after},
                 )
             )
 

@@ -211,10 +211,10 @@ def test_looking_for_infinities_writes_nothing_back() -> None:
         loss_of(twins.model, 5).backward()
         blocks = [u.block.id for unit in twins.optimizer._units for u in unit.grad_units()]
         manager = twins.optimizer._runtime.manager
-        before = [manager.table[block].writes for block in blocks]
+        before = [manager.parts.table[block].writes for block in blocks]
         loop.tiered.scale(torch.ones(()))
         loop.tiered._check_inf_per_device(twins.optimizer)
-        assert [manager.table[block].writes for block in blocks] == before
+        assert [manager.parts.table[block].writes for block in blocks] == before
 
 
 def test_unscaling_what_a_step_inside_backward_used_up() -> None:

@@ -39,14 +39,14 @@ def staying(**options: Any) -> Iterator[Twins]:
 
 def link_of(pair: Twins, rate: float) -> None:
     """Makes the link as fast as that, in bytes a second."""
-    estimates = pair.tier._manager.pass_timer.estimates
+    estimates = pair.tier._manager.parts.pass_timer.estimates
     estimates.rate = estimates.best_rate = lambda *_: rate  # type: ignore[method-assign]
 
 
 def dirty(pair: Twins) -> set[int]:
     """Returns the blocks that stay and whose home is behind."""
     manager = pair.tier._manager
-    records = (manager.table[block] for block in manager.evictor.residents)
+    records = (manager.parts.table[block] for block in manager.parts.evictor.residents)
     return {r.block.id for r in records if r.in_hbm is State.DIRTY}
 
 
@@ -57,7 +57,7 @@ def test_weights_and_state_that_stay_are_those_of_the_resident_run(overlap: str)
             pair.backward(step)
             pair.step()
         manager = pair.tier._manager
-        roles = {manager.table[block].block.role for block in manager.evictor.residents}
+        roles = {manager.parts.table[block].block.role for block in manager.parts.evictor.residents}
         assert Role.PARAM in roles and roles & {Role.OPTIMIZER, Role.MASTER}
         assert pair.tier.stats().kept_in_hbm > 0
         assert dirty(pair)
@@ -76,12 +76,12 @@ def test_weights_that_stay_and_that_the_host_steps() -> None:
         for step in range(3):
             pair.backward(step)
             pair.step()
-        weights = {r.block.id for r in manager.table if r.block.role is Role.PARAM}
+        weights = {r.block.id for r in manager.parts.table if r.block.role is Role.PARAM}
         manager.prefetcher._maker._staying = Staying(kept=frozenset(weights), rate=1e30)
         for step in range(3, 8):
             pair.backward(step)
             pair.step()
-        assert weights <= manager.evictor.residents
+        assert weights <= manager.parts.evictor.residents
         pair.check()
 
 

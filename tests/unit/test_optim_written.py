@@ -28,7 +28,7 @@ def test_kept_gradients_go_home_as_others_arrive(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(BlockSweep, "__init__", beside)
     with Twins(lambda: Net(layers=8), DRAM, overlap="forward") as pair:
-        manager, drain = pair.tier._manager, pair.tier._manager.transfers.drain
+        manager, drain = pair.tier._manager, pair.tier._manager.parts.transfers.drain
         found: list[str] = []
 
         def spy(record: Any) -> None:
@@ -39,7 +39,7 @@ def test_kept_gradients_go_home_as_others_arrive(monkeypatch: pytest.MonkeyPatch
         for step in range(4):
             pair.backward(step)
             pair.step()
-        manager.transfers.drain = spy
+        manager.parts.transfers.drain = spy
         pair.backward(4)
         kept = [e.unit for g in pair.optimizer._runtime.groups for e in g.entries if e.unit]
         assert {unit.block.name for unit in kept} <= set(found)

@@ -278,7 +278,7 @@ def test_a_manager_reads_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TIERMEM_PROFILE", str(path))
     save(MachineProfile("cpu", "d", "t", "t", h2d=3e9), path)
     with rig(4, [(1, "dram")]) as made:
-        assert made.manager.pass_timer.estimates.best_rate("dram->hbm") == 3e9
+        assert made.manager.parts.pass_timer.estimates.best_rate("dram->hbm") == 3e9
 
 
 def loop(made: Rig, order: list[int], rounds: int) -> None:
@@ -298,14 +298,17 @@ def test_a_loop_is_measured_on_the_host(tmp_path: Path) -> None:
         assert stats.efficiency == stats.bound_seconds / stats.measured_seconds
         assert set(stats.losses) <= {"dram->hbm", "nvme->hbm", "host wait", "host"}
         assert sum(stats.losses.values()) <= stats.measured_seconds * (1 + 1e-9)
-        rows = {row.block: row for row in made.manager.pass_timer.rows(made.manager.table)}
+        rows = {
+            row.block: row for row in made.manager.parts.pass_timer.rows(made.manager.parts.table)
+        }
         assert set(rows) == {block.name for block in made.blocks}
         assert all(row.compute_seconds > 0 and row.samples >= 2 for row in rows.values())
         assert all(row.transfer_seconds > 0 and row.during == "f" for row in rows.values())
-        made.manager.pass_timer.reset()
+        made.manager.parts.pass_timer.reset()
         stats = made.manager.stats()
         assert stats.efficiency is None and stats.losses == {} and stats.limit is None
-        assert len(made.manager.pass_timer.rows(made.manager.table)) == 4, "what was learned stays"
+        parts = made.manager.parts
+        assert len(parts.pass_timer.rows(parts.table)) == 4, "what was learned stays"
         loop(made, [0, 1, 2, 3], 1)
         assert made.manager.stats().efficiency is not None, "the next pass is measured"
 
@@ -313,7 +316,7 @@ def test_a_loop_is_measured_on_the_host(tmp_path: Path) -> None:
 def test_a_steady_loop_is_left_alone() -> None:
     """Of forty passes the first ones are measured, until they are read, and each sixteenth."""
     with rig(4, [(1, "dram")] * 8) as made:
-        pass_timer = made.manager.pass_timer
+        pass_timer = made.manager.parts.pass_timer
         calls: list[str] = []
         estimates = pass_timer.estimates
         observe = estimates.observe
@@ -348,11 +351,11 @@ def test_a_loop_moves_as_few_bytes_as_it_can(pages: list[int]) -> None:
     with rig(hbm, [(size, "dram") for size in pages]) as made:
         manager = made.manager
         loop(made, list(range(12)), 6)
-        manager.counters.reset()
+        manager.parts.counters.reset()
         loop(made, list(range(12)), 10)
-        residents = manager.evictor.residents
+        residents = manager.parts.evictor.residents
         reserve = sum(sorted(pages)[-3:])
-        assert sum(manager.table[b].block.nbytes for b in residents) == (hbm - reserve) * PAGE
+        assert sum(manager.parts.table[b].block.nbytes for b in residents) == (hbm - reserve) * PAGE
         moved = manager.stats().links["dram->hbm"].nbytes / PAGE / 10
         assert moved <= sum(pages) - (hbm - reserve)
 
@@ -366,7 +369,7 @@ def test_residents_stay_from_pass_to_pass() -> None:
                 made.manager.begin_pass(key)
                 for number in order:
                     made.use(made.blocks[number])
-                seen.append(made.manager.evictor.residents)
+                seen.append(made.manager.parts.evictor.residents)
         assert len(seen[-1]) == 3 and set(seen[4:]) == {seen[-1]}
 
 
@@ -380,7 +383,7 @@ def test_the_depth_follows_the_estimates(tmp_path: Path) -> None:
         manager = made.manager
         # gradients are in the loop, so that nothing stays for good
         made.add(1, "dram", Role.GRAD)
-        estimates = manager.pass_timer.estimates
+        estimates = manager.parts.pass_timer.estimates
         observe, speed = estimates.observe, [1e12]
 
         def fixed(key, compute, flows, fills) -> None:  # type: ignore[no-untyped-def]
@@ -410,13 +413,13 @@ def test_a_fetch_is_wasted_if_the_block_leaves_or_the_pass_ends(
         manager = made.manager
         loop(made, [0, 1], 3)
         for block in made.blocks:
-            manager.evictor.evict(manager.table[block.id])
+            manager.parts.evictor.evict(manager.parts.table[block.id])
         manager.begin_pass("f")
         manager.flush()
         made.use(made.blocks[0])
         assert manager.stats().prefetch_wasted == 0
         if leaves:
-            manager.evictor.evict(manager.table[made.blocks[1].id])
+            manager.parts.evictor.evict(manager.parts.table[made.blocks[1].id])
         else:
             manager.begin_pass("g")
         assert manager.stats().prefetch_wasted == 1
@@ -482,7 +485,7 @@ def test_a_pass_of_a_model_ends_with_its_last_module() -> None:
         tier.wrap(model, blocks=[str(n) for n in range(4)])
         for _ in range(3):
             model(torch.zeros(2, 64))
-            assert not tier._manager.pass_timer.sampling
+            assert not tier._manager.parts.pass_timer.sampling
         assert len(tier.pace()) == 4
         assert tier.stats().efficiency > 0.0
         tier.reset_stats()
@@ -514,8 +517,8 @@ def test_what_is_held_all_the_while_stays() -> None:
                 made.use(block)
             made.manager.release(outer)
             made.manager.end_pass()
-        assert outer.id in made.manager.evictor.residents
-        made.manager.counters.reset()
+        assert outer.id in made.manager.parts.evictor.residents
+        made.manager.parts.counters.reset()
         made.manager.begin_pass("f")
         made.use(outer)
         assert made.manager.stats().hits == 1

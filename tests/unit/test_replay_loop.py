@@ -84,7 +84,7 @@ def test_a_place_changes_hands_without_being_freed(monkeypatch: pytest.MonkeyPat
     after = manager.stats()
     assert after.evictions > before.evictions
     assert not freed and not searched
-    manager.table.check()
+    manager.parts.table.check()
     manager.close()
 
 
@@ -95,7 +95,7 @@ def test_nothing_is_looked_for_while_all_is_there(monkeypatch: pytest.MonkeyPatc
     looks = counted(monkeypatch, SequenceWalk, "_wants_more")
     go_round(manager, blocks)
     assert not looks
-    manager.evictor.evict(manager.record(blocks[3]))
+    manager.parts.evictor.evict(manager.record(blocks[3]))
     fetched = manager.stats().prefetches
     go_round(manager, blocks)
     assert looks and manager.stats().prefetches == fetched + 1
@@ -250,17 +250,17 @@ def test_bytes_are_right_in_a_loop_of_modules_that_repeats(hbm: int) -> None:
     with tiermem.TierManager("cpu", hbm=hbm * PAGE, dram=16 * PAGE) as tier, torch.no_grad():
         manager = tier._manager
         manager.prefetcher.fetcher.beside = True
-        manager.pass_timer._clock = EvenClock()
+        manager.parts.pass_timer._clock = EvenClock()
         tier.wrap(model, blocks=[str(i) for i in range(8)])
         for _ in range(12):
             assert torch.equal(model(x), expected)
-        manager.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
+        manager.parts.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
         for _ in range(4):
             assert torch.equal(model(x), expected)
         assert manager.replay.swift
         with torch._C.DisableTorchFunctionSubclass():  # a use that nobody sees
             seen = [_cannot_be_read(weight) for weight in model.parameters()]
-        gone = [r.in_hbm is State.ABSENT for r in manager.table for _ in ("weight", "bias")]
+        gone = [r.in_hbm is State.ABSENT for r in manager.parts.table for _ in ("weight", "bias")]
         assert any(gone) and all(nan for nan, left in zip(seen, gone, strict=True) if left)
         assert tier.stats().write_backs == 0
         assert not [row for row in tier.residency() if "dirty" in row.tiers.values()]
@@ -275,7 +275,7 @@ def test_bytes_are_right_in_a_loop_of_modules_that_repeats(hbm: int) -> None:
             assert torch.equal(model(x), plain(x))
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(mine, theirs)
-        manager.table.check()
+        manager.parts.table.check()
     tier.close()
 
 

@@ -16,7 +16,7 @@ def layers() -> nn.Sequential:
 
 def capture(tier: tiermem.TierManager, on: bool) -> None:
     """Makes the copy engine say that the current stream is captured, or not."""
-    tier._manager.copy.capturing = lambda: on  # type: ignore[method-assign]
+    tier._manager.parts.copy.capturing = lambda: on  # type: ignore[method-assign]
 
 
 def test_weights_that_stay_are_used_and_nothing_else_happens() -> None:
@@ -26,12 +26,12 @@ def test_weights_that_stay_are_used_and_nothing_else_happens() -> None:
         model = tier.wrap(layers())
         with torch.no_grad():
             model(x)
-            before = tier._manager.planner.cursor
+            before = tier._manager.parts.planner.cursor
             capture(tier, True)
             assert torch.equal(model(x), expected)
             assert torch.equal(model[2](x), layers()[2](x))
             capture(tier, False)
-            assert tier._manager.planner.cursor == before
+            assert tier._manager.parts.planner.cursor == before
             assert torch.equal(model(x), expected)
         assert all(row.leases == 0 for row in tier.residency())
 

@@ -48,10 +48,10 @@ def test_half_of_the_weights_cost_half_of_the_copies(tokens: int, share: float, 
         assert made.plan.lanes == LANES
         assert moved <= WEIGHTS / 2 + sum(LANES) / PAGE + SMALL
         assert made.manager.replay.repeating
-        made.manager.counters.reset()
+        made.manager.parts.counters.reset()
         made.passes(tokens, warm=0)
-        assert made.manager.counters.misses == 0
-        made.manager.table.check()
+        assert made.manager.parts.counters.misses == 0
+        made.manager.parts.table.check()
 
 
 def test_a_host_without_lead_costs_no_more_than_its_prelude() -> None:
@@ -159,8 +159,8 @@ def test_bytes_are_right_whatever_is_used(passes: Sequence[Sequence[int]], depth
                     manager.release(held.pop(0))
             for block in held:
                 manager.release(block)
-            manager.table.check()
-        assert manager.evictor.regions.by_lane
+            manager.parts.table.check()
+        assert manager.parts.evictor.regions.by_lane
     finally:
         outlook.share_hbm = share
         manager.close()
@@ -178,7 +178,7 @@ def there_and_back(made: Forward) -> None:
                 made.world.kernel(1e-4)
                 manager.release(block)
             manager.end_pass()
-    manager.table.check()
+    manager.parts.table.check()
 
 
 def test_lanes_are_left_where_the_loop_is_no_round_any_more() -> None:
@@ -191,7 +191,7 @@ def test_lanes_are_left_where_the_loop_is_no_round_any_more() -> None:
             made.passes(1)
             assert made.plan.lanes
             there_and_back(made)
-            assert not made.plan.lanes and not made.manager.evictor.regions.by_lane
+            assert not made.plan.lanes and not made.manager.parts.evictor.regions.by_lane
         for _ in range(2):
             made.passes(1)
             there_and_back(made)

@@ -57,7 +57,7 @@ def test_a_loop_comes_near_its_bound(work: str, gigabytes: float, tmp_path: Path
         held = (HBM + DRAM) * PAGE - plan.reserve - plan.ahead * plan.slot
         least = sum(LLAMA) * PAGE - held
         assert took.nbytes <= 2 * least if work == "train" else took.nbytes <= least + 2 * PAGE
-        made.manager.table.check()
+        made.manager.parts.table.check()
 
 
 @pytest.mark.parametrize(("gigabytes", "dram", "before"), [(1.5, 65, 0.3515), (2.5, 35, 0.3161)])
@@ -132,9 +132,9 @@ def test_another_kind_of_work_in_between_leaves_the_copies_there(tmp_path: Path)
         for _ in range(3):
             made.warm(train)
             made.warm(short)
-        kept = {b.id for b in made.blocks if made.manager.transfers.ahead.keeps(b.id)}
+        kept = {b.id for b in made.blocks if made.manager.parts.transfers.ahead.keeps(b.id)}
         made.rounds(train, 1)
-        assert {b.id for b in made.blocks if made.manager.transfers.ahead.keeps(b.id)} == kept
+        assert {b.id for b in made.blocks if made.manager.parts.transfers.ahead.keeps(b.id)} == kept
 
 
 def test_dram_that_is_wanted_for_something_else_is_given_back(tmp_path: Path) -> None:

@@ -37,11 +37,13 @@ def parking(folder: Path, hbm: int = 2, fault: Any = None) -> Iterator[Rig]:
     """Opens a rig whose plans all have the disk begin before there is room."""
     with rig(hbm, BLOCKS, nvme=folder) as made:
         manager = made.manager
-        homes = manager.homes
-        assert manager.mover is not None and homes.swap is not None and homes.staging is not None
-        manager.mover.close()
+        homes = manager.parts.homes
+        assert (
+            manager.parts.mover is not None and homes.swap is not None and homes.staging is not None
+        )
+        manager.parts.mover.close()
         made.engine = engine = ScriptedEngine(fault=fault)
-        manager.mover = manager.transfers.mover = FileMover(
+        manager.parts.transfers.mover = FileMover(
             homes.swap, lambda: engine, homes.staging, homes.chunk, Copier()
         )
         park_always(manager.prefetcher)
@@ -57,8 +59,8 @@ def loop(made: Rig, rounds: int = 1) -> None:
 
 def parked(made: Rig) -> list[str]:
     """Returns the names of the blocks whose reads have no place yet."""
-    table = made.manager.table
-    return [table[block_id].block.name for block_id in made.manager.transfers.ahead.parked]
+    table = made.manager.parts.table
+    return [table[block_id].block.name for block_id in made.manager.parts.transfers.ahead.parked]
 
 
 def test_every_block_is_read_once_a_round(tmp_path: Path) -> None:
@@ -92,9 +94,9 @@ def test_a_home_that_was_written_meanwhile_is_read_anew(tmp_path: Path) -> None:
     """Whoever writes it: the read has none of the new bytes."""
     with parking(tmp_path) as made:
         loop(made, 4)
-        (block_id,) = made.manager.transfers.ahead.parked
-        record = made.manager.table[block_id]
-        mover = made.manager.transfers.need_mover()
+        (block_id,) = made.manager.parts.transfers.ahead.parked
+        record = made.manager.parts.table[block_id]
+        mover = made.manager.parts.transfers.need_mover()
         assert record.home_extent is not None
         write = mover.write(record.home_extent, made.noise(record.block), label="elsewhere")
         mover.wait(write)
@@ -108,18 +110,20 @@ def test_it_is_nobody_s_when_its_block_goes(what: str, tmp_path: Path) -> None:
     with parking(tmp_path) as made:
         loop(made, 4)
         (name,) = parked(made)
-        entry = next(iter(made.manager.transfers.ahead.parked.values()))
+        entry = next(iter(made.manager.parts.transfers.ahead.parked.values()))
         if what == "remove":
             (block,) = [block for block in made.blocks if block.name == name]
             made.manager.remove_blocks([block])
             made.blocks.remove(block)
-            made.manager.transfers.need_mover().wait(entry.transfer)
+            made.manager.parts.transfers.need_mover().wait(entry.transfer)
             assert not parked(made)
             loop(made, 2)
             made.check()
         else:
             made.manager.close()
-            made.manager.transfers.ahead.drop(next(iter(made.manager.transfers.ahead.parked)))
+            made.manager.parts.transfers.ahead.drop(
+                next(iter(made.manager.parts.transfers.ahead.parked))
+            )
         assert entry.transfer.error is not None
 
 
@@ -164,7 +168,7 @@ def test_ctrl_c_as_it_gets_a_place_leaves_no_read_behind(
 ) -> None:
     with parking(tmp_path, hbm=3) as made:
         loop(made, 4)
-        mover = made.manager.transfers.need_mover()
+        mover = made.manager.parts.transfers.need_mover()
         land = mover.land
 
         def interrupted(*args: Any, **settings: Any) -> Any:
@@ -189,7 +193,7 @@ def test_the_time_it_rested_is_not_the_disk_s(tmp_path: Path) -> None:
         assert extent is not None
         transfer = FileTransfer(extent, is_read=True, label="b", urgent=False)
         transfer.started_ns, transfer.rested_ns, transfer.finished_ns = 1000, 400_000, 1_001_000
-        made.manager.counters.reset()
-        made.manager.transfers.log.landed("nvme->hbm", block, transfer)
+        made.manager.parts.counters.reset()
+        made.manager.parts.transfers.log.landed("nvme->hbm", block, transfer)
         link = made.manager.stats().links["nvme->hbm"]
         assert link.seconds == pytest.approx(600e-6)

@@ -51,7 +51,7 @@ def loop(made: Rig, order: list[int], rounds: int = 1, key: str = "f") -> None:
 
 def staged(made: Rig) -> set[int]:
     """Returns the numbers of the blocks that are in DRAM or on their way there."""
-    ids = made.manager.transfers.ahead.staged
+    ids = made.manager.parts.transfers.ahead.staged
     return {n for n, block in enumerate(made.blocks) if block.id in ids}
 
 
@@ -59,7 +59,7 @@ def forgotten(made: Rig, number: int) -> int:
     """Has a loop learned and all that was read ahead given up; returns where a block is at home."""
     loop(made, [*range(8)], 3)
     made.manager.flush()
-    made.manager.transfers.ahead.drop_all()
+    made.manager.parts.transfers.ahead.drop_all()
     extent = made.manager.record(made.blocks[number]).home_extent
     assert extent is not None
     return extent.offset
@@ -72,7 +72,7 @@ def test_the_disk_goes_on_while_hbm_has_no_room(opened: Callable[..., Any], tmp_
         assert len(staged(made)) == 4, "as much as DRAM has to spare"
         reads = made.manager.stats().links["nvme->dram"]
         assert reads.nbytes == reads.moves * PAGE
-        made.manager.counters.reset()
+        made.manager.parts.counters.reset()
         loop(made, [*range(8)])
         links = made.manager.stats().links
         assert links["dram->hbm"].moves >= 4
@@ -163,10 +163,10 @@ def test_a_write_below_hbm_makes_the_copy_stale(opened: Callable[..., Any], tmp_
         record = manager.record(block)
         assert record.home_extent is not None
         new = made.noise(block)
-        manager.transfers.run(
-            manager.transfers.need_mover().write(record.home_extent, new, label="w")
+        manager.parts.transfers.run(
+            manager.parts.transfers.need_mover().write(record.home_extent, new, label="w")
         )
-        assert manager.transfers.ahead.look(record) is None
+        assert manager.parts.transfers.ahead.look(record) is None
         made.use(block)
         loop(made, [*range(8)], 2)
         made.check()
@@ -188,7 +188,7 @@ def test_a_place_is_not_used_again_while_the_disk_reads_into_it(
     opened: Callable[..., Any], tmp_path: Path
 ) -> None:
     with opened(2, BLOCKS * 2, nvme=tmp_path, dram=4) as made:
-        ahead = made.manager.transfers.ahead
+        ahead = made.manager.parts.transfers.ahead
         loop(made, [*range(8)], 3)
         loop(made, [*range(8, 16)], 3, key="g")
         made.manager.flush()
@@ -222,7 +222,7 @@ def test_what_the_disk_alone_holds_up_goes_straight_into_hbm(tmp_path: Path) -> 
         made.manager.prefetcher.fetcher.beside = True
         unplanned(made, through_dram=False)
         loop(made, [*range(8)], 6)
-        made.manager.counters.reset()
+        made.manager.parts.counters.reset()
         loop(made, [*range(8)], 4)
         assert "nvme->dram" not in made.manager.stats().links
         made.check()
@@ -254,21 +254,21 @@ def test_a_read_that_cannot_begin_takes_no_place(
 ) -> None:
     with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
         manager = made.manager
-        mover, ahead = manager.transfers.need_mover(), manager.transfers.ahead
+        mover, ahead = manager.parts.transfers.need_mover(), manager.parts.transfers.ahead
         loop(made, [*range(8)], 3)
         manager.flush()
         ahead.drop_all()
-        used = manager.homes.dram.used
+        used = manager.parts.homes.dram.used
 
         def refuse(*_: Any, **__: Any) -> FileTransfer:
             raise ValueError("no")
 
-        schedule = manager.planner.schedule
+        schedule = manager.parts.planner.schedule
         with monkeypatch.context() as patch:
             patch.setattr(mover, "read", refuse)
             with pytest.raises(ValueError, match="no"):
                 ahead.begin(manager.record(made.blocks[4]), mover, schedule, 0, 4)
-        assert manager.homes.dram.used == used and not ahead.staged
+        assert manager.parts.homes.dram.used == used and not ahead.staged
         loop(made, [*range(8)])
         made.check()
 
@@ -276,7 +276,7 @@ def test_a_read_that_cannot_begin_takes_no_place(
 def test_a_loop_of_which_all_is_held_has_nothing_to_share(tmp_path: Path) -> None:
     with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
         loop(made, [*range(8)], 3)
-        prefetcher, schedule = made.manager.prefetcher, made.manager.planner.schedule
+        prefetcher, schedule = made.manager.prefetcher, made.manager.parts.planner.schedule
         compute = [1.0] * len(schedule)
         fetch = {block.id: ("nvme->hbm", 1.0) for block in made.blocks}
         plan = prefetcher._maker._share(schedule, {}, 0, compute, fetch, True)  # type: ignore[arg-type]
@@ -287,10 +287,10 @@ def test_removed_blocks_leave_nothing_behind(opened: Callable[..., Any], tmp_pat
     with opened(2, BLOCKS, nvme=tmp_path, dram=4) as made:
         loop(made, [*range(8)], 3)
         made.manager.flush()
-        free = made.manager.homes.dram
+        free = made.manager.parts.homes.dram
         made.manager.remove_blocks(made.blocks)
-        made.manager.transfers.ahead.drop_all()
-        assert free.used == made.manager.homes.chunk * 16
+        made.manager.parts.transfers.ahead.drop_all()
+        assert free.used == made.manager.parts.homes.chunk * 16
         made.blocks.clear()
 
 
@@ -343,7 +343,7 @@ def test_a_read_in_place_needs_host_memory(tmp_path: Path) -> None:
         assert extent is not None
         target = torch.empty(PAGE, dtype=torch.uint8, device="meta")
         with pytest.raises(ValueError, match="host memory"):
-            made.manager.transfers.need_mover().read(extent, target, label="r", in_place=True)
+            made.manager.parts.transfers.need_mover().read(extent, target, label="r", in_place=True)
 
 
 class Copy:
@@ -366,9 +366,9 @@ def shared(made: Rig, kept: list[int], slots: int) -> Callable[[int, int], bool]
     manager = made.manager
     loop(made, [*range(8)], 3)
     manager.flush()
-    ahead, mover = manager.transfers.ahead, manager.transfers.need_mover()
+    ahead, mover = manager.parts.transfers.ahead, manager.parts.transfers.need_mover()
     ahead.share({made.blocks[n].id: PAGE for n in kept}, PAGE, slots, mover)
-    schedule = manager.planner.schedule
+    schedule = manager.parts.planner.schedule
 
     def begin(number: int, position: int) -> bool:
         record = manager.record(made.blocks[number])
@@ -380,7 +380,7 @@ def shared(made: Rig, kept: list[int], slots: int) -> Callable[[int, int], bool]
 def test_a_plan_gives_some_blocks_places_and_the_rest_slots(tmp_path: Path) -> None:
     with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
         begin = shared(made, [6, 7], 2)
-        ahead = made.manager.transfers.ahead
+        ahead = made.manager.parts.transfers.ahead
         assert ahead.slots == 2 and ahead.kept == 2 * PAGE == ahead.nbytes - 2 * PAGE
         large = made.add(2, "nvme")
         assert ahead.takes(made.blocks[6]) and ahead.takes(made.blocks[0])
@@ -398,7 +398,7 @@ def test_a_place_waits_for_the_read_that_it_was_used_for(tmp_path: Path) -> None
     """As when a home is written while it is read: the same bytes of DRAM, and another read."""
     with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
         begin = shared(made, [6], 0)
-        ahead = made.manager.transfers.ahead
+        ahead = made.manager.parts.transfers.ahead
         made.engine.hold()
         assert begin(6, 6)
         ahead.drop(made.blocks[6].id)
@@ -413,7 +413,7 @@ def test_a_place_waits_for_the_read_that_it_was_used_for(tmp_path: Path) -> None
 def test_a_slot_waits_for_the_copy_out_of_it(tmp_path: Path) -> None:
     with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
         begin = shared(made, [], 2)
-        ahead, copies = made.manager.transfers.ahead, [Copy(), Copy()]
+        ahead, copies = made.manager.parts.transfers.ahead, [Copy(), Copy()]
         assert not ahead.wait_for_slot(), "there is nothing to wait for"
         for number, copy in enumerate(copies):
             assert begin(4 + number, 4 + number)
@@ -429,16 +429,16 @@ def test_reads_that_a_plan_has_no_use_for_are_given_up(tmp_path: Path) -> None:
     with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
         begin = shared(made, [], 4)
         manager = made.manager
-        ahead = manager.transfers.ahead
+        ahead = manager.parts.transfers.ahead
         made.engine.hold()
         assert all(begin(n, n) for n in (4, 5, 6, 7))
-        errors = manager.counters.errors
-        ahead.share({made.blocks[0].id: PAGE}, PAGE, 1, manager.transfers.need_mover())
+        errors = manager.parts.counters.errors
+        ahead.share({made.blocks[0].id: PAGE}, PAGE, 1, manager.parts.transfers.need_mover())
         assert ahead.unsettled and not ahead.slots, "the disk still writes there"
         made.engine.release()
         manager.flush()
         ahead.lay_out()
         assert not ahead.unsettled and ahead.slots == 1 and ahead.keeps(made.blocks[0].id)
-        assert ahead.nbytes == 2 * PAGE and manager.counters.errors == errors
+        assert ahead.nbytes == 2 * PAGE and manager.parts.counters.errors == errors
         loop(made, [*range(8)], 2)
         made.check()

@@ -65,9 +65,9 @@ class Loop:
         return list(self.events)
 
     def check(self) -> None:
-        self.manager.table.check()
-        slots = self.manager.slots
-        present = {r.block.id for r in self.manager.table if r.extent is not None}
+        self.manager.parts.table.check()
+        slots = self.manager.parts.slots
+        present = {r.block.id for r in self.manager.parts.table if r.extent is not None}
         assert set(slots.current) == present
         assert set(map(id, slots.by_address.values())) == set(map(id, slots.current.values()))
         for block, value in zip(self.blocks, self.values, strict=True):
@@ -89,7 +89,7 @@ def loop(blocks: int, slots: int, *, depth: Any = 1, large: int = 0) -> Iterator
         )
     )
     manager.prefetcher.fetcher.beside = True
-    manager.pass_timer._clock = EvenClock()
+    manager.parts.pass_timer._clock = EvenClock()
     pages = [2 if number < large else 1 for number in range(blocks)]
     made = manager.add_blocks(
         [
@@ -100,10 +100,14 @@ def loop(blocks: int, slots: int, *, depth: Any = 1, large: int = 0) -> Iterator
     for number, (block, p) in enumerate(zip(made, pages, strict=True)):
         manager.write_home(block, [torch.full((p * PAGE,), number, dtype=torch.uint8)])
     found = Loop(manager, made, list(range(blocks)))
-    up, left, exchange = manager.copy.up, manager.transfers.left, manager.transfers.exchange
+    up, left, exchange = (
+        manager.parts.copy.up,
+        manager.parts.transfers.left,
+        manager.parts.transfers.exchange,
+    )
 
     def rising(target: torch.Tensor, *args: Any) -> Any:
-        found.events.append(("up", target.data_ptr() - manager.arena.address))
+        found.events.append(("up", target.data_ptr() - manager.parts.slots.arena.address))
         return up(target, *args)
 
     def leaving(block_id: int) -> None:
@@ -117,9 +121,9 @@ def loop(blocks: int, slots: int, *, depth: Any = 1, large: int = 0) -> Iterator
             found.events.insert(before, ("left", leaves.block.id))
         return done
 
-    manager.copy.up = rising  # type: ignore[method-assign]
-    manager.transfers.left = leaving  # type: ignore[method-assign]
-    manager.transfers.exchange = exchanging  # type: ignore[method-assign]
+    manager.parts.copy.up = rising  # type: ignore[method-assign]
+    manager.parts.transfers.left = leaving  # type: ignore[method-assign]
+    manager.parts.transfers.exchange = exchanging  # type: ignore[method-assign]
     try:
         yield found
     finally:
@@ -142,7 +146,7 @@ def until_it_repeats(made: Loop) -> None:
 def test_nothing_is_decided_in_a_loop_that_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     with loop(7, 3) as made:
         until_it_repeats(made)
-        made.manager.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
+        made.manager.parts.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
         before = made.manager.stats()
 
         def decided(*_: object) -> None:
@@ -180,7 +184,7 @@ def test_what_is_done_again_is_what_would_have_been_decided(
     ):
         decide_always(other)
         for made in (one, other):  # estimates from the host's clock would differ
-            made.manager.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
+            made.manager.parts.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
         for _ in range(8):
             assert one.go_round(order) == other.go_round(order)
         mine, theirs = one.manager.stats(), other.manager.stats()
@@ -219,7 +223,7 @@ def write(made: Loop, number: int) -> Callable[[], None]:
 
 def evict(made: Loop, number: int) -> Callable[[], None]:
     record = made.manager.record(made.blocks[number])
-    if record.usable and made.manager.evictor.clear([record.extent.offset], wait=True):  # type: ignore[union-attr]
+    if record.usable and made.manager.parts.evictor.clear([record.extent.offset], wait=True):  # type: ignore[union-attr]
         assert not record.usable
     return lambda: None
 
@@ -287,7 +291,7 @@ def test_a_block_in_use_is_not_the_one_that_leaves(disturb: Callable[..., Any]) 
 def swift(made: Loop, uses: int) -> None:
     """Goes on until passes repeat and are not measured, and into the next one."""
     until_it_repeats(made)
-    made.manager.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
+    made.manager.parts.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
     for _ in range(3):
         made.go_round()
     made.manager.begin_pass("loop")
@@ -306,7 +310,7 @@ def test_what_is_owed_to_a_block_is_done_before_its_use() -> None:
             assert made.manager.record(block).leases == 0
             done.append(2)
 
-        made.manager.deferred.add(Deferred("a step", [block.id], work))
+        made.manager.parts.deferred.add(Deferred("a step", [block.id], work))
         made.use(1)
         assert not done
         made.use(2)
@@ -320,11 +324,11 @@ def test_what_is_owed_to_a_block_is_done_before_its_use() -> None:
 def test_a_graph_that_is_captured_in_between_is_seen() -> None:
     with loop(7, 3) as made:
         swift(made, 2)
-        capturing = made.manager.copy.capturing
-        made.manager.copy.capturing = lambda: True  # type: ignore[method-assign]
+        capturing = made.manager.parts.copy.capturing
+        made.manager.parts.copy.capturing = lambda: True  # type: ignore[method-assign]
         with pytest.raises(ConfigError, match="CUDA graph"):
             made.manager.acquire(made.blocks[2])
-        made.manager.copy.capturing = capturing  # type: ignore[method-assign]
+        made.manager.parts.copy.capturing = capturing  # type: ignore[method-assign]
         for number in range(2, 7):
             made.use(number)
         made.check()
@@ -333,18 +337,18 @@ def test_a_graph_that_is_captured_in_between_is_seen() -> None:
 def test_a_copy_that_cannot_be_asked_for_leaves_no_lease() -> None:
     with loop(7, 3) as made:
         swift(made, 1)
-        up = made.manager.copy.up
+        up = made.manager.parts.copy.up
 
         def failing(*_: Any) -> Any:
             raise RuntimeError("no copy")
 
-        made.manager.copy.up = failing  # type: ignore[method-assign]
+        made.manager.parts.copy.up = failing  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="no copy"):
             for number in range(1, 7):
                 made.use(number)
-        assert not any(record.leases for record in made.manager.table)
-        made.manager.copy.up = up  # type: ignore[method-assign]
-        made.manager.table.check()
+        assert not any(record.leases for record in made.manager.parts.table)
+        made.manager.parts.copy.up = up  # type: ignore[method-assign]
+        made.manager.parts.table.check()
         until_it_repeats(made)
         made.check()
 
@@ -394,7 +398,7 @@ def test_a_block_that_left_in_between_is_fetched_ahead() -> None:
     with loop(5, 5) as made:
         until_it_repeats(made)
         before = made.manager.stats()
-        made.manager.evictor.evict(made.manager.record(made.blocks[3]))
+        made.manager.parts.evictor.evict(made.manager.record(made.blocks[3]))
         made.go_round()
         after = made.manager.stats()
         assert after.misses == before.misses and after.prefetches == before.prefetches + 1
@@ -403,7 +407,7 @@ def test_a_block_that_left_in_between_is_fetched_ahead() -> None:
         until_it_repeats(made)
         made.manager.begin_pass("loop")
         made.use(0)
-        made.manager.evictor.evict(made.manager.record(made.blocks[3]))
+        made.manager.parts.evictor.evict(made.manager.record(made.blocks[3]))
         for number in range(1, 5):
             made.use(number)
         assert made.manager.stats().misses == after.misses
@@ -412,7 +416,7 @@ def test_a_block_that_left_in_between_is_fetched_ahead() -> None:
 def test_a_new_plan_is_followed_at_once() -> None:
     with loop(8, 4) as made:
         until_it_repeats(made)
-        made.manager.pass_timer.estimates.version += 1
+        made.manager.parts.pass_timer.estimates.version += 1
         made.go_round()
         assert not made.manager.replay.repeating
         until_it_repeats(made)
@@ -421,14 +425,14 @@ def test_a_new_plan_is_followed_at_once() -> None:
 def test_of_the_passes_that_are_measured_one_in_four_is_decided() -> None:
     with loop(7, 3) as made:
         until_it_repeats(made)
-        manager, estimates = made.manager, made.manager.pass_timer.estimates
+        manager, estimates = made.manager, made.manager.parts.pass_timer.estimates
         estimates.wants = lambda _: True  # type: ignore[method-assign]
         repeated = []
         for _ in range(8):
             made.go_round()
             repeated.append(manager.replay.repeating)
             # decided or not, what comes and goes is the same, and what it takes is seen
-            assert manager.pass_timer.sampling
+            assert manager.parts.pass_timer.sampling
         assert sorted(repeated) == [False] * 2 + [True] * 6
         estimates.wants = lambda _: False  # type: ignore[method-assign]
         made.go_round()
@@ -445,12 +449,12 @@ def test_a_pass_that_repeats_is_measured_as_one_that_is_decided() -> None:
         def observe(key: Any, compute: Any, flows: Any, fills: Any) -> None:
             observed.append((sorted(compute), sorted(flows), len(fills)))
 
-        manager.pass_timer.estimates.observe = observe  # type: ignore[method-assign]
-        manager.pass_timer.estimates.wants = lambda _: True  # type: ignore[method-assign]
+        manager.parts.pass_timer.estimates.observe = observe  # type: ignore[method-assign]
+        manager.parts.pass_timer.estimates.wants = lambda _: True  # type: ignore[method-assign]
         decided = []
         for _ in range(8):
             decided.append(not len(made.go_round()) or not manager.replay.repeating)
-        manager.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
+        manager.parts.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
         for _ in range(4):
             made.go_round()
         observed = observed[-8:]
@@ -464,7 +468,7 @@ def test_what_is_held_beside_others_shows_in_a_measured_pass_that_repeats() -> N
     with loop(7, 4) as made:
         until_it_repeats(made)
         manager = made.manager
-        manager.pass_timer.estimates.wants = lambda _: True  # type: ignore[method-assign]
+        manager.parts.pass_timer.estimates.wants = lambda _: True  # type: ignore[method-assign]
         manager.begin_pass("loop")
         assert manager.replay.repeating
         manager.acquire(made.blocks[0])
@@ -488,17 +492,17 @@ def test_a_copy_that_fails_leaves_both_blocks_where_they_can_be_had() -> None:
         until_it_repeats(made)
         manager = made.manager
         manager.begin_pass("loop")
-        up = manager.copy.up
+        up = manager.parts.copy.up
 
         def fails(*_: object) -> None:
             raise OSError("no")
 
-        manager.copy.up = fails  # type: ignore[method-assign]
+        manager.parts.copy.up = fails  # type: ignore[method-assign]
         with pytest.raises(OSError, match="no"):
             for number in range(7):
                 made.use(number)
-        manager.copy.up = up  # type: ignore[method-assign]
-        assert not any(record.leases for record in manager.table)
+        manager.parts.copy.up = up  # type: ignore[method-assign]
+        assert not any(record.leases for record in manager.parts.table)
         made.check()
         for _ in range(4):
             made.go_round()

@@ -60,7 +60,7 @@ def go_round(manager: BlockManager, blocks: list[Block], key: str = "loop") -> N
         slot = manager.acquire(block)
         assert bool((slot.bytes == number).all())
         manager.release(block)
-    manager.table.check()
+    manager.parts.table.check()
 
 
 def test_a_loop_moves_only_what_does_not_stay(manager: BlockManager) -> None:
@@ -68,17 +68,17 @@ def test_a_loop_moves_only_what_does_not_stay(manager: BlockManager) -> None:
     blocks = blocks_of(manager)
     for _ in range(16):
         go_round(manager, blocks)
-    residents = manager.evictor.residents
+    residents = manager.parts.evictor.residents
     stay = sum(b.nbytes for b in blocks if b.id in residents)
-    reserve = sum(sorted(SIZES)[-1 - manager.settings.prefetch_depth :])  # type: ignore[operator]
+    reserve = sum(sorted(SIZES)[-1 - manager.parts.settings.prefetch_depth :])  # type: ignore[operator]
     assert stay >= (sum(SIZES) // 2 - reserve) * PAGE
-    manager.counters.reset()
+    manager.parts.counters.reset()
     go_round(manager, blocks)
     go_round(manager, blocks)
-    moved = manager.counters.links()["dram->hbm"].nbytes
+    moved = manager.parts.counters.links()["dram->hbm"].nbytes
     assert moved <= 2 * (sum(SIZES) * PAGE - stay)
-    assert manager.counters.misses == 0
-    border = manager.table.hbm.capacity - stay
+    assert manager.parts.counters.misses == 0
+    border = manager.parts.table.hbm.capacity - stay
     for block in blocks:
         extent = manager.record(block).extent
         if block.id in residents:
@@ -99,7 +99,7 @@ def test_another_loop_may_have_other_residents(manager: BlockManager) -> None:
             slot = manager.acquire(block)
             assert bool((slot.bytes == number + 4).all())
             manager.release(block)
-        manager.table.check()
+        manager.parts.table.check()
 
 
 def test_blocks_of_a_decoder_are_never_late() -> None:
@@ -109,9 +109,9 @@ def test_blocks_of_a_decoder_are_never_late() -> None:
     blocks = blocks_of(manager, sizes)
     for _ in range(12):
         go_round(manager, blocks)
-    manager.counters.reset()
+    manager.parts.counters.reset()
     go_round(manager, blocks)
-    assert manager.counters.misses == 0
+    assert manager.parts.counters.misses == 0
     manager.close()
 
 
@@ -119,7 +119,7 @@ def test_what_stays_moves_together_where_it_leaves_holes_too_small() -> None:
     """One of two pages in the middle of six: three more would not fit on either side."""
     manager = opened([1, 2, 3], 6, depth=0)
     small, middle, large = blocks_of(manager, [1, 2, 3])
-    evictor = manager.evictor
+    evictor = manager.parts.evictor
     manager.acquire(large)  # nothing is planned from here on
     manager.release(large)
     evictor.evict(manager.record(large))
@@ -133,7 +133,7 @@ def test_what_stays_moves_together_where_it_leaves_holes_too_small() -> None:
     loop = object()
     evictor.rearrange(loop)
     assert manager.record(middle).extent == extent  # it may be for one round only
-    fetched = manager.counters.misses
+    fetched = manager.parts.counters.misses
     evictor.rearrange(loop)
     moved = manager.record(middle).extent
     assert moved is not None and moved.offset == PAGE
@@ -141,6 +141,6 @@ def test_what_stays_moves_together_where_it_leaves_holes_too_small() -> None:
         manager.acquire(block)
         manager.release(block)
     ends = sorted(r.extent.end // PAGE for b in (large, middle) if (r := manager.record(b)).extent)
-    assert ends == [3, 6] and manager.counters.misses == fetched + 1
-    manager.table.check()
+    assert ends == [3, 6] and manager.parts.counters.misses == fetched + 1
+    manager.parts.table.check()
     manager.close()

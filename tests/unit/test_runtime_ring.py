@@ -16,13 +16,13 @@ from tiermem.runtime.services.sweep import BlockSweep
 
 
 def page_of(made: Rig, number: int) -> int:
-    extent = made.manager.table[made.blocks[number].id].extent
+    extent = made.manager.parts.table[made.blocks[number].id].extent
     assert extent is not None
     return extent.offset // PAGE
 
 
 def places(made: Rig) -> list[tuple[Block, Extent]]:
-    records = [made.manager.table[block.id] for block in made.blocks]
+    records = [made.manager.parts.table[block.id] for block in made.blocks]
     return [(r.block, r.extent) for r in records if r.extent is not None]
 
 
@@ -59,9 +59,9 @@ def test_every_round_gives_the_same_places() -> None:
     """Nine blocks through four places: without a beginning of its own a round would be shifted."""
     with training(4, 9) as made:
         before = rounds(made, [*range(9)], 4)
-        slots = {id(made.manager.slots.slot(b, e)) for b, e in places(made)}
+        slots = {id(made.manager.parts.slots.slot(b, e)) for b, e in places(made)}
         assert rounds(made, [*range(9)], 1) == before
-        assert {id(made.manager.slots.slot(b, e)) for b, e in places(made)} == slots
+        assert {id(made.manager.parts.slots.slot(b, e)) for b, e in places(made)} == slots
 
 
 def test_by_next_use_alone_the_place_just_left_is_taken() -> None:
@@ -75,7 +75,7 @@ def test_what_comes_again_soon_stays() -> None:
     with training(4, 8) as made:
         order = [n for number in range(1, 8) for n in (0, number)]
         rounds(made, order, 3)
-        made.manager.counters.reset()
+        made.manager.parts.counters.reset()
         rounds(made, order, 2)
         assert made.manager.stats().misses == 2 * 7
 
@@ -100,7 +100,7 @@ def test_only_loops_that_write_beside_the_compute_go_in_circles(role: Role, circ
             made.manager.begin_pass("f")
             for block in made.blocks:
                 made.use(block)
-        schedule, maker = made.manager.planner.schedule, PlanMaker(made.manager.parts, PAGE)
+        schedule, maker = made.manager.parts.planner.schedule, PlanMaker(made.manager.parts, PAGE)
         for beside in (False, True):
             outlook = maker.make(schedule, maker.made_of(set()), set(), beside=beside)
             assert (outlook.turn > 0) == (circles and beside)
@@ -121,7 +121,7 @@ def test_copies_are_not_fetched_past_a_block_that_the_host_works_on() -> None:
         manager.host_loans.lend([made.blocks[3]])
         manager.begin_pass("f")
         made.use(made.blocks[0])
-        there = [n for n, b in enumerate(made.blocks) if manager.table[b.id].usable]
+        there = [n for n, b in enumerate(made.blocks) if manager.parts.table[b.id].usable]
         assert there == [0, 1, 2]
         manager.host_loans.give_back([made.blocks[3]])
         for block in made.blocks[1:]:
@@ -150,8 +150,8 @@ def stepping(hbm: int, count: int) -> Iterator[Rig]:
     with rig(hbm) as made:
         manager = made.manager
         manager.prefetcher.fetcher.beside = True
-        manager.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
-        manager.pass_timer.estimates.rate = lambda *_: 1.0  # type: ignore[method-assign]
+        manager.parts.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
+        manager.parts.pass_timer.estimates.rate = lambda *_: 1.0  # type: ignore[method-assign]
         for role in (Role.PARAM, Role.OPTIMIZER):
             for _ in range(count):
                 made.add(1, "dram", role)
@@ -162,14 +162,14 @@ def test_what_there_is_room_for_is_neither_fetched_nor_written() -> None:
     """Ten weights and ten of state, six places for the circle: eleven of twenty stay."""
     with stepping(6 + 11, 10) as made:
         steps(made, 5)
-        evictor, table = made.manager.evictor, made.manager.table
+        evictor, table = made.manager.parts.evictor, made.manager.parts.table
         weights = {block.id for block in made.blocks[:10]}
         assert weights <= evictor.residents and len(evictor.residents) == 11
         assert evictor.regions.border == 6 * PAGE and made.manager.stats().kept_in_hbm == 11 * PAGE
         assert all(evictor.regions.stays(table[block]) for block in evictor.residents)
         before = {block: table[block].extent for block in evictor.residents}
         moved: list[int] = []
-        transfers = made.manager.transfers
+        transfers = made.manager.parts.transfers
         fill, drain = transfers.fill, transfers.drain
         transfers.fill = lambda r, *a: (moved.append(r.block.id), fill(r, *a))[1]  # type: ignore[method-assign]
         transfers.drain = lambda r: (moved.append(r.block.id), drain(r))[1]  # type: ignore[method-assign]
@@ -183,7 +183,7 @@ def test_a_pass_begins_with_kernels_not_with_fetches() -> None:
     """What its first four uses want comes at once; what comes later is fetched by later uses."""
     with stepping(6, 32) as made:
         steps(made, 3)
-        planner, transfers = made.manager.planner, made.manager.transfers
+        planner, transfers = made.manager.parts.planner, made.manager.parts.transfers
         ahead: list[int] = []
         fill = transfers.fill
 
@@ -202,7 +202,7 @@ def test_a_pass_begins_with_kernels_not_with_fetches() -> None:
 def test_a_short_loop_is_fetched_ahead_from_its_first_use_on() -> None:
     with stepping(6, 10) as made:
         steps(made, 3)
-        made.manager.counters.reset()
+        made.manager.parts.counters.reset()
         steps(made, 2)
         assert made.manager.stats().prefetches > 0
         made.check()
@@ -211,7 +211,7 @@ def test_a_short_loop_is_fetched_ahead_from_its_first_use_on() -> None:
 def test_the_circle_keeps_out_of_what_stays() -> None:
     with stepping(6 + 11, 10) as made:
         steps(made, 5)
-        evictor, table = made.manager.evictor, made.manager.table
+        evictor, table = made.manager.parts.evictor, made.manager.parts.table
         for block in made.blocks:
             extent = table[block.id].extent
             if extent is not None and block.id not in evictor.residents:
@@ -222,7 +222,7 @@ def test_the_circle_keeps_out_of_what_stays() -> None:
 def test_without_room_beside_the_circle_everything_goes_round() -> None:
     with stepping(6, 10) as made:
         steps(made, 4)
-        assert made.manager.evictor.residents == frozenset()
+        assert made.manager.parts.evictor.residents == frozenset()
         assert made.manager.stats().kept_in_hbm == 0
         made.check()
 
@@ -230,7 +230,7 @@ def test_without_room_beside_the_circle_everything_goes_round() -> None:
 def test_a_pass_that_foresees_less_state_changes_nothing() -> None:
     with stepping(6 + 11, 10) as made:
         steps(made, 4)
-        residents = made.manager.evictor.residents
+        residents = made.manager.parts.evictor.residents
         for _ in range(3):  # micro-batches without a step
             made.manager.begin_pass("forward")
             for block in made.blocks[:10]:
@@ -239,7 +239,7 @@ def test_a_pass_that_foresees_less_state_changes_nothing() -> None:
             for block in reversed(made.blocks[:10]):
                 made.write(block)
         steps(made, 2)
-        assert made.manager.evictor.residents == residents
+        assert made.manager.parts.evictor.residents == residents
         made.check()
 
 
@@ -249,7 +249,7 @@ def test_less_stays_once_there_is_less_room() -> None:
         made.add(4, "hbm")
         fixed = made.blocks.pop()
         steps(made, 4)
-        assert len(made.manager.evictor.residents) == 11 - 4
+        assert len(made.manager.parts.evictor.residents) == 11 - 4
         made.blocks.append(fixed)
         made.check()
 
@@ -264,5 +264,5 @@ def test_what_stays_goes_once_it_is_removed() -> None:
             for block in made.blocks:
                 made.write(block)
         alive = {block.id for block in made.blocks}
-        assert made.manager.evictor.residents <= alive
+        assert made.manager.parts.evictor.residents <= alive
         made.check()

@@ -24,7 +24,7 @@ def where(made: Rig) -> dict[int, int]:
     return {
         i: r.extent.offset // PAGE
         for i, block in enumerate(made.blocks)
-        if (r := made.manager.table.get(block.id)) is not None and r.extent is not None
+        if (r := made.manager.parts.table.get(block.id)) is not None and r.extent is not None
     }
 
 
@@ -43,7 +43,7 @@ def test_a_loop_evicts_what_is_needed_last(tmp_path: Path) -> None:
     with rig(5, [(1, "dram")] * 6) as made:
         sweep = [*range(6), *range(5, -1, -1)]
         loop(made, sweep, 3)
-        made.manager.counters.reset()
+        made.manager.parts.counters.reset()
         loop(made, sweep, 10)
         assert made.manager.stats().misses <= 2 * 10
 
@@ -51,7 +51,7 @@ def test_a_loop_evicts_what_is_needed_last(tmp_path: Path) -> None:
 def test_a_wait_for_the_disk_leaves_it_more_to_read(tmp_path: Path) -> None:
     """The use before is over by then, so the read into its slot begins ahead of the wait."""
     with rig(2, [(1, "nvme")] * 6, nvme=tmp_path, dram=0) as made:
-        transfers, engine = made.manager.transfers, made.engine
+        transfers, engine = made.manager.parts.transfers, made.engine
         assert engine is not None
         loop(made, [*range(6)], 4)
         waits: list[int] = []
@@ -78,11 +78,11 @@ def test_a_fetch_ahead_evicts_nothing_needed_sooner(tmp_path: Path) -> None:
         manager = made.manager
         position: list[int] = []
         evicted: list[tuple[int, int]] = []
-        evict, fill = manager.evictor.evict, manager.prefetcher.fetcher.fill
+        evict, fill = manager.parts.evictor.evict, manager.prefetcher.fetcher.fill
 
         def evicting(record: Record, *, free: bool = True) -> None:
             if position:
-                evicted.append((manager.planner.distance(record.block.id), position[-1]))
+                evicted.append((manager.parts.planner.distance(record.block.id), position[-1]))
             evict(record, free=free)
 
         def filling(record: Record, at: int) -> bool:
@@ -92,7 +92,7 @@ def test_a_fetch_ahead_evicts_nothing_needed_sooner(tmp_path: Path) -> None:
             finally:
                 position.pop()
 
-        manager.evictor.evict, manager.prefetcher.fetcher.fill = evicting, filling  # type: ignore[method-assign]
+        manager.parts.evictor.evict, manager.prefetcher.fetcher.fill = evicting, filling  # type: ignore[method-assign]
         for _ in range(10):
             loop(made, [0, 1, 2, 3, 4, 5, 2, 1, 4], 1)
             manager.flush()
@@ -126,14 +126,14 @@ def test_a_place_of_the_schedule_is_looked_at_once(tmp_path: Path) -> None:
         order = list(range(40))
         loop(made, order, 3)
         looked = 0
-        real = made.manager.table.get
+        real = made.manager.parts.table.get
 
         def counting(block_id: int) -> object:
             nonlocal looked
             looked += 1
             return real(block_id)
 
-        made.manager.table.get = counting  # type: ignore[method-assign]
+        made.manager.parts.table.get = counting  # type: ignore[method-assign]
         loop(made, order, 1)
         assert looked <= 6 * 40 + 40
 
@@ -263,9 +263,9 @@ def test_what_is_used_together_finds_room_together() -> None:
         slots = made.manager.acquire_all([held, made.blocks[3], wide])
         for slot, block in zip(slots, (held, made.blocks[3], wide), strict=True):
             made.compare(slot.bytes, block)
-            assert made.manager.slots.current[block.id] is slot
+            assert made.manager.parts.slots.current[block.id] is slot
             made.manager.release(block)
-        assert not made.manager.evictor.rules.unseen
+        assert not made.manager.parts.evictor.rules.unseen
         made.check()
 
 
@@ -305,7 +305,7 @@ def test_fixed_blocks_that_do_not_fit_take_nothing_with_them() -> None:
         wanted = [("a", Role.PARAM, [shape]), ("b", Role.PARAM, [shape])]
         with pytest.raises(CapacityError, match=f"at least {6 * PAGE}"):
             made.manager.add_blocks(wanted, home="hbm")
-        assert made.manager.stats().used == before and len(made.manager.table) == 1
+        assert made.manager.stats().used == before and len(made.manager.parts.table) == 1
         made.check()
 
 
@@ -315,7 +315,7 @@ def test_one_fixed_block_among_others_that_fails_leaves_none() -> None:
     shape = TensorShape("t", (3 * PAGE,), (1,), torch.uint8, 1)
     with pytest.raises(CapacityError):
         manager.add_blocks([("a", Role.PARAM, [shape]), ("b", Role.GRAD, [shape])])
-    assert len(manager.table) == 0 and manager.stats().used["dram"] == 0
+    assert len(manager.parts.table) == 0 and manager.stats().used["dram"] == 0
     manager.close()
 
 

@@ -38,8 +38,8 @@ def test_it_moves_nothing_and_tells_the_planner_nothing() -> None:
         assert all(seen(bench, block) for block in bench.blocks)
         stats = manager.stats()
         assert (stats.reads_in_place, stats.read_in_place) == (4, 28)
-        assert not stats.links and not stats.misses and not manager.planner.schedule.order
-        assert all(record.extent is None for record in manager.table)
+        assert not stats.links and not stats.misses and not manager.parts.planner.schedule.order
+        assert all(record.extent is None for record in manager.parts.table)
         bench.check()
 
 
@@ -56,7 +56,7 @@ def test_what_is_in_hbm_as_well_may_be_looked_at_in_dram() -> None:
     with rig(2, BLOCKS) as bench:
         bench.use(bench.blocks[0])
         assert seen(bench, bench.blocks[0])
-        assert bench.manager.table[bench.blocks[0].id].in_hbm is State.VALID
+        assert bench.manager.parts.table[bench.blocks[0].id].in_hbm is State.VALID
 
 
 def test_what_was_written_in_hbm_is_copied_home_first_or_not_looked_at() -> None:
@@ -96,7 +96,7 @@ def test_what_somebody_has_a_view_of_may_be_being_written(again: bool) -> None:
 def test_what_is_owed_to_it_comes_first() -> None:
     with rig(2, BLOCKS) as bench:
         manager, block = bench.manager, bench.blocks[0]
-        manager.deferred.add(Deferred("step", [block.id], lambda: bench.write(block)))
+        manager.parts.deferred.add(Deferred("step", [block.id], lambda: bench.write(block)))
         assert not seen(bench, block)
         bench.use(block)
         assert seen(bench, block, again=True)
@@ -137,9 +137,9 @@ def test_cut_short_the_host_waits_for_kernels_that_nobody_knows_of(
 
         look = cut if when == "look" else lambda tensors: tensors[0].clone()
         with monkeypatch.context() as patch:
-            patch.setattr(manager.copy, "synchronize", lambda: waited.append(1))
+            patch.setattr(manager.parts.copy, "synchronize", lambda: waited.append(1))
             if when == "mark":
-                patch.setattr(manager.copy, "mark", cut)
+                patch.setattr(manager.parts.copy, "mark", cut)
             with pytest.raises(KeyboardInterrupt):
                 manager.zero_copy.read(bench.blocks[0], look, 7, again=False)
             assert waited
@@ -160,12 +160,12 @@ def test_a_place_that_the_device_does_not_reach_is_not_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with rig(2, BLOCKS) as bench:
-        monkeypatch.setattr(bench.manager.copy, "seen", lambda source: None)
+        monkeypatch.setattr(bench.manager.parts.copy, "seen", lambda source: None)
         assert not seen(bench, bench.blocks[0])
         bench.check()
 
 
 def test_in_a_captured_graph_it_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     with rig(2, BLOCKS) as bench:
-        monkeypatch.setattr(bench.manager.copy, "capturing", lambda: True)
+        monkeypatch.setattr(bench.manager.parts.copy, "capturing", lambda: True)
         assert not seen(bench, bench.blocks[0])

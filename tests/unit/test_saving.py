@@ -470,7 +470,7 @@ def test_the_state_of_the_call_is_saved(tmp_path, name, monkeypatch) -> None:
         pause.release(10_000)
         handle.result()
         assert handle.done()
-        assert run.tier._manager.transfers.keeper is None
+        assert run.tier._manager.parts.transfers.keeper is None
         assert copies and (all(copies) or name in SHORT), f"{copies.count(False)} were not copied"
         assert not all(copies) or name != "no room"
         after = dict(run.state())

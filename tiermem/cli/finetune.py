@@ -285,7 +285,7 @@ def capped(tier: tiermem.TierManager, tiers: Tiers, device: str) -> Iterator[Non
         yield
         return
     torch.cuda.empty_cache()
-    counted = isinstance(tier._manager.arena, DeviceArena)
+    counted = isinstance(tier._manager.parts.slots.arena, DeviceArena)
     most = tiers.cap if counted else tiers.cap - tiers.hbm
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), device)

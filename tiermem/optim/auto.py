@@ -46,7 +46,7 @@ class AutoOverlap:
         """
         self.waiting: set[int] = set()
         self._runtime = runtime
-        self._table = runtime.manager.table
+        self._table = runtime.manager.parts.table
         modules = cls.__module__, getattr(cls.step, "__module__", None) or ""
         self._known = all(name.startswith("torch.optim.") for name in modules)
         self._tried: dict[int, Any] = {}  # settings that the class was seen to step with, by group
@@ -89,7 +89,7 @@ class AutoOverlap:
             return
         if any(unit.group is not None and unit.group.freed for unit in units):
             return  # which will say so
-        if self._runtime.manager.copy.capturing() or self._all_there(units):
+        if self._runtime.manager.parts.copy.capturing() or self._all_there(units):
             return
         count = sys.getrefcount(state)
         if not looked_into:
@@ -176,7 +176,7 @@ class AutoOverlap:
         return sum(block.nbytes for block in needed) - group.block.nbytes <= room
 
     def _seen_now(self) -> int:
-        current = self._runtime.manager.slots.current.values()
+        current = self._runtime.manager.parts.slots.current.values()
         seen = sum(slot.extent.nbytes for slot in current if slot.aliased)
         return seen + sum(extent.nbytes for extent in self._table.orphans())
 

@@ -119,7 +119,7 @@ class InBackward:
 
     def _hold_back(self) -> None:
         """Chooses the blocks that backward steps last, and forward begins with."""
-        evictor = self._manager.evictor
+        evictor = self._manager.parts.evictor
         room = int(evictor.regions.border * (_BESIDE_MORE if evictor.residents else _HELD_BACK))
         self._held_back = set()
         for group in self._runtime.groups:
@@ -238,7 +238,7 @@ class InBackward:
                 entry = self._entries[param]
                 if grad_of(entry) is stand_in:
                     shape, dtype = entry.param.shape, entry.param.dtype
-                    zeros = torch.zeros(shape, dtype=dtype, device=self._manager.device)
+                    zeros = torch.zeros(shape, dtype=dtype, device=self._manager.parts.device)
                     self._runtime.grads.store(entry, zeros)
         self._final.clear()
         self._edited.clear()
@@ -251,7 +251,7 @@ class InBackward:
         """Lets everybody look at all blocks again."""
         with self._manager.lock:
             for debt in self._deferred:
-                self._manager.deferred.cancel(debt)
+                self._manager.parts.deferred.cancel(debt)
             self._deferred.clear()
 
     # -- what backward calls ---------------------------------------------
@@ -390,7 +390,7 @@ class InBackward:
                 return
         on_host = any(unit.host is not None for unit in units)
         work = uncompiled(InBackward._begin if on_host else InBackward._make)
-        with self._manager.lock, quiet(self._manager.device):
+        with self._manager.lock, quiet(self._manager.parts.device):
             work(self, group, units)
 
     def _make(self, group: Group, units: Sequence[StepUnit]) -> None:
@@ -403,7 +403,7 @@ class InBackward:
                     self._runtime, self._settings, self._state, ticket=self.ticket, write=write
                 )
                 ended = time.perf_counter_ns()
-                self._manager.timeline.add("optimizer", unit.name, began, ended)
+                self._manager.parts.timeline.add("optimizer", unit.name, began, ended)
         except (StorageError, CapacityError):
             pass
         except Exception as error:
@@ -482,7 +482,7 @@ class InBackward:
                 entry.param.grad = self._spent[param]
 
     def _spent_one(self, entry: Entry) -> LazyTensor:
-        shape, formal, where = entry.param.shape, entry.param.dtype, self._manager.device
+        shape, formal, where = entry.param.shape, entry.param.dtype, self._manager.parts.device
         dtype = self._runtime.grads.dtype_of(entry)
         return gone(shape, dtype, where, partial(_gone, entry.name), formal)
 
@@ -491,7 +491,7 @@ class InBackward:
     ) -> None:
         debt = Deferred(name, blocks, work)
         with self._manager.lock:
-            self._manager.deferred.add(debt, first=first)
+            self._manager.parts.deferred.add(debt, first=first)
         self._deferred.append(debt)
 
     def _refuse_look(self, group: Group) -> None:

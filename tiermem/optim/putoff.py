@@ -73,7 +73,7 @@ class PutOff:
                 self.cancel(unit)
                 unit.counted.ahead(unit, current.ticket)
                 self._deferred[id(unit)] = [debt]
-                self._manager.deferred.add(debt)
+                self._manager.parts.deferred.add(debt)
                 self._owed.add(id(unit))
         return now
 
@@ -85,7 +85,7 @@ class PutOff:
         """
         found = self._deferred.get(id(unit), ())
         for debt in found:
-            self._manager.deferred.cancel(debt)
+            self._manager.parts.deferred.cancel(debt)
             self._owed.discard(id(unit))
         self._deferred.pop(id(unit), None)
         return bool(found)
@@ -100,7 +100,7 @@ class PutOff:
     ) -> None:
         """Makes a step that was put off, wherever we are by now."""
         began = time.perf_counter_ns()
-        with quiet(self._manager.device), pipeline.sweeping():
+        with quiet(self._manager.parts.device), pipeline.sweeping():
             step = uncompiled(type(unit).step)  # the call around it may be a compiled one
             try:
                 step(unit, self._runtime, settings, self._state, scaling, ticket=ticket, owed=True)
@@ -116,4 +116,4 @@ class PutOff:
         if self._auto is not None:
             self._auto.paid()
         pipeline.write(unit.kept_blocks())
-        self._manager.timeline.add("optimizer", unit.name, began, time.perf_counter_ns())
+        self._manager.parts.timeline.add("optimizer", unit.name, began, time.perf_counter_ns())

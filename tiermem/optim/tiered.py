@@ -150,7 +150,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         self._runtime = runtime
         self._manager = runtime.manager
-        self._manager.guard()
+        self._manager.gate.guard()
         self._cls = optimizer_class(cls)
         self._settings = settings
         if overlap not in (False, True, "auto", "forward", "backward"):
@@ -226,7 +226,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._refuse_if_closed("step()")
         self._runtime.refuse_half_loaded("step()")
         self._methods.refuse_if_begun("step()")
-        self._manager.guard()
+        self._manager.gate.guard()
         if not self._rounds:
             loss = None
             if closure is not None:
@@ -370,7 +370,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         with self._manager.lock:
             for unit in self._units if unfinished else ():
                 if id(unit) in unfinished and unit.group is not None:
-                    self._manager.deferred.pay(unit.group.block.id)
+                    self._manager.parts.deferred.pay(unit.group.block.id)
 
     def _finish_but_waiting(self) -> None:
         """Makes what is left of a step and may not wait: the host's."""
@@ -379,7 +379,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         with self._manager.lock:
             for unit in self._units:
                 if id(unit) in self._owed and unit.group is not None and not self._may_wait(unit):
-                    self._manager.deferred.pay(unit.group.block.id)
+                    self._manager.parts.deferred.pay(unit.group.block.id)
 
     def _choose(self, auto: AutoOverlap, current: Round) -> None:
         auto.choose(
@@ -447,7 +447,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if not self._looked_into:
             return
         units = [unit for unit in self._units if id(unit) not in self._owed]
-        with self._manager.lock, quiet(self._manager.device):
+        with self._manager.lock, quiet(self._manager.parts.device):
             take_in_edits(self._runtime, units, self.param_groups, self._state)
 
     @entrance
@@ -672,7 +672,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             StepError: If a step was cut short, or is to be asked for by ``step()``; it stays open.
             StorageError: If a step that was put off fails; likewise.
         """
-        if self._closed or self._manager.closed:
+        if self._closed or self._manager.gate.closed:
             return
         self._settle("close()")
         runtime, units = self._runtime, self._units
@@ -754,7 +754,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         found = {n: self._tried(self.param_groups[n]) for n in new}
         if not hasattr(self, "_probe"):
             sparse = any(nature.sparse for nature in found.values())
-            self._probe = StateProbe(self.make, self._manager.device, sparse=sparse)
+            self._probe = StateProbe(self.make, self._manager.parts.device, sparse=sparse)
         if self._overlap or self._where != "device":
             refuse_draws(self._cls.__name__, list(found.values()))
         for number, nature in found.items():
@@ -768,7 +768,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             settings_of(group),
             sorted({p.dim() for p in group["params"]}),
             self._stepped_dtype(group["params"][0]),
-            self._manager.device,
+            self._manager.parts.device,
             method,
         )
 

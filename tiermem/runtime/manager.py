@@ -8,11 +8,9 @@ something here polls; no transfer calls back.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,43 +19,31 @@ from tiermem.config import Settings
 from tiermem.core.block import Block, Role, Tier
 from tiermem.core.forecast import timed
 from tiermem.core.layout import TensorShape, pack
-from tiermem.core.residency import Record, ResidencyTable
-from tiermem.core.schedule import Planner
-from tiermem.errors import REFUSALS, ClosedError, InvariantError
+from tiermem.core.residency import Record
+from tiermem.errors import REFUSALS, InvariantError
 from tiermem.io.engine import IoEngine
 from tiermem.runtime.acquire import Acquirer
-from tiermem.runtime.base.forks import generation, tell_of_forks
+from tiermem.runtime.assembly import OpenTiers
+from tiermem.runtime.base.forks import tell_of_forks
+from tiermem.runtime.base.gate import CallGate
 from tiermem.runtime.loans.host_loans import HostLoans
 from tiermem.runtime.loans.zero_copy import ZeroCopy
 from tiermem.runtime.lookahead.prefetcher import Prefetcher
 from tiermem.runtime.lookahead.replay import Replay
-from tiermem.runtime.memory.homes import HomeRequest, Homes, StoredBlock, ranges_of
+from tiermem.runtime.memory.homes import HomeRequest, StoredBlock, ranges_of
 from tiermem.runtime.memory.hostheap import HostHeap
-from tiermem.runtime.memory.opening import OpenHbm, open_hbm, open_homes, open_mover
-from tiermem.runtime.memory.slots import Holder, Slot, SlotCache
-from tiermem.runtime.metrics.counters import Counters, ResidencyRow, Stats, row_of, stats_of
-from tiermem.runtime.metrics.pass_timer import open_pass_timer
-from tiermem.runtime.metrics.timeline import Timeline
-from tiermem.runtime.parts import Parts
-from tiermem.runtime.placement.evictor import Evictor
-from tiermem.runtime.placement.limit import HbmLimit
+from tiermem.runtime.memory.opening import OpenHbm, open_hbm
+from tiermem.runtime.memory.slots import Slot
+from tiermem.runtime.metrics.counters import ResidencyRow, Stats, row_of, stats_of
 from tiermem.runtime.placement.no_room import too_much_for_good
 from tiermem.runtime.repair import repair_blocks
 from tiermem.runtime.transfers.block_io import BlockIo
-from tiermem.runtime.transfers.deferred import DeferredWork
-from tiermem.runtime.transfers.transfers import TransferLog, Transfers
-from tiermem.transfer.copy import CopyEngine, CudaCopyEngine, HostCopyEngine
-from tiermem.transfer.file.mover import FileMover
 
 _IN_BACKWARD = (Role.GRAD, Role.ACTIVATION)
 
 
 class BlockManager:
     """Blocks in three tiers, under one roof and one lock."""
-
-    homes: Homes
-    io_engine: str
-    io_reason: str
 
     def __init__(
         self,
@@ -76,64 +62,23 @@ class BlockManager:
             ConfigError: If a path cannot be used.
             CapacityError: If memory or disk space is not there.
         """
-        self.settings = settings
-        self._engine = engine
-        self.device = torch.device(settings.device)
-        cuda = self.device.type == "cuda"
         self.lock = threading.RLock()
-        self.counters = Counters()
-        self.timeline = Timeline()
-        self.planner = Planner()
-        self.holders: dict[int, Holder] = {}
-        self.deferred = DeferredWork()
-        self.closers: list[Callable[[], object]] = []  # what others have open, by the time of close
-        self._generation = generation()
-        self.torn = False  # whether an exception came at a line of ours; see cut_short
-        self.unsure = False  # and nobody has looked since who holds what
-        self._closed = False
+        self.gate = CallGate(self._repair)
+        self.closers: list[Callable[[], object]] = []  # of what others have open
+        self._opened = OpenTiers(settings, engine)
         self._given_back = False
         self._forking = False
         self._next_id = 0
-        self.mover: FileMover | None = None
         try:
-            open_homes(settings, self.device, partial(setattr, self, "homes"))
-            opened = hbm(settings, self.device)
-            self.arena = opened.arena
-            self.copy: CopyEngine = CudaCopyEngine(self.device) if cuda else HostCopyEngine()
-            self.table = ResidencyTable(opened.capacity, self.arena)
-            self.slots = SlotCache(self.arena)
-            self.by_address = self.slots.by_address
-            # what leaves the stand-in for HBM is overwritten, so that a wrong residency shows;
-            # on a GPU that costs bandwidth, and is for tests
-            poison = not cuda or os.environ.get("TIERMEM_POISON") == "1"
-            self.pass_timer = open_pass_timer(self.copy, self.counters, self.device)
-            self.transfers = Transfers(
-                self.table,
-                self.slots,
-                self.homes,
-                self.copy,
-                TransferLog(self.counters, self.timeline, self.pass_timer),
-                poison=poison,
-            )
-            self.evictor = Evictor(
-                self.table, self.slots, self.transfers, self.planner, self.holders, self.counters
-            )
-            self.limit = HbmLimit(
-                self.evictor, self.arena, opened.room, most=opened.most, open=opened.open
-            )
-            self.block_io = BlockIo(self.transfers)
-            self.parts = Parts(
-                settings, self.device, self.table, self.slots, self.homes, self.copy,
-                self.planner, self.pass_timer, self.counters, self.holders, self.deferred,
-                self.transfers, self.evictor,
-            )  # fmt: skip
+            self.parts = self._opened.make_parts(hbm)
+            self.block_io = BlockIo(self.parts.transfers)
             self.host_loans = HostLoans(self.parts)
-            self.zero_copy = ZeroCopy(self.parts, self)
-            open_mover(self.homes, self.copy, self.device, engine, self._take_mover)
+            self.zero_copy = ZeroCopy(self.parts, self.gate)
+            self._opened.open_mover(self.parts)
             self.prefetcher = Prefetcher(self.parts, self.host_loans, self.try_fill)
             self.replay = Replay(self.parts, self.prefetcher)
-            self.acquirer = Acquirer(self.parts, self, self.prefetcher, self.replay)
-            self._heap = None if cuda else HostHeap()
+            self.acquirer = Acquirer(self.parts, self.gate, self.prefetcher, self.replay)
+            self._heap = None if self.parts.device.type == "cuda" else HostHeap()
         except BaseException:
             self._give_back()
             raise
@@ -163,9 +108,9 @@ class BlockManager:
         Raises:
             CapacityError: Naming the block and the least budget that would do.
         """
-        self.guard()
+        self.gate.guard()
         with self.lock:
-            self.guard()
+            self.gate.guard()
             blocks, requests = [], []
             homes = [home] * len(wanted) if home is None or isinstance(home, str) else home
             files = stored or [None] * len(wanted)
@@ -173,23 +118,23 @@ class BlockManager:
                 specs, nbytes = pack(shapes)
                 blocks.append(Block(self._next_id, name, role, nbytes, specs))
                 self._next_id += 1
-                where = own or self.settings.policy.home(role)
+                where = own or self.parts.settings.policy.home(role)
                 ranges = None if in_files is None else ranges_of(specs, in_files)
                 requests.append(HomeRequest(name, nbytes, where, ranges))  # type: ignore[arg-type]
-            places = self.homes.reserve(requests)
+            places = self.parts.homes.reserve(requests)
             try:
                 for block, request, (tier, extent) in zip(blocks, requests, places, strict=True):
-                    self.table.add(block, tier, extent, defined=request.stored is not None)
-                self._fix([b for b in blocks if self.table[b.id].home is Tier.HBM])
+                    self.parts.table.add(block, tier, extent, defined=request.stored is not None)
+                self._fix([b for b in blocks if self.parts.table[b.id].home is Tier.HBM])
                 later = (block.nbytes for block in blocks if block.role in _IN_BACKWARD)
-                self.evictor.expect(max(later, default=0))
+                self.parts.evictor.expect(max(later, default=0))
             except BaseException as error:
                 if not isinstance(error, REFUSALS):
                     self.repair_blocks()  # it may have come anywhere
                 self.remove_blocks(blocks)
                 for tier, extent in places:
-                    if extent is not None and self.homes.holds(tier, extent):
-                        self.homes.release(tier, extent)  # no block of the table had it yet
+                    if extent is not None and self.parts.homes.holds(tier, extent):
+                        self.parts.homes.release(tier, extent)  # no block of the table had it yet
                 raise
             return blocks
 
@@ -210,14 +155,14 @@ class BlockManager:
             CapacityError: If DRAM has no room for the chunks that reads pass through.
             StorageError: If a file cannot be opened.
         """
-        self.guard()
+        self.gate.guard()
         with self.lock:
-            self.guard()
-            first = self.homes.open_sources().add(paths, check)
+            self.gate.guard()
+            first = self.parts.homes.open_sources().add(paths, check)
             self.flush()
-            self.transfers.ahead.cancel()
-            before = self.mover
-            open_mover(self.homes, self.copy, self.device, self._engine, self._take_mover)
+            self.parts.transfers.ahead.cancel()
+            before = self.parts.mover
+            self._opened.open_mover(self.parts)
             if before is not None:
                 before.close()
             return first
@@ -232,29 +177,29 @@ class BlockManager:
             CapacityError: If a tier cannot hold them.
             StorageError: If one cannot be read; it and those behind it stay as they were.
         """
-        self.guard()
+        self.gate.guard()
         with self.lock:
-            self.guard()
-            records = [self.table[block.id] for block in blocks]
-            records = [r for r in records if self.homes.read_only(r.home_extent)]
+            self.gate.guard()
+            records = [self.parts.table[block.id] for block in blocks]
+            records = [r for r in records if self.parts.homes.read_only(r.home_extent)]
             requests = [self._writable(record) for record in records]
-            places = self.homes.reserve(requests)
+            places = self.parts.homes.reserve(requests)
             try:
                 for record, (tier, extent) in zip(records, places, strict=True):
                     self.acquirer.acquire(record.block)
                     try:
-                        self.transfers.rehome(record, tier, extent)
+                        self.parts.transfers.rehome(record, tier, extent)
                     finally:
-                        self.table.release(record.block.id)
+                        self.parts.table.release(record.block.id)
             except REFUSALS:  # any other may have come anywhere: a repair frees what nobody has
                 for record, (tier, extent) in zip(records, places, strict=True):
                     if extent is not None and record.home_extent != extent:
-                        self.homes.release(tier, extent)
+                        self.parts.homes.release(tier, extent)
                 raise
 
     def _writable(self, record: Record) -> HomeRequest:
-        home = self.settings.policy.home(record.block.role)
-        if home == "nvme" and self.homes.swap is None:
+        home = self.parts.settings.policy.home(record.block.role)
+        if home == "nvme" and self.parts.homes.swap is None:
             home = "auto"
         return HomeRequest(record.block.name, record.block.nbytes, home)
 
@@ -266,41 +211,42 @@ class BlockManager:
         Raises:
             InvariantError: If one of them is leased; nothing is changed then.
         """
-        if self.closed:
+        if self.gate.closed:
             return
         with self.lock:
-            present = [block for block in blocks if self.table.get(block.id) is not None]
+            present = [block for block in blocks if self.parts.table.get(block.id) is not None]
             for block in present:
-                self.transfers.settle(block.id)
-                if self.table[block.id].leases:
+                self.parts.transfers.settle(block.id)
+                if self.parts.table[block.id].leases:
                     raise InvariantError(f"block {block.name!r} is in use and cannot be removed")
-            if any(self.table[block.id].home is Tier.DRAM for block in present):
-                self.copy.wait(self.copy.risen())  # the host may be the next to write at home
+            if any(self.parts.table[block.id].home is Tier.DRAM for block in present):
+                # the host may be the next to write at home
+                self.parts.copy.wait(self.parts.copy.risen())
             for block in present:
-                record = self.table[block.id]
-                if self.transfers.keeper is not None:
-                    self.transfers.keeper.before_write(record)
-                self.transfers.ahead.drop(block.id)
-                self.copy.wait(self.transfers.home_ready.pop(block.id, None))
-                self.evictor.forget(record, gone=True)
+                record = self.parts.table[block.id]
+                if self.parts.transfers.keeper is not None:
+                    self.parts.transfers.keeper.before_write(record)
+                self.parts.transfers.ahead.drop(block.id)
+                self.parts.copy.wait(self.parts.transfers.home_ready.pop(block.id, None))
+                self.parts.evictor.forget(record, gone=True)
                 if record.home_extent is not None:
-                    self.homes.release(record.home, record.home_extent)
-                self.slots.forget(block.id)
+                    self.parts.homes.release(record.home, record.home_extent)
+                self.parts.slots.forget(block.id)
                 self.zero_copy.forget(block.id)
-                self.transfers.failing.discard(block.id)
-            self.planner.forget({block.id for block in present})
+                self.parts.transfers.failing.discard(block.id)
+            self.parts.planner.forget({block.id for block in present})
             gone = [block.id for block in present]
-            self.transfers.waste.forget(gone)
-            self.transfers.departures.forget(gone)
+            self.parts.transfers.waste.forget(gone)
+            self.parts.transfers.departures.forget(gone)
 
     def can_hold(self, nbytes: int) -> bool:
         """Whether HBM can hold so many bytes at one time; it is made larger for that if need be."""
         with self.lock:
-            return self.limit.require(nbytes)
+            return self.parts.limit.require(nbytes)
 
     def record(self, block: Block) -> Record:
         """Returns the table's row of a block."""
-        return self.table[block.id]
+        return self.parts.table[block.id]
 
     # -- use -------------------------------------------------------------
 
@@ -319,7 +265,7 @@ class BlockManager:
             ConfigError: If a CUDA graph is being captured and the block may move.
             ClosedError: After ``close()``, or in a forked child.
         """
-        self.guard()  # before the lock as well: a forked child may find it taken for ever
+        self.gate.guard()  # before the lock as well: a forked child may find it taken for ever
         with self.lock:
             return self.acquirer.acquire(block)
 
@@ -329,19 +275,19 @@ class BlockManager:
         Until all are there nobody has seen an address of theirs, so they may be moved to make
         room for each other.
         """
-        self.guard()
+        self.gate.guard()
         with self.lock:
-            unseen = self.evictor.rules.unseen
+            unseen = self.parts.evictor.rules.unseen
             taken: list[Block] = []
             try:
                 for block in blocks:
                     self.acquire(block)
                     taken.append(block)
                     unseen[block.id] = unseen.get(block.id, 0) + 1
-                return [self.slots.current[block.id] for block in blocks]
+                return [self.parts.slots.current[block.id] for block in blocks]
             except BaseException:
                 for block in taken:
-                    self.table.release(block.id)
+                    self.parts.table.release(block.id)
                 raise
             finally:
                 for block in taken:
@@ -350,27 +296,27 @@ class BlockManager:
     def release(self, block: Block, *, dirty: bool = False) -> None:
         """Gives a lease back."""
         with self.lock:
-            self.table.release(block.id, dirty=dirty)
+            self.parts.table.release(block.id, dirty=dirty)
 
     def mark_dirty(self, block: Block) -> None:
         """Says that a leased block was written."""
         with self.lock:
-            self.table.mark_dirty(block.id)
+            self.parts.table.mark_dirty(block.id)
 
     def slot_at_hand(self, block: Block) -> Slot | None:
         """Returns the slot of a block that is in HBM and usable, without leasing it."""
         with self.lock:
-            self.deferred.pay(block.id)
-            return self.slots.current[block.id] if self.table[block.id].usable else None
+            self.parts.deferred.pay(block.id)
+            return self.parts.slots.current[block.id] if self.parts.table[block.id].usable else None
 
     def discard(self, block: Block) -> None:
         """Forgets what a block holds; who still looks at its bytes keeps them as they were."""
         with self.lock:
-            self.deferred.pay(block.id)
-            self.transfers.settle(block.id)
-            self.transfers.ahead.drop(block.id)
-            self.evictor.forget(self.table[block.id], gone=False)
-            self.transfers.failing.discard(block.id)
+            self.parts.deferred.pay(block.id)
+            self.parts.transfers.settle(block.id)
+            self.parts.transfers.ahead.drop(block.id)
+            self.parts.evictor.forget(self.parts.table[block.id], gone=False)
+            self.parts.transfers.failing.discard(block.id)
 
     def read(self, block: Block) -> list[torch.Tensor]:
         """Returns copies of a block's tensors in ordinary host memory.
@@ -378,10 +324,10 @@ class BlockManager:
         Raises:
             StorageError: If its bytes cannot be read.
         """
-        self.guard()
+        self.gate.guard()
         with self.lock, torch.inference_mode(False), torch.no_grad():
-            self.guard()
-            self.deferred.pay(block.id)
+            self.gate.guard()
+            self.parts.deferred.pay(block.id)
             return self.block_io.read(block)
 
     def read_home(self, block: Block) -> torch.Tensor:
@@ -391,9 +337,9 @@ class BlockManager:
             StorageError: If they cannot be read.
             InvariantError: If the block's home is no file.
         """
-        self.guard()
+        self.gate.guard()
         with self.lock:
-            self.guard()
+            self.gate.guard()
             return self.block_io.read_home(block)
 
     def restore(self, block: Block, begin: int, end: int) -> None:
@@ -404,14 +350,14 @@ class BlockManager:
     def slot_bytes(self, block: Block) -> torch.Tensor:
         """Returns the bytes of a leased block, ordered after what brought them."""
         with self.lock:
-            self.copy.use(self.transfers.ready.get(block.id))
-            return self.slots.current[block.id].bytes
+            self.parts.copy.use(self.parts.transfers.ready.get(block.id))
+            return self.parts.slots.current[block.id].bytes
 
     def write_home(self, block: Block, tensors: Sequence[torch.Tensor | None]) -> None:
         """Writes a block without data straight to its home; see :class:`BlockIo`."""
-        self.guard()
+        self.gate.guard()
         with self.lock, torch.inference_mode(False), torch.no_grad():
-            self.guard()
+            self.gate.guard()
             self.block_io.write_home(block, tensors)
 
     # -- passes ----------------------------------------------------------
@@ -427,39 +373,39 @@ class BlockManager:
             load: Its tokens, rounded; 0 where they are not known.
             again: Whether to assume that it comes again, where nothing is known to follow it.
         """
-        self.guard()
+        self.gate.guard()
         with self.lock:
-            self.guard()
-            if self.copy.capturing():
+            self.gate.guard()
+            if self.parts.copy.capturing():
                 return  # nothing runs now; replays are not seen at all
             if self._heap is not None:
                 self._heap.look()
-            if self.limit.follow(key):
+            if self.parts.limit.follow(key):
                 self.replay.repair()
-            self.pass_timer.begin(timed(key, load))
+            self.parts.pass_timer.begin(timed(key, load))
             self.prefetcher.end_pass()
-            self.planner.begin(key, guess, again=again)
+            self.parts.planner.begin(key, guess, again=again)
             outlook, number = self.prefetcher.plan(load)
-            self.evictor.rearrange(self.planner.schedule)
+            self.parts.evictor.rearrange(self.parts.planner.schedule)
             if not self.replay.begin(outlook, number):
                 self.prefetcher.run()
 
     def end_pass(self) -> None:
         """Says that the pass under way has ended; without it, it ends when the next begins."""
-        if self.pass_timer.sampling:
+        if self.parts.pass_timer.sampling:
             with self.lock:
-                self.pass_timer.ended()
+                self.parts.pass_timer.ended()
 
     def poll(self) -> None:
         """Takes up every transfer that has finished."""
         with self.lock:
-            self.transfers.poll()
+            self.parts.transfers.poll()
 
     def flush(self) -> None:
         """Waits until no transfer is under way, and frees what belongs to no block."""
         with self.lock:
-            self.transfers.settle_all()
-            self.evictor.reap()
+            self.parts.transfers.settle_all()
+            self.parts.evictor.reap()
 
     def try_fill(self, record: Record, position: int) -> bool:
         """Begins to fetch a block ahead of its use, if that evicts nothing needed sooner.
@@ -473,13 +419,13 @@ class BlockManager:
         """
         if record.home is Tier.NVME and not self.prefetcher.disk.staged(record, position):
             return False  # on its way into DRAM: it takes no room here until it is there
-        room = self.evictor.place(record.block, position)
+        room = self.parts.evictor.place(record.block, position)
         if room is None:
             return False
-        self.transfers.fill(record, room.extent)
+        self.parts.transfers.fill(record, room.extent)
         self.replay.note(record, room, position)
-        self.evictor.order.note_use(record.block.id)
-        self.counters.prefetches += 1
+        self.parts.evictor.order.note_use(record.block.id)
+        self.parts.counters.prefetches += 1
         return True
 
     # -- reports ---------------------------------------------------------
@@ -487,44 +433,44 @@ class BlockManager:
     def stats(self) -> Stats:
         """Returns what happened so far."""
         with self.lock:
-            homes, settings = self.homes, self.settings
+            homes, settings = self.parts.homes, self.parts.settings
             on_disk = homes.swap.capacity if homes.swap is not None else 0
             files = homes.swap or homes.sources
             return stats_of(
-                self.counters,
-                used=(self.table.hbm.used, homes.dram.used, homes.nvme_used),
+                self.parts.counters,
+                used=(self.parts.table.hbm.used, homes.dram.used, homes.nvme_used),
                 budget=(
-                    self.table.hbm.capacity
-                    if self.limit.open or settings.hbm_auto
+                    self.parts.table.hbm.capacity
+                    if self.parts.limit.open or settings.hbm_auto
                     else settings.hbm,
                     settings.dram,
                     settings.nvme_bytes or on_disk,
                 ),
-                peak=(self.table.hbm.peak, homes.dram.peak, homes.nvme_peak),
-                io=self._io(),
+                peak=(self.parts.table.hbm.peak, homes.dram.peak, homes.nvme_peak),
+                io=self._opened.io(),
                 direct=files is not None and files.direct,
-                efficiency=self.pass_timer.efficiency(),
-                ahead=(self.prefetcher.disk.reads_into, self.transfers.ahead.kept),
-                kept=self.evictor.regions.kept,
-                mapped=self.arena.mapped,
+                efficiency=self.parts.pass_timer.efficiency(),
+                ahead=(self.prefetcher.disk.reads_into, self.parts.transfers.ahead.kept),
+                kept=self.parts.evictor.regions.kept,
+                mapped=self.parts.slots.arena.mapped,
             )
 
     def residency(self) -> list[ResidencyRow]:
         """Returns where every block is."""
         with self.lock:
-            if not self.closed:
-                self.transfers.poll()
-            return [row_of(record) for record in self.table]
+            if not self.gate.closed:
+                self.parts.transfers.poll()
+            return [row_of(record) for record in self.parts.table]
 
     def close(self) -> None:
         """Stops every transfer and gives memory and disk space back; idempotent.
 
         Cut short (by Ctrl-C), it can be called again.
         """
-        if self._given_back or self._generation != generation():
+        if self._given_back or self.gate.forked:
             return
         with self.lock:
-            self._closed = True
+            self.gate.closed = True
             if hasattr(self, "replay"):
                 self.replay.interrupt()
             self._give_back()
@@ -536,47 +482,40 @@ class BlockManager:
         The first half of :meth:`close`: page-locked memory is ordinary memory from here on.
         """
         with self.lock, ExitStack() as steps:  # runs them last first
-            self._closed = True
+            self.gate.closed = True
             self.replay.interrupt()
-            steps.callback(self.homes.arena.unlock)
-            steps.callback(self.copy.synchronize)
-            if self.mover is not None:
-                steps.callback(self.mover.close)
-            steps.callback(self.deferred.wait)
+            steps.callback(self.parts.homes.arena.unlock)
+            steps.callback(self.parts.copy.synchronize)
+            if self.parts.mover is not None:
+                steps.callback(self.parts.mover.close)
+            steps.callback(self.parts.deferred.wait)
 
     def _give_back(self) -> None:
         """Closes whatever was opened, each thing however the others fare."""
-        with ExitStack() as steps:  # runs them last first
-            if hasattr(self, "homes"):
-                steps.callback(self.homes.close)
-            if hasattr(self, "arena"):
-                steps.callback(self.arena.close)
-            if hasattr(self, "slots"):
-                steps.callback(self.slots.clear)
-            if hasattr(self, "in_place"):
-                steps.callback(self.zero_copy.clear)
-            if hasattr(self, "copy"):
-                steps.callback(self.copy.synchronize)
-            if self.mover is not None:
-                steps.callback(self.mover.close)
-            for holder in list(self.holders.values()):
-                steps.callback(holder.unpoint)
-            for close in self.closers:
-                steps.callback(close)
-            steps.callback(self.deferred.wait)
+        first = ExitStack()  # runs them last first
+        if hasattr(self, "parts"):
+            for holder in list(self.parts.holders.values()):
+                first.callback(holder.unpoint)
+        if hasattr(self, "zero_copy"):
+            first.callback(self.zero_copy.clear)
+        for close in self.closers:
+            first.callback(close)
+        if hasattr(self, "parts"):
+            first.callback(self.parts.deferred.wait)
+        self._opened.close(first)
 
     def before_fork(self) -> None:
         """Lets a child see what somebody else looks at in HBM (CPU); the rest it will not have."""
         self._forking = self.lock.acquire(blocking=False)
         if self._forking:
-            seen = [slot.extent for slot in self.slots.current.values() if slot.aliased]
-            self.arena.show_to_children([*seen, *self.table.orphans()])
+            seen = [slot.extent for slot in self.parts.slots.current.values() if slot.aliased]
+            self.parts.slots.arena.show_to_children([*seen, *self.parts.table.orphans()])
         else:  # another thread is at it: nobody knows what is looked at
-            self.arena.show_to_children(None)
+            self.parts.slots.arena.show_to_children(None)
 
     def after_fork(self) -> None:
         """Hides HBM from children again."""
-        self.arena.show_to_children(())
+        self.parts.slots.arena.show_to_children(())
         if self._forking:
             self._forking = False
             self.lock.release()
@@ -585,43 +524,22 @@ class BlockManager:
         """Sees to it that a forked child is refused, waits for nobody and keeps no file open."""
         # another thread of the parent may have had the lock, and will never give it back here
         self.lock = threading.RLock()
+        self.gate.closed = self.gate.forked = True
         self.replay.interrupt()
         if self._given_back:
             return
-        if self.mover is not None:
-            self.mover.forked()
-        self.homes.forked()
-        for holder in list(self.holders.values()):
+        if self.parts.mover is not None:
+            self.parts.mover.forked()
+        self.parts.homes.forked()
+        for holder in list(self.parts.holders.values()):
             holder.forked()
-
-    @property
-    def closed(self) -> bool:
-        """Whether this manager can no longer be used from here."""
-        return self._closed or self._generation != generation()
-
-    def guard(self) -> None:
-        """Raises ClosedError where the manager cannot be used."""
-        if self._generation != generation():
-            raise ClosedError(
-                "this TierManager belongs to the parent process; a forked child cannot use its "
-                "tiers: open one of its own, or pass it ordinary tensors"
-            )
-        if self._closed:
-            raise ClosedError(
-                "this TierManager is closed: the models that were wrapped in it are ordinary ones "
-                "again, unless they were discarded, and the state of its optimizers is gone (take "
-                "optimizer.state_dict() before); open a new one and wrap again"
-            )
-
-        if self.torn:
-            self._repair()
 
     def cut_short(self) -> None:
         """Says that an exception has passed that came at a line of ours: anything may be half done.
 
         The next call from outside has :mod:`tiermem.runtime.repair` put it right.
         """
-        self.torn = self.unsure = True
+        self.gate.torn = self.gate.unsure = True
         self.replay.interrupt()  # so that the next use asks whether anything is torn
 
     def repair_blocks(self) -> None:
@@ -635,20 +553,9 @@ class BlockManager:
         if self.lock._is_owned():  # type: ignore[attr-defined]
             return
         with self.lock:
-            if self.torn:
+            if self.gate.torn:
                 self.repair_blocks()
-                self.torn = False
-
-    def _take_mover(self, made: tuple[FileMover | None, str, str]) -> None:
-        self.mover, self.io_engine, self.io_reason = made
-        self.transfers.mover = self.mover
-
-    def _io(self) -> tuple[str, str]:
-        """Returns the name of the I/O engine, and why it is this one."""
-        if self.mover is None or self.io_engine == "given":
-            return self.io_engine, self.io_reason
-        name, note = self.mover.engine
-        return name, note or self.io_reason
+                self.gate.torn = False
 
     def _fix(self, blocks: Sequence[Block]) -> None:
         """Gives blocks whose home is HBM their place for good.
@@ -658,10 +565,10 @@ class BlockManager:
         """
         if not blocks:
             return
-        there = self.table.fixed_nbytes()
-        if not self.limit.require(there + sum(block.nbytes for block in blocks)):
-            raise too_much_for_good(blocks, there, self.table.hbm.capacity)
+        there = self.parts.table.fixed_nbytes()
+        if not self.parts.limit.require(there + sum(block.nbytes for block in blocks)):
+            raise too_much_for_good(blocks, there, self.parts.table.hbm.capacity)
         for block in blocks:
-            record = self.table[block.id]
+            record = self.parts.table[block.id]
             self.acquirer.place_blank(record)
             record.fixed = True

@@ -13,14 +13,16 @@ from tiermem.runtime.memory.homes import Homes
 from tiermem.runtime.memory.slots import Holder, SlotCache
 from tiermem.runtime.metrics.counters import Counters
 from tiermem.runtime.metrics.pass_timer import PassTimer
+from tiermem.runtime.metrics.timeline import Timeline
 from tiermem.runtime.placement.evictor import Evictor
+from tiermem.runtime.placement.limit import HbmLimit
 from tiermem.runtime.transfers.deferred import DeferredWork
 from tiermem.runtime.transfers.transfers import Transfers
 from tiermem.transfer.copy import CopyEngine
 from tiermem.transfer.file.mover import FileMover
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Parts:
     """The parts of one manager, all of them under its lock.
 
@@ -34,10 +36,12 @@ class Parts:
         planner: The order of uses.
         pass_timer: Times of passes, links and blocks.
         counters: What happened.
+        timeline: When it did.
         holders: Who points at blocks in HBM, by the id of the block.
         deferred: Work that is owed to blocks.
         transfers: Transfers under way.
         evictor: Places in HBM.
+        limit: How many bytes of HBM there are.
     """
 
     settings: Settings
@@ -49,10 +53,12 @@ class Parts:
     planner: Planner
     pass_timer: PassTimer
     counters: Counters
+    timeline: Timeline
     holders: dict[int, Holder]
     deferred: DeferredWork
     transfers: Transfers
     evictor: Evictor
+    limit: HbmLimit
 
     @property
     def mover(self) -> FileMover | None:

@@ -2,7 +2,7 @@
 
 Ctrl-C, a signal handler of the user's, a RecursionError or a MemoryError may come between any two
 lines. No order of assignments makes every operation whole for all of them. So whoever lets users
-in notes that such an exception has passed (:attr:`BlockManager.torn`), and the next who comes in
+in notes that such an exception has passed (:attr:`CallGate.torn`), and the next who comes in
 has this called first, before anything is looked at.
 
 Believed is what one assignment says and what holds the only copy of something: the records of the

@@ -141,7 +141,7 @@ def views_of(manager: BlockManager, block: Block) -> list[torch.Tensor]:
     Raises:
         StorageError: If its bytes cannot be read.
     """
-    manager.deferred.pay(block.id)
+    manager.parts.deferred.pay(block.id)
     return manager.block_io.views(block)
 
 

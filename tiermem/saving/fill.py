@@ -70,8 +70,8 @@ class ParamState:
 
 def blank(manager: BlockManager, block: Block) -> None:
     """Gives up what a block holds, unless somebody looks at it or it never moves."""
-    slot = manager.slots.current.get(block.id)
-    record = manager.table[block.id]
+    slot = manager.parts.slots.current.get(block.id)
+    record = manager.parts.table[block.id]
     if not record.fixed and not record.leases and (slot is None or not slot.aliased):
         manager.discard(block)
 
@@ -154,7 +154,7 @@ def fill_state(
                     run.into(reader, target)
                     values[key] = target
                 optimizer.state[own] = values
-            slot = None if unit.block is None else manager.slots.current[unit.block.id]
+            slot = None if unit.block is None else manager.parts.slots.current[unit.block.id]
             unit.detach(runtime, optimizer, slot, shown)
 
 

@@ -153,17 +153,17 @@ class SaveHandle:
                     continue
                 entry = self._entries.setdefault(plain.block.id, _Entry(plain.block))
                 entry.picks += plain.picks
-            self._send_home([manager.table[i] for i in self._entries])
+            self._send_home([manager.parts.table[i] for i in self._entries])
             for entry in self._entries.values():
                 self._enter(entry)
             self._left.extend(self._entries.values())
-            manager.homes.owners.append(self._owned)
+            manager.parts.homes.owners.append(self._owned)
             manager.closers.append(self._cancel)
-            manager.transfers.keeper = self
+            manager.parts.transfers.keeper = self
 
     def _send_home(self, records: list[Record]) -> None:
         """Has what is newer in HBM be written home, unless somebody may write it there unseen."""
-        transfers = self._manager.transfers
+        transfers = self._manager.parts.transfers
         going = []
         for record in records:
             transfers.settle(record.block.id)
@@ -181,11 +181,11 @@ class SaveHandle:
 
     def _enter(self, entry: _Entry) -> None:
         """Finds the bytes of a block at home; those that are not there are copied, or written."""
-        manager, record = self._manager, self._manager.table[entry.block.id]
+        manager, record = self._manager, self._manager.parts.table[entry.block.id]
         if record.home_extent is not None and record.at_home is Residency.VALID:
             if record.home is Tier.DRAM:
-                manager.copy.wait(manager.transfers.home_ready.get(entry.block.id))
-                entry.home = manager.homes.arena.bytes_of(record.home_extent)
+                manager.parts.copy.wait(manager.parts.transfers.home_ready.get(entry.block.id))
+                entry.home = manager.parts.homes.arena.bytes_of(record.home_extent)
             return
         whole = manager.block_io.whole(entry.block)
         if not self._copy(entry, whole):
@@ -227,7 +227,7 @@ class SaveHandle:
 
     def _copy(self, entry: _Entry, whole: torch.Tensor) -> bool:
         """Copies a block to DRAM that is free; returns whether there was any."""
-        homes = self._manager.homes
+        homes = self._manager.parts.homes
         extent = homes.lend(entry.block.nbytes)
         if extent is None:
             return False
@@ -250,7 +250,7 @@ class SaveHandle:
             extent, entry.copy = entry.copy, None
             self._changed.notify_all()
         if extent is not None:
-            self._manager.homes.release(Tier.DRAM, extent)
+            self._manager.parts.homes.release(Tier.DRAM, extent)
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
@@ -301,7 +301,7 @@ class SaveHandle:
             if entry.state not in (_State.AT_HOME, _State.COPIED):
                 return
             if entry.copy is not None:
-                whole = self._manager.homes.arena.bytes_of(entry.copy)
+                whole = self._manager.parts.homes.arena.bytes_of(entry.copy)
             elif whole is None:
                 whole = entry.home
             if whole is None:
@@ -346,7 +346,8 @@ class SaveHandle:
     def _let_go(self) -> None:
         """Is told of nothing any more, and gives its DRAM back."""
         lock, held = self._manager.lock, False
-        while not held and not self._manager.closed:  # who closes it has the lock, and waits here
+        # who closes the manager has the lock, and waits here
+        while not held and not self._manager.gate.closed:
             held = lock.acquire(timeout=_PATIENCE)
         try:
             self._forget()
@@ -356,17 +357,17 @@ class SaveHandle:
 
     def _forget(self) -> None:
         manager = self._manager
-        if manager.transfers.keeper is self:
-            manager.transfers.keeper = None
-        if self._owned in manager.homes.owners:
-            manager.homes.owners.remove(self._owned)
+        if manager.parts.transfers.keeper is self:
+            manager.parts.transfers.keeper = None
+        if self._owned in manager.parts.homes.owners:
+            manager.parts.homes.owners.remove(self._owned)
         if self._cancel in manager.closers:
             manager.closers.remove(self._cancel)
         for entry in self._entries.values():
             entry.state = _State.DONE
             if entry.copy is not None:
                 extent, entry.copy = entry.copy, None
-                manager.homes.release(Tier.DRAM, extent)
+                manager.parts.homes.release(Tier.DRAM, extent)
             entry.home = None
         with self._changed:
             self._changed.notify_all()

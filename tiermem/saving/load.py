@@ -121,7 +121,7 @@ class _Loader:
             raise
         self._settle(values)
         self._runtime.half_loaded = ""
-        restore_generators(values["rng"], self._manager.device)
+        restore_generators(values["rng"], self._manager.parts.device)
         return values["extra"]
 
     def _make(self, actions: Sequence[_Action]) -> None:
@@ -246,7 +246,7 @@ class _Loader:
         )
         for optimizer, saved, (factor, *_) in each:
             if factor is not None:
-                factor = factor.to(self._manager.device)
+                factor = factor.to(self._manager.parts.device)
             optimizer.replaced(factor, saved["backwards"])
 
     def _settle_groups(self, found: Sequence[Contents], values: dict[str, Any]) -> None:
@@ -454,7 +454,7 @@ class _Loader:
         if entry is None or entry.unit is None or entry.materialized:
             param.grad = gradient.to(param.device)
         else:
-            self._runtime.grads.store(entry, gradient.to(self._manager.device))
+            self._runtime.grads.store(entry, gradient.to(self._manager.parts.device))
 
 
 _NOTHING = torch.empty(0)

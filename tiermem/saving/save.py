@@ -74,7 +74,7 @@ def make_plan(runtime: ModuleRuntime, path: str | os.PathLike[str], extra: Any) 
         folder.check()
     collector = Collector(runtime)
     found = [optimizer.contents("tier.save()") for optimizer in optimizers_of(runtime)]
-    collector.collect(found, rng=generator_states(runtime.manager.device), extra=extra)
+    collector.collect(found, rng=generator_states(runtime.manager.parts.device), extra=extra)
     plans, small = [], {}
     for specs, model in zip(collector.model_specs, collector.models, strict=True):
         metadata = {"format": "pt", **model.aliases}
@@ -130,7 +130,7 @@ def write_source(runtime: ModuleRuntime, source: Source, writer: TensorWriter) -
     """Writes the tensors that a source has."""
     manager = runtime.manager
     with manager.lock, torch.inference_mode(False), torch.no_grad():
-        manager.guard()
+        manager.gate.guard()
         for key, begin, tensor in source.runs():
             writer.put(key, begin, tensor)
 

@@ -47,7 +47,7 @@ def entrance(method: F) -> F:
     @functools.wraps(method)
     def enter(self: HasRuntime, /, *args: Any, **kwargs: Any) -> Any:
         manager = self._runtime.manager
-        if manager.unsure:
+        if manager.gate.unsure:
             self._runtime.repair()
         try:
             return method(self, *args, **kwargs)
@@ -57,7 +57,7 @@ def entrance(method: F) -> F:
             if OUTSIDE in error.__dict__:
                 del error.__dict__[OUTSIDE]
             else:
-                manager.torn = manager.unsure = True
+                manager.gate.torn = manager.gate.unsure = True
             raise
 
     return cast("F", enter)
@@ -77,7 +77,7 @@ def inside(method: F) -> F:
             raise
         except BaseException as error:
             if OUTSIDE not in error.__dict__:
-                self.manager.torn = self.manager.unsure = True
+                self.manager.gate.torn = self.manager.gate.unsure = True
             raise
 
     return cast("F", enter)

@@ -342,19 +342,19 @@ class GradStore:
         stand_in = entry.lazy
         held = is_held(stand_in, besides=1) or (stand_in is not None and is_elsewhere(stand_in))
         if isinstance(stand_in, LazyTensor) and held:
-            orphan(stand_in, gradient.to(self.manager.device, copy=True))
+            orphan(stand_in, gradient.to(self.manager.parts.device, copy=True))
         entry.lazy = None
         entry.has_grad = False
 
     def owed(self, entry: Entry) -> bool:
         """Whether a step that uses the gradient of a parameter is still to be made."""
-        return entry.unit is not None and entry.unit.block.id in self.manager.deferred
+        return entry.unit is not None and entry.unit.block.id in self.manager.parts.deferred
 
     def pay(self, unit: GradUnit | None) -> None:
         """Has a step made that uses the gradients of a unit and is still owed."""
-        if unit is not None and unit.block.id in self.manager.deferred:
+        if unit is not None and unit.block.id in self.manager.parts.deferred:
             with self.manager.lock:
-                self.manager.deferred.pay(unit.block.id)
+                self.manager.parts.deferred.pay(unit.block.id)
 
     def sync(self, entry: Entry) -> None:
         """Takes up what a user did to ``param.grad``: another tensor or None ends our own."""
@@ -514,7 +514,7 @@ class GradStore:
             entry.lazy = lazy(
                 entry.param.shape,
                 dtype,
-                self.manager.device,
+                self.manager.parts.device,
                 Weak(self.load, entry, dtype),
                 Weak(self._written, entry),
                 formal=entry.param.dtype,

@@ -58,7 +58,9 @@ class Member:
         self.tensor = tensor
         self.group = group
         self.index = index
-        self.placeholder = shared_placeholder(tensor.shape, tensor.dtype, group.manager.device)
+        self.placeholder = shared_placeholder(
+            tensor.shape, tensor.dtype, group.manager.parts.device
+        )
         self.kind: type = type(tensor)
         self.away = away_class(self.kind)
         self.materialized = False
@@ -188,7 +190,8 @@ class Group(Holder):
         """
         self.manager = manager
         self._acquirer = manager.acquirer
-        self._release = manager.table.release
+        self._deferred = manager.parts.deferred
+        self._release = manager.parts.table.release
         self.block = block
         self.writes_hidden = writes_hidden
         self.entries: list[Entry] = []
@@ -210,7 +213,7 @@ class Group(Holder):
         self._counted: Sequence[torch.Tensor] = ()
         self._versions = 0
         self._slot: Slot | None = None
-        manager.holders[block.id] = self
+        manager.parts.holders[block.id] = self
 
     def ready(self, host_loans: Lender) -> None:
         """Lets go of the tensors' own memory; from now on ``lender`` brings them up."""
@@ -264,7 +267,7 @@ class Group(Holder):
         member.materialized = False
         self.sort_members()
         slot = self._slot
-        if slot is not self.manager.slots.current.get(self.block.id):
+        if slot is not self.manager.parts.slots.current.get(self.block.id):
             slot = self._slot = None  # nothing pointed at it, so nobody said that the block left
         if slot is None:
             member.point(member.placeholder, member.away)
@@ -274,14 +277,14 @@ class Group(Holder):
 
     def hold(self) -> None:
         """Leases the block and points its tensors at it."""
-        self.manager.guard()  # before the lock: a forked child may find it taken for ever
+        self.manager.gate.guard()  # before the lock: a forked child may find it taken for ever
         with self.manager.lock:  # threads may evaluate one model together
             self.hold_locked()
 
     def hold_locked(self) -> None:
         """Does that for who has the manager's lock."""
-        if self.holds and self.manager.deferred.owed:  # of a step that could not be taken back
-            self.manager.deferred.pay(self.block.id)
+        if self.holds and self._deferred.owed:  # of a step that could not be taken back
+            self._deferred.pay(self.block.id)
         if self.holds == 0:
             if self.merging:
                 self.suspect = any(module.merged_adapters for module in self.merging)
@@ -400,15 +403,15 @@ class Group(Holder):
             return
         for inside in self.insides:
             inside.reset()
-        record = self.manager.table.get(self.block.id)
-        slot = self.manager.slots.current.get(self.block.id)
+        record = self.manager.parts.table.get(self.block.id)
+        slot = self.manager.parts.slots.current.get(self.block.id)
         self.holds, self.soft = 0, False
         with _Plain(), torch.inference_mode(False), torch.no_grad():
             if slot is not None and record is not None and record.usable:
                 written = take_home(self, slot) or self._count() != self._versions
                 record.leases += written
                 if written:
-                    self.manager.table.mark_dirty(self.block.id)
+                    self.manager.parts.table.mark_dirty(self.block.id)
             for left in (self._slot, slot):
                 if left is not None:
                     left.pointed, left.idle = 0, False

@@ -65,7 +65,7 @@ def check_module(model: object, manager_id: int) -> nn.Module:
             manager = getattr(
                 getattr(module.__dict__["_call_impl"], "runtime", None), "manager", None
             )
-            if manager is not None and manager.closed:
+            if manager is not None and manager.gate.closed:
                 raise WrapError(
                     f"{what} was wrapped in a TierManager that cannot be used any more, and its "
                     "weights are gone with it (close(discard=True), or it is the parent "

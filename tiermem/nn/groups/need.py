@@ -325,7 +325,7 @@ def check_gradients(runtime: Passes) -> list[GradUnit]:
     Raises:
         CapacityError: Before anything is moved.
     """
-    program, table = runtime.program, runtime.manager.table
+    program, table = runtime.program, runtime.manager.parts.table
     made: list[GradUnit] = []
     try:
         made = runtime.grads.reserve(runtime.groups)

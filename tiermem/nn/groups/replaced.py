@@ -30,7 +30,7 @@ def why_not(
         own: Of its shape and dtype.
         value: What ``tensor.data`` was set to, or is about to be.
     """
-    what, here = named(group, tensor), group.manager.device
+    what, here = named(group, tensor), group.manager.parts.device
     if value.shape != own.shape or value.dtype is not own.dtype:
         return ParameterError(
             f"{what} cannot become {tuple(value.shape)} {value.dtype} behind the manager's back, "
@@ -108,7 +108,7 @@ def take_home(group: Group, slot: Slot) -> bool:
     Returns:
         Whether values were taken over.
     """
-    arena = group.manager.arena
+    arena = group.manager.parts.slots.arena
     base = arena.address
     found = False
     for member in group.members():

@@ -141,7 +141,11 @@ class Activations:
         Raises:
             CapacityError: If activations should live on NVMe and there is no such tier.
         """
-        if self.store is not None and self._home == "nvme" and self._manager.homes.swap is None:
+        if (
+            self.store is not None
+            and self._home == "nvme"
+            and self._manager.parts.homes.swap is None
+        ):
             raise CapacityError(
                 "activations should live in tier nvme, and there is none; give "
                 "TierManager(nvme=folder)"
@@ -241,9 +245,9 @@ class Activations:
             return None
         with self._manager.lock:
             manager = self._manager
-            if storage.data_ptr() in manager.by_address or manager.closed:
+            if storage.data_ptr() in manager.parts.slots.by_address or manager.gate.closed:
                 return None
-            if manager.copy.capturing():
+            if manager.parts.copy.capturing():
                 return None  # a graph is played again without us
             copy = store.known(storage, *span)
             if copy is not None and not _same_contents(copy, tensor):
@@ -268,7 +272,11 @@ class Activations:
         """Whether a tensor is an ordinary one, on the device, and nobody's leaf."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return False
-        if tensor.device != self._manager.device or tensor.is_quantized or tensor._is_zerotensor():
+        if (
+            tensor.device != self._manager.parts.device
+            or tensor.is_quantized
+            or tensor._is_zerotensor()
+        ):
             return False
         base = _root(tensor)
         # who wants a leaf's gradient holds the leaf: nothing would be won
@@ -312,7 +320,7 @@ class Activations:
 
     def stats(self) -> ActivationStats:
         """Returns what was counted."""
-        counters = self._manager.counters.activations
+        counters = self._manager.parts.counters.activations
         if self.store is None:
             return counters.freeze(0, 0)
         with self._manager.lock:

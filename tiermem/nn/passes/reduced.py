@@ -108,7 +108,7 @@ class ReducedGradients:
         return id(scope.wrapped.model.get_submodule(scope.name)) in self._inside[around]
 
     def _check(self, around: Any) -> None:
-        device = self._runtime.manager.device
+        device = self._runtime.manager.parts.device
         if around.device != device:
             raise WrapError(
                 f"{_NAME} was made while the model was on {around.device}, and its gradients are "

@@ -153,11 +153,11 @@ class ModuleRuntime:
         self.groups: list[Group] = []
         self.here = _Here()
         self.grads = GradStore(self)
-        self.program = Program(manager.settings, self.grads.dtype_for)
+        self.program = Program(manager.parts.settings, self.grads.dtype_for)
         self.reduced = ReducedGradients(self)
         self.saved = SavedHooks(self)
         self.addresses = Addresses()
-        settings = manager.settings
+        settings = manager.parts.settings
         self.activations = Activations(
             manager,
             settings.policy.activations,
@@ -169,7 +169,7 @@ class ModuleRuntime:
         self.on_backward: list[Callable[[], None]] = []
         self.keepers: list[Keeper] = []
         self.attempts: list[UnderWay] = []
-        manager.homes.owners.append(self._owned)
+        manager.parts.homes.owners.append(self._owned)
         self.backwards: list[BackwardWatcher] = []
         self.lendings: list[Lending] = []
         self.models: dict[int, WrappedModel] = {}
@@ -210,7 +210,7 @@ class ModuleRuntime:
     def unit_limit(self, group: Group) -> int:
         """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM."""
         sizes = [e.param.numel() * e.param.element_size() for e in group.entries]
-        return unit_limit(self.manager.table.hbm.capacity, group.block.nbytes, sizes)
+        return unit_limit(self.manager.parts.table.hbm.capacity, group.block.nbytes, sizes)
 
     def owner_of(self, block: Block, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the parameter or buffer that shares a version counter with a view of a block."""
@@ -260,7 +260,7 @@ class ModuleRuntime:
             self._drop(self._ambient)
             self._ambient = []
             # with optimizer steps in it the pass uses other blocks: it is learned as another
-            stepping = self.manager.deferred.here
+            stepping = self.manager.parts.deferred.here
             kind = self._kinds.number((scope.name, scope.number), module.training, args, kwargs)
             key = ("forward", scope.name, scope.number, training, stepping)
             if kind:
@@ -268,8 +268,8 @@ class ModuleRuntime:
             self._last_forward = key
             self._load = rounded(tokens(args, kwargs))
             guess: Sequence[int] = ()
-            if not self.manager.planner.knows(key):
-                guess = self.manager.deferred.order(scope.order())
+            if not self.manager.parts.planner.knows(key):
+                guess = self.manager.parts.deferred.order(scope.order())
             self.manager.begin_pass(key, guess, load=self._load, again=not training)
             if self.activations.store is not None and training:
                 self._home_gradients()
@@ -315,7 +315,7 @@ class ModuleRuntime:
 
     def _home_unwritten(self) -> None:
         """Has what is unwritten go home, unless it is in use."""
-        get, blocks = self.manager.table.get, self.unwritten
+        get, blocks = self.manager.parts.table.get, self.unwritten
         self.unwritten = [b for b in blocks if (record := get(b.id)) is not None and record.leases]
         if not self.unwritten:
             self._past = -1
@@ -337,7 +337,7 @@ class ModuleRuntime:
     @inside
     def demand(self, group: Group) -> None:
         """A parameter is reached for while its block is not held."""
-        self.manager.guard()
+        self.manager.gate.guard()
         # every torch operation on the parameter brings its block for its own time; it is pointed
         # there for code that torch does not see, which may write if it runs outside every pass
         inside = self.here.depth > 0 or torch._C._current_graph_task_id() != -1
@@ -348,7 +348,7 @@ class ModuleRuntime:
     @inside
     def lend(self, group: Group) -> int:
         """Holds a group for one operation on a tensor of it that is away."""
-        self.manager.guard()
+        self.manager.gate.guard()
         self.enter_backward()
         _intercept(group)
         try:
@@ -397,8 +397,8 @@ class ModuleRuntime:
         for look in self.on_backward:
             look()
         trained = {e.unit.block.id for g in self.groups for e in g.entries if e.unit is not None}
-        order = [b for b in self.manager.planner.schedule.order if b not in trained]
-        del order[self.manager.planner.cursor :]
+        order = [b for b in self.manager.parts.planner.schedule.order if b not in trained]
+        del order[self.manager.parts.planner.cursor :]
         stepping = [watcher.begins() for watcher in self.backwards]
         key = ("backward", self._last_forward, *stepping)
         self.manager.begin_pass(key, order[::-1], load=self._load)
@@ -408,7 +408,7 @@ class ModuleRuntime:
     @inside
     def before_backward(self, scope: PassScope) -> None:
         """The gradient of a module's output is there: its backward comes next."""
-        if self.manager.closed:
+        if self.manager.gate.closed:
             return
         self.enter_backward()
         for group in scope.groups:
@@ -450,11 +450,11 @@ class ModuleRuntime:
     def busy(self, what: str, began_ns: int) -> None:
         """Counts host time spent in a pass."""
         ended = time.perf_counter_ns()
-        self.manager.counters.busy_ns += ended - began_ns
+        self.manager.parts.counters.busy_ns += ended - began_ns
         if not self._in_backward:  # what is computed again there is a part of it
             self.manager.end_pass()
         lane = "optimizer" if what == "optimizer" else "compute"
-        self.manager.timeline.add(lane, what, began_ns, ended)
+        self.manager.parts.timeline.add(lane, what, began_ns, ended)
 
     def _drop(self, groups: Iterable[Group]) -> None:
         for group in groups:

@@ -168,7 +168,7 @@ class SavedHooks:
         """
         used = [group.block.id for group in groups if not group.is_replaced()]
         with untransformed() if transforming() else nullcontext():
-            aliases = [_alias(self.manager.slots.current[block_id]) for block_id in used]
+            aliases = [_alias(self.manager.parts.slots.current[block_id]) for block_id in used]
         for tensor in outputs:
             if tensor.grad_fn is not None:
                 kept: dict[str, Any] = tensor.grad_fn.metadata  # type: ignore[assignment]
@@ -192,7 +192,7 @@ class SavedHooks:
             address = tensor.untyped_storage().data_ptr()
         except RuntimeError:  # zeros without memory, as forward-mode differentiation makes them
             return None
-        return self.manager.by_address.get(address)
+        return self.manager.parts.slots.by_address.get(address)
 
     @_passed_over
     @inside
@@ -209,10 +209,10 @@ class SavedHooks:
 
         It looks through the storage that is only read, and has the tensor's version counter.
         """
-        record = self.manager.table.get(saved.block.id)
+        record = self.manager.parts.table.get(saved.block.id)
         if record is None or not record.fixed or saved.conj or saved.neg:
             return None
-        slot = self.manager.slots.current[saved.block.id]
+        slot = self.manager.parts.slots.current[saved.block.id]
         with torch._C.DisableTorchFunctionSubclass():
             alias = tensor.detach()
             alias.data = _view_of(slot, saved)
@@ -247,7 +247,7 @@ class SavedHooks:
             StorageError: If they cannot be read.
             ClosedError: If the manager is closed.
         """
-        if saved.block.id in self.manager.deferred:
+        if saved.block.id in self.manager.parts.deferred:
             self.pay(saved.block.id)
         owner = saved.owner  # an error that torch raises as well is no fault of ours
         if owner is not None and saved.version not in (-1, owner._version):
@@ -262,12 +262,12 @@ class SavedHooks:
     def pay(self, block_id: int) -> None:
         """Makes the step that a block owes: it changes the weights, and is counted then."""
         with self.manager.lock:
-            self.manager.deferred.pay(block_id)
+            self.manager.parts.deferred.pay(block_id)
 
     @inside
     def _fetch(self, saved: SavedView) -> torch.Tensor:
         self._runtime.enter_backward()
-        if self.manager.table.get(saved.block.id) is None and not self.manager.closed:
+        if self.manager.parts.table.get(saved.block.id) is None and not self.manager.gate.closed:
             view = _taken_out(saved)
         else:
             slot = self.manager.acquire(saved.block)
@@ -355,7 +355,7 @@ def _whole(tensor: torch.Tensor) -> SavedView | None:
     member = None if group is None else group.member_of(tensor)
     if group is None or member is None or member.materialized:
         return None
-    if group.block.id in group.manager.deferred:
+    if group.block.id in group.manager.parts.deferred:
         group.lender.saved.pay(group.block.id)
     spec = group.block.tensors[member.index]
     with torch._C.DisableTorchFunctionSubclass():

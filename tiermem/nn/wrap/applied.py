@@ -34,7 +34,7 @@ class ApplyInterceptor(Interceptor):
         Raises:
             ParameterError: Where it changes a managed tensor; nothing is changed then.
         """
-        managed, device = self.scope.wrapped.managed(), self.runtime.manager.device
+        managed, device = self.scope.wrapped.managed(), self.runtime.manager.parts.device
         tried: set[Any] = set()
         ours = list(self._tensors(recurse))
         for name, _, _, tensor in ours:

@@ -73,7 +73,7 @@ class Leaving:
         largest = max((g.block.nbytes for g in groups), default=0)
         if self._target.type != "cpu":
             return 2 * largest
-        frees = self._closing or not self._manager.homes.arena.locked
+        frees = self._closing or not self._manager.parts.homes.arena.locked
         new = sum(g.block.nbytes for g in groups if not (frees and self._in_dram(g)))
         return new + largest + sum(unit.block.nbytes for unit in self._units())
 
@@ -94,7 +94,7 @@ class Leaving:
             self._closing
             and self._target.type == "cpu"
             and record.at_home is State.VALID
-            and self._manager.homes.read_only(record.home_extent)
+            and self._manager.parts.homes.read_only(record.home_extent)
         )
 
     def _in_dram(self, group: Group) -> bool:
@@ -119,8 +119,8 @@ class Leaving:
                 scope.inside.empty()
             for group in self._groups():
                 with suppress(StorageError):  # named below, with all others
-                    self._manager.deferred.pay(group.block.id)
-                waits = group.block.id in self._manager.deferred  # for a disk
+                    self._manager.parts.deferred.pay(group.block.id)
+                waits = group.block.id in self._manager.parts.deferred  # for a disk
                 if not waits and group.holds > self._runtime.reduced.holds(group):
                     raise WrapError(
                         f"block {group.block.name!r} is in use (its module is being called); take "
@@ -131,7 +131,7 @@ class Leaving:
             group.unpoint()
             try:
                 with self._manager.lock:
-                    self._manager.deferred.pay(group.block.id)
+                    self._manager.parts.deferred.pay(group.block.id)
                 if not self._in_dram(group):
                     self._values[group.block.id] = self._tensors(group)
             except StorageError as error:
@@ -181,7 +181,7 @@ class Leaving:
             self._values.pop(group.block.id, None)
             extent = self._manager.record(group.block).home_extent
             if self._in_dram(group) and extent is not None:
-                self._manager.homes.arena.give_back(extent)
+                self._manager.parts.homes.arena.give_back(extent)
         for member in small.buffers if small is not None else ():
             if id(member) not in self._not_ours:
                 self._free(member, member.tensor.detach().clone().to(self._target))

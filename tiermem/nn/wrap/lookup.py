@@ -61,7 +61,7 @@ class LookupInterceptor(CallInterceptor):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Looks rows up where they lie in DRAM, or calls the module as any other."""
-        if self._manager.unsure:
+        if self._manager.gate.unsure:
             self.runtime.repair()
         ids = args[0] if len(args) == 1 and not kwargs else None
         if self._here.depth and isinstance(ids, torch.Tensor) and self._may(ids):
@@ -85,7 +85,7 @@ class LookupInterceptor(CallInterceptor):
             return self._look(ids, tensors[self._entry.index])
 
         nbytes, frozen = ids.numel() * self._row, not self._entry.param.requires_grad
-        self._manager.guard()  # before the lock: a forked child may find it taken for ever
+        self._manager.gate.guard()  # before the lock: a forked child may find it taken for ever
         with self._manager.lock:
             zero_copy = self._manager.zero_copy
             return zero_copy.read(self._groups[0].block, look, nbytes, again=frozen)
@@ -103,7 +103,7 @@ class LookupInterceptor(CallInterceptor):
             type(module) is nn.Embedding
             and (nn.Embedding.forward, functional.embedding, torch.embedding) == _TORCHS
             and type(ids) is torch.Tensor
-            and ids.device == self._manager.device
+            and ids.device == self._manager.parts.device
             and ids.numel() * self._row * _SHARE <= group.block.nbytes
             and not (torch.is_grad_enabled() and entry.param.requires_grad)
             and all(name in names for name in _ASKED_FOR)

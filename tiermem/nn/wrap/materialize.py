@@ -98,9 +98,9 @@ def materialize(
         ParameterError: At the end, if a parameter has another shape or dtype by then; its old
             value is kept, the others' changes are taken.
     """
-    if runtime.manager.unsure:
+    if runtime.manager.gate.unsure:
         runtime.repair()
-    runtime.manager.guard()
+    runtime.manager.gate.guard()
     block = _Block()
     lending = Lending(block)
     try:
@@ -124,7 +124,7 @@ def materialize(
         except REFUSALS:
             raise
         except BaseException:
-            runtime.manager.torn = runtime.manager.unsure = True
+            runtime.manager.gate.torn = runtime.manager.gate.unsure = True
             raise
 
 

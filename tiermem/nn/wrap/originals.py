@@ -63,7 +63,7 @@ class Originals:
 def undo_wrap(wrapped: WrappedModel) -> None:
     """Undoes a wrap that an exception cut short anywhere; can be called again."""
     manager, runtime = wrapped.manager, wrapped.runtime
-    manager.guard()
+    manager.gate.guard()
     runtime.models.pop(id(wrapped.model), None)
     if wrapped.before is not None:
         wrapped.before.restore()
@@ -72,9 +72,9 @@ def undo_wrap(wrapped: WrappedModel) -> None:
     with manager.lock:
         known = {block_id for model in runtime.models.values() for block_id in model.blocks()}
         kinds = (Role.PARAM, Role.BUFFER)
-        ours = [r for r in manager.table if r.block.role in kinds and r.block.id not in known]
+        ours = [r for r in manager.parts.table if r.block.role in kinds and r.block.id not in known]
         for record in ours:  # also those that came at the very moment and no group has yet
-            manager.holders.pop(record.block.id, None)
+            manager.parts.holders.pop(record.block.id, None)
             record.leases = 0
         manager.remove_blocks([record.block for record in ours])
     runtime.wrapping = None

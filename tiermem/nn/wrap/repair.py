@@ -40,9 +40,9 @@ def repair(runtime: ModuleRuntime) -> None:
     more are ended by the next call from outside.
     """
     manager = runtime.manager
-    if manager.closed:
+    if manager.gate.closed:
         return
-    manager.guard()  # repairs the blocks
+    manager.gate.guard()  # repairs the blocks
     if not _is_alone():
         return
     with manager.lock:
@@ -53,7 +53,7 @@ def repair(runtime: ModuleRuntime) -> None:
             runtime.saved.pop()
         runtime.here.depth = 0
         kept = _end_attempts(runtime)
-        for block_id, holder in list(manager.holders.items()):
+        for block_id, holder in list(manager.parts.holders.items()):
             if block_id not in kept:
                 holder.repair()
         finish_changes(runtime)
@@ -64,7 +64,7 @@ def repair(runtime: ModuleRuntime) -> None:
             runtime.activations.store.repair()
         _drop_lost(runtime)
         repair_homes(manager.parts)
-        manager.torn = manager.unsure = False
+        manager.gate.torn = manager.gate.unsure = False
     _take_back(runtime)
 
 
@@ -106,7 +106,7 @@ def _drop_lost(runtime: ModuleRuntime) -> None:
     known = {e.unit.block.id for g in runtime.groups for e in g.entries if e.unit is not None}
     known |= {block.id for keeper in runtime.keepers for block in keeper.blocks()}
     kinds = (Role.GRAD, Role.OPTIMIZER, Role.MASTER)
-    records = list(runtime.manager.table)
+    records = list(runtime.manager.parts.table)
     lost = [r.block for r in records if r.block.role in kinds and r.block.id not in known]
     if lost:
         runtime.manager.remove_blocks(lost)

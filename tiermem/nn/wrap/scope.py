@@ -302,14 +302,14 @@ class CallInterceptor(Interceptor):
         ):
             return self.inner(*args, **kwargs)
         runtime, manager, groups, here = self.runtime, self._manager, self._groups, self._here
-        if manager.unsure:
+        if manager.gate.unsure:
             runtime.repair()
         began = held = 0
         depth = here.depth
         pushed = entered = inside = theirs = ended = False
         try:
             if not depth:
-                manager.guard()
+                manager.gate.guard()
                 runtime.begin_forward(self.module, self.scope, args, kwargs)
                 began = time.perf_counter_ns()
             elif runtime.unwritten and groups:
@@ -351,7 +351,7 @@ class CallInterceptor(Interceptor):
         except BaseException as error:
             if not (ended and (theirs or OUTSIDE in error.__dict__)):
                 # it came at a line of ours; no call: see entrance
-                manager.torn = manager.unsure = True
+                manager.gate.torn = manager.gate.unsure = True
                 here.depth = depth
             elif was_refused(error):
                 there = [group.block for group in groups]
@@ -481,7 +481,7 @@ class LoadAllInterceptor(Interceptor):
     @entrance
     def __call__(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Checks every shape, then loads."""
-        self.runtime.manager.guard()
+        self.runtime.manager.gate.guard()
         check_state(self.module, state_dict, *args, **kwargs)
         wrapped = self.scope.wrapped
         wrapped.given = given_values(self.module, state_dict)

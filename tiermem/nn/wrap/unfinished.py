@@ -40,7 +40,7 @@ def repair_gradients(runtime: ModuleRuntime) -> None:
 def _repair(entry: Entry, manager: BlockManager) -> None:
     unit = entry.unit
     lent = unit is not None and manager.host_loans.borrowers(unit.block) > 0  # to a host step
-    there = unit is not None and (lent or manager.table[unit.block.id].defined)
+    there = unit is not None and (lent or manager.parts.table[unit.block.id].defined)
     with torch._C.DisableTorchFunctionSubclass():
         if entry.has_grad and (not there or entry.lazy is None):
             entry.has_grad = False

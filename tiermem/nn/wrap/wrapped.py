@@ -120,7 +120,7 @@ class WrappedModel:
         follow_transforms()
         try:
             self.runtime.program.models.append(inventory)
-            plan = inventory.plan(self.manager.table.hbm.capacity)
+            plan = inventory.plan(self.manager.parts.table.hbm.capacity)
             self._territory = plan.territory
             self._plan(plan)
             self._check_hbm()
@@ -191,7 +191,7 @@ class WrappedModel:
 
     def _stored(self, members: Sequence[Found], home: str | None) -> StoredBlock | None:
         """Returns where files have a block that is to stay there; None for an ordinary home."""
-        where = home or self.manager.settings.policy.home(Role.PARAM)
+        where = home or self.manager.parts.settings.policy.home(Role.PARAM)
         if self.origins is None or where not in ("auto", "nvme"):
             return None
         return self.origins.stored([found.tensor for found in members])
@@ -243,13 +243,13 @@ class WrappedModel:
         Raises:
             CapacityError: Naming the largest block of the worst moment, and the least budget.
         """
-        fixed = self.manager.table.fixed_nbytes()
+        fixed = self.manager.parts.table.fixed_nbytes()
         worst, chain = self._worst_chain()
         self.runtime.worst_chain = max(self.runtime.worst_chain, worst)
         least = fixed + worst
         if not chain or self.manager.can_hold(least):
             return
-        budget = self.manager.table.hbm.capacity
+        budget = self.manager.parts.table.hbm.capacity
         largest = max(chain, key=lambda g: g.block.nbytes).block
         raise CapacityError(
             f"block {largest.name!r} ({format_size(largest.nbytes)}) cannot be used in tier hbm "
@@ -317,7 +317,7 @@ class WrappedModel:
             entry.param.grad = None
             self.runtime.grads.track(entry)
             if old is not None:
-                entry.param.grad = old.to(self.manager.device)
+                entry.param.grad = old.to(self.manager.parts.device)
         for name, scope in self.scopes.items():
             module = self._modules[name]
             for kind in OF_SCOPES:
@@ -409,7 +409,7 @@ class WrappedModel:
             blocks.append(self.resident.block)
         self.runtime.remove(self.groups)
         for block in blocks:
-            self.manager.holders.pop(block.id, None)
+            self.manager.parts.holders.pop(block.id, None)
         self.manager.remove_blocks(blocks)
         if self._inventory in self.runtime.program.models:
             self.runtime.program.models.remove(self._inventory)
@@ -476,7 +476,7 @@ class WrappedModel:
                 if group is not None:
                     groups[id(group)] = group
         held = []
-        self.manager.guard()
+        self.manager.gate.guard()
         try:
             for group in groups.values():
                 hold_or_give(group, self.given)

@@ -33,7 +33,7 @@ class HostRoom:
         Raises:
             CapacityError: If the DRAM budget does not hold it; nothing is reserved then.
         """
-        self._homes = manager.homes
+        self._homes = manager.parts.homes
         self._places: list[tuple[Tier, Extent]] = []
         self.stage: HostStage | None = None
         self.scratch: torch.Tensor | None = None

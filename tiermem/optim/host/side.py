@@ -72,7 +72,7 @@ def with_fused(make: Make) -> Make:
 
 def can_be_on_host(runtime: ModuleRuntime, unit: StepUnit) -> bool:
     """Whether everything that a unit's step uses has its home below HBM."""
-    table = runtime.manager.table
+    table = runtime.manager.parts.table
     return unit.group is not None and all(
         table[block.id].home is not Tier.HBM for block in unit.blocks()
     )
@@ -198,7 +198,7 @@ class HostSide:
             runtime.grads.sync(entry)
         unit.flush()
         for u in unit.grad_units():
-            of_file = runtime.manager.table[u.block.id].home is Tier.NVME
+            of_file = runtime.manager.parts.table[u.block.id].home is Tier.NVME
             if u.pending and of_file and any(is_viewed(e.lazy) for e in u.entries):
                 runtime.grads.open(u)  # its change is to be seen
                 runtime.manager.release(u.block)
@@ -215,12 +215,12 @@ class HostSide:
         """Returns the blocks of a step that are at home in files."""
         if self.stage is None:
             return []
-        table = runtime.manager.table
+        table = runtime.manager.parts.table
         return [block for block in self._blocks() if table[block.id].home is Tier.NVME]
 
     def at_rest(self, runtime: ModuleRuntime) -> bool:
         """Whether nothing has to be written to a file before a step."""
-        records = [runtime.manager.table[block.id] for block in self.in_files(runtime)]
+        records = [runtime.manager.parts.table[block.id] for block in self.in_files(runtime)]
         return all(record.in_hbm in (Residency.ABSENT, Residency.VALID) for record in records)
 
     def settle(self, runtime: ModuleRuntime) -> None:
@@ -395,15 +395,15 @@ class HostSide:
 
     def _work(self, runtime: ModuleRuntime, optimizer: torch.optim.Optimizer, job: Job) -> None:
         manager, unit, stage = runtime.manager, self.unit, job.stage
-        if manager.device.type == "cuda":
-            torch.cuda.set_device(manager.device)  # for the events
+        if manager.parts.device.type == "cuda":
+            torch.cuda.set_device(manager.parts.device)  # for the events
         try:
             if stage is not None and job.order is not None:
                 for block_id, cargo in stage.bring(job.order).items():
                     job.views[block_id] = cargo.views
             began = time.perf_counter_ns()
             for event in job.events:
-                manager.copy.wait(event)
+                manager.parts.copy.wait(event)
             undo = Undo(None if self.room is None else self.room.scratch)
             with torch.no_grad():
                 try:
@@ -424,7 +424,7 @@ class HostSide:
         job.computed = True
         if stage is not None and job.order is not None:
             stage.done(job.order, job.written)
-        manager.timeline.add("optimizer", unit.name, began, time.perf_counter_ns())
+        manager.parts.timeline.add("optimizer", unit.name, began, time.perf_counter_ns())
 
     def _update(self, optimizer: torch.optim.Optimizer, job: Job, undo: Undo) -> set[int]:
         """Steps what is at hand; returns the ids of the blocks that were changed."""

@@ -72,10 +72,10 @@ def choose_sides(
     elif share:
         weight = next(p.dtype for u in sharers[0] for p, _ in u.members)
         traffic = _traffic([u for units in sharers for u in units], sum(sizes), weight, stepped)
-        device = runtime.manager.device
+        device = runtime.manager.parts.device
         with as_team():
             if in_backward:
-                copy = runtime.manager.copy
+                copy = runtime.manager.parts.copy
                 streams: Sequence[torch.cuda.Stream] = ()
                 if isinstance(copy, CudaCopyEngine):
                     streams = (copy.up_stream, copy.down_stream)
@@ -119,7 +119,7 @@ def _have_host_step(
     """
     manager = runtime.manager
     new, units = units, [*earlier, *units]
-    in_files = {r.block.id for r in manager.table if r.home is Tier.NVME}
+    in_files = {r.block.id for r in manager.parts.table if r.home is Tier.NVME}
     loads = [_load(unit, in_files) for unit in units]
     undone = max(_bytes_to_keep(unit, in_files, make, settings) for unit in units)
     room = HostRoom(manager, loads, undone)

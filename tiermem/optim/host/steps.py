@@ -75,14 +75,15 @@ class HostSteps:
         with self._manager.lock, unrecorded():
             for host in hosts:  # weights in files may be in the staging of another optimizer
                 for block in host.in_files(self._runtime):
-                    self._manager.deferred.pay(block.id)
+                    self._manager.parts.deferred.pay(block.id)
             for host in hosts:
                 host.check(self._runtime)
             for host in hosts:
                 host.settle(self._runtime)
             changed = any(u.pending for host in hosts for u in host.unit.grad_units())
-            if changed and self._manager.device.type == "cuda":  # the host reads their factors
-                torch.cuda.current_stream(self._manager.device).synchronize()
+            device = self._manager.parts.device
+            if changed and device.type == "cuda":  # the host reads their factors
+                torch.cuda.current_stream(device).synchronize()
             waiting: tuple[HostSide, Job] | None = None
             try:
                 for host in hosts:
@@ -99,7 +100,7 @@ class HostSteps:
                     waiting[0].begin(self._runtime, waiting[1], self._pool)
             for host in hosts:
                 if host.unit.is_viewed():  # who looks through a view waits for nothing
-                    self._manager.deferred.pay(host.unit.blocks()[-1].id)
+                    self._manager.parts.deferred.pay(host.unit.blocks()[-1].id)
 
     def _register(self, host: HostSide, ticket: object, job: Job) -> None:
         """Owes the end of a step to its blocks; does no harm a second time."""
@@ -107,7 +108,7 @@ class HostSteps:
         self._owed.add(id(host.unit))
         blocks = [block.id for block in job.blocks]
         work = partial(self._take_up, host, job, ticket)
-        self._manager.deferred.add(Deferred(host.unit.name, blocks, work, job))
+        self._manager.parts.deferred.add(Deferred(host.unit.name, blocks, work, job))
 
     def abandon(self) -> None:
         """Gives up steps that failed; the others are waited for and taken up."""
@@ -117,10 +118,10 @@ class HostSteps:
             if host is None:
                 continue
             if job.computed:
-                self._manager.deferred.pay(job.blocks[-1].id)
+                self._manager.parts.deferred.pay(job.blocks[-1].id)
             else:
-                for debt in self._manager.deferred.of(job):
-                    self._manager.deferred.cancel(debt)
+                for debt in self._manager.parts.deferred.of(job):
+                    self._manager.parts.deferred.cancel(debt)
                 host.give_up(self._runtime, job)
                 self._owed.discard(id(unit))
                 self._jobs.pop(id(unit), None)
@@ -148,7 +149,7 @@ class HostSteps:
                     host.begin(self._runtime, job, self._pool)
 
     def _take_up(self, host: HostSide, job: Job, ticket: object) -> None:
-        self._manager.guard()
+        self._manager.gate.guard()
         if self._jobs.get(id(host.unit), (None, None))[1] is not job:
             return  # it is taken up already
         try:

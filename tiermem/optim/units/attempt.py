@@ -55,7 +55,7 @@ class Waiting:
             if self._debt is None:
                 blocks = [block.id for block in self._unit.blocks()]
                 self._debt = Deferred(self._unit.name, blocks, self._take_back)
-                self._manager.deferred.add(self._debt)
+                self._manager.parts.deferred.add(self._debt)
             if self._unit.group is not None:
                 self._unit.group.hide()
 
@@ -67,7 +67,7 @@ class Waiting:
     def end(self) -> None:
         """It is taken back."""
         if self._debt is not None:
-            self._manager.deferred.cancel(self._debt)
+            self._manager.parts.deferred.cancel(self._debt)
             self._debt = None
 
 
@@ -132,7 +132,8 @@ class Attempt:
         undo.keep_shown(state, params)
         undo.keep_settings(optimizer)
         try:
-            if not self._manager.copy.capturing():  # else nothing is written now, only recorded
+            # while a graph is captured nothing is written, only recorded
+            if not self._manager.parts.copy.capturing():
                 if complete is None:
                     self._keep_bytes(undo, slots, spoils=spoils)
                 undo.then(partial(self._repoint, slots))
@@ -206,8 +207,8 @@ class Attempt:
                 "new. Call optimizer.abandon_step(), and then load a checkpoint into the model and "
                 "the optimizer, or go on as it is"
             )
-        if self._manager.device.type == "cuda":
-            self._manager.copy.synchronize()
+        if self._manager.parts.device.type == "cuda":
+            self._manager.parts.copy.synchronize()
         undo.take_back()
 
     def _keep_bytes(self, undo: Undo, slots: dict[int, Slot], *, spoils: bool) -> None:
@@ -225,7 +226,7 @@ class Attempt:
         if pointed and unit.group is not None:
             group = unit.group
             clean = unit.foreign.alone and not (group.suspect or group.writes_hidden)
-            views = self._manager.slots.current[group.block.id].views
+            views = self._manager.parts.slots.current[group.block.id].views
             mine = [views[entry.index] for entry in pointed]
             self._keep_block(undo, group.block, mine, clean=clean)
         managed = {id(entry.param) for entry in unit.entries}
@@ -241,7 +242,7 @@ class Attempt:
         self, undo: Undo, block: Block, tensors: Sequence[torch.Tensor], *, clean: bool
     ) -> None:
         """Keeps tensors of a block: by a copy, unless its home has them or it holds no data."""
-        record = self._manager.table[block.id]
+        record = self._manager.parts.table[block.id]
         if not record.defined or not tensors:
             return
         at_home = record.at_home is Residency.VALID and record.in_hbm is Residency.VALID
@@ -268,7 +269,7 @@ class Attempt:
         """Points parameters and masters at their bytes again, and casts weights from masters."""
         unit = self._unit
         if unit.group is not None:
-            views = self._manager.slots.current[unit.group.block.id].views
+            views = self._manager.parts.slots.current[unit.group.block.id].views
             for entry in unit.entries:
                 view = views[entry.index]
                 if entry.materialized:

@@ -31,7 +31,7 @@ class ForeignWrites:
         group = self._group
         if group is None:
             return True
-        record = group.manager.table[group.block.id]
+        record = group.manager.parts.table[group.block.id]
         before, self._seen = self._seen, record.writes - group.stepped
         return (
             before != self._seen or group.suspect or group.writes_hidden or group.may_be_written()
@@ -52,7 +52,7 @@ class ForeignWrites:
         group = self._group
         if group is None:
             return
-        record = group.manager.table[group.block.id]
+        record = group.manager.parts.table[group.block.id]
         before = record.writes
         group.let_go(dirty=dirty)
         if self.alone:

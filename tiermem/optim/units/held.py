@@ -116,19 +116,19 @@ class Held:
                 if group is not None and group.holds > holds:
                     self._group_held = True
                 raise
-            leases = {block.id: manager.table[block.id].leases for block in blocks}
+            leases = {block.id: manager.parts.table[block.id].leases for block in blocks}
             try:
                 self._slots = manager.acquire_all(blocks)
             except BaseException:
                 self._slots = []
                 for block in blocks:
-                    while manager.table[block.id].leases > leases[block.id]:
-                        manager.table.release(block.id)
+                    while manager.parts.table[block.id].leases > leases[block.id]:
+                        manager.parts.table.release(block.id)
                 raise
 
     def _release(self, written: bool) -> None:
         """Gives back each lease that is ours still."""
-        table, unit, group = self._runtime.manager.table, self._unit, self._unit.group
+        table, unit, group = self._runtime.manager.parts.table, self._unit, self._unit.group
         if self._left is None:
             self._left = {s.block.id: table[s.block.id].leases - 1 for s in self._slots}
         for index, slot in enumerate(self._slots):

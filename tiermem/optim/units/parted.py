@@ -407,7 +407,7 @@ class PartedUnit(StepUnit):
             found = self._shown[key] = lazy(
                 self._param.shape,
                 dtype,
-                runtime.manager.device,
+                runtime.manager.parts.device,
                 partial(self._load_whole, runtime, key),
                 partial(self._store_whole, runtime, key),
             )

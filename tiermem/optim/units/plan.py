@@ -62,7 +62,10 @@ def plan_units(
         units = _divide(runtime, members, make)
         _prepare(units, groups, probe, master_dtype)
         if elementwise:
-            room = runtime.manager.table.hbm.capacity - runtime.manager.table.fixed_nbytes()
+            room = (
+                runtime.manager.parts.table.hbm.capacity
+                - runtime.manager.parts.table.fixed_nbytes()
+            )
             units = [_in_parts(runtime, unit, groups, probe, room) for unit in units]
         _reserve(runtime, units, groups, probe, overlap=overlap, on_host=on_host)
     except BaseException:
@@ -268,7 +271,7 @@ def _home_of(unit: StepUnit) -> str | None:
 
 def _hold_staging(runtime: ModuleRuntime, sizes: Sequence[int]) -> list[Extent]:
     """Takes DRAM that the staging of steps on the host may want, were all in files."""
-    homes = runtime.manager.homes
+    homes = runtime.manager.parts.homes
     if homes.swap is None:
         return []
     for count in range(MOST_LOADS, 0, -1):
@@ -281,7 +284,7 @@ def _hold_staging(runtime: ModuleRuntime, sizes: Sequence[int]) -> list[Extent]:
 
 def _let_go(runtime: ModuleRuntime, held: list[Extent]) -> None:
     while held:
-        runtime.manager.homes.release(Tier.DRAM, held.pop())
+        runtime.manager.parts.homes.release(Tier.DRAM, held.pop())
 
 
 def _state_of(
@@ -306,7 +309,7 @@ def _state_of(
 
 def _loose_nbytes(runtime: ModuleRuntime, blocks: Sequence[Block]) -> int:
     """Returns the bytes of those of some blocks that come and go."""
-    table = runtime.manager.table
+    table = runtime.manager.parts.table
     return sum(block.nbytes for block in blocks if not table[block.id].fixed)
 
 
@@ -318,7 +321,7 @@ def _check_step(runtime: ModuleRuntime, units: Sequence[StepUnit], held: int) ->
         units: What is stepped.
         held: Bytes of blocks that may be held beside it, its own weights among them.
     """
-    table = runtime.manager.table
+    table = runtime.manager.parts.table
     fixed = table.fixed_nbytes()
     for unit in units:
         need = fixed + _loose_nbytes(runtime, unit.at_once())

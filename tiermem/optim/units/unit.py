@@ -313,7 +313,7 @@ class StepUnit(UnitGradients):
         group = self.group
         if group is None or group.holds or group.freed:
             return False
-        slot = runtime.manager.slots.current.get(group.block.id)
+        slot = runtime.manager.parts.slots.current.get(group.block.id)
         if slot is not None and slot.aliased:
             return False
         for entry in self.entries:
@@ -471,7 +471,7 @@ class StepUnit(UnitGradients):
         found = self._stand_ins[place.first] = lazy(
             torch.Size(place.shape),
             dtype,
-            runtime.manager.device,
+            runtime.manager.parts.device,
             partial(self._load, runtime, place),
             partial(self._store, runtime, place),
         )

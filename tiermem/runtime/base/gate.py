@@ -1,23 +1,45 @@
-"""What lower rooms know of the manager: whether it can be used."""
+"""Whether the blocks of a manager can be used."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+
+from tiermem.errors import ClosedError
+
+_IN_CHILD = (
+    "this TierManager belongs to the parent process; a forked child cannot use its "
+    "tiers: open one of its own, or pass it ordinary tensors"
+)
+_CLOSED = (
+    "this TierManager is closed: the models that were wrapped in it are ordinary ones "
+    "again, unless they were discarded, and the state of its optimizers is gone (take "
+    "optimizer.state_dict() before); open a new one and wrap again"
+)
 
 
-class CallGate(Protocol):
+class CallGate:
     """Stands before every operation on blocks.
 
     Attributes:
+        closed: Whether blocks can no longer be used from here.
+        forked: Whether that is because this process is a forked child.
         torn: Whether an exception came at a line of ours, so that anything may be half done.
+        unsure: Whether nobody has looked since who holds what.
     """
 
-    torn: bool
+    __slots__ = ("_repair", "closed", "forked", "torn", "unsure")
 
-    @property
-    def closed(self) -> bool:
-        """Whether blocks can no longer be used from here."""
-        ...
+    def __init__(self, repair: Callable[[], None]) -> None:
+        """Is open.
+
+        Args:
+            repair: Puts right what is half done, or not, where that is not possible now.
+        """
+        self._repair = repair
+        self.closed = False
+        self.forked = False
+        self.torn = False
+        self.unsure = False
 
     def guard(self) -> None:
         """Repairs what is half done.
@@ -25,4 +47,7 @@ class CallGate(Protocol):
         Raises:
             ClosedError: If blocks can no longer be used from here.
         """
-        ...
+        if self.closed:
+            raise ClosedError(_IN_CHILD if self.forked else _CLOSED)
+        if self.torn:
+            self._repair()

@@ -168,7 +168,7 @@ class SlotCache:
 
     def __init__(self, arena: Arena) -> None:
         """Makes slots in ``arena``."""
-        self._arena = arena
+        self.arena = arena
         self._kept: dict[int, dict[int, Slot]] = {}
         self._sights: WeakValueDictionary[tuple[Extent, Hashable], Sight] = WeakValueDictionary()
         self.current: dict[int, Slot] = {}
@@ -264,7 +264,7 @@ class SlotCache:
             with without_modes():
                 return self._look(block, extent)
         with torch.inference_mode(False):
-            whole = self._arena.bytes_of(extent)
+            whole = self.arena.bytes_of(extent)
             storage = whole.untyped_storage()
             views = []
             for spec in block.tensors:
@@ -275,7 +275,7 @@ class SlotCache:
                 views.append(
                     typed_view(storage, dtype, spec.offset // item, spec.shape, spec.stride)
                 )
-            reading = self._arena.bytes_of(extent).untyped_storage()
+            reading = self.arena.bytes_of(extent).untyped_storage()
         handles = storage._cdata, reading._cdata
         counts = map(use_count, handles)
         return Sight(whole, views, storage, reading, handles, storage.data_ptr(), *counts)

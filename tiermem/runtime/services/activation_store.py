@@ -151,7 +151,7 @@ class ActivationStore:
         self.manager = manager
         self.home = home
         self.window = window
-        self.pool = ExtentPool(manager.homes, self._settle)
+        self.pool = ExtentPool(manager.parts.homes, self._settle)
         self._live: dict[int, ref[Copy]] = {}
         self._of_storage: WeakValueDictionary[int, Copy] = WeakValueDictionary()
         self._held: OrderedDict[int, tuple[ref[Copy], int]] = OrderedDict()
@@ -168,7 +168,7 @@ class ActivationStore:
     @property
     def counters(self) -> ActivationCounters:
         """What is counted."""
-        return self.manager.counters.activations
+        return self.manager.parts.counters.activations
 
     # -- down ------------------------------------------------------------
 
@@ -220,12 +220,12 @@ class ActivationStore:
             bytes_ = typed_view(copy.source, torch.uint8, copy.low, (copy.nbytes,), (1,))
             if place.tier is Tier.DRAM:
                 started = time.perf_counter_ns()
-                target = manager.homes.arena.bytes_of(Extent(place.extent.offset, body))
-                place.written = manager.copy.down(target, bytes_, _NOWHERE, place.read)
+                target = manager.parts.homes.arena.bytes_of(Extent(place.extent.offset, body))
+                place.written = manager.parts.copy.down(target, bytes_, _NOWHERE, place.read)
                 self._moved("hbm->dram", copy, started)
                 return
-            manager.copy.prepare_down()
-            mover = manager.transfers.need_mover()
+            manager.parts.copy.prepare_down()
+            mover = manager.parts.transfers.need_mover()
             place.transfer = mover.write(place.extent, bytes_[:body], label=copy.name)
             if body < copy.nbytes:
                 copy.tail = bytes_[body:].clone()
@@ -263,11 +263,11 @@ class ActivationStore:
                 self.counters.kept += 1
                 return
         else:
-            self.manager.copy.use(place.written)
+            self.manager.parts.copy.use(place.written)
         source, copy.source = copy.source, None
         if (
             source is not None
-            and self.manager.device.type == "cpu"
+            and self.manager.parts.device.type == "cpu"
             and use_count(source._cdata) == 1
             and sys.getrefcount(source) == 2  # other copies of the storage share this object
         ):
@@ -296,7 +296,7 @@ class ActivationStore:
             self.counters.reused += 1
             self._look_ahead(copy)
             return found, 0
-        self.manager.guard()
+        self.manager.gate.guard()
         ahead = copy.fetched is not None
         if not ahead:
             self._fetch(copy, urgent=True)
@@ -340,15 +340,19 @@ class ActivationStore:
         if place is None:
             raise RuntimeError(f"{copy.name!r} is nowhere")
         with torch.inference_mode(False), torch.no_grad():
-            target = torch.empty(copy.nbytes, dtype=torch.uint8, device=manager.device)
+            target = torch.empty(copy.nbytes, dtype=torch.uint8, device=manager.parts.device)
             if place.tier is Tier.DRAM:
                 started = time.perf_counter_ns()
-                source = manager.homes.arena.bytes_of(Extent(place.extent.offset, copy.nbytes))
-                copy.up = place.read = manager.copy.up(target, source, _NOWHERE, place.written)
+                source = manager.parts.homes.arena.bytes_of(
+                    Extent(place.extent.offset, copy.nbytes)
+                )
+                copy.up = place.read = manager.parts.copy.up(
+                    target, source, _NOWHERE, place.written
+                )
                 self._moved("dram->hbm", copy, started)
             else:
-                guards = manager.copy.guards(_NOWHERE)
-                mover = manager.transfers.need_mover()
+                guards = manager.parts.copy.guards(_NOWHERE)
+                mover = manager.parts.transfers.need_mover()
                 body = place.extent.nbytes
                 copy.reading = place.transfer = mover.read(
                     place.extent, target[:body], label=copy.name, urgent=urgent, after=guards
@@ -366,7 +370,7 @@ class ActivationStore:
             copy: Which.
             again: Whether a read that failed is made once more: a fetch ahead says nothing.
         """
-        self.manager.copy.use(copy.up)
+        self.manager.parts.copy.use(copy.up)
         reading = copy.reading
         if reading is None:
             return
@@ -377,7 +381,7 @@ class ActivationStore:
         self._landed(reading)
         if reading.error is None:
             copy.up = reading.event
-            self.manager.copy.use(copy.up)
+            self.manager.parts.copy.use(copy.up)
             return
         self._forget_fetched(copy)
         if not again:
@@ -399,7 +403,7 @@ class ActivationStore:
             elif copy.reading is not None and not copy.reading.finished:
                 return
             else:
-                self.manager.copy.use(copy.up if copy.reading is None else copy.reading.event)
+                self.manager.parts.copy.use(copy.up if copy.reading is None else copy.reading.event)
                 self._forget_fetched(copy)
 
     def _forget_fetched(self, copy: Copy) -> None:
@@ -422,7 +426,7 @@ class ActivationStore:
             if transfer is not None:
                 self._landed(transfer)
                 event = event or transfer.event
-            self.manager.copy.use(event)
+            self.manager.parts.copy.use(event)
         self._leaving = waiting
 
     def collect(self) -> None:
@@ -461,26 +465,26 @@ class ActivationStore:
         """Makes the host wait until nothing reads or writes a place."""
         if place.transfer is not None:
             self._wait(place.transfer)
-        self.manager.copy.wait(place.written)
-        self.manager.copy.wait(place.read)
+        self.manager.parts.copy.wait(place.written)
+        self.manager.parts.copy.wait(place.read)
 
     def _wait(self, transfer: FileTransfer) -> None:
-        self.manager.transfers.wait(transfer)
-        self.manager.transfers.poll()
+        self.manager.parts.transfers.wait(transfer)
+        self.manager.parts.transfers.poll()
 
     # -- counting --------------------------------------------------------
 
     def _moved(self, link: str, copy: Copy, started: int) -> None:
         ended = time.perf_counter_ns()
-        self.manager.counters.moved(link, copy.nbytes, ended - started)
-        self.manager.counters.copy_ns += ended - started
-        self.manager.timeline.add(link, copy.name, started, ended, copy.nbytes)
+        self.manager.parts.counters.moved(link, copy.nbytes, ended - started)
+        self.manager.parts.counters.copy_ns += ended - started
+        self.manager.parts.timeline.add(link, copy.name, started, ended, copy.nbytes)
 
     def _landed(self, transfer: FileTransfer) -> None:
         if transfer.error is not None:
-            self.manager.counters.errors += 1
+            self.manager.parts.counters.errors += 1
             return
         link = "nvme->hbm" if transfer.is_read else "hbm->nvme"
         begun, ended = transfer.started_ns or transfer.submitted_ns, transfer.finished_ns
-        self.manager.counters.moved(link, transfer.nbytes, ended - begun)
-        self.manager.timeline.add(link, transfer.label, begun, ended, transfer.nbytes)
+        self.manager.parts.counters.moved(link, transfer.nbytes, ended - begun)
+        self.manager.parts.timeline.add(link, transfer.label, begun, ended, transfer.nbytes)

@@ -148,7 +148,7 @@ class HostStage:
             CapacityError: If the DRAM budget does not hold the largest load.
         """
         self._manager = manager
-        manager.transfers.need_mover()
+        manager.parts.transfers.need_mover()
         self._lock = threading.Lock()
         self._cargo: dict[int, Cargo] = {}
         self._orders: dict[Order, None] = {}  # announced, and not ended
@@ -162,7 +162,7 @@ class HostStage:
     @property
     def _mover(self) -> FileMover:
         """The manager's, which opens another one for more files."""
-        return self._manager.transfers.need_mover()
+        return self._manager.parts.transfers.need_mover()
 
     @property
     def nbytes(self) -> int:
@@ -172,7 +172,7 @@ class HostStage:
     def close(self) -> None:
         """Gives the memory back; nothing is in it."""
         while self._reserved:
-            self._manager.homes.release(Tier.DRAM, self._reserved.pop())
+            self._manager.parts.homes.release(Tier.DRAM, self._reserved.pop())
 
     def owned(self) -> list[tuple[Tier, Extent]]:
         """Returns the memory that it has."""
@@ -182,7 +182,7 @@ class HostStage:
 
     def order(self, load: Load) -> Order:
         """Returns what :meth:`announce` takes; the blocks of the load are lent."""
-        host_loans, table = self._manager.host_loans, self._manager.table
+        host_loans, table = self._manager.host_loans, self._manager.parts.table
         homes: dict[int, tuple[Extent, bool]] = {}
         for block in load.blocks:
             extent = table[block.id].home_extent
@@ -232,7 +232,7 @@ class HostStage:
             for move in moves:
                 link = "nvme->dram" if move.is_read else "dram->nvme"
                 elapsed = move.finished_ns - (move.started_ns or move.submitted_ns)
-                self._manager.counters.moved(link, move.nbytes, elapsed)
+                self._manager.parts.counters.moved(link, move.nbytes, elapsed)
         for each in cargo:
             if each.write is not None and each.write.error is not None:
                 raise each.write.error
@@ -348,14 +348,14 @@ class HostStage:
             sizes = [nbytes for nbytes in (most, slots) if nbytes]
             requests = [HomeRequest("staging of steps on the host", n, "dram") for n in sizes]
             try:
-                places = self._manager.homes.reserve(requests)
+                places = self._manager.parts.homes.reserve(requests)
             except CapacityError:
                 if count == 1:
                     raise
                 continue
             self._reserved = [extent for _, extent in places if extent is not None]
             break
-        arena = self._manager.homes.arena
+        arena = self._manager.parts.homes.arena
         memory = [arena.bytes_of(extent) for extent in self._reserved]
         empty = torch.empty(0, dtype=torch.uint8)
         return (

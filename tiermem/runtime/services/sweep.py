@@ -26,13 +26,13 @@ class BlockSweep:
         """Looks at how much there is beside how much room."""
         self._manager = manager
         # as in the prefetcher: on the CPU a copy from DRAM hides behind nothing
-        self._dram = manager.device.type == "cuda"
-        needed = sum(record.block.nbytes for record in manager.table)
-        self.leaves = needed > manager.table.hbm.capacity
+        self._dram = manager.parts.device.type == "cuda"
+        needed = sum(record.block.nbytes for record in manager.parts.table)
+        self.leaves = needed > manager.parts.table.hbm.capacity
 
     def sweeping(self) -> AbstractContextManager[None]:
         """Makes reads and writes share the disk evenly, also where one of them is waited for."""
-        return self._manager.transfers.sharing_disk()
+        return self._manager.parts.transfers.sharing_disk()
 
     def fetch(self, blocks: Sequence[Block]) -> None:
         """Begins to fetch blocks that are used next; evicts nothing that is used sooner."""
@@ -40,12 +40,12 @@ class BlockSweep:
         with manager.lock:
             manager.poll()
             for position, block in enumerate(blocks):
-                record = manager.table.get(block.id)
+                record = manager.parts.table.get(block.id)
                 if record is None or record.in_hbm is not State.ABSENT or not record.defined:
                     continue
                 if record.home is Tier.DRAM and not self._dram:
                     continue
-                if block.id in manager.deferred or not manager.try_fill(record, position + 1):
+                if block.id in manager.parts.deferred or not manager.try_fill(record, position + 1):
                     return
 
     def write(self, blocks: Sequence[Block], *, gradients: bool = False) -> None:
@@ -61,10 +61,10 @@ class BlockSweep:
             return
         with manager.lock:
             for block in blocks:
-                record = manager.table.get(block.id)
+                record = manager.parts.table.get(block.id)
                 if record is None or record.in_hbm is not State.DIRTY:
                     continue
                 if block.role is Role.GRAD and not gradients:
                     continue
-                if manager.evictor.rules.may_leave(record, Why.WRITTEN):
-                    manager.transfers.drain(record)
+                if manager.parts.evictor.rules.may_leave(record, Why.WRITTEN):
+                    manager.parts.transfers.drain(record)

@@ -29,11 +29,11 @@ def differs_from_home(manager: BlockManager, block: Block) -> bool:
             return False
         here = slot.bytes
         if record.home is Tier.DRAM:
-            home = manager.homes.arena.bytes_of(extent)
+            home = manager.parts.homes.arena.bytes_of(extent)
         else:
             home = torch.empty(block.nbytes, dtype=torch.uint8)
-            mover = manager.transfers.need_mover()
-            manager.transfers.run(mover.read(extent, home, label=block.name, urgent=True))
+            mover = manager.parts.transfers.need_mover()
+            manager.parts.transfers.run(mover.read(extent, home, label=block.name, urgent=True))
         same = torch.ones((), dtype=torch.bool, device=here.device)
         for begin, end in _runs(block):
             same &= (here[begin:end] == home[begin:end].to(here.device)).all()
