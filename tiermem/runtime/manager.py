@@ -384,6 +384,7 @@ class BlockManager:
                 self.replay.repair()
             self.parts.pass_timer.begin(timed(key, load))
             self.prefetcher.end_pass()
+            self.replay.end()
             self.parts.planner.begin(key, guess, again=again)
             outlook, number = self.prefetcher.plan(load)
             self.parts.evictor.rearrange(self.parts.planner.schedule)

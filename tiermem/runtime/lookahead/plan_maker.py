@@ -36,6 +36,9 @@ _FASTER = 1.05
 """A link this many times as fast as it was thought to be has what stays decided anew."""
 _AS_GOOD = 1.01
 """A plan that moves less to come into force may be so many times as slow."""
+_NOTHING = 2e-3
+"""Of a round: what a plan saves that is as good."""
+_ROUNDS = 3
 _MOST_LOADS = 32
 _STATE = (Role.MASTER, Role.OPTIMIZER)
 _OF_THE_REST = 0.65
@@ -61,7 +64,7 @@ class Staying:
     rate: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class StreamPlan:
     """What was decided for one schedule.
 
@@ -82,6 +85,16 @@ class StreamPlan:
     through_dram: bool
     turn: int = 0
     lanes: Lanes | None = None
+
+    def same_as(self, other: StreamPlan) -> bool:
+        """Whether another plan says just the same: made of the same times, with the same result."""
+        return (
+            self.made_of[1:] == other.made_of[1:]
+            and (self.plan, self.ahead, self.turn, self.through_dram)
+            == (other.plan, other.ahead, other.turn, other.through_dram)
+            and self.lanes is None
+            and other.lanes is None
+        )
 
 
 class PlanMaker:
@@ -347,6 +360,8 @@ class PlanMaker:
             return plan
         rounds = len(loop.order) / loop.length
         saved = (loop.seconds(now) - loop.seconds(plan)) / rounds
+        if saved <= _NOTHING * loop.seconds(now) / rounds:
+            return now
         if self._run * saved >= sum(loop.transfer[block] for block in coming):
             return plan
         self._waiting.add(self._load)
@@ -388,6 +403,10 @@ class PlanMaker:
             files = Files(disk, spare, 0 if staging is None else staging.numel())
         for block in on_disk:
             transfer[block] = self._from_dram(self._parts.table[block])[1]
+        if not files:  # a few rounds tell as much as all that are foreseen
+            rounds = _ROUNDS * sum(block in sizes for block in schedule.order[: _length(schedule)])
+            if _goes_round(schedule):
+                blocks, seconds = blocks[:rounds], seconds[:rounds]
         return Loop(blocks, sizes, room, seconds, transfer, _SLOT_LATENCY, files)
 
     def _unlearned(self, order: Sequence[int], sizes: dict[int, int], room: int) -> Plan:

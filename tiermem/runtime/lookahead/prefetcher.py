@@ -127,16 +127,29 @@ class Prefetcher:
             self._walk.restart(cursor)
         self.disk.restart(cursor)
 
+    def _begin_early(self, schedule: Schedule) -> None:
+        """Begins what comes first by the plan in force, while another one is made."""
+        walk = self._walk if schedule is self._planned else None
+        early = walk is not None and self._planner.last < 0 and self._planner.cursor == 0
+        if walk is not None and early and self.fetcher.beside and self._parts.mover is None:
+            self.fetcher.begin_schedule()
+            walk.restart(0)
+            walk.go_on(min(len(schedule.order), _MOST_STEPS))
+
     def _plan(self, schedule: Schedule) -> tuple[StreamPlan, Walk]:
         """Decides what stays and when fetches are due, unless that is decided already."""
         made_of = self._maker.made_of(self._held)
         name = (schedule, self._load)
         found = self._outlooks.pop(name, None)
         if found is None or found[0].made_of != made_of:
+            self._begin_early(schedule)
             outlook = self._maker.make(schedule, made_of, self._held, beside=self.fetcher.beside)
-            walk = make_walk(self._parts, self.fetcher, schedule, outlook, self._reach)
-            walk.complete = -1 if found is None else found[1].complete
-            found = outlook, walk
+            if found is not None and found[0].same_as(outlook):
+                found[0].made_of = made_of  # what goes by it goes on
+            else:
+                walk = make_walk(self._parts, self.fetcher, schedule, outlook, self._reach)
+                walk.complete = -1 if found is None else found[1].complete
+                found = outlook, walk
         self._outlooks[name] = found
         if len(self._outlooks) > _MOST_PLANS:
             del self._outlooks[next(iter(self._outlooks))]
