@@ -162,7 +162,11 @@ def scale_guesses(manager: BlockManager) -> None:
 
 @contextmanager
 def played(
-    shape: Shape, hbm: int, host: Host | None = None, flops: float = 0.7 * FLOPS
+    shape: Shape,
+    hbm: int,
+    host: Host | None = None,
+    flops: float = 0.7 * FLOPS,
+    depth: str | int = "auto",
 ) -> Iterator[Played]:
     """Opens a manager.
 
@@ -171,11 +175,12 @@ def played(
         hbm: Pages of HBM.
         host: What the host takes.
         flops: What is expected of the device; by default it is thought to be slower than it is.
+        depth: Blocks that are fetched ahead.
     """
     flops *= PAGE / BYTES * 2  # blocks of one byte an element, of which a page stands for more
     world = World(Machine(bus=BUS))
     settings = Settings(
-        "cpu", hbm * PAGE, (sum(shape.pages) + 1) * PAGE, (), None, Policy(params="dram"), "auto"
+        "cpu", hbm * PAGE, (sum(shape.pages) + 1) * PAGE, (), None, Policy(params="dram"), depth
     )
     manager = BlockManager(settings)
     try:
@@ -184,7 +189,8 @@ def played(
         manager.replay._copy = bus  # type: ignore[assignment]
         manager.parts.transfers._poison = False
         manager.prefetcher.fetcher.beside = True
-        scale_guesses(manager)
+        if depth == "auto":
+            scale_guesses(manager)
         manager.parts.pass_timer.estimates = Estimates(
             lambda link, _: {"dram->hbm": BUS}.get(link), flops
         )

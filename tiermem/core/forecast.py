@@ -93,7 +93,8 @@ class Forecast:
 
     def _nearest(self, key: Hashable, load: int) -> int:
         """Returns the measured load that is nearest; 0 where there is none."""
-        loads = [name.load for name in self._estimates.known() if _is_of(name, key)]
+        known = (name for name in self._estimates.known() if isinstance(name, Sized))
+        loads = [name.load for name in known if name.key == key]
         return min(loads, key=lambda other: abs(math.log(other / load)), default=0)
 
     def _shapes(
@@ -110,10 +111,6 @@ class Forecast:
         if order and (block := order[0][1]) is not None and _is_table(block):
             found[0] = _LEAST  # the pass begins with looking up rows
         return found
-
-
-def _is_of(name: Hashable, key: Hashable) -> bool:
-    return isinstance(name, Sized) and name.key == key
 
 
 def _elements(block: Block) -> float:

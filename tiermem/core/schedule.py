@@ -20,6 +20,7 @@ NEVER = 1 << 60
 
 _CONTEXTS = (16, 8, 4, 2, 1)
 _LOOK_AHEAD = 64
+_MOST_DOUBT = 16
 _MOST_CONTEXTS = 4096
 _MOST_USES = 1 << 22
 
@@ -106,6 +107,7 @@ class Planner:
         cursor: Where in it the pass has come to.
         last: The block used last in it; -1 before the first.
         learned: How many passes turned out otherwise than foreseen.
+        doubt: By how many the uses that were not foreseen outnumber those that were, lately.
     """
 
     def __init__(self) -> None:
@@ -119,6 +121,7 @@ class Planner:
         self.cursor = 0
         self.last = -1
         self.learned = 0
+        self.doubt = 0
         self._again: Hashable = None
         self._far = NEVER
 
@@ -172,6 +175,8 @@ class Planner:
             self.follow(block)
             return True
         self.last = block
+        if schedule.order:
+            self.doubt = min(self.doubt + 1, _MOST_DOUBT)
         if trace is not None:
             trace.blocks = self._observed(trace)
             self._remember(trace.blocks, block)
@@ -190,6 +195,8 @@ class Planner:
             self._remember(trace.blocks, block)
         self.last = block
         self.cursor += 1
+        if self.doubt:
+            self.doubt -= 1
 
     def distance(self, block: int) -> int:
         """Returns how many uses lie before the next of ``block``; NEVER if none is foreseen."""

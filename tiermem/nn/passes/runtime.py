@@ -262,6 +262,7 @@ class ModuleRuntime:
             # with optimizer steps in it the pass uses other blocks: it is learned as another
             stepping = self.manager.parts.deferred.here
             kind = self._kinds.number((scope.name, scope.number), module.training, args, kwargs)
+            key: tuple[Hashable, ...]
             key = ("forward", scope.name, scope.number, training, stepping)
             if kind:
                 key = (*key, kind)

@@ -468,7 +468,7 @@ class PlanMaker:
             seconds = known.get(key)
             if seconds is None or len(seconds) != end - begin:
                 records = ((block, get(block)) for block in order[begin:end])
-                uses = [(block, record and record.block) for block, record in records]
+                uses = [(b, None if record is None else record.block) for b, record in records]
                 seconds = known[key] = forecast.seconds(key, self._load, uses)
             found += seconds
         return found

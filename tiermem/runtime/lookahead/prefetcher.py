@@ -16,6 +16,7 @@ _AUTO_BYTES = 64 << 20
 _MOST_STEPS = 4096
 _MOST_PLANS = 16
 _HARVEST = 8
+_DOUBTFUL = 4
 
 
 class Prefetcher:
@@ -94,6 +95,8 @@ class Prefetcher:
         mover = self._parts.mover
         if self._reach.blocks == 0 or not (self.fetcher.beside or mover is not None):
             return
+        if planner.doubt >= _DOUBTFUL:
+            return  # what is foreseen does not come: a fetch for it would hold up what does
         if walk.catch_up(cursor):
             self.disk.restart(cursor)
         end = min(len(schedule.order), cursor + _MOST_STEPS)
