@@ -51,6 +51,7 @@ PARTS: tuple[tuple[type, str], ...] = (
     (Acquirer, "acquire"),
     (Replay, "foreseen"),
     (Replay, "advance"),
+    (Replay, "perform"),
     (Transfers, "exchange"),
     (Planner, "touch"),
     (Prefetcher, "run"),

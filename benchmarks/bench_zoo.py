@@ -157,6 +157,8 @@ class Bench:
     def run(self) -> None:
         """Measures all that was asked for."""
         name = self.name
+        if not KINDS[name].cudnn:
+            torch.backends.cuda.enable_cudnn_sdp(False)
         for what, part in (("forward", self.passes), ("train", self.training)):
             try:
                 part(name, KINDS[name])

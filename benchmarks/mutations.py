@@ -58,9 +58,16 @@ _ELSEWHERE = (
     Mutation(
         "an acquire that takes no lease",
         _RUNTIME + "acquire.py",
-        "            self._table.lease(block_id)\n",
+        "        self._table.lease(block_id)\n",
         "",
         MANAGER,
+    ),
+    Mutation(
+        "a use that is repeated takes no lease",
+        _RUNTIME + "acquire.py",
+        "                record.leases += 1  # that it can be has just been looked at\n",
+        "",
+        STEADY,
     ),
     Mutation(
         "a leased block may be dropped",
@@ -100,8 +107,8 @@ _ELSEWHERE = (
     Mutation(
         "a block that somebody looks at leaves in a loop that repeats",
         _RULES,
-        "if slot is None or slot.aliased:\n            return False\n        if why",
-        "if slot is None:\n            return False\n        if why",
+        "use_count(slot.storage) > slot.baseline + slot.pointed\n            or ",
+        "",
         STEADY,
     ),
     Mutation(
@@ -133,45 +140,10 @@ _ELSEWHERE = (
         ("tests/unit/test_driver.py",),
     ),
     Mutation(
-        "calls that are out of the way stay away though another thread comes in",
+        "a call below passes though another thread holds the block meanwhile",
         "tiermem/nn/wrap/scope.py",
-        "until all are out again\n                self.restore()\n",
-        "until all are out again\n",
-        INSIDE,
-    ),
-    Mutation(
-        "calls go out of the way though a thread beside may come in unseen",
-        "tiermem/nn/wrap/scope.py",
-        "begins and not (other_threads() or is_grad_enabled())",
-        "begins and not is_grad_enabled()",
-        INSIDE,
-    ),
-    Mutation(
-        "calls go out of the way when a module below is called by itself",
-        "tiermem/nn/wrap/scope.py",
-        "begins and not (other_threads() or is_grad_enabled())",
-        "not (other_threads() or is_grad_enabled())",
-        INSIDE,
-    ),
-    Mutation(
-        "nothing is held for a thread that came in unseen",
-        "tiermem/nn/wrap/scope.py",
-        "self._callers() if other_threads() else set()",
-        "set()",
-        INSIDE,
-    ),
-    Mutation(
-        "what is held for a thread is held for good",
-        "tiermem/nn/wrap/scope.py",
-        "        self._guests &= self._callers()\n",
-        "",
-        INSIDE,
-    ),
-    Mutation(
-        "calls stay away though a weight is asked for that is not held",
-        "tiermem/nn/passes/runtime.py",
-        "        if who.away:\n",
-        "        if False:\n",
+        "            self.thread = 0  # until all are out again\n",
+        "            pass\n",
         INSIDE,
     ),
     Mutation(
@@ -276,8 +248,8 @@ _ELSEWHERE = (
     Mutation(
         "a block under way is removed without waiting",
         _RUNTIME + "manager.py",
-        "                self.parts.transfers.settle(block.id)\n                if self.parts.table",
-        "                if self.parts.table",
+        "self.parts.transfers.settle(block.id)\n                if self.parts.table[",
+        "if self.parts.table[",
         FAULTS,
     ),
     Mutation(
@@ -838,7 +810,7 @@ MUTATIONS = (
     Mutation(
         "a home is overwritten before a save has it",
         "tiermem/runtime/transfers/transfers.py",
-        "            self.keeper.before_write(record)\n        try:",
+        "            self.homes.keeper.before_write(record)\n        try:",
         "            pass\n        try:",
         SAVING,
     ),

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import _thread
 import os
 import signal
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-
-import tiermem.nn.wrap.scope
 
 # Tensors are tiny here. A team of threads for them waits for its slowest member, which on a
 # loaded machine is twenty times as long, and sums in an order that depends on the cores.
@@ -26,22 +23,6 @@ settings.register_profile(
     "thorough", deadline=None, max_examples=2000, suppress_health_check=_SLOW_OK
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
-
-
-_threads = _thread._count()
-
-
-def _threads_of_the_test() -> int:
-    """What runs the tests may have threads; modules are called as if those were not there."""
-    return max(0, _thread._count() - _threads)
-
-
-tiermem.nn.wrap.scope.other_threads = _threads_of_the_test
-
-
-def pytest_runtest_setup() -> None:
-    global _threads
-    _threads = _thread._count()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from support_virtual import PAGE, Clock, Copies, Event, Machine, World
@@ -166,7 +166,7 @@ def played(
     hbm: int,
     host: Host | None = None,
     flops: float = 0.7 * FLOPS,
-    depth: str | int = "auto",
+    depth: int | Literal["auto"] = "auto",
 ) -> Iterator[Played]:
     """Opens a manager.
 

@@ -146,7 +146,8 @@ def forward(hbm: int, host: Host | None = None) -> Iterator[Forward]:
     manager = BlockManager(settings)
     try:
         bus = _Bus(world, host or Host())
-        manager.parts.copy = manager.parts.transfers.copy = manager.acquirer._copy = bus  # type: ignore[assignment]
+        manager.parts.transfers.copy = manager.acquirer._copy = bus  # type: ignore[assignment]
+        object.__setattr__(manager.parts, "copy", bus)  # a frozen bundle
         manager.parts.transfers._poison = False
         manager.prefetcher.fetcher.beside = True
         manager.parts.pass_timer.estimates = Estimates(lambda link, _: {"dram->hbm": BUS}.get(link))

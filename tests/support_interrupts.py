@@ -169,6 +169,7 @@ class Program:
         dtype: Of the model.
         options: Of the manager.
         thaws: Whether a layer is trained only from the step on in which it is cut short.
+        most: What the norm of the gradients is clipped to.
     """
 
     name: str
@@ -181,6 +182,7 @@ class Program:
     dtype: torch.dtype = torch.float32
     options: dict[str, Any] = field(default_factory=dict)
     thaws: bool = False
+    most: float = 0.5
 
 
 class Net(nn.Module):
@@ -240,6 +242,12 @@ PROGRAMS = {
         ),
         Program("host backward", settings={"where": "host", "overlap": "backward"}),
         Program("thawing", thaws=True),
+        Program(
+            "ahead",
+            dtype=torch.bfloat16,
+            settings={"master_dtype": torch.float32},
+            most=1e6,  # so that steps inside backward are confirmed
+        ),
     )
 }
 
@@ -376,7 +384,7 @@ class Run:
                 self.again(self.optimizer.zero_grad)
                 continue
             if self.program.settings.get("overlap") != "backward":
-                self.do("clip", lambda: self.optimizer.clip_grad_norm_(0.5))
+                self.do("clip", lambda: self.optimizer.clip_grad_norm_(self.program.most))
                 if self.cut != cut:
                     self.optimizer.zero_grad()
                     continue
@@ -508,14 +516,14 @@ class Run:
                 raise Left(f"{record.block.name} has {record.leases} leases")
         if manager.parts.table.orphans():
             raise Left(f"orphans {manager.parts.table.orphans()}")
+        for reclaim in manager.parts.homes.reclaimers:
+            reclaim()
         homes = [r for r in manager.parts.table if r.home_extent is not None]
         dram = sum(r.home_extent.nbytes for r in homes if r.home.value == "dram")
         rooms = manager.parts.homes.owned()  # of the host's steps
         dram += sum(extent.nbytes for tier, extent in rooms if tier.value == "dram")
         staging = 0 if manager.parts.homes.staging is None else manager.parts.homes.staging.numel()
         store = self.tier._runtime.activations.store
-        for reclaim in manager.parts.homes.reclaimers:
-            reclaim()
         if store is None and manager.parts.homes.dram.used != dram + staging:
             raise Left(f"dram: {manager.parts.homes.dram.used} used, {dram + staging} known")
         nvme = sum(r.home_extent.nbytes for r in homes if r.home.value == "nvme")

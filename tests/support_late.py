@@ -146,7 +146,8 @@ class LateChunkCopier:
 
 def make_late(manager: BlockManager, engine: LateCopyEngine) -> None:
     """Has a manager whose blocks all live in DRAM make the copies of saved tensors late."""
-    manager.parts.copy = manager.parts.transfers.copy = engine
+    manager.parts.transfers.copy = engine
+    object.__setattr__(manager.parts, "copy", engine)  # a frozen bundle
     homes = manager.parts.homes
     if manager.parts.mover is None or homes.swap is None or homes.staging is None:
         return

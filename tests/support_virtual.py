@@ -468,7 +468,8 @@ def streamed(
         manager.parts.mover.close()
         transfers = manager.parts.transfers
         transfers.mover = Mover(world)  # type: ignore[assignment]
-        manager.parts.copy = transfers.copy = manager.acquirer._copy = Copies(world)  # type: ignore[assignment]
+        transfers.copy = manager.acquirer._copy = Copies(world)  # type: ignore[assignment]
+        object.__setattr__(manager.parts, "copy", transfers.copy)  # a frozen bundle
         transfers._poison = False
         manager.prefetcher.fetcher.beside = True
         rates = {"dram->hbm": machine.bus, "nvme->hbm": machine.in_place}

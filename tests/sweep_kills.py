@@ -3,7 +3,8 @@
 ``python tests/sweep_kills.py --kills 300 --seed 1`` trains with ``tiermem train --save DIR
 --save-every 1`` under budgets drawn at random, kills each process (SIGKILL) after a random time,
 and goes on with ``--resume``. A run that has come to its end has to have the losses of one that
-nobody killed, and nothing may lie beside its checkpoint.
+nobody killed, and nothing may lie beside its checkpoint. With ``--jobs 16`` as many go on at once,
+each with seeds of its own: 200 kills take about a minute on 16 cores.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -70,13 +72,43 @@ def killed_after(folder: Path, seconds: float, more: list[str]) -> bool:
     return False
 
 
+def beside_each_other(arguments: argparse.Namespace) -> int:
+    """Runs several sweeps, each with its share of the kills; returns 1 where one went wrong."""
+    jobs = min(arguments.jobs, arguments.kills)
+    began = time.monotonic()
+    shares = [(arguments.kills + number) // jobs for number in range(jobs)]
+    line = [sys.executable, __file__, "--longest", str(arguments.longest), "--jobs", "1"]
+    running = [
+        subprocess.Popen(
+            [*line, "--kills", str(share), "--seed", str(arguments.seed * 1000 + number)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number, share in enumerate(shares)
+    ]
+    count: Counter[str] = Counter()
+    wrong = 0
+    for process in running:
+        said = process.communicate()[0]
+        if process.returncode:
+            wrong = 1
+            print(said)
+        counted = [line for line in said.splitlines() if line.startswith("{")]
+        count.update(json.loads(counted[-1]) if counted else {})
+    print(json.dumps(count), f"in {time.monotonic() - began:.0f} s", flush=True)
+    return wrong
+
+
 def main() -> int:
     """Runs the sweep; returns how many runs went wrong, at most 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--longest", type=float, default=6.0, help="seconds until a kill")
+    parser.add_argument("--jobs", type=int, default=1, help="sweeps at a time")
     arguments = parser.parse_args()
+    if arguments.jobs > 1:
+        return beside_each_other(arguments)
     torch.set_num_threads(1)
     rng = random.Random(arguments.seed)
     folder = Path(tempfile.mkdtemp())
@@ -96,7 +128,7 @@ def main() -> int:
             if losses(folder) != expected or left != ["out", "run"]:
                 count["wrong"] += 1
                 print(f"wrong: {left}\n{losses(folder)}\n{expected}")
-            print(dict(count), flush=True)
+            print(json.dumps(count), flush=True)
     finally:
         os.chdir("/")
         shutil.rmtree(folder)

@@ -155,6 +155,7 @@ class TierManager:
                 for none. ``"auto"``: adapters that :func:`tiermem.add_adapters` put in; where there
                 are none, what is trained if it is little beside what is frozen: an eighth of its
                 bytes at most, and an eighth of HBM at most with gradients and the state of Adam.
+                With ``blocks="auto"`` also blocks that are too little to be moved.
 
         Returns:
             The same module.
@@ -235,10 +236,12 @@ class TierManager:
                 rather than in the parameters', and ``param.grad`` has it. For float16 weights,
                 ``GradScaler.unscale_`` needs it (torch unscales no float16 gradients); without
                 ``unscale_`` the scale is undone in ``step()``, after the cast to the master.
-            overlap: ``"auto"``: as ``"forward"`` for every block where no program can tell, which
-                is found out at each step; the others are stepped in ``step()``. Bits, budgets that
-                suffice and what can be looked at are those of ``False``. An error of a disk may
-                come in the next forward, which can be called again. ``False``: in ``step()``.
+            overlap: ``"auto"``: inside backward, to be confirmed by ``step()``, where DRAM has
+                room to keep what blocks were as well; else as ``"forward"`` for every block where
+                no program can tell, which is found out at each step; the others are stepped in
+                ``step()``. Bits, budgets that suffice and what can be looked at are those of
+                ``False``. An error of a disk may come in the next forward, which can be called
+                again. ``False``: in ``step()``.
                 ``"forward"`` (or True): ``step()`` leaves each block to be stepped just
                 before its next use, in the next forward, where its weights come up anyway. Nobody
                 sees a weight before its step is made, and the step uses the settings of when it
@@ -248,13 +251,15 @@ class TierManager:
                 clipping, loss scaling and settings changed between backward and ``step()`` are
                 refused, at the first step, which is made after backward. With several backwards
                 per step, say ``optimizer.accumulate(n)``.
-            where: ``"auto"``: what is fastest with the resident optimizer's bits, which is the
-                device. ``"device"``: state and masters come up for the step, which rounds as the
-                resident one does. ``"host"``: blocks whose weights, gradients, state and masters
+            where: ``"auto"``: what is fastest with the resident optimizer's bits. That is the
+                device, and for a measured share of what is at home in DRAM the host, if its steps
+                of this class and these settings were tried and have the device's bits (Adam, AdamW,
+                SGD; ``optimizer.stepped_where`` says so). ``"device"``: state and masters come up
+                for the step. ``"host"``: blocks whose weights, gradients, state and masters
                 are all at home in DRAM or in files, which pass through staging in the DRAM budget,
-                are stepped there by torch's CPU kernels, which round differently; the others on
-                the device. ``"both"``: a share of them, by measured
-                speed, so that both sides finish together.
+                are stepped there, with the device's bits where that is proved, else by torch's CPU
+                kernels, which round differently; the others on the device. ``"both"``: a share of
+                them, by measured speed, so that both sides finish together.
             host_share: With ``where="both"``: the share of the elements that the host steps, 0 to
                 1, met as closely as whole blocks allow; by default the one that is measured.
             **settings: The class's own settings.
@@ -328,13 +333,15 @@ class TierManager:
         Beyond the budgets it takes the memory of one block, and of some buffers of 8 MiB.
 
         Args:
-            path: Where there is nothing, an empty folder or a checkpoint, which is replaced.
+            path: Where there is nothing, an empty folder or a checkpoint, which is replaced. Files
+                of your own there (``config.json``, a tokenizer, notes) stay; a folder that has
+                them alone may become a checkpoint.
             extra: Numbers, text, None and tensors, in lists, tuples and dictionaries: what else a
                 run needs, such as ``scheduler.state_dict()``.
             wait: Whether to return when the checkpoint is there. Without, the state of now is
-                saved while training goes on: a block that a step is about to write is copied to
-                DRAM that is free of the budget first; where there is none, the step waits until it
-                is written. Whatever is saved, loaded or closed next waits for it.
+                saved while training goes on: blocks are copied to DRAM that is free of the budget
+                before they are stepped; where there is none, the step waits until its block is
+                written. Whatever is saved, loaded or closed next waits for it.
 
         Returns:
             With ``wait=False``, a handle: ``done()`` says whether it is over, ``result()`` waits

@@ -64,6 +64,7 @@ _QUICK = {
     "host files": ("optimizer", "step", "restore"),
     "host backward": ("backward",),
     "thawing": ("forward",),
+    "ahead": ("backward", "step"),
 }
 _DEPTHS = {"forward": (4, 19), "backward": (9, 24), "zero": (6, 14), "materialize": (12, 29)}
 _runs: dict[str, tuple[Any, dict[str, Any]]] = {}

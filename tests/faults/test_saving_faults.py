@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,8 +22,12 @@ from tiermem.saving.folder import CheckpointFolder
 
 OPERATIONS = (
     "make_folder", "open", "close", "reserve", "write", "sync", "lock", "rename", "exchange",
-    "remove_file", "remove_folder",
+    "remove_file", "remove_folder", "link",
 )  # fmt: skip
+
+
+OWN = ("tokenizer.json", "more/notes.txt")
+"""Files of the user's own in a checkpoint."""
 
 
 class Faulty(FileOperations):
@@ -109,10 +114,15 @@ class Prepared:
     def put_first(self, path: Path) -> None:
         """Puts the first checkpoint there."""
         shutil.copytree(self.first, path)
+        (path / "more").mkdir()
+        for name in OWN:
+            (path / name).write_text(name)
 
     def found(self, run: Small, path: Path) -> int:
         """Loads what is there, which is one of the two as a whole; returns which."""
         number = run.tier.load(path)
+        for name in OWN if (path / "more").exists() else ():
+            assert (path / name).read_text() == name
         assert torch.equal(run.weight(), self.weights[number])
         return number
 
@@ -276,10 +286,10 @@ def a_foreign_folder(path: Path) -> None:
     (path / "notes.txt").write_text("text")
 
 
-def another_file_in_a_checkpoint(path: Path) -> None:
+def other_weights_in_a_checkpoint(path: Path) -> None:
     with Small() as run:
         run.tier.save(path)
-    (path / "tokenizer.json").write_text("{}")
+    (path / "model-00001-of-00002.safetensors").write_bytes(b"")
 
 
 def weights_alone(path: Path) -> None:
@@ -292,7 +302,7 @@ def weights_alone(path: Path) -> None:
     [
         (a_file, "is a file"),
         (a_foreign_folder, "'notes.txt' in it"),
-        (another_file_in_a_checkpoint, "'tokenizer.json' in it"),
+        (other_weights_in_a_checkpoint, "'model-00001-of-00002.safetensors' in it"),
         (weights_alone, "'model.safetensors' in it"),
     ],
 )
@@ -305,6 +315,58 @@ def test_nothing_else_is_saved_over(tmp_path, make, match) -> None:
         with pytest.raises(tiermem.CheckpointError, match="there is no folder"):
             run.tier.save(tmp_path / "none" / "run")
     assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*")) == before
+
+
+class NoLinks(FileOperations):
+    """A file system where a file has one name."""
+
+    def link(self, source: str, target: str) -> None:
+        raise OSError(errno.EPERM, "no links")
+
+
+@pytest.mark.parametrize("files", [FileOperations, NoLinks])
+def test_files_of_the_users_own_stay(tmp_path, files, monkeypatch) -> None:
+    """Put there before the first save, or after one; a configuration of theirs is theirs."""
+    monkeypatch.setattr(save, "FILES", files())
+    path = tmp_path / "run"
+    path.mkdir()
+    mine = {"config.json": "{}", "tokenizer.json": "words"}
+    for name, text in mine.items():
+        (path / name).write_text(text)
+    with Small() as run:
+        run.model.config = SimpleNamespace(to_json_string=lambda: '{"of": "the model"}')
+        run.tier.save(path)
+        (path / "logs" / "deep").mkdir(parents=True)
+        mine["logs/deep/loss.txt"] = "1.5"
+        (path / "logs/deep/loss.txt").write_text("1.5")
+        (path / "latest").symlink_to("tokenizer.json")
+        for _ in range(2):
+            run.step()
+            run.tier.save(path)
+            assert {name: (path / name).read_text() for name in mine} == mine
+            assert os.readlink(path / "latest") == "tokenizer.json"
+            assert os.listdir(tmp_path) == ["run"]
+        expected = run.weight()
+        run.step()
+        run.tier.load(path)
+        assert torch.equal(run.weight(), expected)
+        (path / "config.json").unlink()
+        run.tier.save(path)
+        assert (path / "config.json").read_text() == '{"of": "the model"}'
+
+
+def test_a_file_put_there_while_a_save_ends_stays(prepared, tmp_path) -> None:
+    path = tmp_path / "run"
+    prepared.put_first(path)
+
+    class Late(FileOperations):
+        def exchange(self, first: str, second: str) -> bool:
+            (path / "late.txt").write_text("late")
+            return super().exchange(first, second)
+
+    prepared.save(path, Late())
+    assert (path / "late.txt").read_text() == "late"
+    assert os.listdir(tmp_path) == ["run"]
 
 
 def test_links_and_empty_folders_are_saved_to(tmp_path) -> None:

@@ -12,7 +12,7 @@ import torch
 import tiermem
 from tiermem import cli
 from tiermem.cli import adapting
-from tiermem.cli.finetune import Tiers, capped
+from tiermem.cli.finetune import Tiers, capped, context_nbytes
 from tiermem.cli.folders import open_folder
 from tiermem.cli.generation import Sampling, write_on
 
@@ -63,7 +63,8 @@ def test_the_command_writes(llama: Path, capfd: Any) -> None:
     assert out.endswith("\n") and "first token after" in err
 
 
-def test_adapters_under_a_cap(llama: Path, tmp_path: Path, capfd: Any) -> None:
+def test_adapters_under_a_cap(llama: Path, tmp_path: Path, capfd: Any, deterministic: None) -> None:
+    cap = 2 << 30
     peft: Any = pytest.importorskip("peft")
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 20)
@@ -72,10 +73,11 @@ def test_adapters_under_a_cap(llama: Path, tmp_path: Path, capfd: Any) -> None:
     line += ["--device", "cuda", "--dram", "256MiB", "--out", str(tmp_path / "adapters")]
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    assert cli.main([*line, "--hbm", "256MiB"]) == 0
+    assert cli.main([*line, "--hbm", str(cap)]) == 0
     found = json.loads(capfd.readouterr().out)
-    # torch's part and the tiers' keep to the cap, with what was forecast for activations
-    assert torch.cuda.max_memory_reserved() <= (256 << 20) - found["hbm"]
+    # CUDA's part, torch's and the tiers' keep to the cap together
+    assert found["context"] >= 64 << 20
+    assert torch.cuda.max_memory_reserved() <= cap - found["hbm"] - found["context"]
     torch.manual_seed(0)
     plain = transformers.AutoModelForCausalLM.from_pretrained(llama)
     config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"])
@@ -96,8 +98,12 @@ def test_adapters_under_a_cap(llama: Path, tmp_path: Path, capfd: Any) -> None:
 def test_torch_refuses_more_than_the_cap() -> None:
     torch.cuda.empty_cache()
     held = torch.cuda.memory_reserved()
-    tiers = Tiers(cap=held + (96 << 20), activations=0, adapters=0, hbm=32 << 20)
-    with tiermem.TierManager("cuda", hbm=tiers.hbm, dram="4MiB") as tier:
-        with capped(tier, tiers, "cuda"), pytest.raises(torch.cuda.OutOfMemoryError):
-            torch.empty(held + (100 << 20), dtype=torch.uint8, device="cuda")
-    torch.empty(held + (100 << 20), dtype=torch.uint8, device="cuda")
+    context = context_nbytes(torch.device("cuda:0"))
+    tiers = Tiers(held + context + (96 << 20), 0, 0, 32 << 20, context)
+    for device in ("cuda", "cuda:0"):
+        with tiermem.TierManager(device, hbm=tiers.hbm, dram="4MiB") as tier:
+            with capped(tier, tiers, device), pytest.raises(torch.cuda.OutOfMemoryError):
+                torch.empty(held + (100 << 20), dtype=torch.uint8, device=device)
+            with capped(tier, tiers, device):
+                torch.empty(40 << 20, dtype=torch.uint8, device=device)
+        torch.empty(held + (100 << 20), dtype=torch.uint8, device=device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from errno import EIO
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import tiermem
+from tiermem.testing.io import Fault, ScriptedEngine
 
 transformers: Any = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # peft beside transformers
@@ -77,8 +79,8 @@ def check_equal(model: nn.Module, plain: nn.Module) -> None:
 def test_what_from_pretrained_makes(kind: str, tmp_path: Path) -> None:
     plain = save(tmp_path, CONFIGS[kind](), max_shard_size="30KB")
     expected = logits(plain)
-    for home in ("auto", "dram"):
-        hbm = max(nbytes(plain) * 3 // 5, 96 << 10)
+    for home in ("auto", "dram", "hbm"):
+        hbm = max(nbytes(plain) * 3 // 5, 96 << 10) if home != "hbm" else 2 * nbytes(plain)
         policy = tiermem.Policy(params=home)
         with tiermem.TierManager("cpu", hbm=hbm, dram="16MiB", policy=policy) as tier:
             model: Any = tiermem.load_checkpoint(
@@ -93,6 +95,55 @@ def test_what_from_pretrained_makes(kind: str, tmp_path: Path) -> None:
             check_equal(model, plain)
         check_equal(model, plain)
         assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize("kind", ["both", "the head alone", "two values", "old buffers"])
+def test_what_from_pretrained_makes_of_files_that_differ(kind: str, tmp_path: Path) -> None:
+    """Weights that are tied and there twice, once, or with other values; names it passes over."""
+    from safetensors.torch import load_file, save_file
+
+    save(tmp_path, CONFIGS["tied, bfloat16"]())
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    table = tensors["model.embed_tokens.weight"]
+    changes: dict[str, torch.Tensor] = {
+        "both": {"lm_head.weight": table.clone()},
+        "the head alone": {"lm_head.weight": table.clone()},
+        "two values": {"lm_head.weight": torch.randn_like(table)},
+        "old buffers": {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)},
+    }[kind]
+    if kind == "the head alone":
+        del tensors["model.embed_tokens.weight"]
+    save_file({**tensors, **changes}, path, metadata={"format": "pt"})
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        model: Any = tiermem.load_checkpoint(transformers.AutoModelForCausalLM, tmp_path, tier=tier)
+        assert torch.equal(logits(model), logits(plain))
+        check_equal(model, plain)
+    apart = kind == "two values"
+    assert (model.lm_head.weight is not model.model.embed_tokens.weight) == apart
+    assert (plain.lm_head.weight is not plain.model.embed_tokens.weight) == apart
+
+
+def test_a_module_that_ties_what_differs_is_refused(tmp_path: Path) -> None:
+    toy(tmp_path / "toy.safetensors")
+
+    def tied() -> nn.Module:
+        model = Toy()
+        model.second.bias = nn.Parameter(torch.zeros(8))
+        model.third = nn.Linear(16, 8)
+        model.third.bias = model.second.bias
+        return model
+
+    from safetensors.torch import save_file
+
+    plain = tied()
+    values = {k: v.clone() for k, v in plain.state_dict().items()} | {"third.bias": torch.ones(8)}
+    save_file(values, tmp_path / "toy.safetensors")
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        with pytest.raises(tiermem.CheckpointError, match=r"'second\.bias' are one"):
+            tiermem.load_checkpoint(tied, tmp_path / "toy.safetensors", tier=tier)
+        assert not tier.residency()
 
 
 def test_training_leaves_the_files_alone(tmp_path: Path) -> None:
@@ -269,6 +320,65 @@ def test_a_file_that_is_changed_meanwhile(tmp_path: Path) -> None:
             for _ in range(2):
                 logits(model)
         tier.close(discard=True)
+
+
+@pytest.mark.parametrize("home", ["dram", "hbm"])
+def test_a_tier_is_filled_by_many_reads_past_the_page_cache(
+    home: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[ScriptedEngine] = []
+
+    def engine() -> ScriptedEngine:
+        made.append(ScriptedEngine())
+        return made[-1]
+
+    monkeypatch.setattr(
+        "tiermem.runtime.memory.opening.choose_engine", lambda *_: (engine, "scripted", "a test")
+    )
+    plain = save(tmp_path, CONFIGS["llama"](), max_shard_size="30KB")
+    policy = tiermem.Policy(params=home)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB", policy=policy) as tier:
+        model: Any = tiermem.load_checkpoint(transformers.AutoModelForCausalLM, tmp_path, tier=tier)
+        read = made[-1].log
+        # descriptors with even numbers go past the cache; the others are for pages cut off
+        ends = sum(1 for _ in tmp_path.glob("*.safetensors"))
+        assert sum(request.file % 2 for request in read) <= 2 * ends
+        assert sum(request.nbytes for request in read) >= nbytes(plain)
+        store = tier._manager.parts.homes.sources
+        assert store is not None and not store._ranges  # no address is left behind
+        assert {str(row.home) for row in tier.residency() if row.role == "param"} == {home}
+        assert torch.equal(logits(model), logits(plain))
+    check_equal(model, plain)
+
+
+@pytest.mark.parametrize("home", ["dram", "hbm"])
+def test_a_disk_that_fails_while_a_tier_is_filled(
+    home: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, CONFIGS["llama"](), max_shard_size="30KB")
+    broken = {"yes": True}
+
+    def fault(request: Any, tries: int) -> Fault | None:
+        return Fault(errno=EIO) if broken["yes"] and request.file == 4 else None
+
+    monkeypatch.setattr(
+        "tiermem.runtime.memory.opening.choose_engine",
+        lambda *_: (lambda: ScriptedEngine(fault=fault), "scripted", "a test"),
+    )
+    policy = tiermem.Policy(params=home)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB", policy=policy) as tier:
+        with pytest.raises(tiermem.StorageError, match="model-00003") as raised:
+            tiermem.load_checkpoint(transformers.AutoModelForCausalLM, tmp_path, tier=tier)
+        assert raised.value.errno == EIO
+        assert not tier.residency()
+        assert (
+            tier._manager.parts.homes.sources is not None
+            and not tier._manager.parts.homes.sources._ranges
+        )
+        broken["yes"] = False
+        model = tiermem.load_checkpoint(transformers.AutoModelForCausalLM, tmp_path, tier=tier)
+        plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        check_equal(model, plain)
 
 
 def test_no_config(tmp_path: Path) -> None:

@@ -59,3 +59,24 @@ def test_the_script_lists_them() -> None:
         [sys.executable, str(script), "--list"], capture_output=True, text=True, check=True
     )
     assert len(done.stdout.splitlines()) == len(MUTATIONS)
+
+
+def test_parts_are_the_whole_list_and_nothing_twice() -> None:
+    script = ROOT / "benchmarks" / "mutation_check.py"
+    found: list[str] = []
+    for part in ("1/3", "2/3", "3/3"):
+        command = [sys.executable, str(script), "--list", "--part", part]
+        found += subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+    assert len(found) == len(set(found)) == len(MUTATIONS)
+
+
+def test_what_fails_anyway_is_left_out(tmp_path: Path) -> None:
+    copy_tree(tmp_path)
+    (tmp_path / "tests" / "test_some.py").write_text(
+        "def test_bad(): assert False\ndef test_worse(): assert False\ndef test_good(): pass\n"
+    )
+    failed = run_tests(tmp_path, ["tests/test_some.py"], to_the_end=True)
+    assert failed == ["tests/test_some.py::test_bad", "tests/test_some.py::test_worse"]
+    assert run_tests(tmp_path, ["tests/test_some.py"], without=failed) is None

@@ -12,7 +12,6 @@ from tiermem.core.lanes import (
     Lanes,
     LaneWalk,
     all_fit,
-    best_lanes,
     even_parts,
     lane_of,
     lane_parts,
@@ -62,9 +61,9 @@ def test_what_streams_is_spread_from_the_first_to_the_last(blocks, stay) -> None
         assert max(steps) - min(steps) <= 1
 
 
-def walk(sizes, moving, skipped=(), *, early=True):
+def walk(sizes, moving, skipped=()):
     """Goes through a pass; returns, use by use, what had been asked for at it."""
-    lanes = Lanes(range(len(sizes)), SLOTS, {b: sizes[b] for b in moving}, early=early)
+    lanes = Lanes(range(len(sizes)), SLOTS, {b: sizes[b] for b in moving})
     going = LaneWalk(lanes)
     asked = []
     for position in range(len(sizes)):
@@ -78,12 +77,10 @@ def walk(sizes, moving, skipped=(), *, early=True):
     return asked
 
 
-@given(passes, st.sets(st.integers(0, 39)), st.booleans())
-def test_everything_is_asked_for_once_in_order_and_when_there_is_a_slot(
-    sizes, moving, early
-) -> None:
+@given(passes, st.sets(st.integers(0, 39)))
+def test_everything_is_asked_for_once_in_order_and_when_there_is_a_slot(sizes, moving) -> None:
     moving = {block for block in moving if block < len(sizes)}
-    asked = walk(sizes, moving, early=early)
+    asked = walk(sizes, moving)
     every = [position for found in asked for position in found]
     assert len(every) == len(set(every))
     order = sorted(moving)
@@ -104,7 +101,7 @@ def test_everything_is_asked_for_once_in_order_and_when_there_is_a_slot(
                 so_far = {p for found in asked[: position + 1] for p in found}
                 assert any(p not in so_far for p in order if p != last)
     if order:
-        opening = [len(sizes) + order[0]] if early else []
+        opening = [len(sizes) + order[0]]
         assert [p for p in every if p >= len(sizes)] in ([], opening)
         assert every[-1] in (last, *opening)
 
@@ -118,17 +115,14 @@ def test_a_use_that_was_passed_over_is_not_waited_for() -> None:
 times = st.floats(0.0, 5.0)
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from([LARGE, SMALL]), st.booleans(), times, times)),
-    st.booleans(),
-)
-def test_no_pass_beats_its_compute_or_its_copies_nor_takes_both(uses, early) -> None:
+@given(st.lists(st.tuples(st.sampled_from([LARGE, SMALL]), st.booleans(), times, times)))
+def test_no_pass_beats_its_compute_or_its_copies_nor_takes_both(uses) -> None:
     moving = [moves for _, moves, _, _ in uses]
     compute = [seconds for _, _, seconds, _ in uses]
     transfer = [seconds for _, _, _, seconds in uses]
     by_id = {block: size for block, (size, moves, _, _) in enumerate(uses) if moves}
     copies = sum(seconds for seconds, moves in zip(transfer, moving, strict=True) if moves)
-    lanes = Lanes(range(len(uses)), SLOTS, by_id, early=early)
+    lanes = Lanes(range(len(uses)), SLOTS, by_id)
     for took in (
         laned_time(lanes, compute, transfer),
         one_ahead_time(moving, compute, transfer, 0.0),
@@ -146,24 +140,8 @@ def test_how_long_a_pass_takes_by_hand() -> None:
     # the first is there and computes until 2; the second is copied from 0 to 1, the third from 2
     # to 3, the large one from 3 to 6, and the first one of the next pass from 6 to 7
     assert laned_time(lanes, [2.0] * 4, transfer) == 8.0
-    # or the first as well from 0 to 1, the second to 2, and the first computes until 3; the third
-    # from 3 to 4, the large one to 7, and it computes until 9
-    late = Lanes(range(4), SLOTS, dict(enumerate(sizes)), early=False)
-    assert laned_time(late, [2.0] * 4, transfer) == 9.0
     # two slots, one ahead: 0 to 1, 2 to 3, 4 to 7, 7 to 8
     assert one_ahead_time([True] * 4, [2.0] * 4, transfer, 0.0) == 9.0
-
-
-@pytest.mark.parametrize(("prelude", "early"), [(0.5, True), (2.0, False), (9.0, False)])
-def test_the_first_one_is_left_to_the_begin_where_the_host_takes_long(
-    prelude: float, early: bool
-) -> None:
-    """Meanwhile copies of two seconds find room, or of one if the first has come before."""
-    order, sizes = range(1, 7), dict.fromkeys(range(1, 7), SMALL)
-    uses, copies = [prelude, *[0.1] * 6], [1.0] * 7
-    seconds, lanes = best_lanes([0, *order], SLOTS, sizes, uses, copies)
-    assert lanes.early is early
-    assert seconds == laned_time(lanes, uses, copies)
 
 
 def test_slots_lie_side_by_side() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from support_examples import examples
 from support_nn import Tiers, assert_same, check_table, seed, wrap_tight
 from torch import nn
+
+import tiermem
 
 WIDTH = 8
 LAYERS = 4
@@ -140,6 +143,58 @@ def forget(param: torch.Tensor) -> None:
     param.grad = None
 
 
+class Disturbed:
+    """Makes steps ahead, or has one fail or be dropped in the middle, as a list says."""
+
+    def __init__(self, ahead: Any, what: list[str]) -> None:
+        self.ahead, self.what = ahead, what
+        self.make = ahead._make_one
+        self.has_room = ahead.provisional.has_room
+        ahead._make_one = self
+        ahead.provisional.has_room = self.room
+
+    def room(self, group: Any, units: Any) -> bool:
+        if self.what and self.what[0] == "no room":
+            del self.what[0]
+            return False
+        return bool(self.has_room(group, units))
+
+    def __call__(self, unit: Any, at_hand: Callable[[], None]) -> None:
+        what = self.what.pop(0) if self.what else ""
+        if what == "no room in HBM":
+            raise tiermem.CapacityError(what)
+        if what == "no memory":
+            unit._run = partial(self.spoil, unit)
+        try:
+            self.make(unit, partial(self.at_hand, at_hand, what))
+        finally:
+            unit.__dict__.pop("_run", None)
+        if what == "dropped":
+            self.ahead.provisional.drop()
+
+    def at_hand(self, at_hand: Callable[[], None], what: str) -> None:
+        at_hand()
+        if what == "dropped midway":
+            self.ahead.provisional.drop()
+        if what == "a home needs room":
+            self.ahead._manager.parts.homes._reclaim()
+
+    def spoil(self, unit: Any, *_: Any) -> None:
+        """An update that finds no memory once it has written half of everything."""
+        for param, _number in unit.members:
+            unit.own(param).detach().add_(7.0)
+        for state in unit._optimizer.state.values():
+            for value in state.values():
+                value.add_(3.0)
+        raise torch.OutOfMemoryError
+
+
+DISTURBED = (
+    *("", "", "", "", "no room", "no room in HBM", "no memory"),
+    *("dropped", "dropped midway", "a home needs room"),
+)
+
+
 def scale_gradient(param: torch.Tensor) -> None:
     if param.grad is not None:
         param.grad.mul_(3.0)
@@ -152,7 +207,7 @@ layers = st.integers(0, LAYERS - 1)
 class Looking(RuleBasedStateMachine):
     """Does everything to both; whatever the program sees has to agree."""
 
-    waited = 0
+    waited = confirmed = dropped = 0
 
     @initialize(
         kind=st.sampled_from(sorted(CLASSES)),
@@ -176,9 +231,10 @@ class Looking(RuleBasedStateMachine):
         self.spare, self.master = spare, master
         self.plain_optimizer = cls(self.plain.parameters(), **copy.deepcopy(given))
         self.kept: list[tuple[Any, Any]] = []
+        self.disturbed = Disturbed(self.optimizer._ahead, [])
         self.scaler = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
         for _ in range(2):
-            self.train(start, -1, "after", False)
+            self.train(start, -1, "after", False, "", [])
             self.step("none", False)
 
     def _both(self, use: Callable[[Any, Any], Any]) -> None:
@@ -192,11 +248,31 @@ class Looking(RuleBasedStateMachine):
         skip=st.integers(-1, LAYERS - 1),
         clear=st.sampled_from(["before", "after", "no"]),
         none=st.booleans(),
+        peek=st.sampled_from(["", "", "", "", "a weight", "a gradient", "data"]),
+        disturbed=st.lists(st.sampled_from(DISTURBED), max_size=LAYERS),
     )
-    def train(self, start: int, skip: int, clear: str, none: bool) -> None:
+    def train(
+        self, start: int, skip: int, clear: str, none: bool, peek: str, disturbed: list[str]
+    ) -> None:
         """Forward and backward; gradients are forgotten before, in between (trainers), or not."""
+        self.disturbed.what[:] = disturbed
 
         def use(model: Any, optimizer: Any) -> Any:
+            seen: list[Any] = []
+            index = start % LAYERS
+
+            def look(_: Any) -> None:
+                seen.append(LOOKS[peek](model, optimizer, index))
+
+            hooked = model.layers[0].up.weight
+            handle = hooked.register_post_accumulate_grad_hook(look) if peek else None
+            try:
+                return run(model, optimizer), seen
+            finally:
+                if handle is not None:
+                    handle.remove()
+
+        def run(model: Any, optimizer: Any) -> Any:
             if clear == "before":
                 optimizer.zero_grad(set_to_none=none)
             seed(start)
@@ -208,16 +284,23 @@ class Looking(RuleBasedStateMachine):
 
         self._both(use)
 
-    @rule(clip=st.sampled_from(["none", "none", "torch", "own", "value"]), clear=st.booleans())
+    @rule(
+        clip=st.sampled_from(
+            ["none", "none", "torch", "own", "value", "torch, not needed", "own, not needed"]
+        ),
+        clear=st.booleans(),
+    )
     def step(self, clip: str, clear: bool) -> None:
+        most = 1e6 if "not needed" in clip else 0.1
+
         def use(model: Any, optimizer: Any) -> Any:
             norm = None
             if clip == "value" and any(p.grad is not None for p in model.parameters()):
                 nn.utils.clip_grad_value_(model.parameters(), 0.01)
-            elif clip == "own" and model is self.model:
-                norm = optimizer.clip_grad_norm_(0.1)
-            elif clip in ("own", "torch"):
-                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            elif clip.startswith("own") and model is self.model:
+                norm = optimizer.clip_grad_norm_(most)
+            elif clip.startswith(("own", "torch")):
+                norm = nn.utils.clip_grad_norm_(model.parameters(), most)
             optimizer.step()
             if clear:
                 optimizer.zero_grad()
@@ -263,6 +346,13 @@ class Looking(RuleBasedStateMachine):
     @rule()
     def let_go(self) -> None:
         self.kept.clear()
+
+    @rule(release=st.booleans())
+    def drop(self, release: bool) -> None:
+        """What was made ahead is dropped where the program can see no reason."""
+        self.optimizer._ahead.settle()
+        if release:
+            self.tier._manager.parts.homes._reclaim()
 
     @rule(
         what=st.sampled_from([add, give, forget, scale_gradient]),
@@ -377,18 +467,22 @@ class Looking(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "kept"):
             self.kept.clear()
+            Looking.confirmed += self.optimizer.stepped_in_backward
+            Looking.dropped += self.optimizer._ahead.provisional.drops
             self.check()
             self.tier.close()
 
 
 Looking.TestCase.settings = settings(
-    max_examples=examples(15), stateful_step_count=examples(15, 25)
+    max_examples=examples(15, 400), stateful_step_count=examples(15, 25)
 )
 
 
 class TestLooking(Looking.TestCase):  # type: ignore[name-defined,misc]
-    """The machine; and steps did wait in it."""
+    """The machine; and steps did wait in it, were made ahead and were dropped."""
 
     @classmethod
     def tearDownClass(cls) -> None:
         assert Looking.waited
+        assert Looking.confirmed
+        assert Looking.dropped

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import tiermem
-from tiermem.nn.groups.partition import largest_block, parameter_bytes, territories
+from tiermem.nn.groups.partition import largest_block, parameter_bytes, runs, territories
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -39,10 +41,10 @@ def stack(width: int, layers: int) -> nn.Module:
     [
         (GIB, 2 * GIB, GIB // 2),  # all of it stays: no need to divide
         (GIB, GIB, GIB // 4),
-        (13 * GIB, GIB, 32 * MIB),
-        (13 * GIB, 2 * GIB, 64 * MIB),
+        (13 * GIB, GIB, GIB // 24),
+        (13 * GIB, 2 * GIB, 2 * GIB // 24),
         (140 * GIB, 80 * GIB, 96 * MIB),
-        (GIB, 100 * MIB, 25 * MIB),  # a small budget has to hold several blocks
+        (GIB, 100 * MIB, 16 * MIB),  # a small budget has to hold several blocks
         (5, 1, 1),
     ],
 )
@@ -105,3 +107,90 @@ def test_homes_that_cannot_be_are_refused_and_nothing_is_wrapped() -> None:
             tier.wrap(model, homes={"0": "moon"})  # type: ignore[dict-item]
         assert tier.residency() == []
         tier.wrap(model)
+
+
+def sizes_of(model: nn.Module, largest: int) -> tuple[dict[str, nn.Module], dict[str, int]]:
+    roots = territories(model, "auto", largest)
+    own = {name: parameter_bytes(module) for name, module in roots.items()}
+    for name in sorted(roots, key=len, reverse=True):
+        for other in roots:
+            if other and other != name and name.startswith(f"{other}."):
+                own[other] -= own[name]
+    return roots, {name: size for name, size in own.items() if size and name}
+
+
+class Mixture(nn.Module):
+    """Layers with lists inside, a list of experts, and embeddings in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleList(nn.Embedding(64, 64) for _ in range(2))
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(32, 2, 64) for _ in range(5))
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+
+def test_small_layers_in_a_row_share_blocks_and_experts_do_not() -> None:
+    model = Mixture()
+    roots, sizes = sizes_of(model, parameter_bytes(model.layers[0]))
+    layer = sizes["layers.0"]
+    found = runs(model, roots, sizes, 24 * 2 * layer)
+    assert [found.get(f"layers.{i}") for i in range(5)] == [
+        *["layers.0-1"] * 2,
+        *["layers.2-3"] * 2,
+        None,
+    ]
+    assert not any("experts" in name or "embeddings" in name for name in found)
+    assert runs(model, roots, sizes, 24 * layer) == {}, "where HBM has no room for it"
+
+
+def test_sequences_inside_sequences_are_in_order() -> None:
+    stages = [nn.Sequential(*[nn.Linear(64, 64) for _ in range(count)]) for count in (3, 2)]
+    model = nn.Sequential(stages[0], nn.GELU(), stages[1])
+    linear = parameter_bytes(stages[0][0])
+    roots, sizes = sizes_of(model, linear)
+    assert runs(model, roots, sizes, 24 * 3 * linear) == {
+        **dict.fromkeys(["0.0", "0.1", "0.2"], "0.0-2"),
+        **dict.fromkeys(["2.0", "2.1"], "2.0-1"),
+    }
+
+
+class Parts(nn.Module):
+    """A layer with parts of its own, with lists of parts that are alike and of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(160, 160)
+        self.second = nn.Linear(160, 160)
+        self.alike = nn.ModuleList(nn.Linear(160, 160) for _ in range(2))
+        self.steps = nn.ModuleList([nn.Linear(160, 160), nn.Bilinear(16, 10, 160)])
+
+
+def test_parts_of_a_divided_layer_share_blocks() -> None:
+    model = nn.ModuleList(Parts() for _ in range(2))
+    roots, sizes = sizes_of(model, parameter_bytes(model[0].first))
+    found = runs(model, roots, sizes, 24 * 2 * parameter_bytes(model[0].first))
+    assert {name: block for name, block in found.items() if name.startswith("1.")} == {
+        **dict.fromkeys(["1.first", "1.second"], "1.first-second"),
+        **dict.fromkeys(["1.steps.0", "1.steps.1"], "1.steps.0-1"),
+    }
+
+
+def test_little_blocks_stay_in_hbm_and_a_pass_holds_them_once() -> None:
+    model, x = stack(256, 8), torch.randn(3, 256)
+    plain = copy.deepcopy(model)
+    size = parameter_bytes(model)
+    with tiermem.TierManager(device="cpu", hbm=size // 3, dram=4 * size) as tier:
+        tier.wrap(model)
+        rows = {row.block: row for row in tier.residency()}
+        assert rows["Sequential.small"].home == "hbm"
+        assert min(row.nbytes for name, row in rows.items() if name != "Sequential.small") > 1 << 16
+        assert "_call_impl" not in model[3].norm.__dict__
+        with torch.no_grad():
+            for _ in range(3):
+                assert torch.equal(model(x), plain(x))
+            assert torch.equal(model[3].norm(x), plain[3].norm(x)), "called by itself"
+            assert torch.equal(model[3](x), plain[3](x))
+    model = copy.deepcopy(plain)
+    with tiermem.TierManager(device="cpu", hbm=size // 3, dram=4 * size) as tier:
+        tier.wrap(model, resident=None)
+        assert not any("small" in row.block for row in tier.residency())

@@ -12,9 +12,16 @@ from torch import nn
 
 import tiermem
 from tiermem.optim.auto import kind_of
+from tiermem.optim.provisional import Provisional
 from tiermem.optim.units.unit import StepUnit
 
 DRAM = Tiers("dram")
+
+
+@pytest.fixture(autouse=True)
+def _no_shadows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no DRAM to spare for steps ahead: what may wait waits."""
+    monkeypatch.setattr(Provisional, "has_room", lambda *_: False)
 
 
 def waiting(twins: Twins) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -83,7 +84,9 @@ def test_decoding_alone_after_all_of_an_encoder_and_decoder() -> None:
         assert found[0].seconds <= 1.25 * later + made.least(1) * 0.1
 
 
-def seconds_of(shape: Shape, rounds: Sequence[Sequence[int]], depth: str | int) -> float:
+def seconds_of(
+    shape: Shape, rounds: Sequence[Sequence[int]], depth: int | Literal["auto"]
+) -> float:
     """Returns how long passes of these orders take; all bytes are looked at."""
     with played(shape, sum(shape.pages) // 3, depth=depth) as made:
         took = 0.0

@@ -153,3 +153,21 @@ def test_dram_that_is_wanted_for_something_else_is_given_back(tmp_path: Path) ->
         manager.remove_blocks([other])
         made.rounds(work, 4)
         assert made.rounds(work, 4).nbytes <= before.nbytes + PAGE
+
+
+@pytest.mark.parametrize("work", ["forward", "train"])
+def test_what_fits_in_dram_is_read_once(work: str, tmp_path: Path) -> None:
+    """Plans come and change while the loop is learned; what has been read stays where it is."""
+    with streamed(tmp_path, LLAMA, hbm=HBM, dram=sum(LLAMA) + 2) as made:
+        for _ in range(6):
+            for key, uses in WORKS[work]:
+                made.sweep(key, uses)
+            made.settle()
+        used = {number for _, uses in WORKS[work] for number, _ in uses}
+        assert made.world.read == sum(LLAMA[number] for number in used) * PAGE
+        kept = plan_of(made)
+        assert kept.in_dram and not kept.ahead
+        assert used == {
+            made.blocks.index(b) for b in made.blocks if b.id in kept.in_dram | kept.residents
+        }
+        made.manager.parts.table.check()

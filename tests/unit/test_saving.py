@@ -436,8 +436,14 @@ SHORT = ("no room", "some room", "files", "both")
 """Where free DRAM may be too little; how much of it reads ahead take is a matter of time."""
 
 
-@pytest.mark.parametrize("name", LATER)
-def test_the_state_of_the_call_is_saved(tmp_path, name, monkeypatch) -> None:
+AHEAD = ("some room", "files", "on the host", "put off")
+"""Where blocks are copied ahead of the steps, as ever; else who overwrites them copies them."""
+
+
+@pytest.mark.parametrize(
+    ("name", "ahead"), [*((name, False) for name in LATER), *((name, True) for name in AHEAD)]
+)
+def test_the_state_of_the_call_is_saved(tmp_path, name, ahead, monkeypatch) -> None:
     """The thread is let go block by block, by a random schedule, while steps are made."""
     setup = Setup(**folder(LATER[name], tmp_path))
     draws, pause = random.Random(name), threading.Semaphore(0)
@@ -456,6 +462,8 @@ def test_the_state_of_the_call_is_saved(tmp_path, name, monkeypatch) -> None:
 
     monkeypatch.setattr(later.SaveHandle, "_save", paused)
     monkeypatch.setattr(later.SaveHandle, "_copy", noted)
+    if not ahead:
+        monkeypatch.setattr(later.SaveHandle, "_copy_ahead", lambda self: None)
     with Run(setup) as run:
         for _ in range(3):
             run.step()
@@ -470,9 +478,9 @@ def test_the_state_of_the_call_is_saved(tmp_path, name, monkeypatch) -> None:
         pause.release(10_000)
         handle.result()
         assert handle.done()
-        assert run.tier._manager.parts.transfers.keeper is None
-        assert copies and (all(copies) or name in SHORT), f"{copies.count(False)} were not copied"
-        assert not all(copies) or name != "no room"
+        assert run.tier._manager.parts.homes.keeper is None
+        assert all(copies) or name in SHORT, f"{copies.count(False)} were not copied"
+        assert ahead or (copies and (not all(copies) or name != "no room"))
         after = dict(run.state())
     with Run(setup, number=5) as other:
         other.load(tmp_path / "later")
@@ -480,6 +488,44 @@ def test_the_state_of_the_call_is_saved(tmp_path, name, monkeypatch) -> None:
         if setup.options.get("where") is None:
             assert [other.step() for _ in range(3)] == losses
             assert_same(dict(other.state()), after, "what comes after it")
+
+
+def test_steps_wait_for_no_copy_where_there_is_room(tmp_path, monkeypatch) -> None:
+    """What is in DRAM has been copied before it is stepped; nothing has been written yet."""
+    begins = threading.Event()
+    save_one = later.SaveHandle._save
+
+    def slow(self, entry) -> None:
+        begins.wait()
+        save_one(self, entry)
+
+    def refused(self, entry, whole) -> bool:
+        raise AssertionError(f"a step copies block {entry.block.name!r}")
+
+    with Run(Setup(dram=64 << 20)) as run:
+        run.step()
+        run.optimizer.zero_grad()
+        state = dict(run.state())
+        monkeypatch.setattr(later.SaveHandle, "_save", slow)
+        handle = run.save(tmp_path / "run", wait=False)
+        try:
+            entries = [entry for entry in handle._entries.values() if entry.home is not None]
+            assert len(entries) > 1
+            copied = later._State.COPIED
+            with handle._changed:
+                assert handle._changed.wait_for(lambda: all(e.state is copied for e in entries), 60)
+            monkeypatch.setattr(later.SaveHandle, "_copy", refused)
+            run.step()
+        finally:
+            begins.set()
+        monkeypatch.undo()
+        handle.result()
+        used = run.tier.stats().used["dram"]
+    with Run(Setup(dram=64 << 20), number=5) as other:
+        other.load(tmp_path / "run")
+        assert_same(dict(other.state()), state, "the state of the call")
+        other.step()
+        assert other.tier.stats().used["dram"] == used  # the copies are given back
 
 
 def test_a_save_that_fails_is_told_of_once(tmp_path, monkeypatch) -> None:

@@ -47,10 +47,12 @@ def examine(paths: list[str]) -> dict[str, Any]:
     from tiermem import __version__
     from tiermem.cli.machine import hardware, inspect_path, locked_memory_limit
     from tiermem.io.probe import choose_engine
+    from tiermem.optim.host.loop import library
     from tiermem.runtime.memory.hostmemory import available_memory
 
     _, engine, reason = choose_engine()
     memory = psutil.virtual_memory()
+    loop = library()
     return {
         "tiermem": __version__,
         "hardware": hardware(),
@@ -59,6 +61,7 @@ def examine(paths: list[str]) -> dict[str, Any]:
         "page_lock_limit": locked_memory_limit(),
         "io_engine": engine,
         "io_reason": reason,
+        "host_steps": loop if isinstance(loop, str) else "can have the device's bits",
         "paths": [asdict(inspect_path(path)) for path in paths],
     }
 
@@ -87,6 +90,7 @@ def _print(facts: dict[str, Any]) -> None:
     table.add_row("memory free", format_size(facts["memory"]["available"]))
     table.add_row("page-lock limit", facts["page_lock_limit"])
     table.add_row("file I/O", f"{facts['io_engine']}: {facts['io_reason']}")
+    table.add_row("steps on the host", facts["host_steps"])
     for path in facts["paths"]:
         if path["usable"]:
             how = "O_DIRECT works" if path["direct"] else f"through the page cache: {path['note']}"

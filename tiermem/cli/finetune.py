@@ -29,6 +29,7 @@ from tiermem.config import format_size
 from tiermem.errors import CapacityError, ConfigError
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
     import tiermem
@@ -43,8 +44,11 @@ _OF_THE_DEMONSTRATION = (
     *("layers", "width", "heads", "dtype", "master", "nvme_bytes", "optimizer_on", "overlap"),
     *("no_compare", "save", "save_every", "resume"),
 )
-_RESERVE = 128 << 20
-"""Of the device: workspaces of kernel libraries, and rounding of torch's allocator."""
+_RESERVE = 256 << 20
+"""Of the device: kernels that are loaded when they are first used, workspaces of their libraries,
+and rounding of torch's allocator."""
+_CONTEXT = 512 << 20
+"""About what CUDA itself takes of a device for a process, where it cannot be measured."""
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
@@ -194,12 +198,14 @@ class Tiers:
         activations: Set aside for what is computed.
         adapters: For adapters, their gradients and moments; they are in the tiers.
         hbm: Budget of the tiers.
+        context: What CUDA itself has.
     """
 
     cap: int
     activations: int
     adapters: int
     hbm: int
+    context: int = 0
 
 
 def pick_tiers(
@@ -225,10 +231,11 @@ def pick_tiers(
         plan.batch * plan.context, plan.loss_chunks, can_recompute(folder.model)
     )
     activations += _RESERVE if device.type == "cuda" else 0
+    context = context_nbytes(device)
     stand_in, trained = _with_adapters(folder, lora)
     numbers = sum(param.numel() * param.element_size() for param in trained)
     # Clipping and the step hold one gradient's worth beside what the tiers hold.
-    hbm = cap - activations - numbers
+    hbm = cap - context - activations - numbers
     found = least_budgets(
         stand_in,
         torch.optim.AdamW,
@@ -239,15 +246,31 @@ def pick_tiers(
         policy=policy_of(arguments),
     )
     if hbm < found.least_hbm:
-        least = found.least_hbm + activations + numbers
+        least = found.least_hbm + context + activations + numbers
+        cuda = f"CUDA itself takes {format_size(context)}, " if context else ""
         raise CapacityError(
-            f"--hbm {format_size(cap)} is a cap on the whole process: activations of "
+            f"--hbm {format_size(cap)} is a cap on the whole process: {cuda}activations of "
             f"{plan.batch} x {plan.context} tokens take {format_size(activations)}, the adapters' "
             f"step {format_size(numbers)}, and the tiers need {format_size(found.least_hbm)}",
             f"give --hbm {least} ({format_size(least)}) or more, a smaller --batch (with "
             "--accumulate) or --context, or --loss-chunks",
         )
-    return Tiers(cap, activations, 4 * numbers, hbm)
+    return Tiers(cap, activations, 4 * numbers, hbm, context)
+
+
+def context_nbytes(device: torch.device) -> int:
+    """Returns the bytes of a device that CUDA itself takes for this process; 0 on the CPU.
+
+    That is what is in use there and not torch's, unless it is too much to be that: then there are
+    other processes, and about what a context takes is returned.
+    """
+    import torch
+
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)  # has the context made
+    beside = total - free - torch.cuda.memory_reserved(device)
+    return beside if 0 < beside <= 2 * _CONTEXT else _CONTEXT
 
 
 def _check_context(sizes: Sizes, context: int) -> None:
@@ -275,24 +298,27 @@ def capped(tier: tiermem.TierManager, tiers: Tiers, device: str) -> Iterator[Non
     """Has torch refuse more of the device than the cap, within the ``with`` block.
 
     The tiers' memory is the driver's, and not counted by torch, or one allocation of torch's,
-    where a driver cannot map it; the CUDA context comes on top.
+    where a driver cannot map it; nor does torch count what CUDA itself has.
     """
     import torch
 
     from tiermem.storage.arena import DeviceArena
+    from tiermem.tier import device_of
 
-    if not device.startswith("cuda"):
+    where = device_of(device)  # with its number, which torch asks for
+    if where.type != "cuda":
         yield
         return
     torch.cuda.empty_cache()
-    counted = isinstance(tier._manager.parts.slots.arena, DeviceArena)
-    most = tiers.cap if counted else tiers.cap - tiers.hbm
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), device)
+    most = tiers.cap - tiers.context
+    if not isinstance(tier._manager.parts.slots.arena, DeviceArena):
+        most -= tiers.hbm
+    total = torch.cuda.get_device_properties(where).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), where)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, where)
 
 
 # -- the run ---------------------------------------------------------------
@@ -330,7 +356,9 @@ def _train(
         capped(tier, tiers, plan.device),
     ):
         console.print(
-            f"{format_size(tiers.cap)} for the process: {format_size(tiers.hbm)} of HBM for the "
+            f"{format_size(tiers.cap)} for the process: "
+            + (f"{format_size(tiers.context)} for CUDA itself, " if tiers.context else "")
+            + f"{format_size(tiers.hbm)} of HBM for the "
             f"tiers, {format_size(tiers.adapters)} of it for adapters with their optimizer, and "
             f"{format_size(tiers.activations)} for activations; "
             f"{format_size(tier.stats().budget['dram'])} of DRAM; {corpus.count:,} tokens of "
@@ -366,6 +394,7 @@ def _train(
         "seconds": seconds,
         "tokens_per_second": len(losses) * plan.tokens_per_step / max(seconds, 1e-9),
         "hbm": tiers.hbm,
+        "context": tiers.context,
         "activations": tiers.activations,
         "adapters": str(out),
     }

@@ -6,10 +6,6 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 
-_LATER_IS_BETTER = 0.999
-"""A caller may do something else between two passes, for which the model knows no time: what has
-been fetched by then need not be waited for."""
-
 
 def lane_of(slots: Sequence[int], size: int) -> int:
     """Returns the bytes of the slots that a block of a size streams through; 0 for none.
@@ -74,18 +70,16 @@ def all_fit(sizes: Iterable[int], runs: Iterable[int]) -> bool:
 
 
 class Lanes:
-    """What goes by which lane in one pass, and perhaps after it the first block of the next one.
+    """What goes by which lane in one pass, and after it the first block of the next one.
 
     The rest of the next pass is left to its begin. Before the host has come to its layers nothing
-    is used and no slot comes free: had all been fetched before, the link would stand still. Where
-    the host takes longer than the rest is copied, the first block is left to the begin as well.
+    is used and no slot comes free: had all been fetched before, the link would stand still.
 
     Attributes:
         order: Ids of blocks in order of use.
         slots: How many slots each lane has.
-        early: Whether what the next pass begins with is fetched as this one ends.
-        positions: Of the uses that need its slots, by lane, ascending; where ``early``, one of
-            them is in the next pass.
+        positions: Of the uses that need its slots, by lane, ascending; one of them is in the next
+            pass.
         last: Position of the last use of this pass that needs any.
     """
 
@@ -94,8 +88,6 @@ class Lanes:
         order: Sequence[int],
         slots: Sequence[int],
         moving: Mapping[int, int],
-        *,
-        early: bool = True,
     ) -> None:
         """Looks at a pass.
 
@@ -103,7 +95,6 @@ class Lanes:
             order: Ids of blocks in order of use.
             slots: Bytes of each slot, the largest first.
             moving: Bytes of the blocks that stream, by id.
-            early: Whether what the next pass begins with is fetched as this one ends.
         """
         found: dict[int, list[int]] = {size: [] for size in slots}
         for position, block in enumerate(order):
@@ -115,8 +106,7 @@ class Lanes:
         self.slots = [count[size] for size in found]
         self.positions = list(found.values())
         self.last = max((lane[-1] for lane in self.positions if lane), default=-1)
-        self.early = early
-        if self.last >= 0 and early:
+        if self.last >= 0:
             opening = min((lane for lane in self.positions if lane), key=lambda lane: lane[0])
             opening.append(len(order) + opening[0])
 
@@ -174,30 +164,6 @@ class LaneWalk:
         self._next[lane] += 1
 
 
-def best_lanes(
-    order: Sequence[int],
-    slots: Sequence[int],
-    moving: Mapping[int, int],
-    compute: Sequence[float],
-    transfer: Sequence[float],
-    latency: float = 0.0,
-) -> tuple[float, Lanes]:
-    """Returns the lanes by which a pass is over sooner, and the seconds it takes.
-
-    Args:
-        order: Ids of blocks in order of use.
-        slots: Bytes of each slot, the largest first.
-        moving: Bytes of the blocks that stream, by id.
-        compute: Seconds of each use; the first one's has in it what the host does before others.
-        transfer: Seconds of the fetch each use needs, if it is by a lane.
-        latency: Seconds between the end of a compute and the copy asked for at it.
-    """
-    found = [Lanes(order, slots, moving, early=early) for early in (True, False)]
-    timed = [(laned_time(lanes, compute, transfer, latency), lanes) for lanes in found]
-    (soon, _), (late, _) = timed
-    return timed[late < soon * _LATER_IS_BETTER]
-
-
 def laned_time(
     lanes: Lanes, compute: Sequence[float], transfer: Sequence[float], latency: float = 0.0
 ) -> float:
@@ -218,7 +184,7 @@ def laned_time(
     for position, seconds in enumerate(compute):
         walk.move_on(position + 1)
         while (found := walk.soonest()) is not None:
-            if found[1] != opening or not lanes.early:  # else that came before
+            if found[1] != opening:  # that came before
                 link = max(link, now + latency if now else 0.0)
                 link += transfer[found[1] % len(compute)]
                 there[found[1]] = link

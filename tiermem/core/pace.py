@@ -219,6 +219,13 @@ class Estimates:
         recent = known.blocks.get(block)
         return known.typical if recent is None else recent.value
 
+    def computes(self, key: Hashable) -> float | None:
+        """Returns the seconds a pass computes; None if it is not known yet."""
+        known = self._passes.get(key)
+        if known is None or known.samples < _SURE or not known.blocks:
+            return None
+        return sum(recent.value for recent in known.blocks.values())
+
     def transfer(self, link: str, block: int, nbytes: int) -> float:
         """Returns the seconds a block takes to arrive: as measured, else by the link's speed."""
         recent = self._fills.get((link, block))
@@ -291,6 +298,8 @@ class Waste:
 
     Attributes:
         pending: Pass of each fetch of which nothing is known yet, by block.
+        outcomes: Whether the last fetches of blocks were wasted, where any was, by pass and block;
+            while there are none, a use only takes its block out of ``pending``.
         changes: Grows whenever what is fetched ahead changes.
     """
 
@@ -298,7 +307,7 @@ class Waste:
         """Starts with nothing fetched."""
         self.pending: dict[int, tuple[int, Hashable]] = {}
         self.changes = 0
-        self._outcomes: dict[tuple[Hashable, int], list[bool]] = {}
+        self.outcomes: dict[tuple[Hashable, int], list[bool]] = {}
         self._stopped: dict[Hashable, dict[int, int]] = {}
 
     def fetched(self, block: int, number: int, key: Hashable) -> None:
@@ -308,7 +317,7 @@ class Waste:
     def used(self, block: int) -> None:
         """Says that a block is used."""
         entry = self.pending.pop(block, None)
-        if entry is not None and self._outcomes:
+        if entry is not None and self.outcomes:
             self._judge(entry[1], block, wasted=False)
 
     def left(self, block: int) -> bool:
@@ -337,7 +346,7 @@ class Waste:
                 if stopped[block] >= _PASSES_TO_TRUST:
                     self.changes += 1
                     del stopped[block]
-                    self._outcomes.pop((key, block), None)
+                    self.outcomes.pop((key, block), None)
             if not stopped:
                 del self._stopped[key]
         return len(wasted)
@@ -360,8 +369,8 @@ class Waste:
         gone = set(blocks)
         for block in gone:
             self.pending.pop(block, None)
-        if self._outcomes:
-            self._outcomes = {n: o for n, o in self._outcomes.items() if n[1] not in gone}
+        if self.outcomes:
+            self.outcomes = {n: o for n, o in self.outcomes.items() if n[1] not in gone}
         for stopped in self._stopped.values():
             for block in gone & stopped.keys():
                 del stopped[block]
@@ -369,7 +378,7 @@ class Waste:
 
     def _judge(self, key: Hashable, block: int, *, wasted: bool) -> None:
         name = (key, block)
-        outcomes = self._outcomes.pop(name, None)
+        outcomes = self.outcomes.pop(name, None)
         if outcomes is None:
             if not wasted:
                 return  # nothing to hold against it
@@ -377,9 +386,9 @@ class Waste:
         outcomes.append(wasted)
         del outcomes[:-_MEMORY]
         if any(outcomes):
-            self._outcomes[name] = outcomes
-            if len(self._outcomes) > _MOST_FILLS:
-                del self._outcomes[next(iter(self._outcomes))]
+            self.outcomes[name] = outcomes
+            if len(self.outcomes) > _MOST_FILLS:
+                del self.outcomes[next(iter(self.outcomes))]
         if wasted and len(outcomes) > 1 and 2 * sum(outcomes) > len(outcomes):
             self._stopped.setdefault(key, {}).setdefault(block, 0)
             self.changes += 1

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from tiermem.core.cost import refetched, streaming_time
 from tiermem.core.fromdisk import Round, play
-from tiermem.core.lanes import best_lanes, one_ahead_time
+from tiermem.core.lanes import Lanes, laned_time, one_ahead_time
 from tiermem.core.residents import choose_residents, keep_largest
 
 _SLOTS = (2, 3, 4, 6, 8, 12, 16)
@@ -226,7 +226,7 @@ class Loop:
         """Returns how long it takes with lanes, each round like the others."""
         order, compute, fetch = self._round()
         moving = {b: self.sizes[b] for b in order if b not in plan.residents}
-        one, _ = best_lanes(order, plan.lanes, moving, compute, fetch, self.latency)
+        one = laned_time(Lanes(order, plan.lanes, moving), compute, fetch, self.latency)
         return one * len(self.order) / len(order)
 
 
@@ -254,7 +254,9 @@ def share_hbm(loop: Loop, settled: Plan | None = None) -> Plan:
     if sum(sizes.values()) <= room:
         return Plan(frozenset(sizes), 0, 0, frozenset() if loop.files else None)
     if loop.files is not None:
-        return _share_from_disk(loop, loop.files, settled)
+        return _all_in_dram(loop, loop.files, settled) or _share_from_disk(
+            loop, loop.files, settled
+        )
     loop = replace(loop, compute=[_SLOWER * seconds for seconds in loop.compute])
     found: list[tuple[float, Plan]] = []
     best = math.inf
@@ -271,6 +273,18 @@ def share_hbm(loop: Loop, settled: Plan | None = None) -> Plan:
     good.sort(key=lambda plan: plan.reserve)
     roomy = [plan for plan in good if plan.reserve >= _FORGIVING * plan.slot]
     return _faster_by_lanes(loop, roomy[0] if roomy else good[-1])
+
+
+def _all_in_dram(loop: Loop, files: Files, settled: Plan | None) -> Plan | None:
+    """Returns the plan for weights at home in DRAM, where that has room for all that streams.
+
+    None where it has not. Everything is read once then, and the disk is no part of the loop.
+    """
+    plan = share_hbm(replace(loop, files=None), settled)
+    rest = frozenset(files.seconds) & loop.sizes.keys() - plan.residents
+    if sum(loop.sizes[block] for block in rest) > files.room:
+        return None
+    return replace(plan, in_dram=rest, ahead=0, parks=False)
 
 
 def _share_from_disk(loop: Loop, files: Files, settled: Plan | None) -> Plan:

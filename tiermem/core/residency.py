@@ -63,6 +63,7 @@ class Record:
         leases: How many hold the HBM copy against eviction.
         defined: Whether the block holds data at all (a gradient may not yet).
         writes: How often the HBM copy was said to be written.
+        home_writes: How often the home copy was written directly.
     """
 
     block: Block
@@ -74,6 +75,7 @@ class Record:
     extent: Extent | None = None
     leases: int = 0
     writes: int = 0
+    home_writes: int = 0
     fixed: bool = field(default=False)
 
     @property
@@ -177,15 +179,9 @@ class ResidencyTable:
         if record.in_hbm is not State.FILLING:
             raise self._wrong(record, "said to be filled")
         if ok:
-            self.filled(record)
+            record.in_hbm = _VALID
         else:
             self._leave(record, keep=keep)
-
-    def filled(self, record: Record) -> None:
-        """Ends a fill that went well, by the record; see :meth:`end_fill`."""
-        if record.in_hbm is not _FILLING:
-            raise self._wrong(record, "said to be filled")
-        record.in_hbm = _VALID
 
     def place_blank(self, block_id: int, extent: Extent) -> None:
         """Gives a block that holds no data yet a place in HBM, to be written there."""
@@ -368,6 +364,10 @@ class ResidencyTable:
         del self._orphans[extent.offset]
         self.hbm.free(extent)
 
+    def adopt(self, extent: Extent) -> None:
+        """Takes free HBM that belongs to no block; see :meth:`reclaim`."""
+        self._orphans[extent.offset] = self.hbm.take(extent)
+
     def home_written(self, block_id: int) -> None:
         """Says that the home copy was written directly, there being none in HBM."""
         record = self._records[block_id]
@@ -375,6 +375,7 @@ class ResidencyTable:
             raise self._wrong(record, "written at home")
         record.at_home = State.VALID
         record.defined = True
+        record.home_writes += 1
 
     def rehome(self, block_id: int, home: Tier, extent: Extent) -> None:
         """Gives a block that is in HBM another home, to which it has yet to be written.
@@ -391,6 +392,21 @@ class ResidencyTable:
         record.in_hbm = State.DIRTY  # first: cut short after it, nothing is lost
         record.at_home = State.ABSENT
         record.home, record.home_extent = home, extent
+
+    def put_back(self, block_id: int, extent: Extent) -> None:
+        """Has a block hold what a former home of it has, and not what it has held since.
+
+        Args:
+            block_id: The block; it is not in HBM, and :meth:`rehome` gave it its present home.
+            extent: Its former address, in the tier of its home; the present one is the caller's
+                from now on.
+        """
+        record = self._records[block_id]
+        if record.in_hbm is not State.ABSENT or record.home_extent is None:
+            raise self._wrong(record, "put back")
+        record.home_extent = extent
+        record.at_home = State.VALID
+        record.defined = True
 
     # -- after an exception ----------------------------------------------
 

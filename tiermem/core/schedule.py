@@ -150,6 +150,7 @@ class Planner:
         self._end()
         self._again = key if again else None
         self._far = NEVER
+        self.doubt //= 2
         for length in _CONTEXTS:
             if len(self._history) >= length:
                 self._learn(tuple(self._history[-length:]), key)

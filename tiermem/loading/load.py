@@ -13,6 +13,7 @@ from tiermem.errors import CheckpointError, ConfigError
 from tiermem.loading.build import model_of
 from tiermem.loading.origins import FileOrigins
 from tiermem.loading.sources import Names, Source, sources_of, wanted_by
+from tiermem.loading.tied import untie
 from tiermem.loading.untouched import Untouched
 from tiermem.nn.wrap.wrapped import Blocks
 from tiermem.storage.checkpoint.folder import CheckpointFiles
@@ -68,6 +69,7 @@ def load_checkpoint(
     model = model_of(model_or_factory, where, files, dtype)
     settings = None if lora is None else _settings(lora)
     sources = sources_of(model, files, names)
+    untie(model, sources, files)
     _check_buffers(model, sources)
     if settings is not None:
         from tiermem.lora.adapters import add_adapters
@@ -93,7 +95,7 @@ def _wrap(
         by_id = {id(wanted[name]): source for name, source in sources.items()}
         names = {id(wanted[name]): name for name in sources}
         first = manager.attach_files(files.paths, files.check_unchanged)
-        origins = FileOrigins(files, first, by_id, names)
+        origins = FileOrigins(files, first, by_id, names, manager.read_files)
         wrapped = tier._wrap_model(model, blocks, origins=origins)
     except BaseException:
         untouched.undo()

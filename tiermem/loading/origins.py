@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 import torch
 
 from tiermem.core.layout import contiguous_stride
 from tiermem.errors import CheckpointError
-from tiermem.loading.sources import Converted, Source
+from tiermem.loading.sources import Converted, Source, view_of
 from tiermem.loading.traced import StoredView
 from tiermem.runtime.memory.homes import StoredBlock
 from tiermem.storage.checkpoint.folder import CheckpointFiles
@@ -24,6 +24,7 @@ class FileOrigins:
         first: Number that the manager gave the first of its files.
         sources: By the id of each tensor.
         names: By the same; for messages.
+        read: Reads runs of bytes of the files, numbered as by the manager, past the page cache.
     """
 
     def __init__(
@@ -32,11 +33,13 @@ class FileOrigins:
         first: int,
         sources: Mapping[int, Source],
         names: Mapping[int, str],
+        read: Callable[[Sequence[SourceRange], int], torch.Tensor],
     ) -> None:
         self._files = files
         self._first = first
         self._sources = sources
         self._names = names
+        self._read = read
         self._mapped: dict[int, torch.UntypedStorage] = {}
 
     def stored(self, tensors: Sequence[torch.Tensor]) -> StoredBlock | None:
@@ -46,11 +49,7 @@ class FileOrigins:
             source = self._sources.get(id(tensor))
             if not isinstance(source, StoredView) or not _as_it_is(source, tensor):
                 return None
-            target, ranges = 0, []
-            for run in source.runs:
-                ranges.append(SourceRange(self._first + run.file, run.offset, run.nbytes, target))
-                target += run.nbytes
-            found.append(ranges)
+            found.append(self._ranges(source))
         return found if any(found) else None
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -59,9 +58,9 @@ class FileOrigins:
         if source is None:
             return None
         if isinstance(source, StoredView):
-            return self._files.read_view(source.shape, source.dtype, source.runs)
+            return self._read_view(source)
         values = {
-            key: [self._files.read_tensor(name) for name in names]
+            key: [self._read_view(view_of(self._files, name)) for name in names]
             for key, names in source.sources.items()
         }
         made = source.convert(values)
@@ -71,6 +70,18 @@ class FileOrigins:
                 f"{tuple(made.shape)} when converted and {tuple(tensor.shape)} in the model"
             )
         return made
+
+    def _read_view(self, view: StoredView) -> torch.Tensor:
+        flat = self._read(self._ranges(view), view.nbytes)
+        return flat.view(view.dtype).reshape(view.shape)
+
+    def _ranges(self, view: StoredView) -> list[SourceRange]:
+        """Returns where the files have a tensor's bytes, in its order."""
+        target, ranges = 0, []
+        for run in view.runs:
+            ranges.append(SourceRange(self._first + run.file, run.offset, run.nbytes, target))
+            target += run.nbytes
+        return ranges
 
     def mapped(self, tensor: torch.Tensor) -> torch.Tensor:
         """See :class:`tiermem.nn.wrap.origins.Origins`.

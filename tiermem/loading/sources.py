@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,20 +51,21 @@ def sources_of(model: nn.Module, files: CheckpointFiles, names: Names | None) ->
         CheckpointError: If names are missing or unexpected, or shapes differ.
     """
     wanted = wanted_by(model)
-    ignored: tuple[str, ...] = ()
+    of_transformers = hasattr(model, "base_model_prefix") and hasattr(model, "config")
     if names is not None:
         found, used = _by_names(wanted, files, names)
-        ignored = (".*",)  # whoever names what to take leaves the rest
-    elif hasattr(model, "base_model_prefix") and hasattr(model, "config"):
+    elif of_transformers:
         found, used = _by_transformers(model, wanted, files)
-        patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        ignored = tuple(patterns)
     else:
         found = {name: view_of(files, name) for name in wanted if name in files.tensors}
         used = set(found)
     _check_missing(wanted, found, files)
-    used.update(name for name, _ in model.named_buffers(remove_duplicate=False))
-    _check_unexpected(files, used, ignored)
+    if names is None:  # whoever names what to take leaves the rest
+        used.update(name for name, _ in model.named_buffers(remove_duplicate=False))
+        unexpected = files.tensors.keys() - used
+        if unexpected and of_transformers:
+            unexpected = _complained_of(model, unexpected)
+        _check_unexpected(files, unexpected)
     _check_shapes(wanted, found, files)
     return found
 
@@ -238,17 +239,19 @@ def _check_missing(
         )
 
 
-def _check_unexpected(files: CheckpointFiles, used: set[str], ignored: Iterable[str]) -> None:
-    patterns = [re.compile(pattern) for pattern in ignored]
-    unexpected = [
-        name
-        for name in files.tensors
-        if name not in used and not any(pattern.search(name) for pattern in patterns)
-    ]
+def _complained_of(model: Any, names: set[str]) -> set[str]:
+    """Returns those of the names that transformers would not leave out in silence, either."""
+    info = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
+    model._adjust_missing_and_unexpected_keys(info)
+    return names & set(info.unexpected_keys)
+
+
+def _check_unexpected(files: CheckpointFiles, unexpected: set[str]) -> None:
     if unexpected:
+        listed = [name for name in files.tensors if name in unexpected]
         raise CheckpointError(
-            f"{files.paths[0].parent}: {len(unexpected)} tensors are none of the model's: "
-            f"{_some(unexpected)}; if it calls them otherwise, or they are to be left, give names="
+            f"{files.paths[0].parent}: {len(listed)} tensors are none of the model's: "
+            f"{_some(listed)}; if it calls them otherwise, or they are to be left, give names="
         )
 
 

@@ -108,6 +108,25 @@ class AutoOverlap:
             ):
                 self.waiting.add(id(unit))
 
+    def may_begin(self, *, looked_into: bool, draws: bool) -> bool:
+        """Whether steps may be made before they are asked for, as far as the class goes.
+
+        Args:
+            looked_into: Whether users were given the state, of which they may have kept numbers.
+            draws: Whether the class draws random numbers.
+        """
+        capturing = self._runtime.manager.parts.copy.capturing()
+        return self._known and not (self._failed or looked_into or draws or capturing)
+
+    def has_room_behind(self) -> bool:
+        """Whether nobody but tiermem holds any of HBM in backward, so that blocks can be moved."""
+        return not max(self._seen_nbytes, self._seen_now())
+
+    def is_steady(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether a unit was stepped before with settings such as those of now."""
+        numbers = {number for _, number in unit.members}
+        return all(self._tried.get(number) == kind_of(groups[number]) for number in numbers)
+
     def made(self, units: Iterable[StepUnit], groups: Sequence[dict[str, Any]]) -> None:
         """Notes that a step was made, or owed as it was chosen.
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from tiermem.nn.tensors.lazy import LazyTensor, gone
 from tiermem.optim.host.steps import HostSteps
 from tiermem.optim.rules.groups import frozen_settings
 from tiermem.optim.rules.scaling import Scaling
+from tiermem.optim.units.arrivals import Arrivals
 from tiermem.optim.units.finality import accumulates, grad_of, is_nested, is_own, marks_of
 from tiermem.optim.units.unit import State, StepUnit
 from tiermem.runtime.services.sweep import BlockSweep
@@ -39,21 +39,20 @@ from tiermem.runtime.transfers.deferred import Deferred
 
 _ELSE = "or make the optimizer with overlap='forward'"
 _TRIALS = 2
-_HELD_BACK, _BESIDE_MORE = 0.3, 0.5
-"""Of HBM, or beside what stays in it: what steps wrote last and goes home in the next forward. Else
-copies down would still be under way when that begins, and a model that reads a value back as it
-begins waits for them all."""
 
 
 class InBackward:
     """Makes the steps of one optimizer inside backward.
 
     Attributes:
+        revocable: Whether its steps can be taken back.
         made: Units stepped since the last ``step()``, or begun on the host, by id.
         total: How many units were so far.
         ticket: Given to every unit that is stepped for the same ``step()``.
         failure: What the class has raised in a step, to be raised by ``step()``, or None.
     """
+
+    revocable = False
 
     def __init__(self, runtime: ModuleRuntime, take_in: Callable[[], None]) -> None:
         """Watches the backwards of ``runtime``; ``take_in`` takes in edits of the state."""
@@ -66,8 +65,8 @@ class InBackward:
         self._manager = runtime.manager
         self._micro_batches = 1
         self.count = 0
-        self._entries: dict[int, Entry] = {}
-        self._units: dict[int, list[StepUnit]] = {}
+        self._arrivals = Arrivals()
+        self._entries, self._units = self._arrivals.entries, self._arrivals.units
         self._groups: Sequence[dict[str, Any]] = ()
         self._state: State = {}
         self._host: HostSteps | None = None
@@ -86,9 +85,6 @@ class InBackward:
         # the backward under way
         self._task = -1
         self._counted = self._steps = self._watches = False
-        self._there: dict[int, set[int]] = {}  # what has arrived, by block
-        self._awaited: dict[int, Entry] = {}  # one that is still to come
-        self._last: dict[int, Entry] = {}  # the last one in the backward before
         self._pipeline = BlockSweep(self._manager)
         self._held_back: set[int] = set()  # blocks that go home in the next forward
         runtime.backwards.append(self)
@@ -112,23 +108,7 @@ class InBackward:
         self._groups, self._state, self._host = groups, state, host
         self._trials = 0
         self._watched = False
-        for unit in units:
-            if unit.group is not None:
-                self._units.setdefault(id(unit.group), []).append(unit)
-                self._entries.update((id(entry.param), entry) for entry in unit.entries)
-
-    def _hold_back(self) -> None:
-        """Chooses the blocks that backward steps last, and forward begins with."""
-        evictor = self._manager.parts.evictor
-        room = int(evictor.regions.border * (_BESIDE_MORE if evictor.residents else _HELD_BACK))
-        self._held_back = set()
-        for group in self._runtime.groups:
-            units = self._units.get(id(group), ())
-            blocks = [group.block, *(block for unit in units for block in unit.kept_blocks())]
-            room -= sum(block.nbytes for block in blocks if block.id not in evictor.residents)
-            if room < 0 and self._held_back:
-                return
-            self._held_back.add(id(group))
+        self._arrivals.add(units)
 
     def close(self) -> None:
         """Watches no backward any more."""
@@ -254,6 +234,9 @@ class InBackward:
                 self._manager.parts.deferred.cancel(debt)
             self._deferred.clear()
 
+    def repair(self) -> None:
+        """After an exception at a line of ours: what is stepped stays stepped."""
+
     # -- what backward calls ---------------------------------------------
 
     def begins(self) -> bool:
@@ -261,13 +244,13 @@ class InBackward:
         self._account()
         self._task = torch._C._current_graph_task_id()
         self._counted = self._steps = self._watches = False
-        self._forget_arrivals()
+        self._arrivals.forget()
         return self._tried and self.count + 1 == self._micro_batches
 
     def ends(self) -> None:
         """It is over."""
         self._task = -1
-        self._forget_arrivals()
+        self._arrivals.forget()
         if self._watches:
             self._watched = True
             self.settle()
@@ -306,7 +289,7 @@ class InBackward:
         if torch._C._current_graph_task_id() != self._task:
             return
         group = entry.group
-        if id(group) in self._late or self._awaits(group, entry):
+        if id(group) in self._late or self._arrivals.awaits(group, entry):
             return
         if self._steps:
             self._step(group)
@@ -319,32 +302,11 @@ class InBackward:
         """Somebody else has written a gradient."""
         self._edited.add(id(entry.param))
 
-    # -- inside ----------------------------------------------------------
-
-    def _awaits(self, group: Group, arrived: Entry) -> bool:
-        """Whether gradients of a block are still to come after this one.
-
-        To ask the engine for each of them costs more than to know one of them: that is the last
-        of the backward before, mostly.
-        """
-        key = id(group)
-        there = self._there.setdefault(key, set())
-        there.add(id(arrived.param))
-        awaited = self._awaited.get(key)
-        if awaited is not None and id(awaited.param) not in there:
-            return True
-        likely = [self._last[key]] if key in self._last else []
-        members = (e for unit in self._units[key] for e in unit.entries)
-        for entry in chain(likely, members):
-            if id(entry.param) not in there and accumulates(entry):
-                self._awaited[key] = entry
-                return True
-        self._last[key] = arrived
+    def has_used(self, entry: Entry) -> bool:
+        """Whether a gradient that is there was used, and may stay as it is: none is."""
         return False
 
-    def _forget_arrivals(self) -> None:
-        self._there.clear()
-        self._awaited.clear()
+    # -- inside ----------------------------------------------------------
 
     def _first(self) -> None:
         """The first gradient of a backward arrives: decides whether steps are made in it."""
@@ -373,7 +335,7 @@ class InBackward:
             self._marks = marks_of(self._groups)
             self._pipeline = BlockSweep(self._manager)
             self._runtime.unwritten = []
-            self._hold_back()
+            self._held_back = self._arrivals.held_back(self._runtime)
             self._edited.clear()
             if self._steps:
                 self._take_in()
@@ -450,7 +412,7 @@ class InBackward:
         tensor, a file is to be written first) is left to ``step()``.
         """
         host = self._host
-        if host is None or not all(host.can_begin(unit) for unit in units):
+        if host is None or not all(host.can_begin(u, self._settings) for u in units):
             return
         try:
             host.begin(units, self._settings, None, self.ticket)

@@ -138,6 +138,9 @@ class Norms:
             )
             raise on_purpose(error)
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        used = any(self._runtime.grads.is_used(e) for unit in units for e in unit.entries)
+        if used and bool(factor == 1):  # on CUDA the host waits for it
+            return total
         change_all(self._runtime, units, partial(scale, factor=factor, foreach=kind[1]))
         return total
 

@@ -21,6 +21,7 @@ from tiermem.nn.groups.need import Kept
 from tiermem.nn.passes.runtime import Keeper, ModuleRuntime, entries_of
 from tiermem.nn.tensors.lazy import end
 from tiermem.optim import clip
+from tiermem.optim.ahead import StepsAhead
 from tiermem.optim.auto import AutoOverlap
 from tiermem.optim.backward import InBackward
 from tiermem.optim.classes import (
@@ -30,9 +31,11 @@ from tiermem.optim.classes import (
     refuse_draws,
     refuse_others,
 )
+from tiermem.optim.host.devicebits import DeviceBits, Movable
+from tiermem.optim.host.room import HostRoom
 from tiermem.optim.host.share import Speeds
 from tiermem.optim.host.side import rooms_of
-from tiermem.optim.host.sides import choose_sides
+from tiermem.optim.host.sides import choose_exact_sides, choose_sides
 from tiermem.optim.host.steps import HostSteps, say_how_far
 from tiermem.optim.methods import Counts, Methods
 from tiermem.optim.putoff import PutOff
@@ -161,18 +164,24 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._auto = AutoOverlap(runtime, self._cls) if overlap == "auto" else None
         self._inside = InBackward(runtime, self._take_in_edits) if overlap == "backward" else None
         self._owed: set[int] = set()
+        self._ahead: StepsAhead | None = None
         if where not in ("auto", "device", "host", "both"):
             raise StepError(
                 f"where={where!r}: a step is made on 'device', 'host' or 'both', or where it is "
                 "fastest with the device's bits ('auto')"
             )
-        where = "device" if where == "auto" else where  # the host rounds differently
         if host_share is not None and (where != "both" or not 0 <= host_share <= 1):
             raise StepError(
                 f"host_share={host_share!r}, where={where!r}: it is a share from 0 to 1 of what "
                 "where='both' has the host step"
             )
-        self._where = where
+        # where nothing is said, the host only steps what nobody can tell from the device's
+        self._where = "device" if where == "auto" else where
+        self._bits = DeviceBits(self._cls, self.make, self._manager.parts.device)
+        self._movable: Movable | None = None
+        if where == "auto":
+            self._movable = Movable(runtime, self._bits, self.make)
+        self._why_device = "" if where == "auto" else f"where={where!r}"
         self._host_share = host_share
         self._host: HostSteps | None = None
         self._looked_into = False  # so that users may have edited the state
@@ -195,6 +204,15 @@ class TieredOptimizer(torch.optim.Optimizer):
         with told_of_duplicates():
             super().__init__(groups, dict(self._defaults))
         self._put_off = PutOff(runtime, self._owed, self._state, self._explain_owed, self._auto)
+        if self._auto is not None:
+            self._ahead = StepsAhead(
+                runtime,
+                self._auto,
+                self._owed,
+                self._is_begun,
+                self._may_step_ahead,
+                self._is_elsewhere,
+            )
         self._members = Membership(self.param_groups)
         self._learn(range(len(self.param_groups)))
         self._ready = True
@@ -239,9 +257,11 @@ class TieredOptimizer(torch.optim.Optimizer):
     def _begin_round(self, loss: Any) -> bool:
         """Sees what there is to step; returns whether a step is to be made at all."""
         self._runtime.end_backward()
-        scaling, inside = Scaling.of(self), self._inside
+        scaling, inside, ahead = Scaling.of(self), self._inside, self._ahead
         if inside is not None:
             inside.before_step(scaling)
+        if ahead is not None:
+            ahead.before_step(scaling)
         if scaling is not None and not (self._fused and self._host is None) and scaling.skips:
             self.grad_factor = None
             return False
@@ -254,6 +274,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._tell_others(units)
         self._counts.note(self._units, set() if inside is None else set(inside.made))
         ticket = object() if inside is None else inside.ticket
+        if ahead is not None and ahead.provisional.whole:
+            ticket = ahead.provisional.ticket
+        units = [unit for unit in units if unit.made is not ticket]
         error = None if inside is None else inside.failure
         self._rounds.append(Round(ticket, units, self.param_groups, scaling, loss, error))
         return True
@@ -262,6 +285,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Does what is left of a step; returns what its closure returned."""
         self.grad_factor = None  # the step has it
         try:
+            self._confirm_ahead()
             if current.error is not None:
                 error, current.error = current.error, None
                 raise error
@@ -296,6 +320,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             StorageError: If a block cannot be taken back because its disk fails.
         """
         self._refuse_if_closed("abandon_step()")
+        self._confirm_ahead()
         cut_short = self._rounds or self._put_off.failed  # else what is owed can be made
         with self._manager.lock, torch.no_grad():
             for unit in self._units:
@@ -316,6 +341,21 @@ class TieredOptimizer(torch.optim.Optimizer):
             if isinstance(other, InBackward) and other is not self._inside:
                 other.leave(units)
 
+    def _is_begun(self, ticket: object) -> bool:
+        """Whether a step with some ticket is begun: what was made ahead for it counts."""
+        return any(current.ticket is ticket for current in self._rounds)
+
+    def _may_step_ahead(self) -> bool:
+        """Whether steps may be made before they are asked for."""
+        if self._auto is None or self._rounds or self._runtime.reduced.active:
+            return False
+        draws = any(nature.draws for nature in self._natures.values())
+        return self._auto.may_begin(looked_into=self._looked_into, draws=draws)
+
+    def _is_elsewhere(self, unit: StepUnit) -> bool:
+        """Whether a unit is the host's."""
+        return unit.host is not None or (self._movable is not None and self._movable.has(unit))
+
     def _is_left(self, unit: StepUnit) -> bool:
         """Whether a unit has a gradient that no step inside backward has used."""
         inside = self._inside
@@ -327,6 +367,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         left = current.left()
         host = self._host
         if host is not None:
+            if self._movable is not None:
+                here = [unit for unit in left if not host.is_begun(unit)]
+                self._movable.place(here, current.groups, current.scaling, current.ticket)
             mine = [u for u in left if u.host is not None and not host.is_begun(u)]
             if mine:
                 host.begin(mine, frozen_settings(current.groups), current.scaling, current.ticket)
@@ -416,8 +459,24 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._inside.accumulate(micro_batches)
 
     @property
+    def stepped_where(self) -> str:
+        """Which share of the elements the host steps, or why it steps none."""
+        on_host = sum(p.numel() for u in self._units if u.host is not None for p, _ in u.members)
+        if not on_host:
+            trial = None if self._movable is None else self._movable.trial
+            if trial is not None and not trial.on_host:
+                slow = "with a share on the host steps took longer" if trial.decided else ""
+                return f"all on the device: {slow or 'a share on the host is tried later'}"
+            return f"all on the device: {self._why_device or self._bits.reason}"
+        share = on_host / sum(p.numel() for u in self._units for p, _ in u.members)
+        bits = "its own" if self._bits.reason else "the device's"
+        return f"{share:.2f} of the elements on the host, with {bits} bits"
+
+    @property
     def stepped_in_backward(self) -> int:
-        """How many units were stepped inside backward so far (``overlap="backward"``)."""
+        """How many units were stepped inside backward so far, where ``step()`` has asked for it."""
+        if self._ahead is not None:
+            return self._ahead.provisional.total
         return 0 if self._inside is None else self._inside.total
 
     @property
@@ -427,6 +486,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._refuse_if_closed("optimizer.state")
         if self._inside is not None:
             self._inside.refuse("optimizer.state")
+        self._drop_ahead()
         self._finish()
         self._looked_into = True
         return self._state
@@ -457,6 +517,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self._inside is not None:
             self._inside.refuse("zero_grad()")
         self._refuse_if_pending("zero_grad()")
+        if self._ahead is not None:
+            self._ahead.thrown_away()
         self._end_taking()
         self.grad_factor = None
         for unit in self._units:
@@ -675,7 +737,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self._closed or self._manager.gate.closed:
             return
         self._settle("close()")
-        runtime, units = self._runtime, self._units
+        runtime, units, rooms = self._runtime, self._units, self._rooms()
         with self._manager.lock:
             self._manager.remove_blocks([b for unit in units for b in unit.kept_blocks()])
             self._closed = True
@@ -692,9 +754,11 @@ class TieredOptimizer(torch.optim.Optimizer):
                     end(value, partial(self._refuse_if_closed, "its state"))
         if self._inside is not None:
             self._inside.close()
+        if self._ahead is not None:
+            self._ahead.close()
         if self._host is not None:
             self._host.close()
-        for room in rooms_of(units):
+        for room in rooms:
             room.close()
 
     def __getattr__(self, name: str) -> Any:
@@ -853,6 +917,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._tell_others(taking.planned)
         if self._inside is not None:
             self._inside.extend(taking.planned, self.param_groups, self._state, self._host)
+        if self._ahead is not None:
+            self._ahead.extend(taking.planned, self.param_groups, self._state)
         self._taking = None
 
     def _all_units(self) -> list[StepUnit]:
@@ -861,7 +927,14 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _owned(self) -> list[tuple[Tier, Extent]]:
         """Returns the space below HBM that it has beside blocks."""
-        return [place for room in rooms_of(self._all_units()) for place in room.owned()]
+        return [place for room in self._rooms() for place in room.owned()]
+
+    def _rooms(self) -> list[HostRoom]:
+        """Returns what steps on the host have in DRAM."""
+        found = rooms_of(self._all_units())
+        if self._movable is not None:
+            found += [room for room in self._movable.rooms() if room not in found]
+        return found
 
     def _blocks(self) -> list[Block]:
         """Returns the blocks of state and masters."""
@@ -869,24 +942,29 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _choose_sides(self, units: Sequence[StepUnit]) -> None:
         """Decides which units the host steps."""
-        if self._where == "device":
+        if self._where == "device" and self._movable is None:
             return
         dtype = next((self._stepped_dtype(p) for u in units for p, _ in u.members), torch.float32)
-        some, self.speeds = choose_sides(
-            self._runtime,
-            units,
-            self.make,
-            dtype,
-            self.param_groups,
-            share=self._where == "both" if self._host_share is None else float(self._host_share),
-            in_backward=self._inside is not None,
-            earlier=[unit for unit in self._units if unit.host is not None],
-        )
+        args = self._runtime, units, self.make, dtype, self.param_groups, self._bits
+        earlier = [unit for unit in self._units if unit.host is not None]
+        inside = self._inside is not None
+        if self._movable is not None:
+            why, speeds = choose_exact_sides(*args, in_backward=inside, earlier=earlier)
+            some, self._why_device = not why, why
+            self.speeds = speeds or self.speeds
+            if some:
+                self._movable.take_on(units, tried=not inside)
+        else:
+            share = self._where == "both" if self._host_share is None else float(self._host_share)
+            some, self.speeds = choose_sides(
+                *args, share=share, in_backward=inside, earlier=earlier
+            )
         if some and self._host is None:
-            args = self._number, self._owed, self._state, self._explain
-            self._host = HostSteps(self._runtime, *args)
+            owed = self._number, self._owed, self._state, self._explain
+            self._host = HostSteps(self._runtime, *owed)
 
     def _before_forward(self, training: bool) -> None:
+        self._drop_ahead()
         if self._auto is not None and self._auto.has_failed:
             self._finish()  # here, and not in the middle, where it had no room, say
         if training:
@@ -904,11 +982,23 @@ class TieredOptimizer(torch.optim.Optimizer):
     def _explain_owed(self, error: BaseException) -> None:
         self._explain(error, [unit.name for unit in self._units if id(unit) in self._owed])
 
-    def _settle(self, what: str) -> None:
-        """Makes sure that no step is unfinished."""
+    def _confirm_ahead(self) -> None:
+        """Has what was made ahead of the step that is begun be made."""
+        if self._ahead is not None:
+            self._ahead.provisional.confirm()
+
+    def _drop_ahead(self) -> None:
+        """Has nobody see what was made ahead of ``step()``."""
+        if self._ahead is not None:
+            self._ahead.settle()
+
+    def _settle(self, what: str, *, drop: bool = True) -> None:
+        """Makes sure that no step is unfinished, and drops what was made ahead."""
         self._refuse_if_closed(what)
         if self._inside is not None:
             self._inside.refuse(what)
+        if drop:
+            self._drop_ahead()
         self._finish()
         self._refuse_if_pending(what)
         self._end_taking()
@@ -916,7 +1006,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     def _settle_to_clip(self, what: str) -> None:
         if self._inside is not None:
             self._inside.refuse_clipping(what)
-        self._settle(what)
+        self._settle(what, drop=False)  # a look at norms is none at gradients
 
     def _refuse_if_closed(self, what: str, *_: Any) -> None:
         if self._closed:
@@ -938,6 +1028,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 "optimizer.step() again, it goes on where it stopped, or optimizer.abandon_step() "
                 "to leave them unstepped"
             )
+        self._confirm_ahead()
         if self._inside is not None:  # all is made or owed, only the end was cut off
             self._inside.after_step()
         self._rounds.clear()

@@ -63,23 +63,35 @@ class Acquirer:
         leases = record.leases
         try:
             if step is not None:
-                self._planner.follow(block_id)
                 self._counters.hits += 1
-                moved_on = True
+                record.leases += 1  # that it can be has just been looked at
+                self._copy.use(self._ready.get(block_id))
+                if step.swaps and not self._replay.perform(step):
+                    self._go_on(block_id)
             else:
-                moved_on = self._make_usable(record)
-            self._table.lease(block_id)
-            self._copy.use(self._ready.get(block_id))
-            if moved_on and not self._replay.advance(step):
-                self._evictor.order.note_use(block_id)
-                self._prefetcher.run()
-            if step is None and moved_on and self._pass_timer.sampling:
-                self._pass_timer.started(record, self._ready.get(block_id))
+                self._use(record)
             return self._current[block_id]
         except BaseException:
             if record.leases > leases:
                 self._table.release(block_id)
             raise
+
+    def _use(self, record: Record) -> None:
+        """Makes a block usable, leases it, and moves the look-ahead on."""
+        block_id = record.block.id
+        moved_on = self._make_usable(record)
+        self._table.lease(block_id)
+        self._copy.use(self._ready.get(block_id))
+        if moved_on:
+            if not self._replay.advance():
+                self._go_on(block_id)
+            if self._pass_timer.sampling:
+                self._pass_timer.started(record, self._ready.get(block_id))
+
+    def _go_on(self, block_id: int) -> None:
+        """Begins the fetches that come next, after a use that repeats nothing."""
+        self._evictor.order.note_use(block_id)
+        self._prefetcher.run()
 
     def place_blank(self, record: Record) -> None:
         """Gives a block without data a place, to be written there."""

@@ -38,6 +38,8 @@ from tiermem.runtime.metrics.counters import ResidencyRow, Stats, row_of, stats_
 from tiermem.runtime.placement.no_room import too_much_for_good
 from tiermem.runtime.repair import repair_blocks
 from tiermem.runtime.transfers.block_io import BlockIo
+from tiermem.runtime.transfers.file_fills import FileFills
+from tiermem.storage.checkpointstore import SourceRange
 
 _IN_BACKWARD = (Role.GRAD, Role.ACTIVATION)
 
@@ -224,8 +226,8 @@ class BlockManager:
                 self.parts.copy.wait(self.parts.copy.risen())
             for block in present:
                 record = self.parts.table[block.id]
-                if self.parts.transfers.keeper is not None:
-                    self.parts.transfers.keeper.before_write(record)
+                if self.parts.homes.keeper is not None:
+                    self.parts.homes.keeper.before_write(record)
                 self.parts.transfers.ahead.drop(block.id)
                 self.parts.copy.wait(self.parts.transfers.home_ready.pop(block.id, None))
                 self.parts.evictor.forget(record, gone=True)
@@ -359,6 +361,20 @@ class BlockManager:
         with self.lock, torch.inference_mode(False), torch.no_grad():
             self.gate.guard()
             self.block_io.write_home(block, tensors)
+
+    def fill_from_files(self, wanted: Sequence[tuple[Block, StoredBlock]]) -> None:
+        """Reads blocks without data from files straight to their homes; see :class:`FileFills`."""
+        self.gate.guard()
+        with self.lock, torch.inference_mode(False), torch.no_grad():
+            self.gate.guard()
+            FileFills(self.parts.transfers).fill(wanted)
+
+    def read_files(self, ranges: Sequence[SourceRange], nbytes: int) -> torch.Tensor:
+        """Returns runs of bytes of files in fresh host memory; see :class:`FileFills`."""
+        self.gate.guard()
+        with self.lock, torch.inference_mode(False), torch.no_grad():
+            self.gate.guard()
+            return FileFills(self.parts.transfers).read(ranges, nbytes)
 
     # -- passes ----------------------------------------------------------
 

@@ -79,6 +79,10 @@ class FileOperations:
             raise
         return True
 
+    def link(self, source: str, target: str) -> None:
+        """Gives a file, or a symbolic link itself, a second name."""
+        os.link(source, target, follow_symlinks=False)
+
     def remove_file(self, path: str) -> None:
         """Removes a file."""
         os.unlink(path)

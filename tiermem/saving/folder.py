@@ -23,6 +23,7 @@ from typing import Any
 
 from tiermem.config import format_size
 from tiermem.errors import CapacityError, CheckpointError, StorageError
+from tiermem.saving.companions import refused, take_over, walk
 from tiermem.saving.files import FileOperations, sync_folder, write_all
 
 MANIFEST = "tiermem.json"
@@ -100,7 +101,8 @@ class CheckpointFolder:
         """Refuses to put a checkpoint in the place of anything that is none.
 
         Raises:
-            CheckpointError: If there is anything but a checkpoint, or an empty folder.
+            CheckpointError: If there is anything but a checkpoint, with or without files of the
+                user's own, a folder with what belongs beside weights, or an empty one.
         """
         if not self._name or not os.path.isdir(self._parent):
             raise CheckpointError(
@@ -114,23 +116,22 @@ class CheckpointFolder:
                 f"{self.path} is a file, not a checkpoint; nothing was written: save to a path "
                 "where there is nothing, or a checkpoint"
             )
-        foreign = self._foreign()
+        is_checkpoint = manifest_of(self.path) is not None
+        foreign = refused(self.foreign(), is_checkpoint)
         if foreign:
+            why = "which tiermem did not save there" if is_checkpoint else "and no checkpoint"
             raise CheckpointError(
-                f"{self.path} is a folder with {foreign[0]!r} in it, which no checkpoint of "
-                "tiermem's has, and a save would remove it; nothing was written: move it, or "
-                "save elsewhere"
+                f"{self.path} is a folder with {foreign[0]!r} in it, {why}; nothing was written: "
+                "move it, or save elsewhere"
             )
 
-    def _foreign(self) -> list[str]:
-        """Returns what is in the folder and not in its manifest."""
-        there = sorted(_walk(self.path))
-        if not there:
+    def foreign(self) -> list[str]:
+        """Returns what is in the folder and not in its manifest: the user's own files."""
+        if not os.path.isdir(self.path):
             return []
         manifest = manifest_of(self.path)
-        if manifest is None:
-            return [name for name in there if name != MANIFEST] or there
-        return [name for name in there if name not in {MANIFEST, *manifest.get("files", ())}]
+        ours = set() if manifest is None else {MANIFEST, *manifest.get("files", ())}
+        return [name for name in sorted(walk(self.path)) if name not in ours]
 
     def check_room(self, nbytes: int) -> None:
         """Refuses what the file system has no room for, the former checkpoint beside it.
@@ -222,6 +223,7 @@ class CheckpointFolder:
             yield temporary
             for name in folders:
                 sync_folder(self._files, os.path.join(temporary, name))
+            take_over(self._files, self.foreign(), self.path, temporary)
             self._files.sync(fd)
             self._publish(temporary)
         except BaseException:
@@ -275,26 +277,21 @@ class CheckpointFolder:
         self._exchanged = True
         sync_folder(self._files, self._parent)
         with suppress(OSError):  # the new one is there; the next save tries it again
+            late = CheckpointFolder(former, self._files).foreign()
+            take_over(self._files, late, former, self.path)  # put there just now
             self._remove(former)
 
     def _remove(self, folder: str) -> None:
         """Removes a folder of ours; what says that it is ours goes last."""
-        names = sorted(_walk(folder), key=lambda name: (name == MANIFEST, name))
-        for name in names:
+        names = sorted(walk(folder))
+        for name in [name for name in names if name != MANIFEST]:
             self._files.remove_file(os.path.join(folder, name))
-        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-            if entry.is_dir(follow_symlinks=False):
-                self._files.remove_folder(entry.path)
+        inside = [where for where, _, _ in os.walk(folder, topdown=False) if where != folder]
+        for where in inside:
+            self._files.remove_folder(where)
+        if MANIFEST in names:
+            self._files.remove_file(os.path.join(folder, MANIFEST))
         self._files.remove_folder(folder)
-
-
-def _walk(folder: str) -> Iterator[str]:
-    """Yields the files in a folder and in its folders, by their path in it."""
-    for where, folders, names in os.walk(folder):
-        below = os.path.relpath(where, folder)
-        links = [name for name in folders if os.path.islink(os.path.join(where, name))]
-        for name in [*names, *links]:
-            yield name if below == "." else os.path.join(below, name)
 
 
 def _is_ours(folder: str) -> bool:

@@ -1,14 +1,16 @@
 """``tier.save(wait=False)``: what the tiers have now is written while training goes on.
 
 At the call, what is newer in HBM than at home is written home. From then on the homes are the state
-that is saved, and a thread writes them. A home that is about to be overwritten before that
-(:class:`~tiermem.runtime.transfers.transfers.HomeKeeper`) is copied to DRAM that is free; where
-there is none, who overwrites it writes it to the checkpoint first. Everything else is taken at the
-call: numbers, settings, generators, tensors outside the tiers, and blocks that live in HBM or that
-somebody looks at.
+that is saved, and a thread writes them. Another one copies those in DRAM to DRAM that is free,
+ahead of the steps that will overwrite them. A home that is about to be overwritten before that
+(:class:`~tiermem.runtime.transfers.transfers.HomeKeeper`) is copied then; where there is no room,
+who overwrites it writes it to the checkpoint first. Everything else is taken at the call: numbers,
+settings, generators, tensors outside the tiers, and blocks that live in HBM or that somebody looks
+at.
 
 Locks are taken in this order: the manager's, ``_changed``, ``_writing``. The thread takes the first
-without insisting, since who closes the manager holds it and waits for the thread.
+without insisting, since who closes the manager holds it and waits for the thread. Bytes are copied
+without any of them: who wants to overwrite those waits for the copy.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ import torch
 from tiermem.core.block import Block, Extent, Tier
 from tiermem.core.residency import Record
 from tiermem.core.residency import State as Residency
-from tiermem.errors import ClosedError, TierError
+from tiermem.errors import ClosedError, InvariantError, TierError
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.runtime.base.forks import generation
 from tiermem.runtime.transfers.block_io import view_of
 from tiermem.saving.contents import BlockSource, MasterSource, Source
+from tiermem.saving.copies import MemoryCopier
 from tiermem.saving.save import Plan, write_source, writing
 from tiermem.saving.writer import TensorWriter
 
@@ -41,6 +44,7 @@ class _State(enum.Enum):
     """Of a block that is to be saved."""
 
     AT_HOME = enum.auto()
+    COPYING = enum.auto()
     COPIED = enum.auto()
     WRITING = enum.auto()
     DONE = enum.auto()
@@ -88,6 +92,7 @@ class SaveHandle:
         self._manager = runtime.manager
         self._entries: dict[int, _Entry] = {}
         self._left: deque[_Entry] = deque()
+        self._ahead: deque[_Entry] = deque()
         self._copied: deque[_Entry] = deque()
         self._changed = threading.Condition()
         self._writing = threading.Lock()
@@ -157,9 +162,10 @@ class SaveHandle:
             for entry in self._entries.values():
                 self._enter(entry)
             self._left.extend(self._entries.values())
+            self._ahead.extend(entry for entry in self._left if entry.home is not None)
             manager.parts.homes.owners.append(self._owned)
             manager.closers.append(self._cancel)
-            manager.parts.transfers.keeper = self
+            manager.parts.homes.keeper = self
 
     def _send_home(self, records: list[Record]) -> None:
         """Has what is newer in HBM be written home, unless somebody may write it there unseen."""
@@ -216,8 +222,11 @@ class SaveHandle:
             self._fail(error)
 
     def _reads_home(self, entry: _Entry) -> bool:
-        """Whether the thread is looking at a block at home."""
-        return self._error is None and entry.state is _State.WRITING and entry.copy is None
+        """Whether a thread is looking at a block at home."""
+        if self._error is not None:
+            return False
+        writing = entry.state is _State.WRITING and entry.copy is None
+        return writing or entry.state is _State.COPYING
 
     def _home_of(self, entry: _Entry) -> torch.Tensor:
         """Returns the bytes that a home has; the manager's lock is held where it is a file."""
@@ -257,12 +266,64 @@ class SaveHandle:
             self._error = self._error or error
             self._changed.notify_all()
 
-    # -- the thread ------------------------------------------------------
+    # -- the thread that copies ------------------------------------------
+
+    def _copy_ahead(self) -> None:
+        """Copies blocks at home in DRAM to DRAM that is free, one after the other."""
+        try:
+            with MemoryCopier() as copier:
+                while (entry := self._copied_next()) is not None:
+                    with self._changed:
+                        home, extent = entry.home, entry.copy
+                    if home is None or extent is None:
+                        raise InvariantError(f"block {entry.block.name!r} is not being copied")
+                    copier.copy(self._manager.parts.homes.arena.bytes_of(extent), home)
+                    with self._changed:
+                        entry.state = _State.COPIED
+                        self._copied.append(entry)
+                        self._changed.notify_all()
+        except BaseException as error:
+            self._fail(error)
+
+    def _copied_next(self) -> _Entry | None:
+        """Returns the block to copy next, with room for it; None where there is none left.
+
+        Waits for room, which comes with what is written.
+        """
+        while True:
+            with self._changed:
+                while self._ahead and self._ahead[0].state is not _State.AT_HOME:
+                    self._ahead.popleft()
+                if not self._ahead or self._error is not None:
+                    return None
+                entry, done = self._ahead[0], self._count_done()
+            with self._locked():
+                extent = self._manager.parts.homes.lend(entry.block.nbytes)
+                with self._changed:
+                    if extent is not None and entry.state is _State.AT_HOME:
+                        entry.copy, entry.state = extent, _State.COPYING
+                        return entry
+                if extent is not None:
+                    self._manager.parts.homes.release(Tier.DRAM, extent)
+                    continue
+            with self._changed:
+                while self._error is None and self._count_done() == done:
+                    self._changed.wait()
+
+    def _count_done(self) -> int:
+        return sum(entry.state is _State.DONE for entry in self._entries.values())
+
+    # -- the thread that writes ------------------------------------------
 
     def _run(self) -> None:
         try:
             with self._stack:
-                self._save_all()
+                copying = threading.Thread(target=self._copy_ahead, name="tiermem-save-copies")
+                copying.start()
+                try:
+                    self._save_all()
+                finally:
+                    copying.join()
         except BaseException as error:
             self._error = error
         finally:
@@ -357,8 +418,8 @@ class SaveHandle:
 
     def _forget(self) -> None:
         manager = self._manager
-        if manager.parts.transfers.keeper is self:
-            manager.parts.transfers.keeper = None
+        if manager.parts.homes.keeper is self:
+            manager.parts.homes.keeper = None
         if self._owned in manager.parts.homes.owners:
             manager.parts.homes.owners.remove(self._owned)
         if self._cancel in manager.closers:

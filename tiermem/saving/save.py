@@ -72,6 +72,7 @@ def make_plan(runtime: ModuleRuntime, path: str | os.PathLike[str], extra: Any) 
     folder = CheckpointFolder(os.fspath(path), FILES)
     with told_of(folder.path, "a checkpoint cannot be saved to"):
         folder.check()
+        kept = folder.foreign()
     collector = Collector(runtime)
     found = [optimizer.contents("tier.save()") for optimizer in optimizers_of(runtime)]
     collector.collect(found, rng=generator_states(runtime.manager.parts.device), extra=extra)
@@ -82,7 +83,8 @@ def make_plan(runtime: ModuleRuntime, path: str | os.PathLike[str], extra: Any) 
         plans += made
         if len(made) > 1:
             small[f"{model.folder}model.safetensors.index.json"] = index_of(made)
-        small |= {model.folder + name: text for name, text in _configurations(model).items()}
+        made_of = {model.folder + name: text for name, text in _configurations(model).items()}
+        small |= {name: text for name, text in made_of.items() if name not in kept}
     plans += plan_files("optimizer", collector.specs, {"format": "pt"}, layout.SHARD_NBYTES)
     folders = [model.folder.rstrip("/") for model in collector.models if model.folder]
     plan = Plan(folder, collector.sources, plans, small, folders, collector.manifest)

@@ -180,6 +180,17 @@ class CheckpointStore:
         """Whether just this extent is handed out."""
         return extent in self._ranges
 
+    def ranges_of(self, extent: Extent) -> tuple[SourceRange, ...]:
+        """Returns where the bytes of a block lie that was given an address here.
+
+        Raises:
+            ValueError: If it is none.
+        """
+        found = self._ranges.get(extent)
+        if found is None:
+            raise ValueError(f"{extent} is not handed out")
+        return found
+
     def keep_only(self, extents: Iterable[Extent]) -> None:
         """Makes just these be handed out: others were lost when a call was cut short."""
         kept = set(extents)

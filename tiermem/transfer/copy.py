@@ -65,6 +65,19 @@ class CopyEngine(Protocol):
         """
         ...
 
+    def up_behind(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]
+    ) -> Event | None:
+        """Copies host bytes into HBM behind events alone, not behind what compute has since.
+
+        Args:
+            target: Device bytes.
+            source: Host bytes.
+            after: :meth:`guards` of when the last reader of ``target`` had been submitted, and
+                the event of the last write to ``source``.
+        """
+        ...
+
     def down(
         self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Event | None
     ) -> Event | None:
@@ -136,7 +149,13 @@ class CopyEngine(Protocol):
 
 
 class HostCopyEngine:
-    """The engine of ``device="cpu"``: plain copies, over when they return."""
+    """The engine of ``device="cpu"``: plain copies, over when they return.
+
+    Attributes:
+        capturing: Nothing is ever recorded.
+    """
+
+    capturing: Callable[[], bool] = bool
 
     def up(
         self,
@@ -145,6 +164,13 @@ class HostCopyEngine:
         extent: Extent,
         after: Event | None,
         again: Event | None = None,
+    ) -> Event | None:
+        """Copies ``source`` into ``target``."""
+        host_copy(target, source)
+        return None
+
+    def up_behind(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]
     ) -> Event | None:
         """Copies ``source`` into ``target``."""
         host_copy(target, source)
@@ -194,10 +220,6 @@ class HostCopyEngine:
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
-
-    def capturing(self) -> bool:
-        """Nothing is ever recorded."""
-        return False
 
 
 class Fences:
@@ -309,6 +331,12 @@ class StreamCopyEngine:
         if again is None:
             self._rising.add(extent, event)
         return event
+
+    def up_behind(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]
+    ) -> Event | None:
+        """Submits a copy up beside those that wait for compute; see :class:`CopyEngine`."""
+        return self.copy_up(target, source, after)
 
     def down(
         self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Event | None

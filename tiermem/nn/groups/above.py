@@ -16,20 +16,10 @@ if TYPE_CHECKING:
 
 
 class Calls(Protocol):
-    """The calls of a module under way; see :class:`tiermem.nn.wrap.scope.Inside`.
-
-    Attributes:
-        away: Whether they are not intercepted for now.
-    """
-
-    away: bool
+    """The calls of a module under way; see :class:`tiermem.nn.wrap.scope.Inside`."""
 
     def reset(self) -> None:
         """Nobody is inside a call any more."""
-        ...
-
-    def restore(self) -> None:
-        """Has them intercepted again."""
         ...
 
 

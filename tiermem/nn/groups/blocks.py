@@ -17,6 +17,7 @@ from tiermem.nn.groups.partition import (
     Predicate,
     home_of,
     largest_block,
+    runs,
     territories,
     training_bytes,
 )
@@ -25,7 +26,9 @@ from tiermem.nn.groups.resident import (
     checked_resident,
     divided,
     is_resident,
+    little,
     residents,
+    together,
 )
 
 _LARGE_BUFFER = 1 << 18
@@ -86,6 +89,7 @@ class BlockPlan:
         params: Parameters that share a block, by that name; of those over the same memory one.
             Those that stay in HBM come last, by names of :mod:`tiermem.nn.groups.resident`.
         buffers: Large buffers, likewise.
+        joined: Blocks that several layers share, with the bytes of the largest of these.
         small: Buffers that stay in HBM.
     """
 
@@ -95,6 +99,7 @@ class BlockPlan:
     territory: dict[str, str] = field(init=False)
     params: dict[str, list[Found]] = field(init=False, default_factory=dict)
     buffers: dict[str, list[Found]] = field(init=False, default_factory=dict)
+    joined: dict[str, int] = field(init=False, default_factory=dict)
     small: list[Found] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -118,10 +123,56 @@ class BlockPlan:
         for found in known.params:
             if found.same_as is None and id(found) not in apart:
                 self.params.setdefault(self._root(found), []).append(found)
-        self.params.update(divided(stay))
+        small = self._take_little()
         large, self.small = self._sort_buffers(known.buffers)
         for found in large:
             self.buffers.setdefault(self._root(found), []).append(found)
+        if known.blocks == "auto":
+            self._join_runs()
+        self.params.update({**small, **divided(stay)})
+
+    def _take_little(self) -> dict[str, list[Found]]:
+        """Takes out the blocks that are too little to be moved; returns the one of all of them.
+
+        They stay where blocks are chosen by themselves, and HBM has room for the others beside
+        them.
+        """
+        known = self.inventory
+        if known.blocks != "auto" or known.resident != "auto":
+            return {}
+        recurrent = {
+            name for name, m in known.model.named_modules() if isinstance(m, nn.RNNBase)
+        }  # they use their weights by a list, where nobody sees it
+        names = {
+            root
+            for root in little(self.params, known.packed, self.hbm)
+            if home_of(root, known.homes) is None and root not in self._roots_of(recurrent)
+        }
+        members = [f for root, found in self.params.items() if root in names for f in found]
+        kept = {root: found for root, found in self.params.items() if root not in names}
+        nbytes = align_up(known.packed(members))
+        if nbytes + 2 * max(map(known.packed, kept.values()), default=0) > self.hbm:
+            return {}
+        self.params = kept
+        return together(members)
+
+    def _join_runs(self) -> None:
+        """Joins the blocks of small layers that are called one after another."""
+        known = self.inventory
+        free = {name: module for name, module in self.roots.items() if name not in known.homes}
+        sizes = {root: known.packed(members) for root, members in self.params.items()}
+        joined = runs(known.model, free, sizes, self.hbm)
+        for root, name in joined.items():
+            self.joined[name] = max(self.joined.get(name, 0), sizes[root])
+        for blocks in (self.params, self.buffers):
+            apart, found = list(blocks.items()), dict[str, list[Found]]()
+            for root, members in apart:
+                found.setdefault(joined.get(root, root), []).extend(members)
+            blocks.clear()
+            blocks.update(found)
+
+    def _roots_of(self, modules: Iterable[str]) -> set[str]:
+        return {self.territory[name] for name in modules}
 
     def _root(self, found: Found) -> str:
         return self.territory[found.places[0][0]]

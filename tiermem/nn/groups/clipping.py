@@ -4,6 +4,7 @@ It takes the norms of a list of gradients in one call and scales or clamps the l
 gradients in the tiers, the norms are those that were taken in backward, as the gradients arrived
 (from the second time on that norms of this order are asked for), and the change is made when a
 gradient is next in HBM, at the latest by the optimizer's step. So neither call moves anything.
+Where a step has used gradients already (:mod:`tiermem.optim.ahead`), a factor of one leaves it.
 """
 
 from __future__ import annotations
@@ -99,6 +100,8 @@ def _change(func: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -
         isinstance(n, list | tuple | LazyTensor) for n in numbers
     ):
         return NotImplemented
+    if func is torch._foreach_mul_ and any(map(_is_used, tensors)) and _is_one(numbers):
+        tensors = [tensor for tensor in tensors if not isinstance(tensor, LazyTensor)]
     stores: dict[int, GradStore] = {}
     units: dict[int, tuple[GradUnit, list[Entry]]] = {}
     for tensor in tensors:
@@ -115,6 +118,20 @@ def _change(func: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -
     change = partial(_make, func=func, args=given, kwargs=kwargs)
     _put_off([(stores[key], *units[key]) for key in units], change)
     return None
+
+
+def _is_used(tensor: torch.Tensor) -> bool:
+    """Whether a step has used a gradient already, and is made again where it changes."""
+    asked = tensor._clippable if isinstance(tensor, LazyTensor) else None
+    place = None if asked is None else asked.waits(tensor)
+    return place is not None and place[0].is_used(place[2])
+
+
+def _is_one(numbers: Sequence[Any]) -> bool:
+    """Whether gradients are multiplied by one; on CUDA the host waits for the number."""
+    (number,) = numbers
+    single = not isinstance(number, torch.Tensor) or number.numel() == 1
+    return single and bool(number == 1)
 
 
 def _put_off(places: Sequence[tuple[GradStore, GradUnit, list[Entry]]], change: Change) -> None:
@@ -137,6 +154,20 @@ def _make(
     for tensor in tensors:  # one at a time: dtypes may differ
         moved = [a.to(tensor.device) if isinstance(a, torch.Tensor) else a for a in args]
         func([tensor], *moved, **kwargs)
+
+
+def factor_of(change: Change) -> torch.Tensor | None:
+    """Returns what a change multiplies gradients by; None where it does anything else.
+
+    Args:
+        change: Of this module, or a call bound to ``factor=``, which multiplies by that.
+    """
+    given = change.keywords if isinstance(change, partial) else {}
+    if given.get("func") is torch._foreach_mul_ and len(given["args"]) == 1:
+        found = given["args"][0]
+    else:
+        found = given.get("factor")
+    return found if isinstance(found, torch.Tensor) else None
 
 
 _CHANGES: tuple[Callable[..., Any], ...] = (

@@ -50,6 +50,10 @@ class Watcher(Protocol):
         """It was written by somebody else than autograd."""
         ...
 
+    def has_used(self, entry: Entry) -> bool:
+        """Whether a step used it, and is made again where it changes."""
+        ...
+
 
 class Norms(Protocol):
     """Takes the norms of one optimizer's gradients."""
@@ -291,6 +295,10 @@ class GradStore:
         if found is None or found[0] is not measure or unit is None or unit.pending:
             return None
         return found[1] if entry.has_grad else None
+
+    def is_used(self, entry: Entry) -> bool:
+        """Whether a step has used a gradient already, and is made again where that changes."""
+        return any(watcher.has_used(entry) for watcher in self.watchers)
 
     def await_change(self, unit: GradUnit, entries: Sequence[Entry], change: Change) -> None:
         """Has stored gradients of a unit changed when they are next in HBM."""
@@ -608,7 +616,7 @@ class GradStore:
                 entry.param.grad = joined
             return False
         self.store(entry, gradient, add=True)
-        if entry.unit is not self._arriving:
+        if entry.unit is not self._arriving and not entry.group.resident:  # else it stays in HBM
             self._arrives(entry.unit)
         return True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -171,6 +171,9 @@ class Group(Holder):
         stepped: How many of its writes were steps of an optimizer.
         stays: Whether it is held for as long as its module is in the tiers.
         resident: Whether gradients and state of its parameters are at home in HBM as well.
+        layer: Bytes of the largest layer where several share the block; 0 for one.
+        rows: While experts of it come up one by one: what stands for each parameter, by its name
+            in the module.
     """
 
     host_loans: Lender
@@ -178,6 +181,8 @@ class Group(Holder):
     stepped = 0
     stays = False
     resident = False
+    layer = 0
+    rows: Mapping[str, Any] | None = None
 
     def __init__(self, manager: BlockManager, block: Block, *, writes_hidden: bool = False) -> None:
         """Describes a block.
@@ -405,7 +410,7 @@ class Group(Holder):
             inside.reset()
         record = self.manager.parts.table.get(self.block.id)
         slot = self.manager.parts.slots.current.get(self.block.id)
-        self.holds, self.soft = 0, False
+        self.holds, self.soft, self.rows = 0, False, None
         with _Plain(), torch.inference_mode(False), torch.no_grad():
             if slot is not None and record is not None and record.usable:
                 written = take_home(self, slot) or self._count() != self._versions

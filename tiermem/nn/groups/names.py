@@ -103,5 +103,7 @@ class TieredDict(HeldDict):
     def __getitem__(self, name: str) -> Any:
         group = self.groups.get(name)
         if group is not None and not group.holds and not _is_swap(sys._getframe(1)):
+            if group.rows is not None and name in group.rows:
+                return group.rows[name]
             self.runtime.demand(group)
         return _item(self, name)

@@ -9,23 +9,27 @@ the territories inside it; its parameters form one block.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import nn
 
 from tiermem.config import Home
 from tiermem.errors import ConfigError
 from tiermem.nn.compat.outside import outside
+from tiermem.nn.compat.stacks import experts_of
 
 Predicate = Callable[[str, nn.Module], bool]
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _SMALL = 1 << 16
-_FINEST = 32 << 20
+_FINEST = 16 << 20
 _COARSEST = 96 << 20
 TRAINED = 16
 """Bytes of a parameter that is trained by Adam: weight, gradient, master and two states, the weight
 of two bytes or of four (Rajbhandari et al., ZeRO, 2020, section 3.1)."""
-_AT_ONCE = 32  # in so many pieces HBM is divided, between the finest and the coarsest
+_AT_ONCE = 24  # in so many pieces HBM is divided, between the finest and the coarsest
+_RUN = 20 << 20
+"""Bytes of layers that are fetched together: 0.37 ms at 57 GB/s, a few times the host's work."""
+_PARTS = 48 << 20  # likewise of parts of one layer, which are used at about the same time
 
 
 def largest_block(model_nbytes: int, hbm: int) -> int:
@@ -33,7 +37,7 @@ def largest_block(model_nbytes: int, hbm: int) -> int:
 
     Where the model streams, what is in use and what is on its way take room from what could
     stay, so blocks shall be small beside the budget. They need not be smaller than what hides
-    the work of asking for them: 32 MiB take a bus of 64 GB/s half a millisecond. A step of an
+    the work of asking for them: 16 MiB take a bus of 57 GB/s 0.3 ms. A step of an
     optimizer is as much work for a small block as for a large one, so they are not as fine as that
     where there is room.
 
@@ -89,6 +93,77 @@ def territories(
             raise ConfigError(f"blocks: the model has no modules named {unknown[:5]}")
     chosen.add("")
     return {name: module for name, module in modules.items() if name in chosen}
+
+
+def runs(
+    model: nn.Module, roots: Mapping[str, nn.Module], sizes: Mapping[str, int], hbm: int
+) -> dict[str, str]:
+    """Chooses layers that share a block with those called just before and after them.
+
+    These are the items of a list, or of a sequence, of which each is one block; and the parts of a
+    layer that was divided, as long as they are no larger than blocks need be. Whether they are
+    called in order cannot be known beforehand: a wrong guess costs time. Experts are not taken for
+    layers in a row, nor are lists inside layers, unless no two of their items are alike.
+
+    Args:
+        model: The model.
+        roots: Modules at which a block begins, by qualified name.
+        sizes: Bytes of the block of each that has one.
+        hbm: Device budget in bytes.
+
+    Returns:
+        Names of shared blocks, such as ``layers.0-3``, by the name of each module in them.
+    """
+    divided = {above for name in sizes for above in _above(name)}
+    found: dict[str, str] = {}
+    room = hbm // _AT_ONCE
+    layers = [(name, container, _RUN) for name, container in _lists("", model)]
+    inner = {name for name in divided if name} - {name for name, _, _ in layers}
+    parts = [(n, m, _PARTS) for n, m in model.named_modules() if n in inner and _differ(n, m)]
+    for name, container, most in (*layers, *parts):
+        run: list[str] = []
+        nbytes = 0
+        for key, child in container.named_children():
+            item = f"{name}.{key}" if name else key
+            if item not in sizes and item not in divided:
+                continue  # it has nothing that moves
+            fits = item in roots and item in sizes and item not in divided
+            # not what is read by rows, or expert by expert
+            fits = fits and not (isinstance(child, nn.Embedding) or experts_of(child))
+            if not fits or nbytes + sizes[item] > min(most, room):
+                run, nbytes = [], 0
+            if fits:
+                run.append(item)
+                nbytes += sizes[item]
+                if len(run) > 1:
+                    found.update(dict.fromkeys(run, f"{run[0]}-{key}"))
+    return found
+
+
+def _differ(name: str, module: nn.Module) -> bool:
+    """Whether the children of a module are steps of its own: not those of a list of alike ones."""
+    kinds = [type(child) for child in module.children()]
+    unlike = len(set(kinds)) == len(kinds) and "expert" not in name.rpartition(".")[2]
+    return not isinstance(module, _CONTAINERS) or unlike
+
+
+def _above(name: str) -> Iterator[str]:
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _lists(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields what holds layers that are called one by one, with its qualified name."""
+    ordered = isinstance(module, nn.Sequential)
+    if ordered or isinstance(module, nn.ModuleList):
+        if "expert" not in name.rpartition(".")[2]:
+            yield name, module
+        if not ordered:
+            return
+    for key, child in module.named_children():
+        if not ordered or isinstance(child, nn.Sequential):
+            yield from _lists(f"{name}.{key}" if name else key, child)
 
 
 def checked_homes(
@@ -151,6 +226,8 @@ class _Automatic:
                 continue
             if isinstance(child, _CONTAINERS):
                 self._visit_list(path, child, inside=inside)
+            elif experts_of(child):  # of which few may be used
+                self._begin(path, child)
             elif whole:
                 self._visit(path, child, inside=True)
             elif isinstance(child, nn.Sequential) and not inside and self._repeats(child):

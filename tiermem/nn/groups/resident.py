@@ -2,15 +2,22 @@
 
 Adapters (LoRA's, say) are small, and trained in every step; the weights around them are large and
 frozen. In one block with those, a step would write all of it, and so send frozen bytes home.
+
+Blocks of a few KB (the norms of a layer whose matrices are blocks of their own) stay as well: their
+copy takes a thousandth of the host's work for it.
+
+All of them are held by a pass as a whole, so that modules which use nothing else need not be
+intercepted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from torch import nn
 
+from tiermem.core.block import ALIGNMENT
 from tiermem.errors import ConfigError
 from tiermem.nn.compat.outside import outside
 from tiermem.nn.groups.inspect import Found
@@ -22,9 +29,14 @@ Resident = Literal["auto"] | Callable[[str, nn.Parameter], bool] | None
 _SHARE = 8  # "auto": so many times the bytes of what is trained are frozen, at least
 _OF_HBM = 8  # likewise: that part of HBM is what it may take with gradients and state
 _TOGETHER = 64
-"""Parameters of one block. All of them point at the block as it is held, by each module that uses
-one of them; and a step costs the host as much for a block of few as for a block of many."""
+"""Parameters of one block: a step costs the host as much for a block of few as for many."""
 _PREFIX = "."
+_LITTLE = 1 << 20
+"""Bytes of a block at most that costs more to ask for than to copy: 18 us at 57 GB/s."""
+_BESIDE = 16  # so many times the bytes of such a block has the largest one, at least
+_OF_WEIGHTS = 64  # that part of all weights such blocks may be together
+_LITTLE_OF_HBM = 64  # likewise of HBM, with gradients and state
+_PAGES = 4  # whole pages of weights, gradients, masters and state
 
 
 def residents(
@@ -54,8 +66,38 @@ def residents(
     trained = [found for found in own if found.tensor.requires_grad]
     small = sum(nbytes(found) for found in trained)
     frozen = sum(nbytes(found) for found in own) - small
-    whole = sum(found.tensor.numel() * TRAINED for found in trained)
+    whole = sum(trained_bytes(found) for found in trained)
     return trained if small * _SHARE <= frozen and whole * _OF_HBM <= hbm else []
+
+
+def little(
+    blocks: Mapping[str, Sequence[Found]], nbytes: Callable[[Sequence[Found]], int], hbm: int
+) -> list[str]:
+    """Returns the blocks that are too little to be moved, by name.
+
+    Args:
+        blocks: Parameters of each block.
+        nbytes: Returns the bytes of a block of some parameters.
+        hbm: The budget in bytes.
+    """
+    sizes = {name: nbytes(members) for name, members in blocks.items()}
+    left = sum(sizes.values()) // _OF_WEIGHTS
+    room = hbm // _LITTLE_OF_HBM - _PAGES * ALIGNMENT
+    most = min(_LITTLE, max(sizes.values(), default=0) // _BESIDE)
+    found = []
+    for name in sorted(sizes, key=lambda name: sizes[name]):
+        left -= sizes[name]
+        room -= max(sizes[name], sum(trained_bytes(found) for found in blocks[name]))
+        if sizes[name] > most or left < 0 or room < 0:
+            break
+        found.append(name)
+    return found
+
+
+def trained_bytes(found: Found) -> int:
+    """Returns the bytes of a parameter with what training by Adam adds to it."""
+    tensor = found.tensor
+    return tensor.numel() * (TRAINED if tensor.requires_grad else tensor.element_size())
 
 
 def _named(model: nn.Module) -> set[int]:
@@ -89,6 +131,11 @@ def divided(members: Sequence[Found]) -> dict[str, list[Found]]:
     }
 
 
+def together(members: Sequence[Found]) -> dict[str, list[Found]]:
+    """Returns the block of all parameters that are too little to be moved, if there are any."""
+    return {f"{_PREFIX}small": list(members)} if members else {}
+
+
 def is_resident(root: str) -> bool:
-    """Whether a name of :func:`divided` is given, rather than a module's."""
+    """Whether a name of :func:`divided` or :func:`together` is given, rather than a module's."""
     return root.startswith(_PREFIX)

@@ -31,6 +31,7 @@ from tiermem.nn.passes.reduced import ReducedGradients
 from tiermem.nn.passes.saved import SavedHooks
 from tiermem.nn.passes.scopes import PassScope
 from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.services.expert_store import ExpertStore
 from tiermem.runtime.services.sweep import BlockSweep
 
 if TYPE_CHECKING:
@@ -44,6 +45,11 @@ _PAST = 3  # blocks that forward has come to after the first one: it "has got fu
 class BackwardWatcher(Protocol):
     """Is told of every backward."""
 
+    @property
+    def revocable(self) -> bool:
+        """Whether steps that it makes there can be taken back."""
+        ...
+
     def begins(self) -> bool:
         """One begins; returns whether it uses more blocks than weights and gradients."""
         ...
@@ -54,6 +60,10 @@ class BackwardWatcher(Protocol):
 
     def settle(self) -> None:
         """Lets everybody look at all blocks, a step under way or not."""
+        ...
+
+    def repair(self) -> None:
+        """Takes back what can be, after an exception anywhere; nothing is under way."""
         ...
 
 
@@ -124,6 +134,7 @@ class ModuleRuntime:
         saved: The saved-tensor hooks.
         addresses: Where users were told that parameters are.
         activations: Saved tensors that leave HBM.
+        experts: Layers of which the experts come up one by one.
         on_begin: Called before each top-level pass (the optimizers check in here).
         on_backward: Called as each backward begins.
         keepers: What each optimizer has in the tiers.
@@ -165,6 +176,7 @@ class ModuleRuntime:
             settings.activation_layers,
             settings.activation_ahead,
         )
+        self.experts = ExpertStore(manager)
         self.on_begin: list[Callable[[bool], None]] = []
         self.on_backward: list[Callable[[], None]] = []
         self.keepers: list[Keeper] = []
@@ -182,10 +194,12 @@ class ModuleRuntime:
         self._by_block: dict[int, Group] = {}
         self._ambient: list[Group] = []
         self._backward: deque[Group] = deque()
+        self._kept: list[Group] = []
         self._in_backward = False
         self._backward_began = 0
         self._ending: weakref.ref[_Ending] | None = None
         self._last_forward: Hashable = None
+        self._last_backward: Hashable = None
         self._kinds = Kinds()
         self._load = 0
         self._homed = 0
@@ -210,7 +224,8 @@ class ModuleRuntime:
     def unit_limit(self, group: Group) -> int:
         """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM."""
         sizes = [e.param.numel() * e.param.element_size() for e in group.entries]
-        return unit_limit(self.manager.parts.table.hbm.capacity, group.block.nbytes, sizes)
+        hbm = self.manager.parts.table.hbm.capacity
+        return unit_limit(hbm, group.block.nbytes, sizes, group.layer)
 
     def owner_of(self, block: Block, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the parameter or buffer that shares a version counter with a view of a block."""
@@ -243,6 +258,7 @@ class ModuleRuntime:
         """
         if torch._C._current_graph_task_id() != -1:
             self.enter_backward()  # recomputation
+            self._keep(scope.wrapped.kept)
             return
         if torch._C._get_tracing_state() is not None:
             raise WrapError(
@@ -256,6 +272,7 @@ class ModuleRuntime:
             training = torch.is_grad_enabled()
             for check in self.on_begin:
                 check(training)
+            self.experts.prepare(training)
             self.grads.drop_forgotten()
             self._drop(self._ambient)
             self._ambient = []
@@ -338,12 +355,13 @@ class ModuleRuntime:
     @inside
     def demand(self, group: Group) -> None:
         """A parameter is reached for while its block is not held."""
+        if group.soft and self.here.depth > 0:
+            return  # it was just before, and points at its block
         self.manager.gate.guard()
         # every torch operation on the parameter brings its block for its own time; it is pointed
         # there for code that torch does not see, which may write if it runs outside every pass
         inside = self.here.depth > 0 or torch._C._current_graph_task_id() != -1
         group.point_softly(dirty=not inside)
-        _intercept(group)
         self._remember(group)
 
     @inside
@@ -351,7 +369,6 @@ class ModuleRuntime:
         """Holds a group for one operation on a tensor of it that is away."""
         self.manager.gate.guard()
         self.enter_backward()
-        _intercept(group)
         try:
             group.hold()
         except CapacityError as error:
@@ -381,6 +398,11 @@ class ModuleRuntime:
 
     # -- backward --------------------------------------------------------
 
+    @property
+    def last_passes(self) -> tuple[Hashable, Hashable]:
+        """Names of the last forward and of the last backward that have begun."""
+        return self._last_forward, self._last_backward
+
     @inside
     def enter_backward(self) -> None:
         """Backward has reached something of ours: a new pass, the first time."""
@@ -400,9 +422,10 @@ class ModuleRuntime:
         trained = {e.unit.block.id for g in self.groups for e in g.entries if e.unit is not None}
         order = [b for b in self.manager.parts.planner.schedule.order if b not in trained]
         del order[self.manager.parts.planner.cursor :]
-        stepping = [watcher.begins() for watcher in self.backwards]
-        key = ("backward", self._last_forward, *stepping)
-        self.manager.begin_pass(key, order[::-1], load=self._load)
+        asked = [(watcher.begins(), watcher.revocable) for watcher in self.backwards]
+        stepping = [steps for steps, revocable in asked if steps or not revocable]
+        self._last_backward = ("backward", self._last_forward, *stepping)
+        self.manager.begin_pass(self._last_backward, order[::-1], load=self._load)
         self.activations.begin_backward()
         self.grads.begin_backward()
 
@@ -422,6 +445,21 @@ class ModuleRuntime:
         while len(self._backward) > _SOFT_IN_BACKWARD:
             self._backward.popleft().rest()
 
+    def _keep(self, groups: Iterable[Group]) -> None:
+        """Holds groups until backward is over: each layer that is computed again would hold them.
+
+        They are at home in HBM, so that it takes no room.
+        """
+        for group in groups:
+            if group not in self._kept:
+                group.hold()
+                self._kept.append(group)
+
+    def let_go_kept(self) -> None:
+        """Lets go of the groups that backward holds."""
+        while self._kept:
+            self._kept.pop().let_go()
+
     def _cut_short(self, ending: weakref.ref[_Ending]) -> None:
         """An error has ended backward; gradients that made way for others are seen again."""
         if self._in_backward and ending is self._ending:
@@ -433,6 +471,7 @@ class ModuleRuntime:
         if not self._in_backward:
             return
         self._in_backward = False
+        self.let_go_kept()
         self.reduced.end_backward()
         for watcher in self.backwards:
             watcher.ends()
@@ -445,6 +484,7 @@ class ModuleRuntime:
     def reset_backward(self) -> None:
         """Ends a backward after an exception anywhere, however far its end had come."""
         self._in_backward = True
+        self._kept = []  # nobody holds a group
         self.end_backward()
         self._ambient = []
 
@@ -460,14 +500,6 @@ class ModuleRuntime:
     def _drop(self, groups: Iterable[Group]) -> None:
         for group in groups:
             group.rest()
-
-
-def _intercept(group: Group) -> None:
-    """Has the calls of all modules that need a group intercepted: one may be called by itself."""
-    for who in group.insides:
-        if who.away:
-            with group.manager.lock:
-                who.restore()
 
 
 def entries_of(groups: Iterable[Group]) -> list[Entry]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import nn
@@ -21,6 +21,11 @@ class ScopedModel(Protocol):
     @property
     def scopes(self) -> Mapping[str, PassScope]:
         """Those of its modules, by qualified name."""
+        ...
+
+    @property
+    def kept(self) -> Sequence[Group]:
+        """The groups that a pass holds as a whole."""
         ...
 
 

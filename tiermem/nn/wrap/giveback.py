@@ -114,9 +114,9 @@ class Leaving:
         self._gradients.clear()
         members = [member for group in self._groups() for member in group.members()]
         self._not_ours = {id(m) for m in members if m.materialized and not self._is_begun(m)}
+        if torch._C._current_graph_task_id() == -1:
+            self._runtime.let_go_kept()  # of a backward that was cut short
         with self._manager.lock:
-            for scope in self.wrapped.scopes.values():
-                scope.inside.empty()
             for group in self._groups():
                 with suppress(StorageError):  # named below, with all others
                     self._manager.parts.deferred.pay(group.block.id)

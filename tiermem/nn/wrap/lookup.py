@@ -116,7 +116,7 @@ class LookupInterceptor(CallInterceptor):
             and not (entry.materialized or group.may_be_written())
             and not any(names[hooks] for hooks in _HOOKS)
             and not any(_GLOBAL_HOOKS)
-            and not _has_modes()
+            and not has_modes()
             and not torch._C._len_torch_dispatch_stack()
             and torch._C._functorch.peek_interpreter_stack() is None
             and torch._C._get_tracing_state() is None
@@ -152,7 +152,7 @@ def is_lookup(module: nn.Module, scope: Scope) -> bool:
     return any(entry.param is weight and entry.kind in ORDINARY for entry in group.entries)
 
 
-def _has_modes() -> bool:
+def has_modes() -> bool:
     """Whether any of torch's function modes sees every call, other than the default device."""
     number = torch._C._len_torch_function_stack()
     get = torch._C._get_function_stack_at

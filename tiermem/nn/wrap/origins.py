@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 import torch
 
+from tiermem.core.block import Block, Tier
+from tiermem.nn.groups.group import Group
+from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.homes import StoredBlock
 
 
@@ -28,3 +32,42 @@ class Origins(Protocol):
         Raises:
             StorageError: If the file was changed.
         """
+
+
+def read_in(
+    manager: BlockManager,
+    origins: Origins,
+    groups: Sequence[Group],
+    tensors: Mapping[int, Sequence[torch.Tensor]],
+) -> list[Block]:
+    """Fills the blocks at home in DRAM or HBM that files have as they are, all at once.
+
+    Args:
+        manager: Whose blocks they are.
+        origins: Where the values come from.
+        groups: Of the model.
+        tensors: Of each block that holds no data yet, by its id.
+
+    Returns:
+        The blocks that were filled.
+
+    Raises:
+        StorageError: If the files cannot be read.
+        IntegrityError: If they were changed.
+    """
+    wanted: list[tuple[Block, StoredBlock]] = []
+    with ExitStack() as leases:
+        for group in groups:
+            record = manager.record(group.block)
+            members = tensors.get(group.block.id)
+            if members is None or record.home is Tier.NVME:
+                continue
+            stored = origins.stored(members)
+            if stored is None:
+                continue
+            wanted.append((group.block, stored))
+            if record.fixed:
+                manager.acquire(group.block)
+                leases.callback(manager.release, group.block, dirty=True)
+        manager.fill_from_files(wanted)
+    return [block for block, _ in wanted]

@@ -58,11 +58,14 @@ def repair(runtime: ModuleRuntime) -> None:
                 holder.repair()
         finish_changes(runtime)
         end_leases(manager.parts, kept)
+        for watcher in runtime.backwards:
+            watcher.repair()
         runtime.reset_backward()
         repair_gradients(runtime)
         if runtime.activations.store is not None:
             runtime.activations.store.repair()
         _drop_lost(runtime)
+        runtime.experts.repair()
         repair_homes(manager.parts)
         manager.gate.torn = manager.gate.unsure = False
     _take_back(runtime)

@@ -8,8 +8,6 @@ exception passes through a plain ``finally``.
 
 from __future__ import annotations
 
-import _thread
-import sys
 import time
 import types
 from collections.abc import Callable, Sequence
@@ -35,76 +33,35 @@ if TYPE_CHECKING:
     from tiermem.nn.wrap.wrapped import WrappedModel
 
 _CALL = "_call_impl"
-_MOST_CALLS = 32  # of a block of many modules (experts) few are called at a time
-_CALLS = {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}
-
-other_threads: Callable[[], int] = _thread._count
-"""Returns how many threads of Python's there are beside the main one."""
 
 
 class Inside:
     """Who is inside the modules of one block, all of which need the same groups.
 
-    As long as the only thread there is comes by the module where the block begins, and takes no
-    gradients, the calls of those below have nothing to add: they are out of the way, from the
-    first such call on. They are back with the first that is another, and as soon as a weight is
-    asked for that is not held: somebody may be calling a module below by itself.
-
     Attributes:
         thread: The thread that is inside, if it is one alone; else 0, which no thread is called.
-        away: Whether the calls are out of the way.
     """
 
-    __slots__ = ("_calls", "_depth", "_groups", "_guests", "_may_go", "away", "thread")
+    __slots__ = ("_depth", "thread")
 
     def __init__(self, groups: Sequence[Group] = ()) -> None:
-        """Begins with no module.
+        """Begins with nobody.
 
         Args:
-            groups: What all of them need.
+            groups: What all of the modules need.
         """
         self.thread = 0
-        self.away = False
         self._depth = 0
-        self._groups = groups
-        self._guests: set[int] = set()
-        self._calls: list[CallInterceptor] = []
-        self._may_go = False
         for group in groups:
             group.insides.append(self)
 
-    def add(self, call: CallInterceptor) -> None:
-        """Has a module's call go out of the way as well, where it may."""
-        self._calls.append(call)
-        self._see()
-
-    def drop(self, call: CallInterceptor) -> None:
-        """Has a call go nowhere any more; it is about to be taken out or changed."""
-        self.restore()
-        self._calls = [other for other in self._calls if other is not call]
-        self._see()
-
-    def enter(self, begins: bool) -> None:
-        """This thread holds the groups from now on; called under the manager's lock.
-
-        Args:
-            begins: Whether it comes by the module where the block begins.
-        """
+    def enter(self) -> None:
+        """This thread holds the groups from now on; called under the manager's lock."""
         self._depth += 1
-        try:
-            if self._depth == 1:
-                self.thread = get_ident()
-                alone = begins and not (other_threads() or is_grad_enabled())
-                if alone is not self.away and self._may_go:
-                    self._go() if alone else self._come_back()
-                if self._guests:
-                    self._see_guests_off()
-            elif self.thread != get_ident():
-                self.thread = 0  # until all are out again
-                self.restore()
-        except BaseException:  # Ctrl-C
-            self.leave()
-            raise
+        if self._depth == 1:
+            self.thread = get_ident()
+        elif self.thread != get_ident():
+            self.thread = 0  # until all are out again
 
     def leave(self) -> None:
         """It does so no more."""
@@ -112,79 +69,9 @@ class Inside:
         if not self._depth:
             self.thread = 0
 
-    def empty(self) -> None:
-        """Holds nothing on anybody's behalf any more; the modules are about to be taken out."""
-        self.restore()
-        if self._guests:
-            self._guests = set()
-            self._let_go()
-
     def reset(self) -> None:
         """Forgets who is inside, after an exception anywhere; nobody is."""
         self.thread = self._depth = 0
-        self._guests = set()
-        for call in self._calls:
-            call.module.__dict__.setdefault(_CALL, call)
-        self.away = False
-
-    def restore(self) -> None:
-        """Puts the calls back that are out of the way."""
-        if self.away:
-            for call in self._calls:
-                call.module.__dict__.setdefault(_CALL, call)
-            self.away = False
-
-    def _go(self) -> None:
-        """Takes the calls out of the way; what somebody else has put there stays."""
-        self.away = True
-        for call in self._calls:
-            names = call.module.__dict__
-            if names.get(_CALL) is call:
-                del names[_CALL]
-
-    def _come_back(self) -> None:
-        """Puts the calls back, and sees to who came in unseen while they were away.
-
-        A thread that called a module then, and is in it still, held the groups for each of its
-        operations; now that this one holds them, it would not. So they are held on its behalf.
-        """
-        self.restore()
-        guests = self._callers() if other_threads() else set()
-        if guests:
-            for group in self._groups:
-                group.hold_locked()
-            self._guests = guests
-
-    def _see_guests_off(self) -> None:
-        """Lets go of what is held on behalf of threads, once all of them are out."""
-        self._guests &= self._callers()
-        if not self._guests:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        for group in self._groups:
-            group.let_go_locked()
-
-    def _callers(self) -> set[int]:
-        """Returns the other threads that are in a call of these modules."""
-        modules = {id(call.module) for call in self._calls}
-        found = set()
-        for thread, frame in sys._current_frames().items():
-            step: types.FrameType | None = frame
-            while step is not None and thread != get_ident():
-                if step.f_code in _CALLS and id(step.f_locals.get("self")) in modules:
-                    found.add(thread)
-                step = step.f_back
-        return found
-
-    def _see(self) -> None:
-        """Sees whether there is anything to go out of the way, and whether it may.
-
-        Recurrent modules use their weights by a list, where nobody sees it.
-        """
-        self._may_go = 0 < len(self._calls) <= _MOST_CALLS and not any(
-            isinstance(call.module, nn.RNNBase) for call in self._calls
-        )
 
 
 _NOBODY = Inside()
@@ -199,9 +86,10 @@ class Scope:
         groups: Held during the call.
         inside: Who is inside the modules that need the same groups.
         begins: Whether a block begins at this module.
+        called: Whether its calls are intercepted: not those of one whose tensors all stay in HBM.
     """
 
-    __slots__ = ("_order", "begins", "groups", "inside", "name", "number", "wrapped")
+    __slots__ = ("_order", "begins", "called", "groups", "inside", "name", "number", "wrapped")
 
     def __init__(
         self,
@@ -212,6 +100,7 @@ class Scope:
         inside: Inside,
         *,
         begins: bool,
+        called: bool = True,
     ) -> None:
         self.name = name
         self.number = number
@@ -219,15 +108,22 @@ class Scope:
         self.wrapped = wrapped
         self.inside = inside
         self.begins = begins
+        self.called = called
         self._order: tuple[int, ...] | None = None
 
     def order(self) -> tuple[int, ...]:
-        """Returns the blocks at and below this module, in the order of the modules."""
+        """Returns the blocks at and below this module, in the order of the modules.
+
+        Those of which experts come up one by one are not used themselves.
+        """
         if self._order is None:
             prefix = f"{self.name}." if self.name else ""
             scopes = self.wrapped.scopes.items()
             below = [s for name, s in scopes if name == self.name or name.startswith(prefix)]
             self._order = tuple(dict.fromkeys(g.block.id for s in below for g in s.groups))
+        experts = self.wrapped.runtime.experts
+        if experts.open:
+            return tuple(block for block in self._order if block not in experts.stacks)
         return self._order
 
 
@@ -270,7 +166,9 @@ class Interceptor:
 class CallInterceptor(Interceptor):
     """Holds a module's groups while it runs."""
 
-    __slots__ = ("_begins", "_groups", "_here", "_inside", "_manager", "_quick", "compiled")
+    __slots__ = (
+        "_alone", "_begins", "_groups", "_here", "_inside", "_manager", "_quick", "compiled"
+    )  # fmt: skip
 
     method = _CALL
 
@@ -283,15 +181,16 @@ class CallInterceptor(Interceptor):
         # looked up in every call, in caches that the kernels in between have emptied
         self._manager, self._here = self.runtime.manager, self.runtime.here
         self._groups, self._begins = scope.groups, scope.begins
+        # what stays in HBM is held by the pass as a whole, and by its model's call in another pass
+        self._alone = (*scope.groups, *scope.wrapped.kept)
+        if not scope.name:
+            self._groups = self._alone
         self._inside = scope.inside
         # only where a block begins there is something to do although its groups are held
         self._quick = _NOBODY if scope.begins else scope.inside
-        if not scope.begins and self.compiled is None:
-            scope.inside.add(self)
 
     def give_back(self) -> None:
         """Leaves the module as it was found, compiled or not."""
-        self.scope.inside.drop(self)
         if self.compiled is not None:
             self.module.__dict__["_compiled_call_impl"] = self.compiled
 
@@ -301,11 +200,12 @@ class CallInterceptor(Interceptor):
             not is_grad_enabled() or self.runtime.saved.on_top()
         ):
             return self.inner(*args, **kwargs)
-        runtime, manager, groups, here = self.runtime, self._manager, self._groups, self._here
+        runtime, manager, here = self.runtime, self._manager, self._here
         if manager.gate.unsure:
             runtime.repair()
         began = held = 0
         depth = here.depth
+        groups = self._groups if depth else self._alone
         pushed = entered = inside = theirs = ended = False
         try:
             if not depth:
@@ -322,7 +222,7 @@ class CallInterceptor(Interceptor):
                     for group in groups:
                         group.hold_locked()
                         held += 1
-                    self._inside.enter(self._begins)
+                    self._inside.enter()
                     inside = True
                 pushed = is_grad_enabled() and runtime.saved.push()
                 theirs = True
@@ -390,9 +290,11 @@ class CompileInterceptor(Interceptor):
         if whole and any(block not in self._own() for block in self.scope.order()):
             name = self.scope.name or type(self.module).__name__
             raise WrapError(f"compile() of {name!r}: {WHOLE_GRAPH}")
-        self.scope.inside.restore()
+        if not self.scope.called:
+            self.scope.wrapped.leave_to_compiler(self.scope.name)
+            self.inner(*args, **kwargs)
+            return
         call = self.module.__dict__[CallInterceptor.method]
-        self.scope.inside.drop(call)
         plain = getattr(type(self.module), CallInterceptor.method).__get__(self.module)
         call.inner = call.compiled = torch.compile(plain, *args, **kwargs)
         self.scope.wrapped.leave_to_compiler(self.scope.name)

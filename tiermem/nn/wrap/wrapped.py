@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,9 +27,10 @@ from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.transformed import follow_transforms
 from tiermem.nn.wrap import around
 from tiermem.nn.wrap.applied import ApplyInterceptor
+from tiermem.nn.wrap.experts import ExpertsInterceptor, is_experts
 from tiermem.nn.wrap.lookup import LookupInterceptor, is_lookup
 from tiermem.nn.wrap.originals import Originals, undo_wrap
-from tiermem.nn.wrap.origins import Origins
+from tiermem.nn.wrap.origins import Origins, read_in
 from tiermem.nn.wrap.scope import (
     OF_ALL,
     OF_SCOPES,
@@ -164,7 +166,7 @@ class WrappedModel:
         roots = [*plan.params, *plan.buffers]
         for root, block, members, in_files in zip(roots, blocks, members_of, stored, strict=True):
             group = Group(self.manager, block, writes_hidden=block.role is Role.BUFFER)
-            group.resident = is_resident(root)
+            group.resident, group.layer = is_resident(root), plan.joined.get(root, 0)
             self._fill_group(group, members, known.params)
             self.groups.append(group)
             if in_files is None:
@@ -216,11 +218,18 @@ class WrappedModel:
         self._group_of = group_of
         needed: dict[str, dict[int, Group]] = {}
         own: set[str] = set()
+        called: set[str] = set()
+        numbered = self.runtime.activations.store is not None  # by the calls of layers
         for found in [*params, *large]:
             group = group_of[id(found.tensor)]
             for module_name, _ in found.places:
-                needed.setdefault(self._territory[module_name], {})[id(group)] = group
                 own.add(module_name)
+                root = self._territory[module_name]
+                if not group.resident:  # else the pass holds it
+                    needed.setdefault(root, {})[id(group)] = group
+                    called.add(module_name)
+                elif numbered:
+                    needed.setdefault(root, {})
         insides: dict[str, Inside] = {}
         for name in self._modules:
             root = self._territory[name]
@@ -230,7 +239,10 @@ class WrappedModel:
             inside = insides[root]
             begins = root == name and (name in needed or not name)
             if begins or name in own or not name:
-                self.scopes[name] = Scope(name, self.number, groups, self, inside, begins=begins)
+                is_called = begins or name in called
+                self.scopes[name] = Scope(
+                    name, self.number, groups, self, inside, begins=begins, called=is_called
+                )
         for name, module in self._modules.items():
             if may_write_uncounted(module):
                 only = only_unmerges(module)
@@ -278,6 +290,9 @@ class WrappedModel:
 
     def _move_in(self) -> None:
         """Copies every tensor to its block, then lets go of the tensors' own memory."""
+        if self.origins is not None:
+            for block in read_in(self.manager, self.origins, self.groups, self._sources):
+                del self._sources[block.id]
         with torch.no_grad():
             for group in [*self.groups, *([self.resident] if self.resident else [])]:
                 tensors = self._sources.get(group.block.id)
@@ -321,8 +336,12 @@ class WrappedModel:
         for name, scope in self.scopes.items():
             module = self._modules[name]
             for kind in OF_SCOPES:
+                if kind is CallInterceptor and not scope.called:
+                    continue
                 if kind is CallInterceptor and is_lookup(module, scope):
                     kind = LookupInterceptor
+                elif kind is CallInterceptor and is_experts(module, scope):
+                    kind = ExpertsInterceptor
                 module.__dict__[kind.method] = kind(module, scope)
             self._intercept_names(module)
         for name in self.scopes:
@@ -333,6 +352,23 @@ class WrappedModel:
         for module in self._modules.values():
             for whole in _OF_ALL:
                 module.__dict__[whole.method] = whole(module, root)
+
+    def beside(self, name: str) -> list[nn.Module]:
+        """Returns the other modules that a module's parent has."""
+        parent = self._modules.get(name.rpartition(".")[0])
+        own = self._modules.get(name)
+        return [] if parent is None else [c for c in parent.children() if c is not own]
+
+    def entry_of(self, param: torch.Tensor) -> Entry | None:
+        """Returns what is known of a managed parameter; None where it is none of this model."""
+        group = self._group_of.get(id(param))
+        entries = [] if group is None else group.entries
+        return next((entry for entry in entries if entry.param is param), None)
+
+    @cached_property
+    def kept(self) -> tuple[Group, ...]:
+        """The groups that a pass holds as a whole; they stay in HBM."""
+        return tuple(group for group in self.groups if group.resident)
 
     def managed(self) -> set[int]:
         """Returns the ids of the tensors that live in the tiers."""
@@ -345,7 +381,6 @@ class WrappedModel:
         Its own call, which stays intercepted, holds all that the modules of its block need.
         """
         prefix = f"{name}." if name else ""
-        self._restore_calls()
         for inner, module in self._modules.items():
             below = inner.startswith(prefix) and self._territory[inner] == self._territory[name]
             if inner != name and not below:
@@ -355,11 +390,6 @@ class WrappedModel:
                 call = module.__dict__.pop(CallInterceptor.method, None)
                 if call is not None:
                     call.give_back()
-
-    def _restore_calls(self) -> None:
-        """Puts every call back that is out of the way."""
-        for scope in self.scopes.values():
-            scope.inside.restore()
 
     @staticmethod
     def _plain_names(module: nn.Module) -> None:
@@ -388,7 +418,6 @@ class WrappedModel:
         self.runtime.grads.forget(self.entries)
         for entry in self.entries:
             owners.pop(entry.param, None)
-        self._restore_calls()
         for name in self.scopes:
             module = self._modules[name]
             call = module.__dict__.get(CallInterceptor.method)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tiermem.optim.host.exact import Proven
+from tiermem.optim.host.proof import step_exactly
 from tiermem.optim.rules.plainstep import run_unseen
 from tiermem.optim.rules.separable import Make, ready
 
@@ -81,6 +83,7 @@ def measure(
     weight: torch.dtype,
     stepped: torch.dtype,
     kept: int,
+    proven: Proven | None = None,
 ) -> Speeds:
     """Measures both sides on a tensor of a million elements; takes some ten milliseconds.
 
@@ -91,8 +94,9 @@ def measure(
         weight: Dtype of weights and gradients.
         stepped: Dtype of what is stepped.
         kept: Bytes of state and masters per element, which go up and come down.
+        proven: What host steps with the device's bits need; None for torch's CPU kernels.
     """
-    on_host = _seconds(host, torch.device("cpu"), weight, stepped)
+    on_host = _seconds(host, torch.device("cpu"), weight, stepped, proven)
     on_device = _seconds(make, device, weight, stepped)
     if device.type == "cuda":
         # up and down go on at once, beside the compute: the slowest of the three counts
@@ -100,7 +104,13 @@ def measure(
     return Speeds(on_host / _ELEMENTS, on_device / _ELEMENTS)
 
 
-def _seconds(make: Make, device: torch.device, weight: torch.dtype, stepped: torch.dtype) -> float:
+def _seconds(
+    make: Make,
+    device: torch.device,
+    weight: torch.dtype,
+    stepped: torch.dtype,
+    proven: Proven | None = None,
+) -> float:
     """Returns the shortest time of a step with the casts that belong to it."""
     param = nn.Parameter(torch.zeros(_ELEMENTS, dtype=stepped, device=device))
     gradient = torch.zeros(_ELEMENTS, dtype=weight, device=device)
@@ -110,9 +120,12 @@ def _seconds(make: Make, device: torch.device, weight: torch.dtype, stepped: tor
     with torch.no_grad():
         for _ in range(_ROUNDS):
             began = time.perf_counter()
-            param.grad = gradient.to(stepped)
-            run_unseen(optimizer)
-            target.copy_(param)
+            if proven is not None:
+                step_exactly(optimizer, param, gradient, target, proven)
+            else:
+                param.grad = gradient.to(stepped)
+                run_unseen(optimizer)
+                target.copy_(param)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             best = min(best, time.perf_counter() - began)

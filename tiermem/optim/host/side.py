@@ -5,9 +5,10 @@ DRAM and go back, and only the new weights go up, when they are next used. A uni
 thread of its own, inside torch's kernels and so without the GIL; whoever needs one of its blocks
 waits for it first. It happens whole or not at all; one that failed is made again when asked for.
 
-The arithmetic is torch's on the CPU. It rounds differently from the same class on a device (fused
-kernels, the order of operations); it is the same, bit for bit, as the class stepped on the CPU
-with the same settings.
+Where that is proved (:mod:`tiermem.optim.host.proof`), the arithmetic is the device's, bit for bit.
+Else it is torch's on the CPU, which rounds differently from the same class on a device (the order
+of operations); it is the same then, bit for bit, as the class stepped on the CPU with the same
+settings.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,11 +27,13 @@ from tiermem.core.block import Block, Tier
 from tiermem.core.residency import State as Residency
 from tiermem.errors import StepError, TierError
 from tiermem.nn.compat.shapes import follow
-from tiermem.nn.groups.grads import GradUnit, Pending
+from tiermem.nn.groups.grads import Change, GradUnit, Pending
 from tiermem.nn.groups.group import Entry
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, forget, is_viewed, refresh
 from tiermem.nn.tensors.placeholder import shared_placeholder
+from tiermem.optim.host.exact import Beside, ExactCalls, Proven
+from tiermem.optim.host.proof import stand_in
 from tiermem.optim.host.room import HostRoom
 from tiermem.optim.rules.casts import cast
 from tiermem.optim.rules.plainstep import run, run_unseen
@@ -90,6 +94,18 @@ def side_of(unit: StepUnit) -> HostSide | None:
     return found if isinstance(found, HostSide) else None
 
 
+class Bits(Protocol):
+    """Says which steps on the host have the device's bits."""
+
+    def of(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> Proven | None:
+        """Returns what such a step of a unit needs, with settings as they are."""
+        ...
+
+    def leaves_alone(self, change: Change) -> bool:
+        """Whether a change that gradients await is no change."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Job:
     """One step of one unit on the host.
@@ -104,6 +120,7 @@ class Job:
         events: To be waited for before anything is touched.
         follows: Whether the weights may have been written since the last step.
         scaling: What a GradScaler left to the step.
+        proven: What a step with the device's bits needs; None where torch's CPU kernel makes it.
         load: The blocks among them whose home is a file.
         order: The load, asked for.
         written: Ids of the blocks that were changed.
@@ -122,6 +139,7 @@ class Job:
     events: list[Event]
     follows: bool
     scaling: Scaling | None
+    proven: Proven | None
     load: Load
     stage: HostStage | None
     settled: set[int] = field(default_factory=set)
@@ -161,12 +179,20 @@ class HostSide:
     Attributes:
         unit: The unit.
         room: What the steps of its optimizer have in DRAM; no step is under way when it changes.
+        only_exact: Whether it makes no step that has not the device's bits.
     """
 
-    def __init__(self, unit: StepUnit) -> None:
-        """Gives a unit, whose blocks are all at home below HBM, what its optimizer works on."""
+    def __init__(self, unit: StepUnit, bits: Bits) -> None:
+        """Gives a unit, whose blocks are all at home below HBM, what its optimizer works on.
+
+        Args:
+            unit: The unit.
+            bits: Says whether a step has the device's bits.
+        """
         self.unit = unit
+        self._bits = bits
         self.room: HostRoom | None = None
+        self.only_exact = False
         self._own: dict[int, nn.Parameter] = {}
         self._away: dict[int, torch.Tensor] = {}
         for param, _ in unit.members:
@@ -202,14 +228,59 @@ class HostSide:
             if u.pending and of_file and any(is_viewed(e.lazy) for e in u.entries):
                 runtime.grads.open(u)  # its change is to be seen
                 runtime.manager.release(u.block)
-        taken = [e.name for e in unit.entries if e.materialized]
-        taken = taken or [runtime.manager.host_loans.can_lend(self._blocks())]
-        if taken[0]:
+        taken = self.taken(runtime)
+        if taken:
             raise StepError(
-                f"{unit.name!r} is stepped on the host, and {taken[0]!r} is in use: let views of "
+                f"{unit.name!r} is stepped on the host, and {taken!r} is in use: let views of "
                 "it go and leave tier.materialize before step(), or make the optimizer with "
                 "where='device'"
             )
+
+    def taken(self, runtime: ModuleRuntime) -> str:
+        """Returns the name of what somebody uses in HBM, so that it cannot leave; or nothing."""
+        for entry in self.unit.entries:
+            if entry.materialized:
+                return entry.name
+        return runtime.manager.host_loans.can_lend(self._blocks())
+
+    def is_exact(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether a step can be made here now, so that nobody can tell it from the device's.
+
+        That is one whose bits are proved, of gradients that are in the tiers and await no change
+        (the host would round that otherwise), while nobody has a view of a weight
+        that would have to leave HBM.
+
+        Args:
+            runtime: The modules' runtime.
+            groups: Settings of the parameter groups.
+        """
+        unit = self.unit
+        if unit.attempt is not None or unit.group is None or unit.group.freed:
+            return False
+        if self._bits.of(unit, groups) is None or self._awaits(unit.grad_units()):
+            return False
+        gradients = [entry.param.grad for entry in unit.entries]
+        if not all(g is None or isinstance(g, LazyTensor) for g in gradients):
+            return False
+        if not self._all_or_none():
+            return False
+        with runtime.manager.lock:
+            return not self.taken(runtime)
+
+    def _awaits(self, units: Sequence[GradUnit]) -> bool:
+        """Whether gradients await a change that changes anything."""
+        changes = [pending.change for u in units for pending in u.pending]
+        return not all(self._bits.leaves_alone(change) for change in changes)
+
+    def _all_or_none(self) -> bool:
+        """Whether parameters that are stepped all have state, or none has.
+
+        torch's fused SGD takes no others; what it does where some have none is its own affair.
+        """
+        stepped = {id(entry.param) for entry in self.unit.entries if entry.has_grad}
+        pairs = self.unit.stored_state()
+        have = [bool(kept) for kept, place in pairs if id(place.param) in stepped]
+        return all(have) or not any(have)
 
     def in_files(self, runtime: ModuleRuntime) -> list[Block]:
         """Returns the blocks of a step that are at home in files."""
@@ -262,6 +333,10 @@ class HostSide:
             if p.grad is not None and not isinstance(p.grad, LazyTensor)
         }
         follows = unit.foreign.look()
+        awaited = scaling is not None or self._awaits(held)
+        proven = None if awaited or loose else self._bits.of(unit, groups)
+        if proven is None and self.only_exact:
+            raise RuntimeError(f"{unit.name}: a step on the host that has not the device's bits")
         files = self.in_files(runtime)
         own = [block for block in files if block is not blocks[-1]]
         load = Load(own, [block for block in files if block is blocks[-1]])
@@ -278,6 +353,7 @@ class HostSide:
                 events,
                 follows,
                 scaling,
+                proven,
                 load,
                 self.stage if files else None,
             )
@@ -433,8 +509,7 @@ class HostSide:
         weights = self._open(job)
         owns = [self._own[id(param)] for param, _ in unit.members]
         found = [gradients.get(id(param)) for param, _ in unit.members]
-        for own, gradient in zip(owns, cast(found, [own.dtype for own in owns]), strict=True):
-            own.grad = gradient
+        beside = self._give_gradients(job, owns, found, weights)
         seen = [u for u in self._blocks_of_gradients(job) if unit.sees(u)]
         counts = [versions(job.views[u.block.id]) for u in seen]
         undo.keep_entries(optimizer.state, list(self._own.values()))
@@ -446,9 +521,10 @@ class HostSide:
             fresh = [own for own, gradient in pairs if own.grad is not gradient]
             job.scaling.unscale(list(self._own.values()), fresh)
         self._attach(optimizer, job)
-        run(optimizer)
+        with nullcontext() if job.proven is None else ExactCalls(job.proven, beside):
+            run(optimizer)
         self._keep(optimizer, job)
-        for param, _ in unit.members:
+        for param, _ in unit.members if job.proven is None else ():
             own = self._own[id(param)]
             if own.grad is not None and unit.has_master(param):
                 weights[id(param)].copy_(own.data)
@@ -459,6 +535,29 @@ class HostSide:
             if unit.spoils or versions(job.views[u.block.id]) != before:
                 written.add(u.block.id)
         return written
+
+    def _give_gradients(
+        self,
+        job: Job,
+        owns: Sequence[nn.Parameter],
+        found: Sequence[torch.Tensor | None],
+        weights: dict[int, torch.Tensor],
+    ) -> dict[int, Beside]:
+        """Hands gradients to the optimizer, or to the loop, which reads them as they are.
+
+        Returns:
+            What the loop is given beside, by the address of what is stepped.
+        """
+        beside: dict[int, Beside] = {}
+        if job.proven is None:
+            for own, gradient in zip(owns, cast(found, [own.dtype for own in owns]), strict=True):
+                own.grad = gradient
+            return beside
+        for (param, _), own, given in zip(self.unit.members, owns, found, strict=True):
+            own.grad = None if given is None else stand_in(own)
+            target = weights[id(param)] if self.unit.has_master(param) else None
+            beside[own.data_ptr()] = Beside(given, target)
+        return beside
 
     def _blocks_of_gradients(self, job: Job) -> list[GradUnit]:
         units = [entry.unit for entry in job.stored if entry.unit is not None]
@@ -472,7 +571,7 @@ class HostSide:
             if entry.unit is not None:
                 found[id(entry.param)] = job.views[entry.unit.block.id][entry.unit_index]
         for u, changes in job.changes:
-            if u.block.id in job.settled:
+            if u.block.id in job.settled or job.proven is not None:  # else it is no change
                 continue
             mine = {id(e): found[id(e.param)] for e in job.stored if e.unit is u}
             for change in changes:  # each try reads a file anew, where nothing is changed yet

@@ -10,10 +10,12 @@ from torch import nn
 
 from tiermem.core.block import Tier, align_up
 from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.optim.host.devicebits import DeviceBits
+from tiermem.optim.host.exact import Proven
 from tiermem.optim.host.room import HostRoom
 from tiermem.optim.host.share import Speeds, choose_host, choose_share, measure
 from tiermem.optim.host.side import HostSide, can_be_on_host, rooms_of, side_of, with_fused
-from tiermem.optim.host.spread import Traffic, measure_both, spread
+from tiermem.optim.host.spread import Rates, Traffic, measure_both, spread
 from tiermem.optim.host.team import as_team
 from tiermem.optim.rules.probe import Make, settings_of
 from tiermem.optim.units.parted import PartedUnit
@@ -22,6 +24,11 @@ from tiermem.optim.units.unit import StepUnit
 from tiermem.runtime.services.host_staging import Load
 from tiermem.transfer.copy import CudaCopyEngine
 
+_LEAST = 1 << 26
+"""Elements below which nothing is asked of the host unasked: to measure it takes a second."""
+_LEAST_SHARE = 0.1
+_NO_SHARE = "the device steps all of it as fast"
+
 
 def choose_sides(
     runtime: ModuleRuntime,
@@ -29,6 +36,7 @@ def choose_sides(
     make: Make,
     stepped: torch.dtype,
     settings: Sequence[dict[str, Any]],
+    bits: DeviceBits,
     *,
     share: bool | float,
     in_backward: bool = False,
@@ -44,6 +52,7 @@ def choose_sides(
         make: Makes a plain optimizer.
         stepped: Dtype of what is stepped.
         settings: The parameter groups, by number.
+        bits: Says which steps on the host have the device's bits.
         share: Whether the device has a part of it, so that both finish together; or which share
             of the elements the host has.
         in_backward: Whether steps are made inside backward, the last block's first.
@@ -66,43 +75,141 @@ def choose_sides(
     chosen: list[bool] = [True] * len(groups)
     speeds: Speeds | None = None
     sharers = list(groups.values())
-    sizes = [sum(p.numel() for u in units for p, _ in u.members) for units in sharers]
+    sizes = _sizes(sharers)
+    proven = bits.of(sharers[0][0], settings)
     if isinstance(share, float):
         chosen = choose_share(sizes, share)
     elif share:
-        weight = next(p.dtype for u in sharers[0] for p, _ in u.members)
-        traffic = _traffic([u for units in sharers for u in units], sum(sizes), weight, stepped)
-        device = runtime.manager.parts.device
+        traffic, weight = _traffic_of(sharers, stepped, proven)
         with as_team():
             if in_backward:
-                copy = runtime.manager.parts.copy
-                streams: Sequence[torch.cuda.Stream] = ()
-                if isinstance(copy, CudaCopyEngine):
-                    streams = (copy.up_stream, copy.down_stream)
-                rates = measure_both(on_host, make, device, weight, stepped, traffic, streams)
+                rates = _measure_both(runtime, on_host, make, weight, stepped, traffic, proven)
                 speeds, chosen = rates, spread(sizes[::-1], rates)[::-1]
             else:
                 kept = traffic.device // 2 - weight.itemsize
-                speeds = measure(on_host, make, device, weight, stepped, kept)
+                device = runtime.manager.parts.device
+                speeds = measure(on_host, make, device, weight, stepped, kept, proven)
                 chosen = choose_host(sizes, speeds)
     mine = [u for on, units in zip(chosen, groups.values(), strict=True) if on for u in units]
     if mine:
-        _have_host_step(runtime, mine, on_host, settings, earlier)
+        _have_host_step(runtime, mine, on_host, settings, earlier, bits)
     return bool(mine), speeds
 
 
+def choose_exact_sides(
+    runtime: ModuleRuntime,
+    units: Sequence[StepUnit],
+    make: Make,
+    stepped: torch.dtype,
+    settings: Sequence[dict[str, Any]],
+    bits: DeviceBits,
+    *,
+    in_backward: bool,
+    earlier: Sequence[StepUnit] = (),
+) -> tuple[str, Speeds | None]:
+    """Has the host step a share of what is at home in DRAM, where it has the device's bits.
+
+    Args:
+        runtime: The modules' runtime.
+        units: In the order of the modules.
+        make: Makes a plain optimizer.
+        stepped: Dtype of what is stepped.
+        settings: The parameter groups, by number.
+        bits: Says which steps on the host have the device's bits.
+        in_backward: Whether steps are made inside backward.
+        earlier: Units of the same optimizer that the host has already; none is under way.
+
+    Returns:
+        Why the host has nothing to do, empty where it has, and the speeds, if measured.
+    """
+    table = runtime.manager.parts.table
+    parted = {id(unit.group) for unit in units if isinstance(unit, PartedUnit)}
+    groups: dict[int, list[StepUnit]] = {}
+    for unit in units:
+        if id(unit.group) not in parted and unit.group is not None:
+            groups.setdefault(id(unit.group), []).append(unit)
+    low = [
+        mine
+        for mine in groups.values()
+        if all(table[block.id].home is Tier.DRAM for unit in mine for block in unit.blocks())
+    ]
+    if not low or sum(_sizes(low)) < _LEAST:
+        return f"less than {_LEAST} elements are at home in DRAM", None
+    able = [mine for mine in low if all(bits.of(unit, settings) is not None for unit in mine)]
+    if not able or sum(_sizes(able)) < _LEAST:
+        return next((r for m in low for u in m if (r := _reason(bits, u, settings))), ""), None
+    proven = bits.of(able[0][0], settings)
+    on_host = with_fused(make)
+    traffic, weight = _traffic_of(able, stepped, proven)
+    if not in_backward:  # gradients are there by then
+        traffic = Traffic(traffic.device, weight.itemsize, traffic.host)
+    sizes = _sizes(able)
+    with as_team():
+        rates = _measure_both(runtime, on_host, make, weight, stepped, traffic, proven)
+    if in_backward:
+        chosen = spread(sizes[::-1], rates)[::-1]
+    else:
+        share = rates.best_share()
+        chosen = choose_share(sizes, share) if share >= _LEAST_SHARE else [False] * len(sizes)
+    mine = [u for on, units in zip(chosen, able, strict=True) if on for u in units]
+    if mine:
+        _have_host_step(runtime, mine, on_host, settings, earlier, bits)
+    return "" if mine else _NO_SHARE, rates
+
+
+def _reason(bits: DeviceBits, unit: StepUnit, settings: Sequence[dict[str, Any]]) -> str:
+    bits.of(unit, settings)
+    return bits.reason
+
+
+def _sizes(groups: Sequence[Sequence[StepUnit]]) -> list[int]:
+    return [sum(p.numel() for u in units for p, _ in u.members) for units in groups]
+
+
+def _measure_both(
+    runtime: ModuleRuntime,
+    on_host: Make,
+    make: Make,
+    weight: torch.dtype,
+    stepped: torch.dtype,
+    traffic: Traffic,
+    proven: Proven | None,
+) -> Rates:
+    copy = runtime.manager.parts.copy
+    streams: Sequence[torch.cuda.Stream] = ()
+    if isinstance(copy, CudaCopyEngine):
+        streams = (copy.up_stream, copy.down_stream)
+    device = runtime.manager.parts.device
+    return measure_both(on_host, make, device, weight, stepped, traffic, streams, proven)
+
+
+def _traffic_of(
+    groups: Sequence[Sequence[StepUnit]], stepped: torch.dtype, proven: Proven | None
+) -> tuple[Traffic, torch.dtype]:
+    """Returns the bytes of an element of some blocks, and the dtype of their weights."""
+    units = [unit for group in groups for unit in group]
+    weight = next(p.dtype for unit in units for p, _ in unit.members)
+    return _traffic(units, sum(_sizes(groups)), weight, stepped, proven), weight
+
+
 def _traffic(
-    units: Sequence[StepUnit], elements: int, weight: torch.dtype, stepped: torch.dtype
+    units: Sequence[StepUnit],
+    elements: int,
+    weight: torch.dtype,
+    stepped: torch.dtype,
+    proven: Proven | None,
 ) -> Traffic:
     """Returns the bytes of an element: of the weights' dtype, and of what the units keep."""
     kept = sum(b.nbytes for u in units for b in u.kept_blocks()) // max(1, elements)
     found = sum(g.block.nbytes for u in units for g in u.grad_units()) // max(1, elements)
     gradient = max(weight.itemsize, found)
-    cast = 0 if stepped is weight else 2 * stepped.itemsize  # the gradient is cast, then read
+    alike = stepped is weight
+    # the gradient is cast, then read; the loop casts as it reads
+    cast = 0 if alike or proven is not None else 2 * stepped.itemsize
     return Traffic(
         device=2 * (weight.itemsize + kept),
         passing=weight.itemsize + gradient,
-        host=2 * kept + gradient + cast + weight.itemsize * (1 if cast else 2),
+        host=2 * kept + gradient + cast + weight.itemsize * (2 if alike else 1),
     )
 
 
@@ -112,6 +219,7 @@ def _have_host_step(
     make: Make,
     settings: Sequence[dict[str, Any]],
     earlier: Sequence[StepUnit],
+    bits: DeviceBits,
 ) -> None:
     """Reserves what the host needs for these units, and has it step them.
 
@@ -125,7 +233,7 @@ def _have_host_step(
     room = HostRoom(manager, loads, undone)
     before = rooms_of(earlier)
     for unit in new:
-        unit.step_on(HostSide(unit), make)
+        unit.step_on(HostSide(unit, bits), make)
     for unit in units:
         host = side_of(unit)
         if host is not None:

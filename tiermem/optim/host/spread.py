@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from tiermem.core.block import Extent, Tier
+from tiermem.optim.host.exact import Proven
+from tiermem.optim.host.proof import step_exactly
 from tiermem.optim.host.share import Speeds
 from tiermem.optim.rules.casts import cast
 from tiermem.optim.rules.plainstep import run_unseen
@@ -144,6 +146,7 @@ def measure_both(
     stepped: torch.dtype,
     traffic: Traffic,
     streams: Sequence[torch.cuda.Stream] = (),
+    proven: Proven | None = None,
 ) -> Rates:
     """Measures host steps and copies both ways, each alone and both at once.
 
@@ -159,12 +162,14 @@ def measure_both(
         stepped: Dtype of what is stepped.
         traffic: Bytes of an element.
         streams: Two of a GPU, for the copies; nothing else is submitted to them meanwhile.
+        proven: What host steps with the device's bits need; None for torch's CPU kernels.
     """
     cuda = device.type == "cuda"
     count = 1 << (24 if cuda else 18)
     few = count >> 2 if cuda else count
     # one after another, beyond the caches where it counts: some hold a whole piece with its state
-    own = _Work(host, torch.device("cpu"), weight, stepped, count, _PIECES if cuda else 1)
+    pieces = _PIECES if cuda else 1
+    own = _Work(host, torch.device("cpu"), weight, stepped, count, pieces, proven)
     alone = min(_timed(own.step, None) for _ in range(_PIECES)) / count
     theirs = _Work(make, device, weight, stepped, few)
     compute = min(_timed(theirs.step, device) for _ in range(_ROUNDS)) / few
@@ -210,7 +215,9 @@ class _Work:
         stepped: torch.dtype,
         count: int,
         pieces: int = 1,
+        proven: Proven | None = None,
     ) -> None:
+        self._proven = proven
         self._gradient = torch.zeros(count, dtype=weight, device=device)
         self._target = torch.empty_like(self._gradient)
         params = [
@@ -225,6 +232,9 @@ class _Work:
         param, optimizer = self._pieces[0]
         self._pieces.rotate()
         with torch.no_grad():
+            if self._proven is not None:
+                step_exactly(optimizer, param, self._gradient, self._target, self._proven)
+                return
             if param.device.type == "cpu":
                 param.grad = cast([self._gradient], [param.dtype])[0]
             else:

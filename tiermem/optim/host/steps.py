@@ -131,10 +131,17 @@ class HostSteps:
         self._pool.shutdown()
         self._manager.closers.remove(self._pool.shutdown)
 
-    def can_begin(self, unit: StepUnit) -> bool:
-        """Whether the step of a unit can be begun now, without a wait for a disk."""
+    def can_begin(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether the step of a unit can be begun now, without a wait for a disk.
+
+        Args:
+            unit: The unit.
+            groups: Settings of the parameter groups.
+        """
         host = side_of(unit)
-        return host is not None and host.at_rest(self._runtime)
+        if host is None or not host.at_rest(self._runtime):
+            return False
+        return not host.only_exact or host.is_exact(self._runtime, groups)
 
     def is_begun(self, unit: StepUnit) -> bool:
         """Whether a step of a unit was begun and is still to be taken up."""

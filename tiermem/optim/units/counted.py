@@ -27,12 +27,13 @@ class CountedSteps:
             count (``param.data``): there a resident graph is not refused either.
     """
 
-    __slots__ = ("_ahead", "uncounted")
+    __slots__ = ("_ahead", "_due", "uncounted")
 
     def __init__(self) -> None:
         """Has counted none."""
         self.uncounted: set[int] = set()
         self._ahead: object = None
+        self._due: object = None
 
     def ahead(self, unit: StepUnit, ticket: object) -> None:
         """Counts a step that is about to be made elsewhere, or later; once for each ticket.
@@ -55,6 +56,16 @@ class CountedSteps:
         self._ahead = ticket
         if unit.group is not None:
             unit.group.count_writes(params)
+
+    def later(self, ticket: object) -> None:
+        """Leaves a step uncounted that is about to be made, until :meth:`confirm`."""
+        self._ahead = self._due = ticket
+
+    def confirm(self, unit: StepUnit, ticket: object) -> None:
+        """Counts a step that was left uncounted; its gradients are there."""
+        if self._due is ticket:
+            self._due = self._ahead = None
+            self.ahead(unit, ticket)
 
     @contextmanager
     def once(self, unit: StepUnit, ticket: object) -> Iterator[None]:

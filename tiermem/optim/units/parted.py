@@ -211,6 +211,7 @@ class PartedUnit(StepUnit):
         owed: bool = False,
         meanwhile: Callable[[], None] | None = None,
         write: Callable[[Sequence[Block]], None] | None = None,
+        revocable: bool = False,
     ) -> None:
         """Steps part by part, each whole or not; see :meth:`StepUnit.step`."""
         (entry,) = self.entries

@@ -85,6 +85,7 @@ class StepUnit(UnitGradients):
         self.scaled = False
         self.given: dict[int, torch.Tensor] = {}
         self._placed: list[tuple[torch.Tensor, Place]] = []
+        self._carried: list[tuple[torch.Tensor, State]] = []
         self._stand_ins: dict[int, LazyTensor] = {}
         self._numbers = list(dict.fromkeys(number for _, number in members))
 
@@ -141,6 +142,7 @@ class StepUnit(UnitGradients):
         owed: bool = False,
         meanwhile: Callable[[], None] | None = None,
         write: Callable[[Sequence[Block]], None] | None = None,
+        revocable: bool = False,
     ) -> None:
         """Steps the unit: everything it needs is brought up first, and it happens whole or not.
 
@@ -154,6 +156,8 @@ class StepUnit(UnitGradients):
                 were there, and leaves ``param.grad`` as the user has it by now.
             meanwhile: Called once everything is at hand.
             write: Called with blocks that the rest of a step does not use, if it has parts.
+            revocable: Whether the caller can take it back, made or cut short in the middle: then
+                nothing of what the unit was is kept here.
         """
         self.recover()
         if self.made is not ticket:
@@ -163,7 +167,8 @@ class StepUnit(UnitGradients):
             if not owed:
                 self.sync(runtime)
             self.flush()
-            self._try(runtime, optimizer, state, scaling, ticket, meanwhile, owed=owed)
+            options = {"owed": owed, "revocable": revocable}
+            self._try(runtime, optimizer, state, scaling, ticket, meanwhile, **options)
         if owed:
             self.clear_forgotten(runtime)
 
@@ -199,6 +204,7 @@ class StepUnit(UnitGradients):
         meanwhile: Callable[[], None] | None,
         *,
         owed: bool,
+        revocable: bool,
     ) -> None:
         """Makes the step, or leaves the unit as it was."""
         stored = [e for e in self.entries if e.has_grad and not e.materialized]
@@ -210,13 +216,10 @@ class StepUnit(UnitGradients):
             unscales = undoes_scale(optimizer, scaling)
             one_call = not unscales and writes_in_one_call(optimizer)
             complete = partial(self._complete, runtime, optimizer, stored, slots, state)
-            attempt.keep(
-                optimizer,
-                slots,
-                state,
-                spoils=self.spoils or unscales,
-                complete=partial(self._carry_out, attempt, complete, ticket) if one_call else None,
-            )
+            done = partial(self._carry_out, attempt, complete, ticket) if one_call else None
+            if not revocable:
+                spoils = self.spoils or unscales
+                attempt.keep(optimizer, slots, state, spoils=spoils, complete=done)
             self._carry_out(
                 attempt,
                 partial(self._update, runtime, optimizer, stored, slots, state, scaling, owed=owed),
@@ -250,13 +253,38 @@ class StepUnit(UnitGradients):
         The former is the plain optimizer's state of the parameter, None where it has none yet.
         """
         if self._optimizer is None:
-            return []
+            kept = {id(param): state for param, state in self._carried}
+            return [(kept.get(id(place.param)), place) for place in self.places if kept]
         by_own = self._optimizer.state
         return [(by_own.get(own), place) for own, place in self._placed]
 
     def step_on(self, host: Stepper, make: Make) -> None:
         """Has the unit stepped on the host from now on; it has not been stepped yet."""
         self.host, self.make = host, make
+
+    def move(self, host: Stepper | None, make: Make) -> None:
+        """Has the unit be stepped elsewhere from the next step on; its state goes along.
+
+        Args:
+            host: Steps it on the host; None for the device.
+            make: Makes the plain optimizer there.
+        """
+        if self._optimizer is not None:
+            by_own = self._optimizer.state
+            kept = [(p, by_own.get(self.own(p))) for p, _ in self.members]
+            self._carried = [(param, state) for param, state in kept if state]
+            self._optimizer = None  # from here on it is what was carried that counts
+            by_own.clear()  # nobody else counts as having it
+        self.host, self.make = host, make
+
+    def _take_along(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gives a new plain optimizer the state of the one before it."""
+        for param, state in self._carried:
+            settings = optimizer.param_groups[0]
+            there = self.host is None and (settings.get("fused") or settings.get("capturable"))
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].to(param.device if there else "cpu")
+            optimizer.state[self.own(param)] = state
 
     def _update(
         self,
@@ -398,7 +426,8 @@ class StepUnit(UnitGradients):
                     ]
                 )
             self._placed = [(self.own(place.param), place) for place in self.places]
-            self._optimizer = made
+            self._take_along(made)
+            self._optimizer, self._carried = made, []
         if groups is None:
             return self._optimizer
         for mine, number in zip(self._optimizer.param_groups, self._numbers, strict=True):

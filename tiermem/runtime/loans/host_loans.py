@@ -88,8 +88,8 @@ class HostLoans:
                 raise InvariantError(f"block {block.name!r} has its home in {record.home.value}")
             if record.in_hbm is State.DIRTY and record.home is Tier.DRAM:
                 transfers.drain(record)
-            if transfers.keeper is not None:
-                transfers.keeper.before_write(record)
+            if transfers.homes.keeper is not None:
+                transfers.homes.keeper.before_write(record)
             if record.in_hbm is not State.ABSENT:
                 parts.evictor.evict(record)
         events = []

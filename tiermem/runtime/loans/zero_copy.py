@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from tiermem.core.block import Block, Tier
+from tiermem.core.block import Block, Extent, Tier
 from tiermem.core.residency import Record, State
 from tiermem.runtime.base.gate import CallGate
 from tiermem.runtime.parts import Parts
@@ -28,7 +28,7 @@ class ZeroCopy:
         """Works on ``parts``; ``gate`` stands before every loan."""
         self._parts = parts
         self._gate = gate
-        self._seen: dict[int, Sequence[torch.Tensor]] = {}
+        self._seen: dict[int, tuple[Extent | None, Sequence[torch.Tensor]]] = {}
 
     def read(
         self,
@@ -105,10 +105,10 @@ class ZeroCopy:
     def _tensors(self, record: Record) -> Sequence[torch.Tensor]:
         """Returns a block's tensors where it lies, as the device sees them; none if it does not."""
         block, extent = record.block, record.home_extent
-        found = self._seen.get(block.id)
-        if found is None and extent is not None:
+        home, found = self._seen.get(block.id, (None, ()))
+        if extent is not None and home != extent:
             with torch.inference_mode(False):
                 whole = self._parts.copy.seen(self._parts.homes.arena.bytes_of(extent))
                 found = () if whole is None else [view_of(whole, spec) for spec in block.tensors]
-            self._seen[block.id] = found
-        return found or ()
+            self._seen[block.id] = extent, found
+        return found

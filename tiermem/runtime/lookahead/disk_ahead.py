@@ -52,7 +52,8 @@ class DiskAhead:
         self.through_dram = plan.ahead > 0
         stream = self._sizes(set(schedule.order) - plan.residents - plan.in_dram)
         slot = max(stream.values(), default=0)
-        self._ahead.share(self._sizes(plan.in_dram), slot, plan.ahead if slot else 0, mover)
+        slots = plan.ahead if slot else 0
+        self._ahead.share(self._sizes(plan.in_dram), slot, slots, mover, plan.residents)
 
     def repair(self) -> None:
         """Forgets the plan, after an exception anywhere."""
@@ -75,7 +76,7 @@ class DiskAhead:
         if ahead.staged:
             ahead.used(block_id, cursor)
         if ahead.unsettled:
-            ahead.lay_out()
+            ahead.lay_out(self._parts.mover)
 
     def go_on(self, schedule: Schedule, begin: int, end: int, cursor: int) -> None:
         """Begins what the disk can do now for the uses from ``begin`` to ``end``.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from tiermem.core.block import Role, Tier, align_up
 from tiermem.core.cost import Timetable, refetched
 from tiermem.core.forecast import Forecast
-from tiermem.core.lanes import Lanes, best_lanes
+from tiermem.core.lanes import Lanes
 from tiermem.core.plans import Files, Loop, Plan, largest_beside, share_hbm
 from tiermem.core.residency import Record
 from tiermem.core.residents import adjust_residents, choose_residents
@@ -194,23 +194,8 @@ class PlanMaker:
         lanes = None
         if plan.lanes:
             moving = {b: size for b, size in sizes.items() if b not in plan.residents}
-            lanes = self._lanes(schedule.order[: _length(schedule)], plan, moving, compute, fetch)
+            lanes = Lanes(schedule.order[: _length(schedule)], plan.lanes, moving)
         return StreamPlan(made_of, plan, ahead, timetable, through, turn, lanes)
-
-    def _lanes(
-        self,
-        order: Sequence[int],
-        plan: Plan,
-        moving: dict[int, int],
-        compute: Sequence[float | None],
-        fetch: dict[int, tuple[str, float] | None],
-    ) -> Lanes:
-        """Returns what goes by which lane in a round."""
-        known = [seconds for seconds in compute[: len(order)] if seconds is not None]
-        copies = [found[1] if (found := fetch.get(block)) else 0.0 for block in order]
-        if len(known) == len(order) and all(map(fetch.get, moving)):
-            return best_lanes(order, plan.lanes, moving, known, copies, _SLOT_LATENCY)[1]
-        return Lanes(order, plan.lanes, moving)
 
     def _stay(self, order: Sequence[int], loose: dict[int, Record], room: int) -> Plan:
         """Decides what stays where a loop writes, once state has been seen in it.

@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from tiermem.core.block import Tier
+from tiermem.core.block import Extent, Tier
 from tiermem.core.residency import Record, State
 from tiermem.core.schedule import Schedule
 from tiermem.runtime.lookahead.prefetcher import Prefetcher
@@ -31,18 +31,48 @@ _HARVEST = 8
 _CHECKED = 4  # of the measured passes, which has what is repeated decided once more
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Fit:
+    """Where a block comes that does not take over the place of another just as it is.
+
+    A loop may go round its slots more slowly than round its blocks, so the place is told by who
+    is there, or was.
+
+    Attributes:
+        leaves: Who leaves for it.
+        anchor: One of those, or a neighbour that stays; None where the address is always the same.
+        behind: Whether it is told by where the anchor ends, not by where it begins.
+        delta: Bytes from there.
+    """
+
+    leaves: tuple[Record, ...]
+    anchor: Record | None
+    behind: bool
+    delta: int
+
+    def offset(self) -> int:
+        """Returns the address; below zero where the anchor is not there."""
+        if self.anchor is None:
+            return self.delta
+        extent = self.anchor.extent
+        if extent is None:
+            return -1
+        return self.delta + (extent.end if self.behind else extent.offset)
+
+
 @dataclass(slots=True, eq=False)
 class Swap:
-    """One block that comes into the place of another.
+    """One block that comes into the place of another, or of several.
 
     Attributes:
         comes: Who comes.
-        leaves: Who leaves for it.
+        leaves: Who leaves for it; itself where ``fit`` says that.
         nbytes: Size of the place, wherever it is: a loop may go round its slots more slowly than
             round its blocks.
         position: Where in the schedule it is used.
         passes: How many passes later that is.
         key: Name of that pass.
+        fit: Its place, where it is not that of one other of the same size.
     """
 
     comes: Record
@@ -51,6 +81,21 @@ class Swap:
     position: int
     passes: int = 0
     key: Hashable = None
+    fit: Fit | None = None
+
+    @property
+    def departures(self) -> int:
+        """How many blocks leave for it."""
+        return 1 if self.fit is None else len(self.fit.leaves)
+
+    def told(self) -> tuple[int, ...]:
+        """Returns what is alike where the same is done."""
+        fit = self.fit
+        if fit is None:
+            return self.comes.block.id, self.leaves.block.id, self.nbytes
+        anchor = -1 if fit.anchor is None else fit.anchor.block.id
+        went = (record.block.id for record in fit.leaves)
+        return self.comes.block.id, self.nbytes, anchor, fit.behind, fit.delta, *went
 
 
 @dataclass(slots=True, eq=False)
@@ -74,14 +119,14 @@ class _Tape:
 
     Attributes:
         outlook: The plan.
-        done: What the last of them did: place in the schedule, who came, who left, size.
+        done: What the last of them did: place in the schedule, who came, who left, where.
         steps: What to do at each place of it: first as it begins, then after each use, to the end
             of the pass; None until two passes did the same.
         measured: How many passes were measured since.
     """
 
     outlook: object
-    done: list[tuple[int, int, int, int]] | None = None
+    done: list[tuple[int, tuple[int, ...]]] | None = None
     steps: list[Step] | None = None
     measured: int = 0
 
@@ -200,12 +245,11 @@ class Replay:
             run.departures = -1
 
     def foreseen(self, block_id: int) -> Step | None:
-        """Returns what to do at the use of a block that is in HBM and was foreseen.
-
-        It is for :meth:`advance`, once the block is leased; ``used`` is set.
+        """Enters the use of a block that is in HBM and was foreseen.
 
         Returns:
-            None where anything is out of the ordinary.
+            What is to be done then, by :meth:`perform`, once the block is leased; ``used`` is
+            set. None, and nothing is entered, where anything is out of the ordinary.
         """
         run = self._run
         if run is None:
@@ -229,13 +273,16 @@ class Replay:
             or (extent.offset < self._evictor.largest_later and not record.leases)
         ):
             return None
+        self._planner.follow(block_id)
+        run.cursor = cursor
+        if self._waste.outcomes:
+            self._waste.used(block_id)
+        else:
+            self._waste.pending.pop(block_id, None)
         return step
 
-    def advance(self, step: Step | None = None) -> bool:
-        """Does what the passes before did at this use.
-
-        Args:
-            step: What :meth:`foreseen` returned for it, if it was asked.
+    def advance(self) -> bool:
+        """Does what the passes before did at this use, which :meth:`foreseen` has not entered.
 
         Returns:
             False where it is to be decided, and so is the rest of the pass.
@@ -243,14 +290,28 @@ class Replay:
         run = self._run
         if run is None:
             return False
+        step = self._step_now(run)
         if step is None:
-            step = self._step_now(run)
-            if step is None:
-                return self._stop()
+            return self._stop()
         run.cursor += 1
         if step.block in self._waste.pending:
             self._waste.used(step.block)
+        return self.perform(step)
+
+    def perform(self, step: Step) -> bool:
+        """Does what is done at one place of the schedule.
+
+        Returns:
+            False where that is no longer possible: it is to be decided, and so is the rest.
+        """
+        run = self._run
+        if run is None:
+            return False
         for swap in step.swaps:
+            if swap.fit is not None:
+                if not self._fill(run, swap, swap.fit):
+                    return self._stop()
+                continue
             leaves, comes = swap.leaves, swap.comes
             extent = leaves.extent
             as_was = extent is not None and extent.nbytes == swap.nbytes
@@ -265,7 +326,7 @@ class Replay:
             if not self._transfers.exchange(leaves, comes):
                 return self._stop()
             run.departures += 1
-            self._waste.fetched(comes.block.id, run.number + swap.passes, swap.key)
+            self._waste.pending[comes.block.id] = (run.number + swap.passes, swap.key)
         return True
 
     def note(self, record: Record, room: Room, position: int) -> None:
@@ -277,10 +338,15 @@ class Replay:
             position: Uses until it is needed.
         """
         noted = self._open
-        if noted is not None and room.left is not None:
-            cursor = self._planner.cursor
-            swap = Swap(record, room.left, room.extent.nbytes, cursor + position)
-            noted.swaps.append((cursor, swap))
+        if noted is None:
+            return
+        cursor, extent, fit = self._planner.cursor, room.extent, None
+        if room.left is None:
+            if self._evictor.ring.uses:
+                return  # it goes on where it is, whatever was there
+            fit = self._fit_of(extent)
+        swap = Swap(record, room.left or record, extent.nbytes, cursor + position, fit=fit)
+        noted.swaps.append((cursor, swap))
 
     def repair(self) -> None:
         """Forgets what passes did, after an exception anywhere."""
@@ -289,6 +355,44 @@ class Replay:
         self.swift = False
 
     # -- inside ----------------------------------------------------------
+
+    def _fit_of(self, extent: Extent) -> Fit:
+        """Describes the place just made."""
+        left = self._evictor.order.left
+        if left:
+            anchor, offset = min(left, key=lambda entry: entry[1])
+            leaves = tuple(record for record, _ in left)
+            return Fit(leaves, anchor, behind=False, delta=extent.offset - offset)
+        for record in self._parts.table:
+            other = record.extent
+            if other is not None and other.end == extent.offset:
+                return Fit((), record, behind=True, delta=0)
+        for record in self._parts.table:
+            other = record.extent
+            if other is not None and other.offset == extent.end:
+                return Fit((), record, behind=False, delta=-extent.nbytes)
+        return Fit((), None, behind=False, delta=extent.offset)
+
+    def _fill(self, run: _Run, swap: Swap, fit: Fit) -> bool:
+        """Brings a block to a place that is not just another's; returns whether that could be."""
+        comes, offset = swap.comes, fit.offset()
+        absent = comes.in_hbm is State.ABSENT and comes.at_home is _VALID
+        if offset < 0 or not (absent and comes.defined and comes.home is Tier.DRAM):
+            return False
+        evictor = self._evictor
+        for record in fit.leaves:
+            loose = record.in_hbm is _VALID and self._may_leave(record, _AHEAD)
+            if not (loose and evictor.rules.let_loose(record)):
+                return False
+            evictor.evict(record)
+            run.departures += 1
+        extent = self._parts.table.hbm.take_at(offset, swap.nbytes)
+        if extent is None:
+            return False
+        self._transfers.fill(comes, extent)
+        self._parts.counters.prefetches += 1
+        self._waste.fetched(comes.block.id, run.number + swap.passes, swap.key)
+        return True
 
     def _step_now(self, run: _Run) -> Step | None:
         """Returns what to do at the use that the planner has come to; None if it was not foreseen.
@@ -329,14 +433,12 @@ class Replay:
             return
         tape, swaps = noted.tape, noted.swaps
         own = self._evictor.places == noted.places + len(swaps)
-        own = own and self._departures.count == noted.departures + len(swaps)
+        went = sum(swap.departures for _, swap in swaps)
+        own = own and self._departures.count == noted.departures + went
         if not own or not self._from_dram(noted):
             tape.done = tape.steps = None  # it also did what is not done again that simply
             return
-        done = [
-            (cursor, swap.comes.block.id, swap.leaves.block.id, swap.nbytes)
-            for cursor, swap in swaps
-        ]
+        done = [(cursor, swap.told()) for cursor, swap in swaps]
         again = done == tape.done
         tape.done, tape.steps = done, self._steps_of(noted) if again else None
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from tiermem.config import Home, format_size
 from tiermem.core.allocator import Allocator
 from tiermem.core.block import Extent, TensorSpec, Tier, align_up
+from tiermem.core.residency import Record
 from tiermem.errors import REFUSALS, CapacityError, InvariantError
 from tiermem.storage.arena import HostArena
 from tiermem.storage.checkpointstore import FIRST_OFFSET, CheckpointStore, SourceRange
@@ -66,6 +68,14 @@ def staging_size(dram: int) -> int:
     return chunk_size(dram) * _CHUNKS
 
 
+class HomeKeeper(Protocol):
+    """Wants the bytes that homes have just now; see :mod:`tiermem.saving.later`."""
+
+    def before_write(self, record: Record) -> None:
+        """The home of a block is about to be written, or given up; the manager's lock is held."""
+        ...
+
+
 class Homes:
     """Hands out home extents, all or none."""
 
@@ -100,7 +110,9 @@ class Homes:
                 f"give dram= at least {staging}; that is for the staging alone, and what "
                 "policy= puts into DRAM comes on top (tier.wrap(model) says how much)",
             )
-        self._bytes: dict[int, torch.Tensor] = {}
+        self.bytes: dict[int, torch.Tensor] = {}
+        # is told before the home of a block is written; None where nobody wants to know
+        self.keeper: HomeKeeper | None = None
         self.swap = SwapFile([Path(p) for p in nvme], nvme_bytes, self.chunk) if nvme else None
         self.sources: CheckpointStore | None = None
         """Checkpoint files that blocks have their homes in."""
@@ -233,9 +245,9 @@ class Homes:
 
     def bytes_of(self, extent: Extent) -> torch.Tensor:
         """Returns the bytes of a home in DRAM, 1-D uint8; kept, since every copy asks for them."""
-        found = self._bytes.get(extent.offset)
+        found = self.bytes.get(extent.offset)
         if found is None:
-            found = self._bytes[extent.offset] = self.arena.bytes_of(extent)
+            found = self.bytes[extent.offset] = self.arena.bytes_of(extent)
         return found
 
     def holds(self, tier: Tier, extent: Extent) -> bool:
@@ -264,7 +276,7 @@ class Homes:
     def release(self, tier: Tier, extent: Extent) -> None:
         """Gives a home extent back."""
         if tier is Tier.DRAM:
-            self._bytes.pop(extent.offset, None)
+            self.bytes.pop(extent.offset, None)
             self.dram.free(extent)
         elif self.read_only(extent):
             if self.sources is not None:
@@ -280,7 +292,7 @@ class Homes:
             blocks: The homes of all blocks.
         """
         found = {*self._staging, *blocks, *self.owned()}
-        self._bytes.clear()
+        self.bytes.clear()
         self.dram.rebuild(extent for tier, extent in found if tier is Tier.DRAM)
         in_files = [extent for tier, extent in found if tier is Tier.NVME]
         if self.sources is not None:
@@ -302,7 +314,7 @@ class Homes:
                 store.close()
         if hasattr(self, "arena"):
             self.staging = None
-            self._bytes.clear()
+            self.bytes.clear()
             self.arena.close()
 
     def forked(self) -> None:

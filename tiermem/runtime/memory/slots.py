@@ -164,12 +164,13 @@ class SlotCache:
     Attributes:
         current: Slot of each block that is in HBM or on its way there.
         by_address: The same slots by the address of their first byte.
+        kept: Slots that blocks have had, by id and by offset in HBM.
     """
 
     def __init__(self, arena: Arena) -> None:
         """Makes slots in ``arena``."""
         self.arena = arena
-        self._kept: dict[int, dict[int, Slot]] = {}
+        self.kept: dict[int, dict[int, Slot]] = {}
         self._sights: WeakValueDictionary[tuple[Extent, Hashable], Sight] = WeakValueDictionary()
         self.current: dict[int, Slot] = {}
         self.by_address: dict[int, Slot] = {}
@@ -183,16 +184,6 @@ class SlotCache:
         self.by_address[slot.address] = slot
         return slot
 
-    def exchange(self, went: int, block: Block, extent: Extent) -> Slot:
-        """Returns the slot of a block that comes to the address of another, which leaves."""
-        kept = self._kept.get(block.id)
-        slot = None if kept is None else kept.get(extent.offset)
-        if slot is None:
-            slot = self.slot(block, extent)
-        del self.current[went]
-        self.current[block.id] = self.by_address[slot.address] = slot
-        return slot
-
     def leave(self, block_id: int) -> None:
         """Says that a block is nowhere in HBM."""
         slot = self.current.pop(block_id, None)
@@ -201,9 +192,9 @@ class SlotCache:
 
     def slot(self, block: Block, extent: Extent) -> Slot:
         """Returns the slot of a block at an address."""
-        kept = self._kept.get(block.id)
+        kept = self.kept.get(block.id)
         if kept is None:
-            kept = self._kept[block.id] = {}
+            kept = self.kept[block.id] = {}
         slot = kept.get(extent.offset)
         if slot is None:
             slot = kept[extent.offset] = self._make(block, extent)
@@ -228,11 +219,11 @@ class SlotCache:
 
     def forget(self, block_id: int) -> None:
         """Lets the slots of a block go."""
-        self._kept.pop(block_id, None)
+        self.kept.pop(block_id, None)
 
     def clear(self) -> None:
         """Lets every slot go."""
-        self._kept.clear()
+        self.kept.clear()
         self.current.clear()
         self.by_address.clear()
 

@@ -84,6 +84,11 @@ class Stats:
         prefetches: Fetches begun before the use.
         reads_in_place: Uses of a block that looked at a few rows of it where it lies in DRAM.
         read_in_place: Bytes of those rows; no link counts them.
+        experts_chosen: Experts that tokens chose, summed over the calls of layers whose experts
+            come up one by one.
+        expert_hits: Of these, those that were in HBM already, or on their way by a guess.
+        expert_guesses: Experts that were fetched before anybody had chosen them.
+        expert_guesses_right: Of these, those that were chosen in the next call.
         evictions: Blocks taken out of HBM.
         write_backs: Of those, how many were dirty.
         relocations: Blocks in use that were moved within HBM to join free pieces.
@@ -129,6 +134,10 @@ class Stats:
     prefetches: int = 0
     reads_in_place: int = 0
     read_in_place: int = 0
+    experts_chosen: int = 0
+    expert_hits: int = 0
+    expert_guesses: int = 0
+    expert_guesses_right: int = 0
     evictions: int = 0
     write_backs: int = 0
     relocations: int = 0
@@ -234,6 +243,10 @@ class Counters:
         self.prefetches = 0
         self.reads_in_place = 0
         self.read_in_place = 0
+        self.experts_chosen = 0
+        self.expert_hits = 0
+        self.expert_guesses = 0
+        self.expert_guesses_right = 0
         self.evictions = 0
         self.write_backs = 0
         self.relocations = 0
@@ -244,26 +257,26 @@ class Counters:
         self.errors = 0
         self.prefetch_wasted = 0
         self.activations = ActivationCounters()
-        self._links: dict[str, list[int]] = {}
+        self.moved_by: dict[str, list[int]] = {}
 
     def moved(self, link: str, nbytes: int, elapsed_ns: int) -> None:
         """Counts one block that moved."""
-        entry = self._links.get(link)
+        entry = self.moved_by.get(link)
         if entry is None:
-            entry = self._links[link] = [0, 0, 0]
+            entry = self.moved_by[link] = [0, 0, 0]
         entry[0] += nbytes
         entry[1] += 1
         entry[2] += elapsed_ns
 
     def bytes_by_link(self) -> dict[str, int]:
         """Returns the bytes that moved, by link."""
-        return {name: entry[0] for name, entry in self._links.items()}
+        return {name: entry[0] for name, entry in self.moved_by.items()}
 
     def links(self) -> dict[str, LinkStats]:
         """Returns what moved, by link."""
         return {
             name: LinkStats(nbytes, moves, nanoseconds / 1e9)
-            for name, (nbytes, moves, nanoseconds) in sorted(self._links.items())
+            for name, (nbytes, moves, nanoseconds) in sorted(self.moved_by.items())
         }
 
 
@@ -303,6 +316,10 @@ def stats_of(
         prefetches=counters.prefetches,
         reads_in_place=counters.reads_in_place,
         read_in_place=counters.read_in_place,
+        experts_chosen=counters.experts_chosen,
+        expert_hits=counters.expert_hits,
+        expert_guesses=counters.expert_guesses,
+        expert_guesses_right=counters.expert_guesses_right,
         evictions=counters.evictions,
         write_backs=counters.write_backs,
         relocations=counters.relocations,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -72,10 +72,14 @@ class Timeline:
 
     Args:
         limit: How many events are kept; older ones are dropped first.
+
+    Attributes:
+        enter: Does what :meth:`add` does, for its arguments in a tuple.
     """
 
     def __init__(self, limit: int = 200_000) -> None:
         self._rows: deque[_Row] = deque(maxlen=limit)
+        self.enter: Callable[[_Row], None] = self._rows.append
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tiermem.core.allocator import Window
 from tiermem.core.block import Block, Extent, align_up
 from tiermem.core.cost import eviction_cost
 from tiermem.core.residency import Record, ResidencyTable, State
 from tiermem.core.schedule import Planner
-from tiermem.runtime.memory.slots import Holder, Slot, SlotCache
+from tiermem.runtime.memory.slots import Holder, SlotCache
 from tiermem.runtime.metrics.counters import Counters
 from tiermem.runtime.placement.compaction import Compactor
 from tiermem.runtime.placement.leaving import LeaveRules, LeavingOrder, Why
@@ -37,6 +37,20 @@ class Room(NamedTuple):
 
     extent: Extent
     left: Record | None = None
+
+
+class Left(Protocol):
+    """Bytes of HBM of a block that is gone, at which something may still look."""
+
+    @property
+    def extent(self) -> Extent:
+        """Where they are."""
+        ...
+
+    @property
+    def aliased(self) -> bool:
+        """Whether anything does."""
+        ...
 
 
 class Evictor:
@@ -78,7 +92,7 @@ class Evictor:
         self.more: Callable[[int], bool] = lambda nbytes: False
         self._planner = planner
         self._counters = counters
-        self._orphans: list[Slot] = []
+        self._orphans: list[Left] = []
 
     # -- who stays -------------------------------------------------------
 
@@ -127,6 +141,7 @@ class Evictor:
             StorageError: If what must leave cannot be written.
         """
         self.places += 1
+        self.order.left.clear()
         if self.ring.uses and block.id not in self.residents:
             extent = self._next_in_ring(block.nbytes, position)
             if extent is not None:
@@ -387,7 +402,8 @@ class Evictor:
         """
         block_id = record.block.id
         self.rules.unpoint(record)
-        self.table.drop(block_id, free=free)
+        extent = self.table.drop(block_id, free=free)
+        self.order.left.append((record, extent.offset))
         self.order.note_departure(block_id)
         self.transfers.leave(block_id)
         self._counters.evictions += 1
@@ -412,6 +428,19 @@ class Evictor:
             self.table.discard(block_id, keep=keep)
         if gone or not record.fixed:
             self.transfers.leave(block_id, seen=keep)
+
+    def leave_behind(self, extent: Extent, parts: Sequence[Left]) -> None:
+        """Frees what a block has left that something looked at, but for parts of it.
+
+        Args:
+            extent: What it has left.
+            parts: Those stay as long as anything looks at them.
+        """
+        self._orphans.extend(parts)  # first: cut short, the bytes must stay all the same
+        self._orphans = [left for left in self._orphans if left.extent != extent]
+        self.table.reclaim(extent)
+        for part in parts:
+            self.table.adopt(part.extent)
 
     def repair(self) -> None:
         """Makes table, slots and what is kept beside them agree after an exception anywhere.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tiermem.core.residency import Record, ResidencyTable, State
 from tiermem.core.schedule import Planner
 from tiermem.core.victims import NextUseQueue
-from tiermem.runtime.memory.slots import Holder, Slot, SlotCache
+from tiermem.runtime.memory.slots import Holder, Slot, SlotCache, use_count
 from tiermem.runtime.placement.regions import Regions
 
 
@@ -75,7 +75,10 @@ class LeaveRules:
             return False
         block_id = record.block.id
         slot = self._current.get(block_id)
-        if slot is None or slot.aliased:
+        if slot is None or (  # Slot.aliased, in line: asked at every streamed use
+            use_count(slot.storage) > slot.baseline + slot.pointed
+            or use_count(slot.reading) > slot.reading_baseline
+        ):
             return False
         if why is _NEEDED:
             return True
@@ -135,7 +138,11 @@ class LeaveRules:
 
 
 class LeavingOrder:
-    """Keeps a queue by next use in step with the planner, without looking at every block."""
+    """Keeps a queue by next use in step with the planner, without looking at every block.
+
+    Attributes:
+        left: Who has left for the room asked for last, and from which offset.
+    """
 
     def __init__(self, table: ResidencyTable, planner: Planner, regions: Regions) -> None:
         """Starts with nothing known.
@@ -151,6 +158,7 @@ class LeavingOrder:
         self._queue = NextUseQueue()
         self._reached = 0
         self._stale: set[int] = set()
+        self.left: list[tuple[Record, int]] = []
 
     def note_use(self, block_id: int) -> None:
         """Says that a block was used or has come into HBM, so that its next use is another."""

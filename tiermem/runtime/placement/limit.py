@@ -13,7 +13,7 @@ The limit changes as a pass begins, when hardly anything is in use; it may grow 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 
 from tiermem.core.block import align_up
@@ -36,6 +36,7 @@ class HbmLimit:
         most: What it never passes, in bytes.
         least: What is known to be needed at one time, in bytes.
         open: Whether the limit is to be found out.
+        give_way: Called before HBM is made smaller: gives back what is there for good and need not.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class HbmLimit:
         self.most = most // 4096 * 4096
         self.least = 0
         self.open = open and room is not None
+        self.give_way: list[Callable[[], object]] = []
         self._evictor = evictor
         self._table = evictor.table
         self._arena = arena
@@ -165,6 +167,8 @@ class HbmLimit:
     def _shrink(self, end: int) -> None:
         """Has HBM end there, or as soon behind it as what is in use allows; gives the rest back."""
         evictor, hbm = self._evictor, self._table.hbm
+        for give in self.give_way:
+            give()
         evictor.transfers.settle_all()
         evictor.reap()
         hbm.open_walls()

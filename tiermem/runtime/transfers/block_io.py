@@ -132,8 +132,8 @@ class BlockIo:
         if extent is None or record.in_hbm is not State.ABSENT or record.defined:
             raise InvariantError(f"block {block.name!r} is not without data below HBM")
         in_dram = record.home is Tier.DRAM
-        if transfers.keeper is not None:
-            transfers.keeper.before_write(record)
+        if transfers.homes.keeper is not None:
+            transfers.homes.keeper.before_write(record)
         if in_dram:
             transfers.copy.wait(transfers.home_ready.get(block.id))
             target = transfers.homes.arena.bytes_of(extent)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -102,7 +102,7 @@ class ReadAhead:
         self.nbytes = 0
         self.unsettled = False
         self._cancelled: set[FileTransfer] = set()
-        self._shared: tuple[Mapping[int, int], int, int] | None = None
+        self._shared: tuple[Mapping[int, int], int, int, Set[int]] | None = None
         self._places: dict[int, Extent] = {}
         self._slots: set[Extent] = set()
         self._fixed: set[Extent] = set()
@@ -137,8 +137,12 @@ class ReadAhead:
         slot: int = 0,
         slots: int = 0,
         mover: FileMover | None = None,
+        inside: Set[int] = frozenset(),
     ) -> None:
         """Says what DRAM is for from now on; what else is there is given up.
+
+        What has been read already of the blocks that are kept is not read again: it stays where it
+        is, unless it lies in the way of the rest.
 
         Args:
             kept: Bytes of the blocks that have places of their own; None where the order of use
@@ -146,43 +150,75 @@ class ReadAhead:
             slot: Bytes of a slot for the other ones.
             slots: How many there may be.
             mover: Makes the reads under way, which nobody wants any more.
+            inside: Blocks that stay in HBM. Copies of them that are here already stay as well,
+                while there is room: another plan may want them.
         """
-        wanted = None if kept is None else (kept, slot, slots)
+        wanted = None if kept is None else (kept, slot, slots, inside)
         if wanted == self._shared:
             return
         self._shared = wanted
         self._forget_places()
         self.unsettled = wanted is not None
-        if self.unsettled:
+        if wanted is not None:
             for block_id in list(self.staged):
-                self.drop(block_id)
-            for entry in self._dying:  # behind what is urgent they might never come to an end
-                if mover is not None and entry.transfer is not None and not entry.transfer.finished:
-                    self._cancelled.add(entry.transfer)
-                    mover.cancel(entry.transfer)
-            self.lay_out()
+                if block_id in wanted[0] or block_id in inside:
+                    self._adopt(block_id)
+                else:
+                    self.drop(block_id)
+            self._hasten(mover)
+            self.lay_out(mover)
 
-    def lay_out(self) -> None:
+    def _hasten(self, mover: FileMover | None) -> None:
+        """Has reads that nobody wants end: behind what is urgent they might never do."""
+        for entry in self._dying:
+            if mover is not None and entry.transfer is not None and not entry.transfer.finished:
+                self._cancelled.add(entry.transfer)
+                mover.cancel(entry.transfer)
+
+    def _adopt(self, block_id: int) -> None:
+        """Makes the place that a block has its own."""
+        self._places[block_id] = self.staged[block_id].extent
+        self._fixed.add(self.staged[block_id].extent)
+
+    def lay_out(self, mover: FileMover | None = None) -> None:
         """Takes the places that a plan wants, once all that was there before is over.
 
-        All at once, from a clean sheet: taken one by one, as what was there before goes, they
-        would lie with holes between them.
+        All at once: taken one by one, as what was there before goes, they would lie with holes
+        between them. Where what has stayed of it makes such holes, it goes as well, and all
+        begins from a clean sheet.
+
+        Args:
+            mover: Makes the reads under way.
         """
         self._bury()
         if self._shared is None or any(entry.transfer is not None for entry in self._dying):
             return
+        adopted = [block_id for block_id in self._places if block_id in self.staged]
+        if not self._take_places(*self._shared[:3]) and adopted:
+            self._forget_places()
+            for block_id in adopted:
+                self.drop(block_id)
+            self._hasten(mover)
+            if any(entry.transfer is not None for entry in self._dying):
+                return  # they are being read or copied: later
+            self._take_places(*self._shared[:3])
         self.unsettled = False
-        kept, slot, slots = self._shared
+
+    def _take_places(self, kept: Mapping[int, int], slot: int, slots: int) -> bool:
+        """Takes slots, and places for the blocks that have none; returns whether it has all."""
         for _ in range(slots):
             extent = self._allocate(slot)
             if extent is not None:
                 self._slots.add(extent)
                 self._free.append(extent)
         for block_id in sorted(kept, key=lambda block: (-kept[block], block)):
+            if block_id in self._places:
+                continue
             extent = self._allocate(kept[block_id])
             if extent is not None:
                 self._places[block_id] = extent
                 self._fixed.add(extent)
+        return len(self._slots) == slots and kept.keys() <= self._places.keys()
 
     def wait_for_slot(self) -> bool:
         """Waits until the bytes in one more slot have gone up; returns whether there was one."""
@@ -360,7 +396,7 @@ class ReadAhead:
         for block_id in list(self.staged):
             self.drop(block_id)
         if self._shared is not None:
-            self._shared = ({}, 0, 0)  # until the next plan, for what is left
+            self._shared = ({}, 0, 0, frozenset())  # until the next plan, for what is left
             self._forget_places()
         if before and self.nbytes == before:
             for entry in self._dying:

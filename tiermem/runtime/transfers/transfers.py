@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -90,6 +89,7 @@ class TransferLog:
         self.counters = counters
         self.pass_timer = pass_timer
         self._timeline = timeline
+        self._enter = timeline.enter
 
     def copied(self, link: str, block: Block, started: int) -> None:
         """Enters a copy between HBM and DRAM that has just been submitted.
@@ -101,9 +101,15 @@ class TransferLog:
         """
         ended = time.perf_counter_ns()
         counters, elapsed, nbytes = self.counters, ended - started, block.nbytes
-        counters.moved(link, nbytes, elapsed)
+        moved = counters.moved_by.get(link)
+        if moved is None:
+            counters.moved(link, nbytes, elapsed)
+        else:  # the same in line: done at every streamed use
+            moved[0] += nbytes
+            moved[1] += 1
+            moved[2] += elapsed
         counters.copy_ns += elapsed
-        self._timeline.add(link, block.name, started, ended, nbytes)
+        self._enter((link, block.name, started, ended, nbytes))
 
     def landed(self, link: str, block: Block, transfer: FileTransfer) -> None:
         """Enters a file transfer that has finished, well or not."""
@@ -136,14 +142,6 @@ class Flight:
     move: Move
 
 
-class HomeKeeper(Protocol):
-    """Wants the bytes that homes have just now; see :mod:`tiermem.saving.later`."""
-
-    def before_write(self, record: Record) -> None:
-        """The home of a block is about to be written, or given up; the manager's lock is held."""
-        ...
-
-
 class Transfers:
     """Moves blocks between HBM and their homes, and keeps the table informed.
 
@@ -156,7 +154,6 @@ class Transfers:
         log: Where what was done is entered.
         waste: Knows of fetches ahead of use, and of blocks that leave without it.
         ahead: What has been read from files and waits in DRAM for room.
-        keeper: Is told before the home of a block is written; None where nobody wants to know.
     """
 
     def __init__(
@@ -183,7 +180,6 @@ class Transfers:
         self.log = log
         self.waste = Waste()
         self.ahead = ReadAhead(homes, self.wait)
-        self.keeper: HomeKeeper | None = None
         self._patient = False
         self._poison = poison
 
@@ -251,8 +247,11 @@ class Transfers:
             again = self.ready.pop(went, None)  # who waits for that waits no longer
             if went in self.waste.pending:
                 self.log.counters.prefetch_wasted += self.waste.left(went)
-            slot = self.slots.exchange(went, comes.block, extent)
-            source = self.homes.bytes_of(comes.home_extent)  # type: ignore[arg-type]
+            slot = self._swap_slots(went, comes.block, extent)
+            home: Extent = comes.home_extent  # type: ignore[assignment]
+            source = self.homes.bytes.get(home.offset)
+            if source is None:
+                source = self.homes.bytes_of(home)
             self._copy_up(comes, slot, source, again)
             counters = self.log.counters
             counters.evictions += 1
@@ -263,6 +262,17 @@ class Transfers:
                 self.slots.leave(went)
                 self._unfill(comes.block.id)
             raise
+
+    def _swap_slots(self, went: int, block: Block, extent: Extent) -> Slot:
+        """Returns the slot of a block that comes to the address of another, which leaves."""
+        slots = self.slots
+        kept = slots.kept.get(block.id)
+        slot = None if kept is None else kept.get(extent.offset)
+        if slot is None:
+            slot = slots.slot(block, extent)
+        del slots.current[went]
+        slots.current[block.id] = slots.by_address[slot.address] = slot
+        return slot
 
     def _copy_up(
         self,
@@ -295,7 +305,7 @@ class Transfers:
         if staged:
             self.ahead.copied(block.id, event)
         self.log.copied("dram->hbm", block, started)
-        self.table.filled(record)
+        record.in_hbm = State.VALID
 
     def _reading(
         self, move: Move, parked: FileTransfer | None, urgent: bool
@@ -326,8 +336,8 @@ class Transfers:
         slot = self.slots.current[block.id]
         self._make_writable(record)
         self.ahead.drop(block.id)
-        if self.keeper is not None:
-            self.keeper.before_write(record)
+        if self.homes.keeper is not None:
+            self.homes.keeper.before_write(record)
         try:
             move = self.table.begin_drain(block.id)
             if record.home is Tier.DRAM:
@@ -353,6 +363,27 @@ class Transfers:
                 self.table.end_drain(block.id, ok=False)
             raise
 
+    def copy_home(self, record: Record) -> None:
+        """Copies a leased block home as it is; for the table the copy in HBM stays the newer one.
+
+        Whoever writes there from now on waits for the copy.
+
+        Args:
+            record: The block; it is in HBM and at home in DRAM.
+        """
+        block, extent = record.block, record.extent
+        if record.home is not Tier.DRAM or record.home_extent is None or extent is None:
+            raise InvariantError(f"block {block.name!r} is not in HBM, or not at home in DRAM")
+        if self.homes.keeper is not None:
+            self.homes.keeper.before_write(record)
+        started = time.perf_counter_ns()
+        home, slot = self.homes.bytes_of(record.home_extent), self.slots.current[block.id]
+        event = self.copy.down(home, slot.bytes, extent, self.ready.get(block.id))
+        if event is not None:
+            self.home_ready[block.id] = event
+        self.copy.claim(extent)
+        self.log.copied("hbm->dram", block, started)
+
     def rehome(self, record: Record, home: Tier, extent: Extent | None) -> None:
         """Gives a block whose home is in a checkpoint a home that may be written.
 
@@ -363,8 +394,8 @@ class Transfers:
         """
         if extent is None:
             raise InvariantError(f"block {record.block.name!r} cannot get its home in HBM later")
-        if self.keeper is not None:
-            self.keeper.before_write(record)
+        if self.homes.keeper is not None:
+            self.homes.keeper.before_write(record)
         self.ahead.drop(record.block.id)
         former = record.home_extent
         # tier and address change together, so that a Ctrl-C finds the one home or the other

@@ -1,0 +1,68 @@
+"""On a CUDA device: experts come up one by one, with the bits of the resident model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.0")
+
+from support_experts import CONFIGS, build, expert_bytes, tokens
+
+import tiermem
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
+
+
+def wide(name: str) -> Any:
+    """Returns a configuration of which rows are worth a copy."""
+    config = CONFIGS[name]()
+    config.hidden_size, config.head_dim = 256, 64
+    config.intermediate_size = config.moe_intermediate_size = 512
+    return config
+
+
+@pytest.mark.parametrize("how", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_many_tokens_and_few(name: str, how: str) -> None:
+    plain = build(wide(name), how, torch.bfloat16).cuda()
+    model = build(wide(name), how, torch.bfloat16)
+    hbm = expert_bytes(model) // 2 + (8 << 20)
+    with tiermem.TierManager("cuda", hbm=hbm, dram="1GiB") as tier, torch.no_grad():
+        tier.wrap(model)
+        for count, seed in ((40, 0), (1, 1), (1, 2), (40, 3), (1, 4), (1, 1)):
+            ids = tokens(count, seed).cuda()
+            assert torch.equal(model(ids).logits, plain(ids).logits)
+        assert tier.stats().experts_chosen > tier.stats().expert_hits > 0
+
+
+@pytest.mark.parametrize("skew", [0.0, 3.0])
+@pytest.mark.parametrize("tokens", [1, 8, 100, 4096])
+@pytest.mark.parametrize("shape", [(8, 512, 1024), (64, 1024, 256), (32, 2880, 1440)])
+def test_groups_do_not_depend_on_each_other(
+    shape: tuple[int, int, int], tokens: int, skew: float
+) -> None:
+    """One grouped product, the same without the empty groups, and each group alone."""
+    experts, features, outputs = shape
+    grouped = getattr(torch, "_grouped_mm", None)
+    if grouped is None:
+        pytest.skip("this torch has no grouped product")
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    share = torch.softmax(skew * torch.randn(experts, generator=generator, device="cuda"), 0)
+    drawn = torch.multinomial(share, tokens, replacement=True, generator=generator)
+    counts = torch.bincount(drawn, minlength=experts)
+    rows = torch.randn(tokens, features, generator=generator, device="cuda").bfloat16()
+    weights = torch.randn(experts, outputs, features, generator=generator, device="cuda").bfloat16()
+    offsets = counts.cumsum(0).int()
+    whole = grouped(rows, weights.mT, offs=offsets)
+    hit = counts.nonzero()[:, 0]
+    assert torch.equal(grouped(rows, weights[hit].mT, offs=offsets[hit]), whole)
+    start = 0
+    for expert in hit.tolist():
+        end = int(offsets[expert])
+        one = torch.tensor([end - start], dtype=torch.int32, device="cuda")
+        alone = grouped(rows[start:end], weights[expert][None].mT, offs=one)
+        assert torch.equal(alone, whole[start:end])
+        start = end

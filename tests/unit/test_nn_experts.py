@@ -1,0 +1,358 @@
+"""Experts stacked in one parameter come up one by one, and the model computes the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support_ctrl_c import cut_short
+from support_nn import same_bits
+from torch import nn
+from torch.nn import functional
+
+import tiermem
+from tiermem.nn.compat.stacks import experts_of, reads_rows
+
+EXPERTS, WIDTH, INNER, LAYERS = 8, 16, 64, 3
+ROW = WIDTH * INNER * 4
+LAYER = 2 * EXPERTS * ROW
+SEAT = 4096
+
+
+class Experts(nn.Module):
+    """As in transformers, with the plain loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.up = nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH) / 4)
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, INNER) / 4)
+        self.bias = nn.Parameter(torch.randn(EXPERTS, WIDTH) / 4)
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros_like(x)
+        for expert in torch.unique(index):
+            tokens, place = torch.where(index == expert)
+            y = functional.linear(x[tokens], self.up[expert]).relu()
+            y = functional.linear(y, self.down[expert]) + self.bias[expert]
+            found.index_add_(0, tokens, y * weight[tokens, place, None])
+        return found
+
+
+class Listed(Experts):
+    """Copies of the rows of all chosen pairs."""
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        pairs = index.reshape(-1)
+        many = x.repeat_interleave(index.shape[1], 0)[:, :, None]
+        y = torch.bmm(self.down[pairs], torch.bmm(self.up[pairs], many).relu())[:, :, 0]
+        y = (y + self.bias[pairs]) * weight.reshape(-1, 1)
+        return y.view(*index.shape, WIDTH).sum(1)
+
+
+class Dense(Experts):
+    """Uses every row, whatever was chosen."""
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        share = torch.zeros(len(x), EXPERTS).scatter_(1, index, weight)
+        y = torch.einsum("th,eih->tei", x, self.up).relu()
+        y = torch.einsum("tei,ehi->teh", y, self.down) + self.bias
+        return (y * share[:, :, None]).sum(1)
+
+
+class Sneaky(Experts):
+    """Reads rows one by one, and others than those it was told of."""
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = x
+        for expert in (0, 3, -1):
+            y = functional.linear(functional.linear(y, self.up[expert]), self.down[expert])
+        return y + self.bias[-1] + self.up[2:4].sum() + self.down[index.reshape(-1)].sum()
+
+
+class Model(nn.Module):
+    """Layers that are told what to choose."""
+
+    def __init__(self, kind: type[nn.Module] = Experts) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.experts = nn.ModuleList(kind() for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor, chosen: Sequence[torch.Tensor]) -> torch.Tensor:
+        for inner, experts, index in zip(self.inner, self.experts, chosen, strict=True):
+            x = inner(x)
+            weight = x[:, : index.shape[1]].softmax(-1)
+            x = x + experts(x, index, weight)
+        return x
+
+
+LEAST = LAYER + 8 * SEAT
+
+
+@contextmanager
+def twins(
+    kind: type[nn.Module] = Experts, hbm: int = LEAST, **options: Any
+) -> Iterator[tuple[Any, Any, Any]]:
+    """Yields a model in the tiers, an ordinary one with the same weights, and the front."""
+    torch.manual_seed(0)
+    model = Model(kind)
+    torch.manual_seed(0)
+    plain = Model(kind)
+    with tiermem.TierManager("cpu", hbm=hbm, dram=4 << 20, **options) as tier:
+        yield tier.wrap(model), plain, tier
+
+
+def choose(tokens: int, seed: int, among: int = EXPERTS, of: int = 2) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(LAYERS, tokens, among, generator=generator).argsort(-1)
+    return list(order[..., :of])
+
+
+def states(tokens: int) -> torch.Tensor:
+    return torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(tokens))
+
+
+def check(model: Any, plain: Any, chosen: Sequence[torch.Tensor]) -> None:
+    x = states(len(chosen[0]))
+    with torch.no_grad():
+        assert same_bits(model(x, chosen), plain(x, chosen))
+
+
+def moved(tier: Any, call: Callable[[], Any]) -> int:
+    tier.reset_stats()
+    call()
+    return sum(link.nbytes for link in tier.stats().links.values())
+
+
+def test_stacks_are_found_and_how_they_are_read() -> None:
+    assert [experts_of(kind()) for kind in (Experts, Listed, Dense)] == [EXPERTS] * 3
+    assert experts_of(nn.Linear(8, 8)) == 0
+    assert [reads_rows(kind()) for kind in (Experts, Listed, Dense)] == ["eager", "eager", ""]
+
+
+@pytest.mark.parametrize("kind", [Experts, Listed])
+def test_only_chosen_experts_move(kind: type[nn.Module]) -> None:
+    with twins(kind) as (model, plain, tier):
+        check(model, plain, choose(1, 0))
+        for seed in range(1, 6):
+            chosen = choose(1, seed)
+            nbytes = moved(tier, lambda chosen=chosen: check(model, plain, chosen))
+            stats = tier.stats()
+            missing = stats.experts_chosen - stats.expert_hits + stats.expert_guesses
+            assert nbytes <= 2 * missing * ROW
+            assert stats.experts_chosen == 2 * LAYERS
+        rows = {row.block: row.tiers for row in tier.residency()}
+        assert all(rows[f"Model.experts.{i}"]["hbm"] == "absent" for i in range(LAYERS))
+
+
+def test_experts_chosen_time_and_again_stay() -> None:
+    with twins() as (model, plain, tier):
+        often, rare = choose(1, 0), choose(EXPERTS, 1)
+        for _ in range(4):
+            check(model, plain, often)
+        assert moved(tier, lambda: check(model, plain, often)) == 0
+        assert tier.stats().expert_hits == tier.stats().experts_chosen == 2 * LAYERS
+        check(model, plain, rare)
+        tier.reset_stats()
+        check(model, plain, often)
+        assert tier.stats().expert_hits >= LAYERS
+
+
+def test_rounds_that_use_all_find_some_there() -> None:
+    """A cache of those used last would find none."""
+    everything = [torch.arange(EXPERTS)[:, None].repeat(1, 2)] * LAYERS
+    with twins(hbm=LEAST + LAYER // 2) as (model, plain, tier):
+        for _ in range(3):
+            check(model, plain, everything)
+        assert moved(tier, lambda: check(model, plain, everything)) <= LAYERS * LAYER * 2 // 3
+        assert tier.stats().expert_guesses_right > 0
+
+
+@pytest.mark.parametrize("kind", [Dense, Sneaky])
+def test_rows_that_nobody_chose_are_there_as_well(kind: type[nn.Module]) -> None:
+    with twins(kind) as (model, plain, _):
+        for seed in range(3):
+            check(model, plain, choose(3, seed))
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sampled_from([Experts, Listed]),
+    st.integers(0, 3 * LAYER),
+    st.lists(
+        st.tuples(st.integers(1, 12), st.integers(0, 99), st.integers(2, EXPERTS)), max_size=6
+    ),
+)
+def test_any_budget_and_choice(
+    kind: type[nn.Module], more: int, calls: list[tuple[int, int, int]]
+) -> None:
+    with twins(kind, hbm=LEAST + more) as (model, plain, tier):
+        for tokens, seed, among in calls:
+            check(model, plain, choose(tokens, seed, among))
+        stats = tier.stats()
+        assert stats.peak["hbm"] <= stats.budget["hbm"]
+
+
+def test_what_fits_in_hbm_is_used_there() -> None:
+    with twins(hbm=4 * LAYER + 64 * SEAT) as (model, plain, tier):
+        for seed in range(3):
+            check(model, plain, choose(2, seed))
+        assert tier.stats().experts_chosen == 0
+
+
+def test_weights_that_are_written_are_read_anew() -> None:
+    with twins() as (model, plain, tier):
+        chosen = choose(4, 0)
+        for step in range(3):
+            check(model, plain, chosen)
+            for one in (model, plain):
+                with torch.no_grad():
+                    one.experts[step].up.mul_(1.5)
+                    one.experts[step].bias[:, 0] = step
+            check(model, plain, chosen)
+            values = {n: v + 0.25 for n, v in plain.state_dict().items()}
+            model.load_state_dict(values)
+            plain.load_state_dict(values)
+        assert tier.stats().experts_chosen > 0
+
+
+def test_training_in_between() -> None:
+    model, plain = Model(), Model()
+    plain.load_state_dict(model.state_dict())
+    with tiermem.TierManager("cpu", hbm=6 * LAYER, dram=4 << 20) as tier:
+        tier.wrap(model)
+        other = tier.wrap(Model())  # so that not all fits
+        optimizers = [
+            tier.optimizer(model, torch.optim.SGD, lr=1e-2),
+            torch.optim.SGD(plain.parameters(), lr=1e-2),
+        ]
+        for step in range(2):
+            chosen = choose(4, step)
+            check(model, plain, chosen)
+            with torch.no_grad():
+                other(states(4), chosen)
+            for one, optimizer in zip((model, plain), optimizers, strict=True):
+                one(states(4), chosen).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            check(model, plain, chosen)
+        for (name, mine), theirs in zip(
+            model.state_dict().items(), plain.state_dict().values(), strict=True
+        ):
+            assert same_bits(mine, theirs), name
+        assert tier.stats().experts_chosen > 0
+
+
+class Routed(nn.Module):
+    """Layers with routers, each of which adds little to what goes by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"gate": nn.Linear(WIDTH, EXPERTS), "experts": Experts()})
+            for _ in range(LAYERS)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            weight, index = layer["gate"](x).softmax(-1).topk(2)
+            x = x + layer["experts"](x, index, weight / 1000)
+        return x
+
+
+def test_the_next_router_is_asked_early() -> None:
+    torch.manual_seed(0)
+    model, plain = Routed(), Routed()
+    plain.load_state_dict(model.state_dict())
+    with tiermem.TierManager("cpu", hbm=LEAST, dram=4 << 20) as tier, torch.no_grad():
+        tier.wrap(model)
+        for seed in range(24):
+            x = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(seed))
+            assert same_bits(model(x), plain(x))
+        stats = tier.stats()
+        assert stats.expert_guesses > 5
+        assert stats.expert_guesses_right > stats.expert_guesses // 2
+        x = torch.randn(5, WIDTH)
+        assert same_bits(model(x), plain(x))
+
+
+class Keeper(Experts):
+    """Keeps a row beyond its call."""
+
+    kept: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        row = self.up[int(index[0, 0])]
+        if type(self).kept is None:
+            type(self).kept = row
+        return x + row.sum() * weight.sum()
+
+
+def test_a_row_that_somebody_keeps_stays() -> None:
+    with twins(Keeper) as (model, plain, tier):
+        Keeper.kept = None
+        x, first = states(1), choose(1, 0)
+        with torch.no_grad():
+            model(x, first)
+            kept = Keeper.kept
+            assert kept is not None
+            before = kept.clone()
+            for seed in range(12):
+                model(x, choose(1, seed))
+            assert same_bits(kept, before)
+        model(states(2), choose(2, 1))  # for which the room is given back
+        assert not tier._runtime.experts.open
+        assert same_bits(kept, before)
+        check(model, plain, first)
+        assert same_bits(kept, before)
+        Keeper.kept = kept = None
+
+
+@pytest.mark.parametrize("kind", [Experts, Listed])
+def test_from_a_swap_file(tmp_path: Any, kind: type[nn.Module]) -> None:
+    policy = tiermem.Policy(params="nvme")
+    with twins(kind, nvme=tmp_path, policy=policy) as (model, plain, tier):
+        for seed in range(5):
+            check(model, plain, choose(1 + seed % 3, seed))
+        assert tier.stats().experts_chosen > 0
+        assert tier.stats().expert_hits > 0
+
+
+def test_models_leave_and_come_back() -> None:
+    with twins() as (model, plain, tier):
+        check(model, plain, choose(2, 0))
+        tier.unwrap(model)
+        assert not tier._runtime.experts.stacks
+        check(model, plain, choose(2, 1))
+        tier.wrap(model)
+        check(model, plain, choose(2, 2))
+        assert tier.stats().experts_chosen > 0
+    check(model, plain, choose(2, 3))
+
+
+_FILES = ["nn/wrap/experts", "nn/groups/rows", "runtime/services/expert_store", "core/experts"]
+
+
+@pytest.mark.parametrize("first", [1, 150, 700])
+def test_ctrl_c_at_a_line_of_ours(first: int) -> None:
+    """Everything is right again with the next call, and nothing of HBM is lost."""
+    with twins() as (model, plain, tier):
+        for number in range(first, first + 1600, 113):
+            chosen = choose(2, number)
+            if number % 2:
+                model(
+                    states(1), choose(1, 0)
+                )  # gives the room back: it is made within the cut call
+            with torch.no_grad():
+                where = cut_short(lambda c=chosen: model(states(2), c), number, _FILES)
+            check(model, plain, chosen)
+            check(model, plain, choose(1, number))
+            table = tier._manager.parts.table
+            table.check()
+            assert sum(r.block.name == "expert room" for r in table) <= 1, where
+        assert tier._runtime.experts.open

@@ -1,0 +1,258 @@
+"""Steps that are made ahead of ``step()``: confirmed where nobody looked, else dropped."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support_nn import Tiers, assert_same, check_table
+from support_optim import Net, Twins, loss_of, two_groups
+from torch import nn
+
+from tiermem.optim.ahead import Habit
+from tiermem.optim.balance import Load, Speed, left_to_forward, seconds
+
+ROOMY = Tiers("dram", dram=8 << 20)
+SGD = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+
+
+def warm(*arguments: Any, **options: Any) -> Twins:
+    """Two steps are made: the first at once, and the second ahead."""
+    pair = Twins(*(arguments or (Net, ROOMY)), **options)
+    for number in (90, 91):
+        pair.backward(number)
+        pair.step()
+    assert pair.optimizer.stepped_in_backward == units(pair)
+    return pair
+
+
+def units(pair: Twins) -> int:
+    return len(pair.optimizer._units)
+
+
+def ahead(pair: Twins) -> int:
+    """How many units are stepped and not confirmed."""
+    return len(pair.optimizer._ahead.provisional.units)
+
+
+def drops(pair: Twins) -> int:
+    return int(pair.optimizer._ahead.provisional.drops)
+
+
+@pytest.mark.parametrize("master", [torch.float32, None])
+@pytest.mark.parametrize(("cls", "settings"), [SGD, (torch.optim.AdamW, {"lr": 0.01})])
+def test_every_unit_is_stepped_ahead_and_confirmed(cls, settings, master) -> None:
+    with warm(Net, ROOMY, cls, settings, master_dtype=master, groups=two_groups) as pair:
+        for number in range(4):
+            pair.backward(number)
+            assert ahead(pair) == units(pair)
+            pair.step()
+            assert not ahead(pair)
+        assert pair.optimizer.stepped_in_backward == 5 * units(pair)
+        assert not drops(pair)
+        pair.check()
+
+
+def look_at_state(pair: Twins) -> None:
+    param = next(iter(pair.model.parameters()))
+    assert pair.optimizer.state[param]["exp_avg"].abs().sum() >= 0
+
+
+def change_rate(pair: Twins) -> None:
+    for optimizer in (pair.by_hand.optimizer, pair.optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+
+
+def scale_gradient(pair: Twins) -> None:
+    for gradient in pair.by_hand.gradients():
+        gradient.mul_(2.0)
+    for param in pair.model.parameters():
+        if param.grad is not None:
+            param.grad.mul_(2.0)
+
+
+def write_weight(pair: Twins) -> None:
+    for model in (pair.plain, pair.model):
+        with torch.no_grad():
+            next(iter(model.parameters())).mul_(2.0)
+
+
+DROPS: dict[str, Callable[[Twins], Any]] = {
+    "a weight": lambda p: p.model.layers[0].up.weight.sum(),
+    "a gradient": lambda p: p.model.layers[0].up.weight.grad.sum(),
+    "state": look_at_state,
+    "state_dict": lambda p: p.optimizer.state_dict(),
+    "a rate": change_rate,
+    "gradients are scaled": scale_gradient,
+    "a weight is written": write_weight,
+    "clipping": lambda p: p.clip_norm(0.01),
+    "clamping": lambda p: p.clip_value(0.001),
+    "another backward": lambda p: p.backward(7),
+    "evaluation": lambda p: loss_of(p.model, 3),
+    "room for a home": lambda p: p.tier._manager.parts.homes._reclaim(),
+}
+
+
+@pytest.mark.parametrize("what", sorted(DROPS))
+def test_whoever_looks_finds_everything_as_it_was(what: str) -> None:
+    master = None if what == "a weight is written" else torch.float32
+    with warm(groups=two_groups, master_dtype=master) as pair:
+        for number in range(2):
+            pair.backward(number)
+            assert ahead(pair) == units(pair)
+            DROPS[what](pair)
+            if what == "a rate":  # seen by step() alone
+                pair.by_hand.step()
+                pair.optimizer.step()
+                assert drops(pair) == 1
+                break
+            assert not ahead(pair)
+            if number == 0:
+                assert_same(dict(pair.plain.state_dict()), dict(pair.model.state_dict()), "weights")
+            pair.step()
+            pair.check()
+            if pair.optimizer._looked_into or what == "another backward":
+                break
+
+
+def test_gradients_thrown_away_are_not_used() -> None:
+    with warm() as pair:
+        for _ in range(2):
+            pair.backward(1)
+            pair.by_hand.zero_grad()
+            pair.optimizer.zero_grad()
+            assert not ahead(pair)
+            pair.check()
+        pair.backward(2)
+        pair.model.zero_grad()
+        pair.by_hand.zero_grad()
+        pair.backward(3)
+        pair.step()
+        pair.check()
+
+
+def test_clipping_that_does_not_clip_costs_nothing() -> None:
+    """By torch's own function or the optimizer's, once norms are taken in backward."""
+    with warm() as pair:
+        for number in range(4):
+            pair.backward(number)
+            before = drops(pair)
+            if number % 2:
+                norm = nn.utils.clip_grad_norm_(pair.model.parameters(), 1e6)
+            else:
+                norm = pair.optimizer.clip_grad_norm_(1e6)
+            assert_same(nn.utils.get_total_norm(pair.by_hand.gradients()), norm, "norm")
+            assert (drops(pair) > before) == (number == 0)  # the first has to look
+            pair.step()
+        pair.check()
+
+
+def test_accumulation_is_learned() -> None:
+    with Twins(Net, ROOMY) as pair:
+        for step in range(4):
+            for micro in range(3):
+                assert not ahead(pair)
+                pair.backward(3 * step + micro)
+            assert ahead(pair) == (units(pair) if step else 0)
+            pair.step()
+        assert not drops(pair)
+        pair.check()
+
+
+def test_a_loop_that_drops_twice_in_a_row_pauses_ever_longer() -> None:
+    habit = Habit()
+    tried = []
+    for _ in range(20):
+        habit.backwards = 1
+        last = habit.is_last(1)
+        tried.append(last)
+        habit.ends_round(dropped=last, confirms=False)
+    gaps = "".join("x" if last else "." for last in tried)
+    assert gaps == ".xx.x..x....x......."
+
+
+def test_a_backward_that_raises_leaves_what_is_final() -> None:
+    with warm() as pair:
+        for model in (pair.plain, pair.model):
+            hook = model.layers[0].up.weight.register_hook(_stop)
+            with pytest.raises(KeyError):
+                loss_of(model, 5).backward()
+            hook.remove()
+        pair.by_hand.after_backward()
+        assert 0 < ahead(pair) < units(pair)
+        pair.step()
+        pair.check()
+
+
+def _stop(_gradient: torch.Tensor) -> None:
+    raise KeyError("stop")
+
+
+def test_where_dram_has_room_for_some_the_others_wait() -> None:
+    with Twins(Net, ROOMY) as pair:
+        used = pair.tier.stats().used["dram"]
+    with Twins(Net, Tiers("dram", dram=used + (1 << 16))) as pair:
+        for number in range(4):
+            pair.backward(number)
+            found = ahead(pair)
+            assert (0 < found < units(pair)) == bool(number)
+            pair.by_hand.step()
+            pair.optimizer.step()
+            assert len(pair.optimizer._owed) == (units(pair) - found if number else 0)
+            pair.by_hand.zero_grad()
+            pair.optimizer.zero_grad()
+        pair.check()
+
+
+def test_shadows_go_with_the_optimizer() -> None:
+    with warm() as pair:
+        homes = pair.tier._manager.parts.homes
+        assert homes.dram.used > sum(
+            record.home_extent.nbytes for record in pair.tier._manager.parts.table
+        )
+        pair.backward(1)
+        pair.optimizer.close()
+        assert homes.dram.used == sum(
+            record.home_extent.nbytes for record in pair.tier._manager.parts.table
+        )
+        assert_same(dict(pair.plain.state_dict()), dict(pair.model.state_dict()), "weights")
+        check_table(pair.tier)
+
+
+def test_a_model_that_leaves_is_as_it_was_before_the_steps() -> None:
+    with warm() as pair:
+        pair.backward(1)
+        assert ahead(pair)
+        pair.tier.unwrap(pair.model)
+        assert_same(dict(pair.plain.state_dict()), dict(pair.model.state_dict()), "weights")
+    with warm() as pair:
+        pair.backward(1)
+        pair.tier.close()
+        assert_same(dict(pair.plain.state_dict()), dict(pair.model.state_dict()), "weights")
+
+
+LAYERS = [Load(weights=2, gradients=2, kept=12)] * 30
+
+
+def test_what_forward_has_time_for_is_left_to_it() -> None:
+    """The best of all numbers of blocks, evenly spread; none where the link is busy throughout."""
+    compute = Speed(forward=150.0, backward=400.0, up=1.0, down=1.0)
+    left = left_to_forward(LAYERS, compute)
+    assert 0 < len(left) < 15
+    assert all(b - a > 1 for a, b in itertools.pairwise(sorted(left)))
+    assert seconds(LAYERS, compute, left) < seconds(LAYERS, compute, ())
+    assert seconds(LAYERS, compute, left) < seconds(LAYERS, compute, range(30))
+    assert left_to_forward(LAYERS, Speed(1.0, 3.0, 1.0, 1.0)) == frozenset()
+    assert left_to_forward(LAYERS, Speed(900.0, 1.0, 1.0, 1.0)) == frozenset(range(30))
+
+
+def test_what_is_left_stays_left_where_others_are_hardly_better() -> None:
+    speed = Speed(forward=150.0, backward=400.0, up=1.0, down=1.0)
+    left = left_to_forward(LAYERS, speed)
+    near = frozenset(number + 1 for number in left if number + 1 < len(LAYERS))
+    assert left_to_forward(LAYERS, speed, near) == near
+    assert left_to_forward(LAYERS, speed, range(30)) == left

@@ -1,0 +1,194 @@
+"""Which experts have a seat in HBM: those that tokens choose often stay, the rest pass through.
+
+A *seat* has room for one *piece*: what one stacked tensor has of one expert. Pieces of one size
+share a bank of seats. Most of what is seated has *settled*: it leaves only for what is worth
+clearly more. The other seats are for what passes through, each used again as soon as nobody looks
+at it. So a round that uses every piece once (many tokens) finds the settled ones there each time,
+where a cache of those used last would find none; and where few are chosen, those chosen often
+settle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+
+_MARGIN = 1.25
+_LEAST = 0.02
+"""A piece is worth clearly more than another from this many times its worth and this much more."""
+_SLOWEST = 1 / 64
+"""What one call weighs at least in how often an expert is chosen."""
+FORESEEN = 0.5
+"""What is foreseen has to come true in this share of calls to be worth a copy."""
+_PASSING = 192 << 20
+"""Bytes of seats for what passes through: they keep a bus busy over a layer's other work."""
+_LEAST_PASSING = 4
+_MOST_PASSING = 3  # of all seats: one in so many at most
+
+
+class Popularity:
+    """How often each expert of one layer is chosen, and how well the last choice foretells it.
+
+    Attributes:
+        often: By expert, the share of calls in which some token chose it; older calls weigh less.
+        last: The experts chosen last, ascending.
+        repeats: Share of the chosen ones that had been chosen in the call before.
+        foreseen: Share of the experts that were foreseen to be chosen and were.
+        expected: Those that are foreseen to be chosen in the next call.
+    """
+
+    def __init__(self, experts: int) -> None:
+        """Starts with no call seen."""
+        self.often = np.zeros(experts)
+        self.last: list[int] = []
+        self.repeats = 0.0
+        self.foreseen = 0.0
+        self.expected: list[int] = []
+        self._calls = 0
+        self._looks = 0
+
+    @property
+    def worth_a_look(self) -> bool:
+        """Whether it pays to foresee the next choice: where it has failed, now and then."""
+        return self.foreseen >= FORESEEN or self._looks < 8 or not self._calls % 16
+
+    def note(self, chosen: list[int]) -> None:
+        """Enters a call in which these experts were chosen."""
+        self._calls += 1
+        if self.expected:
+            self._looks += 1
+            right = len(set(chosen).intersection(self.expected)) / len(self.expected)
+            self.foreseen += max(1 / self._looks, 1 / 16) * (right - self.foreseen)
+            self.expected = []
+        weight = max(1 / self._calls, _SLOWEST)
+        self.often *= 1 - weight
+        self.often[chosen] += weight
+        if self.last and chosen:
+            again = len(set(chosen) & set(self.last)) / len(chosen)
+            self.repeats += max(1 / (self._calls - 1), 1 / 16) * (again - self.repeats)
+        self.last = chosen
+
+
+class Seats:
+    """Who sits where in one bank.
+
+    Attributes:
+        seated: Seat of each piece.
+    """
+
+    def __init__(self, count: int, nbytes: int, worth: Callable[[Any], float]) -> None:
+        """Starts with empty seats.
+
+        Args:
+            count: How many there are.
+            nbytes: Of each.
+            worth: Returns what having a piece there is worth; compared, never added.
+        """
+        self.seated: dict[Hashable, int] = {}
+        self._worth = worth
+        self._free = list(range(count))[::-1]
+        self._passing: dict[Hashable, None] = {}  # the one used longest ago first
+        most = max(_LEAST_PASSING, _PASSING // max(nbytes, 1))
+        self._most = max(1, min(most, count // _MOST_PASSING))
+        self._order: list[Hashable] = []  # settled ones, some of them gone, the worthiest first
+
+    def used(self, piece: Hashable) -> None:
+        """Says that a seated piece is used: if it passes through, others leave sooner."""
+        if piece in self._passing:
+            del self._passing[piece]
+            self._passing[piece] = None
+
+    def give_up(self, piece: Hashable) -> int:
+        """Takes a piece out; returns its seat, which is free."""
+        seat = self.seated.pop(piece)
+        self._passing.pop(piece, None)
+        self._free.append(seat)
+        return seat
+
+    def rename(self, piece: Hashable, name: Hashable) -> None:
+        """Has who sits in a seat be known by another name, and leave soon."""
+        self._passing.pop(piece, None)
+        self.seated[name] = self.seated.pop(piece)
+        self._passing[name] = None
+
+    def seat(
+        self, piece: Hashable, stays: Callable[[Hashable], bool], *, urgent: bool, guessed: bool
+    ) -> int | None:
+        """Gives a piece a seat, for which another may have to leave.
+
+        Args:
+            piece: Who needs it; it has none.
+            stays: Whether a seated piece cannot leave now.
+            urgent: Whether it is needed now: a settled one leaves where no other can.
+            guessed: Whether nobody has asked for it: it does not settle in the place of another.
+
+        Returns:
+            The seat; None where all that could leave has to stay.
+        """
+        if self._free:
+            self.seated[piece] = seat = self._free.pop()
+            return seat
+        self._balance(stays)
+        victim = next((other for other in self._passing if not stays(other)), None)
+        if victim is None and urgent:
+            victim = self._least(stays)
+        if victim is None:
+            return None
+        settles = not guessed and self._is_worth_more(piece, stays)
+        if settles:
+            self._passing[self._order[-1]] = None  # leaves soon
+        self._passing.pop(victim, None)
+        self.seated[piece] = seat = self.seated.pop(victim)
+        if not settles:
+            self._passing[piece] = None
+        return seat
+
+    def _balance(self, stays: Callable[[Hashable], bool]) -> None:
+        """Has as many pass through as shall: the settled ones that are worth least, or fewer."""
+        while len(self._passing) > self._most:
+            self._passing.popitem()  # the one used last settles
+        while len(self._passing) < self._most:
+            least = self._least(stays)
+            if least is None:
+                return
+            self._passing[least] = None
+
+    def _is_worth_more(self, piece: Hashable, stays: Callable[[Hashable], bool]) -> bool:
+        least = self._least(stays)
+        if least is None:
+            return False
+        return self._worth(piece) > _MARGIN * self._worth(least) + _LEAST
+
+    def _least(self, stays: Callable[[Hashable], bool]) -> Hashable | None:
+        """Returns the settled piece that is worth least of those that may leave."""
+        for _ in range(2):
+            while self._order:
+                piece = self._order[-1]
+                settled = piece in self.seated and piece not in self._passing
+                if settled and not stays(piece):
+                    return piece
+                self._order.pop()
+            settled_now = [p for p in self.seated if p not in self._passing]
+            self._order = sorted(settled_now, key=self._worth, reverse=True)
+        return None
+
+
+def share_out(room: int, sizes: dict[int, tuple[int, int]]) -> dict[int, int] | None:
+    """Divides room among banks, so that each holds the same share of its pieces.
+
+    Args:
+        room: Bytes.
+        sizes: By the bytes of a seat: how many pieces there are, and the least number of seats.
+
+    Returns:
+        Seats by the bytes of a seat; None where not even the least numbers fit.
+    """
+    least = {size: min(count, few) for size, (count, few) in sizes.items()}
+    spare = room - sum(size * few for size, few in least.items())
+    if spare < 0:
+        return None
+    missing = sum(size * (sizes[size][0] - few) for size, few in least.items())
+    part = min(1.0, spare / missing) if missing else 0.0
+    return {size: few + int(part * (sizes[size][0] - few)) for size, few in least.items()}

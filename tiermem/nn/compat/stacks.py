@@ -1,0 +1,112 @@
+"""Modules that have the weights of many experts stacked in one parameter each.
+
+So they are in transformers from version 5 on: parameters of shape ``[experts, ...]``, and a forward
+that is given the hidden states, which experts each token has chosen, and how much each of these
+weighs. What such a module computes is either a loop over the chosen experts
+(``self.weight[expert]``), a product for each chosen pair (``self.weight[experts]``), or a product
+of groups, of which those that nobody has chosen are empty (``torch.nn.functional.grouped_mm``).
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
+_DECORATOR = "transformers/integrations/moe.py"
+_KNOWN = ("grouped_mm", "batched_mm")
+"""Implementations of transformers' own that read no rows but those of the chosen experts."""
+_INDICES = (torch.int64, torch.int32)
+_item = dict.get  # a name is looked at, and nothing brought up for it
+
+
+def experts_of(module: nn.Module) -> int:
+    """Returns how many experts a module has stacked in its parameters; 0 where it has none so."""
+    own: dict[str, Any] = module.__dict__["_parameters"]
+    params = [_item(own, name) for name in own]
+    shapes = [tuple(param.shape) for param in params if param is not None]
+    if not any(len(shape) >= 3 for shape in shapes) or any(map(_has_own, module.children())):
+        return 0
+    if any(buffer is not None for buffer in module.__dict__["_buffers"].values()):
+        return 0
+    experts = shapes[0][0]
+    if experts < 2 or any(len(s) < 2 or s[0] != experts for s in shapes):
+        return 0
+    said = [module.__dict__.get(name) for name in _COUNTS if name in module.__dict__]
+    kind: Any = type(module)
+    return experts if experts in said and _takes_choices(kind) else 0
+
+
+def _has_own(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+
+
+@lru_cache(maxsize=256)
+def _takes_choices(kind: Any) -> bool:
+    """Whether the forward of a class takes hidden states, choices and weights."""
+    try:
+        names = list(inspect.signature(kind.forward).parameters)
+    except (TypeError, ValueError):
+        return False
+    return len(names) >= 4
+
+
+def reads_rows(module: nn.Module) -> str:
+    """Returns how a module of stacked experts reads them, where it reads chosen rows alone.
+
+    Returns:
+        ``"eager"``, ``"batched_mm"`` or ``"grouped_mm"``; empty where nobody knows.
+    """
+    kind: Any = type(module)
+    names = tuple(module.__dict__["_parameters"])
+    if "forward" in module.__dict__ or getattr(module, "_is_expert_parallel", False):
+        return ""
+    forward = kind.forward
+    file = getattr(getattr(forward, "__code__", None), "co_filename", "").replace("\\", "/")
+    if not file.endswith(_DECORATOR):
+        return "eager" if only_subscripts(forward, names) else ""
+    asked = getattr(getattr(module, "config", None), "_experts_implementation", "")
+    if asked in _KNOWN:
+        return str(asked)
+    plain = getattr(forward, "__wrapped__", None)
+    if asked in (None, "eager") and plain is not None and only_subscripts(plain, names):
+        return "eager"
+    return ""
+
+
+@lru_cache(maxsize=256)
+def only_subscripts(function: Callable[..., Any], names: tuple[str, ...]) -> bool:
+    """Whether a method uses these attributes of ``self`` as ``self.name[...]`` and no other way."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    subscripted = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Subscript)}
+    found = False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in names:
+            if id(node) not in subscripted or not isinstance(node.ctx, ast.Load):
+                return False
+            found = True
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "vars"):
+            return False
+    return found
+
+
+def choices_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Returns the indices of chosen experts among the arguments of a call.
+
+    None where there is not just one tensor of indices of two dimensions or fewer.
+    """
+    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
+    found = [tensor for tensor in tensors if tensor.dtype in _INDICES]
+    if len(found) != 1 or type(found[0]) is not torch.Tensor or len(tensors) < 3:
+        return None
+    return found[0]

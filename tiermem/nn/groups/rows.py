@@ -1,0 +1,328 @@
+"""What stands for a stacked parameter in a call that looks at a few of its rows.
+
+``weight[expert]`` is that expert's row, in HBM on its own; ``weight[experts]`` is a copy of those
+rows; a grouped product is made of the groups that have members. Everything else brings the whole
+block: whoever does something that is not foreseen here gets what the parameter itself would give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from tiermem.nn.compat.entrances import inside
+from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.memory.expert_seats import Stack, Use
+from tiermem.runtime.services.expert_store import ExpertStore
+
+_GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+_INDICES = (torch.int64, torch.int32)
+_FEW = 32
+"""Tokens for each chosen expert, on average, up to which one kernel for all of them, over copies of
+their rows, is better than a kernel for each."""
+_AT_ONCE = 64 << 20
+"""Bytes of rows that are put together for one kernel: small ones are not worth one each."""
+_OPERATORS = (
+    "__add__",
+    "__radd__",
+    "__sub__",
+    "__rsub__",
+    "__mul__",
+    "__rmul__",
+    "__truediv__",
+    "__rtruediv__",
+    "__matmul__",
+    "__rmatmul__",
+    "__neg__",
+    "__pow__",
+    "__rpow__",
+    "__eq__",
+    "__ne__",
+    "__lt__",
+    "__le__",
+    "__gt__",
+    "__ge__",
+    "__len__",
+    "__iter__",
+    "__setitem__",
+    "__iadd__",
+    "__imul__",
+    "__isub__",
+    "__abs__",
+    "__invert__",
+    "__and__",
+    "__or__",
+    "__xor__",
+)
+
+
+class Choice:
+    """The experts of one layer in one call, and where their rows are.
+
+    Attributes:
+        store: Has the rows in HBM.
+        stack: The layer.
+        use: The call.
+        indices: The choices as they lie, on the host; None where the forward may change them.
+        exact: Whether groups are as large as the choices say.
+    """
+
+    __slots__ = ("exact", "indices", "manager", "stack", "store", "use")
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        store: ExpertStore,
+        use: Use,
+        indices: Sequence[int] | None,
+        *,
+        exact: bool,
+    ) -> None:
+        """Keeps what is given."""
+        self.manager = manager
+        self.store = store
+        self.use = use
+        self.stack: Stack = use.stack
+        self.indices = indices
+        self.exact = exact
+
+    @inside
+    def rows(self, tensor: int, experts: Sequence[int]) -> list[torch.Tensor] | None:
+        """Returns rows; see :meth:`ExpertStore.rows`."""
+        self.manager.gate.guard()
+        with self.manager.lock:
+            return self.store.rows(self.use, self.stack, tensor, experts)
+
+    def row(self, tensor: int, expert: int) -> torch.Tensor | None:
+        """Returns a row; None where it cannot be had by itself."""
+        found = self.rows(tensor, (expert,))
+        return None if found is None else found[0]
+
+
+class Rows:
+    """Stands for one parameter of ``[experts, ...]``.
+
+    Args:
+        choice: Whose rows.
+        tensor: Which tensor of the block.
+        param: The parameter itself.
+        turned: Whether its last two dimensions have changed places.
+    """
+
+    __slots__ = ("_choice", "_param", "_tensor", "_turned")
+    __hash__ = object.__hash__
+
+    def __init__(
+        self, choice: Choice, tensor: int, param: torch.Tensor, *, turned: bool = False
+    ) -> None:
+        self._choice = choice
+        self._tensor = tensor
+        self._param = param
+        self._turned = turned
+
+    # -- what needs no bytes ---------------------------------------------
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As of the parameter."""
+        return self._param.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """As of the parameter."""
+        return self._param.device
+
+    @property
+    def shape(self) -> torch.Size:
+        """As of the parameter, turned where this is."""
+        shape = list(self._param.shape)
+        if self._turned:
+            shape[-1], shape[-2] = shape[-2], shape[-1]
+        return torch.Size(shape)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self._param.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        """As of the parameter, turned where this is."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """Number of dimensions."""
+        return self.ndim
+
+    # -- rows ------------------------------------------------------------
+
+    def __getitem__(self, index: Any) -> Any:
+        """Returns one expert's row, copies of several, or what the whole gives."""
+        if self._tensor not in self._choice.stack.rows:
+            small = self._choice.row(self._tensor, 0)
+            return (self._whole() if small is None else small)[index]
+        if not self._turned:
+            expert = _number(index)
+            if expert is not None:
+                found = self._row(expert)
+                if found is not None:
+                    return found
+            elif _is_list(index):
+                found = self._gathered(index)
+                if found is not None:
+                    return found
+        return self._whole()[index]
+
+    def transpose(self, first: int, second: int) -> Any:
+        """Turns the last two dimensions, or the whole."""
+        ndim = self.ndim
+        if {first % ndim, second % ndim} == {ndim - 1, ndim - 2} and ndim == 3:
+            return Rows(self._choice, self._tensor, self._param, turned=not self._turned)
+        return self._whole().transpose(first, second)
+
+    def _row(self, expert: int) -> torch.Tensor | None:
+        """Returns a row as it lies; None where the whole has to be asked."""
+        if not 0 <= expert < self._param.shape[0]:
+            return None  # the whole counts from the end, or refuses it
+        return self._choice.row(self._tensor, expert)
+
+    def _gathered(self, index: torch.Tensor) -> torch.Tensor | None:
+        """Returns copies of rows, as indexing does."""
+        known = self._choice.indices
+        same = known is not None and len(known) == index.numel()
+        experts: Sequence[int] = known if same else index.tolist()  # type: ignore[assignment]
+        kinds = sorted(set(experts))
+        if not kinds or kinds[0] < 0 or kinds[-1] >= self._param.shape[0]:
+            return None
+        if len(kinds) < self._choice.store.seats_for(self._choice.stack, self._tensor):
+            found = self._choice.rows(self._tensor, kinds)
+            if found is None:
+                return None
+            rows = dict(zip(kinds, found, strict=True))
+            return torch.stack([rows[expert] for expert in experts])
+        copies: torch.Tensor | None = None
+        for expert in kinds:
+            row = self._row(expert)
+            if row is None:
+                return None
+            if copies is None:
+                copies = row.new_empty((len(experts), *row.shape))
+            for place in (place for place, other in enumerate(experts) if other == expert):
+                copies[place].copy_(row)
+        return copies
+
+    def grouped(
+        self, function: Callable[..., Any], rows: torch.Tensor, offsets: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Returns the products of groups of rows with their experts' matrices.
+
+        A group's product does not depend on the other groups: it is made alone, or with some.
+
+        Args:
+            function: ``torch.nn.functional.grouped_mm`` or one like it.
+            rows: Of ``[tokens, features]``, group by group.
+            offsets: Of ``[experts]``: the end of each group.
+
+        Returns:
+            ``[tokens, outputs]``; None where the whole has to be asked.
+        """
+        choice = self._choice
+        counts = list(choice.use.counts)
+        if not choice.exact or sum(counts) != rows.shape[0] or len(counts) != len(offsets):
+            ends = offsets.tolist()
+            counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        experts = [expert for expert, count in enumerate(counts) if count]
+        if not experts or sum(counts) != rows.shape[0] or min(counts) < 0:
+            return None
+        seats = choice.store.seats_for(choice.stack, self._tensor)
+        at_once = min(seats // 4, _AT_ONCE // max(choice.stack.nbytes(self._tensor), 1))
+        if rows.shape[0] <= _FEW * len(experts):
+            at_once = seats // 2
+        at_once = max(1, at_once)
+        parts, start = [], 0
+        steps = torch.arange(rows.shape[0] + 1, dtype=offsets.dtype, device=offsets.device)
+        for first in range(0, len(experts), at_once):
+            some = experts[first : first + at_once]
+            found = choice.rows(self._tensor, some)
+            if found is None:
+                return None
+            matrices = found[0][None] if len(found) == 1 else torch.stack(found)
+            if self._turned:
+                matrices = matrices.transpose(-2, -1)
+            ends = list(accumulate(counts[expert] for expert in some))
+            total = ends[-1]
+            inner = torch.cat([steps[end : end + 1] for end in ends])  # the host waits for nothing
+            parts.append(function(rows[start : start + total], matrices, offs=inner))
+            start += total
+            del found, matrices
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    # -- everything else -------------------------------------------------
+
+    def _whole(self) -> torch.Tensor:
+        """Returns the parameter, every operation on which brings the block."""
+        return self._param.transpose(-2, -1) if self._turned else self._param
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Makes a grouped product of rows, or has the whole stand in."""
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if name in _GROUPED and len(args) == 2 and isinstance(args[1], Rows):
+            rows, offsets = args[0], kwargs.get("offs")
+            others = [value for key, value in kwargs.items() if key != "offs"]
+            if (
+                type(rows) is torch.Tensor
+                and type(offsets) is torch.Tensor
+                and rows.dim() == 2
+                and all(value is None for value in others)
+            ):
+                found = args[1].grouped(function, rows, offsets)
+                if found is not None:
+                    return found
+        return function(*map(_real, args), **{key: _real(v) for key, v in kwargs.items()})
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def apply(self: Rows, *args: Any) -> Any:
+        return getattr(self._whole(), name)(*map(_real, args))
+
+    apply.__name__ = name
+    return apply
+
+
+for _name in _OPERATORS:
+    setattr(Rows, _name, _operator(_name))
+
+
+def _real(value: Any) -> Any:
+    """Returns a value with the whole parameters in it."""
+    if isinstance(value, Rows):
+        return value._whole()
+    if type(value) in (list, tuple):
+        return type(value)(map(_real, value))
+    return value
+
+
+def _number(index: Any) -> int | None:
+    """Returns which row an index asks for, where it asks for one."""
+    if type(index) is int:
+        return index
+    if type(index) is torch.Tensor and index.dim() == 0 and index.dtype in _INDICES:
+        return int(index)
+    return None
+
+
+def _is_list(index: Any) -> bool:
+    return type(index) is torch.Tensor and index.dim() == 1 and index.dtype in _INDICES

@@ -1,0 +1,233 @@
+"""Layers of experts whose weights are stacked: only the rows that tokens choose come up.
+
+A call without gradients is told which experts each token has chosen. Its block is not brought up
+then; its parameters are stood for by :class:`~tiermem.nn.groups.rows.Rows`, and the rows of the
+chosen ones are copied into HBM one by one. With gradients, and where nobody knows how the module
+reads its weights, the block comes up as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.errors import REFUSALS
+from tiermem.nn.compat.entrances import inside
+from tiermem.nn.compat.outside import OUTSIDE
+from tiermem.nn.compat.stacks import choices_in, experts_of, reads_rows
+from tiermem.nn.groups.group import Entry
+from tiermem.nn.groups.rows import Choice, Rows
+from tiermem.nn.wrap.lookup import has_modes
+from tiermem.nn.wrap.scope import CallInterceptor, Scope
+from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.memory.expert_seats import Stack, Use
+from tiermem.runtime.services.expert_store import ExpertStore
+
+_AHEAD = 64 << 20
+"""Bytes that a bus brings up in the time of a layer's other work, for one token."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_item = dict.get  # a name is looked at, and nothing brought up for it
+
+
+class ExpertsInterceptor(CallInterceptor):
+    """Of a module of stacked experts that is a block of its own."""
+
+    __slots__ = ("_params", "_stack", "_store", "_tensors")
+
+    def __init__(self, module: nn.Module, scope: Scope) -> None:
+        """Enters the block as a stack; see :func:`is_experts`."""
+        super().__init__(module, scope)
+        group = scope.groups[0]
+        self._store: ExpertStore = self.runtime.experts
+        self._stack: Stack | None = self._store.add(group.block, experts_of(module))
+        params = module.__dict__["_parameters"]
+        index = {id(entry.param): entry.index for entry in group.entries}
+        self._params: dict[str, Any] = {name: _item(params, name) for name in params}
+        if self._stack is not None:
+            self._stack.foresee = router_of(scope, self._stack.experts)
+        self._tensors = {name: index[id(param)] for name, param in self._params.items()}
+
+    @property
+    def manager(self) -> BlockManager:
+        """Where the block is."""
+        return self._manager
+
+    def give_back(self) -> None:
+        """Leaves the module as it was found; its block is no stack any more."""
+        super().give_back()
+        self._store.remove(self._groups[0].block.id)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module with the rows that are chosen, or as any other."""
+        if self._manager.gate.unsure:
+            self.runtime.repair()
+        choice = None
+        if self._store.open and self._here.depth and self._may():
+            choice = self._begin(args, kwargs)
+        if choice is None:
+            return super().__call__(*args, **kwargs)
+        if self.runtime.unwritten:
+            self.runtime.got_further(self.scope)
+        return self._call(choice, args, kwargs)
+
+    def _call(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the module with rows in the place of its parameters."""
+        group, gate = self._groups[0], self._manager.gate
+        theirs = ended = False
+        try:
+            try:
+                group.rows = {
+                    name: Rows(choice, tensor, self._params[name])
+                    for name, tensor in self._tensors.items()
+                }
+                theirs = True
+                result = self.inner(*args, **kwargs)
+                theirs = False
+                return result
+            finally:
+                group.rows = None
+                self._end(choice)
+                ended = True
+        except REFUSALS:
+            raise
+        except BaseException as error:
+            if not (ended and (theirs or OUTSIDE in error.__dict__)):
+                gate.torn = gate.unsure = True  # it came at a line of ours; no call: see entrance
+            raise
+
+    def _may(self) -> bool:
+        """Whether a call comes to nothing but the forward that was looked at, on plain tensors."""
+        names, group = self.module.__dict__, self._groups[0]
+        return (
+            self._stack is not None
+            and not torch.is_grad_enabled()
+            and not group.holds
+            and self.compiled is None
+            and not any(names[hooks] for hooks in _HOOKS)
+            and not group.suspect
+            and not group.merging
+            and not group.may_be_written()
+            and not any(entry.materialized for entry in group.entries)
+            and all(self._has(name) for name in self._tensors)
+            and not has_modes()
+            and not torch._C._len_torch_dispatch_stack()
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and torch._C._get_tracing_state() is None
+            and not torch.is_autocast_enabled(self._manager.parts.device.type)
+        )
+
+    def _has(self, name: str) -> bool:
+        """Whether the module still has the parameter that the block has the values of."""
+        param = _item(self.module.__dict__["_parameters"], name)
+        return param is self._params[name]
+
+    @inside
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice | None:
+        """Reads which experts are chosen, and has their copies begin; None for the whole block."""
+        stack, how = self._stack, reads_rows(self.module)
+        indices = choices_in(args, kwargs)
+        if stack is None or not how or indices is None or not indices.numel():
+            return None
+        manager = self._manager
+        manager.gate.guard()  # before the lock: a forked child may find it taken for ever
+        expected = self._foresee(stack, args)
+        flat = indices.detach().reshape(-1)
+        if expected is not None:
+            flat = torch.cat([flat, expected.to(flat.dtype)])
+        flat = flat.cpu()  # waits for the layer's router
+        flat, named = flat.split([indices.numel(), flat.numel() - indices.numel()])
+        if int(flat.min()) < 0 or int(flat.max()) >= stack.experts:
+            return None
+        counts = torch.bincount(flat, minlength=stack.experts).tolist()
+        with manager.lock:
+            if not self._store.usable(stack):
+                return None
+            use = Use(stack, counts, self._order(stack, counts, how))
+            self._store.begin(use, named.tolist())
+        few = flat.tolist() if how == "batched_mm" else None
+        return Choice(manager, self._store, use, few, exact=how == "grouped_mm")
+
+    @staticmethod
+    def _foresee(stack: Stack, args: tuple[Any, ...]) -> torch.Tensor | None:
+        """Has the router of the layer that comes next say what it would choose, for one token.
+
+        Its input will be another by then, but not by much: every layer adds to what goes by it.
+        (Eliseev and Mazur, Fast Inference of Mixture-of-Experts Language Models with Offloading,
+        2023.)
+
+        Returns:
+            The surest experts, as many as there is time to copy; None where it is not worth it, or
+            cannot be asked.
+        """
+        after = stack.after
+        if after is None or after.foresee is None or not after.popularity.worth_a_look:
+            return None
+        states = args[0] if args else None
+        if type(states) is not torch.Tensor or states.dim() != 2 or len(states) != 1:
+            return None
+        scores = after.foresee(states)
+        if scores is None:
+            return None
+        most = max(1, min(len(after.popularity.last), _AHEAD // max(after.expert_nbytes, 1)))
+        return scores[0].topk(most).indices
+
+    @staticmethod
+    def _order(stack: Stack, counts: list[int], how: str) -> list[Any]:
+        """Returns the pieces of a call in the order in which it will ask for them."""
+        tensors = range(len(stack.block.tensors))
+        chosen = [expert for expert, count in enumerate(counts) if count]
+        if how == "eager":  # expert by expert
+            return [stack.piece(tensor, expert) for expert in chosen for tensor in tensors]
+        return [stack.piece(tensor, expert) for tensor in tensors for expert in chosen]
+
+    @inside
+    def _end(self, choice: Choice) -> None:
+        with self._manager.lock:
+            self._store.end(choice.use)
+
+
+def router_of(scope: Scope, experts: int) -> Callable[[torch.Tensor], torch.Tensor | None] | None:
+    """Returns what asks the router beside a layer's experts; None where none is found.
+
+    That is a module next to them whose weight has a row of features for each expert.
+    """
+    wrapped = scope.wrapped
+    beside = wrapped.beside(scope.name)
+    for module in beside:
+        params = module.__dict__["_parameters"]
+        weight, bias = _item(params, "weight"), _item(params, "bias")
+        if weight is None or weight.dim() != 2 or weight.shape[0] != experts:
+            continue
+        entries = [wrapped.entry_of(p) for p in (weight, bias) if p is not None]
+        found = [entry for entry in entries if entry is not None]
+        if len(found) == len(entries) and len({id(entry.group) for entry in found}) == 1:
+            return partial(_scores, found)
+    return None
+
+
+def _scores(entries: list[Entry], states: torch.Tensor) -> torch.Tensor | None:
+    """Returns a router's scores, where its block is in HBM anyway."""
+    group = entries[0].group
+    manager = group.manager
+    if group.freed or states.shape[1] != entries[0].param.shape[1]:
+        return None
+    with manager.lock:
+        slot = manager.slot_at_hand(group.block)
+        if slot is None:
+            return None
+        manager.parts.copy.use(manager.parts.transfers.ready.get(group.block.id))
+        weight, *bias = (slot.views[entry.index] for entry in entries)
+        return torch.nn.functional.linear(states.to(weight.dtype), weight, *bias)
+
+
+def is_experts(module: nn.Module, scope: Scope) -> bool:
+    """Whether a module has stacked experts that are a block of their own."""
+    if not scope.begins or len(scope.groups) != 1 or not experts_of(module):
+        return False
+    group = scope.groups[0]
+    own = {id(param) for param in module.__dict__["_parameters"].values()}
+    return not group.buffers and own == {id(entry.param) for entry in group.entries}

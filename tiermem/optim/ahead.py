@@ -1,0 +1,360 @@
+"""Steps inside backward that nobody can tell from steps in ``step()`` (``overlap="auto"``).
+
+As soon as the gradients of a block are final, its step is made for the time being
+(:mod:`tiermem.optim.provisional`): the weights are in HBM then, and the copies of state and masters
+hide behind backward. ``step()`` confirms it. It is dropped, and made as if nothing had been, where
+the program looks at or writes a gradient, a weight or the state before, scales or clips by a factor
+other than one, changes settings, runs another forward or backward, or makes no step at all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from tiermem.errors import CapacityError, StorageError
+from tiermem.nn.compat.outside import OUTSIDE
+from tiermem.nn.compat.quiet import quiet, uncompiled
+from tiermem.nn.groups.group import Entry, Group
+from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.nn.tensors.lazy import is_viewed
+from tiermem.optim.auto import AutoOverlap
+from tiermem.optim.balance import Load, Speed, left_to_forward
+from tiermem.optim.provisional import Provisional
+from tiermem.optim.rules.groups import frozen_settings
+from tiermem.optim.rules.scaling import Scaling
+from tiermem.optim.units.arrivals import Arrivals
+from tiermem.optim.units.finality import accumulates, grad_of, is_nested, is_own, marks_of
+from tiermem.optim.units.parted import PartedUnit
+from tiermem.optim.units.unit import State, StepUnit
+from tiermem.runtime.services.sweep import BlockSweep
+
+_MOST_PAUSE = 64
+_IN_VAIN = 2
+_FIRST_LOOK = 4  # rounds with steps ahead, until passes are measured; then after 8, 16, ...
+
+
+class Habit:
+    """What the loop did from one ``step()`` to the next, which it will do again.
+
+    Attributes:
+        backwards: How many there were since the last step.
+    """
+
+    def __init__(self) -> None:
+        """Knows nothing, and has no step be made ahead."""
+        self.backwards = 0
+        self._usual = 0
+        self._scales = False
+        self._in_vain = 0  # rounds in a row in which steps were dropped
+        self._pause = self._last_pause = 0
+
+    def is_last(self, number: int) -> bool:
+        """Whether the backward of this number (from 1) is likely to be the last before a step."""
+        return number == self._usual and not self._scales and not self._pause
+
+    def ends_round(self, *, scales: bool = False, dropped: bool, confirms: bool) -> None:
+        """Notes that a step is asked for, or that gradients are thrown away.
+
+        Args:
+            scales: Whether something is to be done to the gradients in the step.
+            dropped: Whether steps were dropped since the last time.
+            confirms: Whether some are confirmed now.
+        """
+        self._usual, self.backwards, self._scales = self.backwards, 0, scales
+        if dropped:
+            self._in_vain += 1
+            if self._in_vain >= _IN_VAIN:
+                self._last_pause = min(_MOST_PAUSE, 2 * self._last_pause or 1)
+                self._pause = self._last_pause
+        elif confirms:
+            self._in_vain = self._last_pause = 0
+        elif self._pause:
+            self._pause -= 1
+
+
+class StepsAhead:
+    """Makes the steps of one optimizer inside backward, provisionally.
+
+    Attributes:
+        revocable: Whether its steps can be taken back.
+        provisional: Those that are made and not confirmed.
+        left: Ids of the groups whose steps are left to the next forward, which has time for them.
+    """
+
+    revocable = True
+
+    def __init__(
+        self,
+        runtime: ModuleRuntime,
+        auto: AutoOverlap,
+        owed: set[int],
+        is_begun: Callable[[object], bool],
+        may_begin: Callable[[], bool],
+        is_elsewhere: Callable[[StepUnit], bool],
+    ) -> None:
+        """Watches the backwards of ``runtime``.
+
+        Args:
+            runtime: The modules' runtime.
+            auto: Knows whose step is made at once.
+            owed: Ids of the units that wait for a step that was asked for.
+            is_begun: Says whether a ``step()`` with some ticket has begun.
+            may_begin: Says whether any steps of the optimizer may be made ahead just now.
+            is_elsewhere: Says whether a unit is stepped on the host, as a rule.
+        """
+        self.provisional = Provisional(runtime, is_begun)
+        self._runtime = runtime
+        self._manager = runtime.manager
+        self._auto = auto
+        self._owed = owed
+        self._may_begin = may_begin
+        self._is_elsewhere = is_elsewhere
+        self._arrivals = Arrivals()
+        self._habit = Habit()
+        self._groups: Sequence[dict[str, Any]] = ()
+        self._state: State = {}
+        self._settings: list[dict[str, Any]] = []
+        self._marks: object = None
+        self._drops = 0
+        self.left: set[int] = set()
+        self._rounds, self._next_look = 0, _FIRST_LOOK
+        # the backward under way
+        self._task = -1
+        self._counted = self._steps = False
+        self._made_any = False  # in the last that was likely to have steps
+        self._pipeline = BlockSweep(self._manager)
+        self._held_back: set[int] = set()
+        runtime.backwards.append(self)
+        runtime.grads.watchers.append(self)
+
+    def extend(
+        self, units: Iterable[StepUnit], groups: Sequence[dict[str, Any]], state: State
+    ) -> None:
+        """Takes units on.
+
+        Args:
+            units: New ones.
+            groups: All parameter groups, with the settings that a step uses.
+            state: The tiered optimizer's, to be kept up to date.
+        """
+        self._groups, self._state = groups, state
+        self._arrivals.add(units)
+
+    def close(self) -> None:
+        """Watches no backward any more; what was made ahead is dropped."""
+        self.provisional.close()
+        self._runtime.backwards.remove(self)
+        self._runtime.grads.watchers.remove(self)
+
+    # -- what the user calls ---------------------------------------------
+
+    def before_step(self, scaling: Scaling | None) -> None:
+        """A step is asked for: drops what is not what it would make."""
+        made = bool(self.provisional)
+        if made and (
+            scaling is not None
+            or not self.provisional.whole
+            or self._marks != marks_of(self._groups)
+            or not all(map(_is_untouched, self.provisional.units))
+        ):
+            self.provisional.drop()
+        self._ends_round(scales=scaling is not None)
+
+    def thrown_away(self) -> None:
+        """Gradients are forgotten, or set to zero."""
+        self.provisional.drop()
+        if self._habit.backwards:
+            self._ends_round()
+
+    def settle(self) -> None:
+        """Has everybody see everything as it is without the steps."""
+        self.provisional.drop()
+
+    def repair(self) -> None:
+        """Drops all that was made, after an exception at a line of ours; nothing is under way."""
+        self._steps = False
+        self.provisional.repair()
+
+    def _ends_round(self, *, scales: bool = False) -> None:
+        drops, self._drops = self._drops, self.provisional.drops
+        self._habit.ends_round(
+            scales=scales, dropped=self._drops != drops, confirms=bool(self.provisional)
+        )
+
+    # -- what backward calls ---------------------------------------------
+
+    def begins(self) -> bool:
+        """A backward begins; returns whether steps are likely to be made in it."""
+        self._task = torch._C._current_graph_task_id()
+        self._counted = self._steps = False
+        self._arrivals.forget()
+        return self._made_any and self._is_last(self._habit.backwards + 1)
+
+    def ends(self) -> None:
+        """It is over."""
+        self._task = -1
+        self._steps = False
+        self._arrivals.forget()
+
+    def arriving(self, entry: Entry) -> bool:
+        """A gradient is about to be accumulated, or to be caught by ``autograd.grad``."""
+        if not self._counted and id(entry.param) in self._arrivals.entries:
+            task = torch._C._current_graph_task_id()
+            if task == self._task and accumulates(entry) and not is_nested():
+                self._first()
+        return False
+
+    def arrived(self, entry: Entry) -> None:
+        """A gradient is in the tiers; if it is the last of its block, that is stepped."""
+        if not self._steps or id(entry.param) not in self._arrivals.entries:
+            return
+        if torch._C._current_graph_task_id() != self._task:
+            return
+        if not self._arrivals.awaits(entry.group, entry):
+            self._step(entry.group)
+
+    def edited(self, entry: Entry) -> None:
+        """Somebody else has written a gradient; whoever did has had the steps dropped."""
+
+    def has_used(self, entry: Entry) -> bool:
+        """Whether a step has used a gradient that is there, and is dropped where it changes."""
+        return self.provisional.has_used(entry)
+
+    # -- inside ----------------------------------------------------------
+
+    def _is_last(self, number: int) -> bool:
+        """Whether steps are made in the backward of this number since the last step."""
+        return self._habit.is_last(number) and self._may_begin() and self._auto.has_room_behind()
+
+    def _first(self) -> None:
+        """The first gradient of a backward arrives: decides whether steps are made in it."""
+        habit = self._habit
+        self._counted = True
+        habit.backwards += 1
+        marks = marks_of(self._groups)
+        if self.provisional and self._marks != marks:
+            self.provisional.drop()
+        self._marks = marks
+        self._steps = self._is_last(habit.backwards)
+        if self._steps:
+            self._settings = frozen_settings(self._groups)
+            self._pipeline = BlockSweep(self._manager)
+            self._runtime.unwritten = []
+            self._held_back = self._arrivals.held_back(self._runtime)
+            self._look_at_pace()
+        self._made_any = False
+
+    def _look_at_pace(self) -> None:
+        """Chooses what is left to the next forward, once it is known how long passes compute."""
+        self._rounds += self._made_any
+        manager, pace = self._manager, self._manager.parts.pass_timer.estimates
+        if self._rounds < self._next_look or manager.parts.device.type != "cuda":
+            return  # on the CPU copies from DRAM hide behind nothing
+        forward, backward = map(pace.computes, self._runtime.last_passes)
+        if forward is None or backward is None:
+            return
+        self._next_look = 2 * self._rounds
+        speed = Speed(forward, backward, pace.rate("dram->hbm"), pace.rate("hbm->dram"))
+        units = self._arrivals.units
+        mine = [group for group in self._runtime.groups if id(group) in units]
+        here = [g for g in mine if not any(map(self._is_elsewhere, units[id(g)]))]
+        loads = [_load_of(group, units[id(group)]) for group in here]
+        now = [number for number, group in enumerate(here) if id(group) in self.left]
+        elsewhere = [_load_of(group, units[id(group)]) for group in mine if group not in here]
+        weights = sum(load.weights for load in elsewhere)
+        beside = Load(weights, sum(load.gradients for load in elsewhere), 0)
+        self.left = {id(here[number]) for number in left_to_forward(loads, speed, now, beside)}
+
+    def _step(self, group: Group) -> None:
+        """Steps the units of a block whose gradients are final, if all of them can be."""
+        units = [u for u in self._arrivals.units[id(group)] if any(e.has_grad for e in u.entries)]
+        if not units or id(group) in self.left:
+            return
+        if group.suspect or group.writes_hidden or group.merging or group.resident:
+            return
+        if not all(self._can_be_made(unit) for unit in units):
+            return
+        for unit in units:
+            unit.optimizer_for(self._settings)
+        with self._manager.lock, quiet(self._manager.parts.device), torch.no_grad():
+            uncompiled(StepsAhead._make)(self, group, units)
+
+    def _can_be_made(self, unit: StepUnit) -> bool:
+        """Whether the step of a unit can be made ahead, and be taken back."""
+        return (
+            unit.made is not None
+            and not self._is_elsewhere(unit)
+            and not isinstance(unit, PartedUnit)
+            and not (unit.spoils or unit.private or unit.attempt is not None)
+            and id(unit) not in self._owed
+            and len(unit.entries) == len(unit.members)
+            and (unit.masters is None or (unit.masters.made and not unit.masters.loose()))
+            and self._auto.is_steady(unit, self._groups)
+            and unit.can_wait(self._runtime)
+        )
+
+    def _make(self, group: Group, units: Sequence[StepUnit]) -> None:
+        """Makes the steps of a block; what cannot be made here is left to ``step()``."""
+        if not self.provisional.has_room(group, units):
+            return
+        began = time.perf_counter_ns()
+        try:
+            made = self.provisional.make(group, units, self._state, self._make_one)
+        except (StorageError, CapacityError):
+            return
+        except torch.OutOfMemoryError:
+            self._steps = False
+            return
+        except Exception as error:
+            if OUTSIDE not in error.__dict__:
+                raise  # a signal handler's, or no memory, at a line of ours
+            self._steps = False  # step() meets with it, too
+            return
+        self._manager.parts.timeline.add(
+            "optimizer", group.block.name, began, time.perf_counter_ns()
+        )
+        if not made:
+            return
+        self._made_any = True
+        blocks = [group.block, *(block for unit in units for block in unit.kept_blocks())]
+        if id(group) in self._held_back:
+            self._runtime.unwritten += blocks  # until forward has got further
+        else:
+            self._pipeline.write(blocks)
+
+    def _make_one(self, unit: StepUnit, at_hand: Callable[[], None]) -> None:
+        unit.step(
+            self._runtime,
+            self._settings,
+            self._state,
+            ticket=self.provisional.ticket,
+            meanwhile=at_hand,
+            revocable=True,
+        )
+
+
+def _load_of(group: Group, units: Sequence[StepUnit]) -> Load:
+    """Returns what moves with a block and its step; what stays in HBM does not move."""
+    stay = group.manager.parts.evictor.residents
+    kept = [block for unit in units for block in unit.kept_blocks() if block.id not in stay]
+    gradients = [grads.block for unit in units for grads in unit.grad_units()]
+    return Load(
+        weights=0 if group.block.id in stay else group.block.nbytes,
+        gradients=sum(block.nbytes for block in gradients),
+        kept=sum(block.nbytes for block in kept),
+    )
+
+
+def _is_untouched(unit: StepUnit) -> bool:
+    """Whether the gradients of a unit are those that backward has left."""
+    for entry in unit.entries:
+        if not entry.has_grad:
+            if grad_of(entry) is not None:
+                return False
+        elif not is_own(entry) or is_viewed(entry.lazy):
+            return False
+    return not any(grads.pending for grads in unit.grad_units())

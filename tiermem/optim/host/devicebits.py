@@ -1,0 +1,233 @@
+"""Which units the host may step with the device's bits, and when."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tiermem.nn.groups.clipping import factor_of
+from tiermem.nn.groups.grads import Change
+from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.optim.host.exact import Proven, kind_of_step
+from tiermem.optim.host.proof import prove
+from tiermem.optim.host.room import HostRoom
+from tiermem.optim.host.side import HostSide, side_of
+from tiermem.optim.rules.scaling import Scaling
+from tiermem.optim.rules.separable import Make, copied, settings_of
+from tiermem.optim.units.unit import StepUnit
+
+_SETTLING = 1
+_TIMED = 2
+_FASTER = 0.97
+
+
+class DeviceBits:
+    """Whether steps of one optimizer on the host have the bits of the device's.
+
+    Attributes:
+        reason: Why the last unit that was asked for has none; empty where it has.
+    """
+
+    def __init__(self, cls: type[torch.optim.Optimizer], make: Make, device: torch.device) -> None:
+        """Finds nothing out yet.
+
+        Args:
+            cls: The optimizer's class.
+            make: Makes the device's plain optimizer.
+            device: Whose bits are meant.
+        """
+        self._cls = cls
+        self._make = make
+        self._device = device
+        self.reason = ""
+        self._last: tuple[Any, Proven | str] | None = None
+        self._seen: tuple[Change, bool] | None = None
+        self._plain: dict[int, tuple[int, torch.dtype, torch.dtype] | str] = {}
+
+    def of(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> Proven | None:
+        """Returns what a step of a unit on the host needs, with settings as they are.
+
+        Args:
+            unit: One of the optimizer's.
+            groups: Settings of the parameter groups.
+        """
+        found = self._of(unit, groups)
+        self.reason = found if isinstance(found, str) else ""
+        return None if isinstance(found, str) else found
+
+    def leaves_alone(self, change: Change) -> bool:
+        """Whether a change that gradients await is no change: a clipping's factor is 1.
+
+        Waits for the device, which has the factor.
+        """
+        if self._seen is None or self._seen[0] is not change:
+            by = factor_of(change)
+            one = by is not None and by.numel() == 1 and float(by) == 1.0
+            # SGD keeps its first gradients as they are, NaN's bits too, which a product changes
+            self._seen = change, one and self._cls is not torch.optim.SGD
+        return self._seen[1]
+
+    def _of(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> Proven | str:
+        if id(unit) not in self._plain:
+            self._plain[id(unit)] = _plainly(unit)
+        plain = self._plain[id(unit)]
+        if isinstance(plain, str):
+            return plain
+        number, stepped, weight = plain
+        settings = settings_of(groups[number])
+        asked = settings, stepped, weight
+        if self._last is None or self._last[0] != asked:
+            kind = kind_of_step(self._cls, settings, stepped, weight, self._device)
+            found = (
+                kind if isinstance(kind, str) else prove(kind, settings, self._make, self._device)
+            )
+            self._last = (copied(settings), stepped, weight), found
+        return self._last[1]
+
+
+def _plainly(unit: StepUnit) -> tuple[int, torch.dtype, torch.dtype] | str:
+    """Returns group number and dtypes of what is stepped and of weights, or what is odd."""
+    numbers = {number for _, number in unit.members}
+    if len(numbers) != 1 or len(unit.members) != len(unit.entries):
+        return f"{unit.name!r} has parameters of several groups, or one twice"
+    kinds = {
+        (unit.masters.dtype if unit.masters and unit.has_master(p) else p.dtype, p.dtype)
+        for p, _ in unit.members
+    }
+    if len(kinds) != 1:
+        return f"{unit.name!r} has several dtypes"
+    specs = [e.group.block.tensors[e.index] for e in unit.entries]
+    specs += [spec for u in unit.grad_units() for spec in u.block.tensors]
+    if any(torch.empty(s.shape, device="meta").stride() != s.stride for s in specs):
+        return f"{unit.name!r} has elements in another order than their numbers"
+    ((stepped, weight),) = kinds
+    return numbers.pop(), stepped, weight
+
+
+class ShareTrial:
+    """Whether a share of the host makes a loop faster: some steps are made with and without.
+
+    What limits is often the host's memory, which serves copies and steps, and how much that
+    bears is not known before. Bits are the same both ways, so it is tried in the loop itself.
+
+    Attributes:
+        on_host: Whether the host has its share by now.
+        decided: Whether that stays so.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        """Begins without.
+
+        Args:
+            now: Returns seconds.
+        """
+        self.on_host = False
+        self.decided = False
+        self._now = now
+        self._ticket: object = None
+        self._began = 0.0
+        self._steps = 0
+        self._best = {False: math.inf, True: math.inf}
+
+    def step(self, ticket: object) -> bool:
+        """Returns whether the host has its share in a step, and in the forward after it.
+
+        Args:
+            ticket: Stands for the step; with the same one it counts once.
+        """
+        if self.decided or ticket is self._ticket:
+            return self.on_host
+        ended, self._ticket = self._now(), ticket
+        if self._steps > _SETTLING:  # a schedule is learned anew first
+            self._best[self.on_host] = min(self._best[self.on_host], ended - self._began)
+        self._began, self._steps = ended, self._steps + 1
+        if self._steps > _SETTLING + _TIMED:
+            self.decided = self.on_host
+            self.on_host = not self.on_host or self._best[True] < _FASTER * self._best[False]
+            self._steps = 1
+        return self.on_host
+
+
+class Movable:
+    """Has the host make steps of its units only where nobody can tell, and the device otherwise.
+
+    What nobody can tell is decided for each step: settings whose bits are proved, gradients that
+    await nothing and have no scale, no view of a weight that would have to leave HBM.
+
+    Attributes:
+        trial: Finds out whether it is faster; None where that is taken for granted.
+    """
+
+    def __init__(self, runtime: ModuleRuntime, bits: DeviceBits, make: Make) -> None:
+        """Has no units yet.
+
+        Args:
+            runtime: The modules' runtime.
+            bits: Says which steps have the device's bits.
+            make: Makes the device's plain optimizer.
+        """
+        self.trial: ShareTrial | None = None
+        self._runtime = runtime
+        self._bits = bits
+        self._make = make
+        self._sides: dict[int, tuple[HostSide, Make]] = {}
+
+    def take_on(self, units: Sequence[StepUnit], *, tried: bool) -> None:
+        """Takes on those units that are the host's.
+
+        Args:
+            units: New ones, some of them the host's.
+            tried: Whether it is tried that this is faster; else it is so.
+        """
+        if tried and self.trial is None:
+            self.trial = ShareTrial()
+        new = [(unit, host) for unit in units if (host := side_of(unit)) is not None]
+        for unit, host in new:
+            host.only_exact = True
+            self._sides[id(unit)] = host, unit.make
+        old = self.rooms()
+        for host, _ in self._sides.values():  # all units of an optimizer have one
+            host.room = new[-1][1].room
+        for room in old:
+            if room is not new[-1][1].room:
+                room.close()
+
+    def rooms(self) -> list[HostRoom]:
+        """Returns what its units' steps on the host have in DRAM, wherever they are made by now."""
+        found = [host.room for host, _ in self._sides.values() if host.room is not None]
+        return list({id(room): room for room in found}.values())
+
+    def has(self, unit: StepUnit) -> bool:
+        """Whether a unit is the host's, wherever its last step was made."""
+        return id(unit) in self._sides
+
+    def place(
+        self,
+        units: Sequence[StepUnit],
+        groups: Sequence[dict[str, Any]],
+        scaling: Scaling | None,
+        ticket: object,
+    ) -> None:
+        """Has each unit be stepped where its step can be made now.
+
+        Args:
+            units: What is to be stepped; nothing is owed to them.
+            groups: Settings of the parameter groups.
+            scaling: What a GradScaler left to the step.
+            ticket: Stands for the step.
+        """
+        wanted = scaling is None and (self.trial is None or self.trial.step(ticket))
+        for unit in units:
+            found = self._sides.get(id(unit))
+            if found is None:
+                continue
+            host, make = found
+            able = wanted and host.is_exact(self._runtime, groups)
+            if able and unit.host is None:
+                unit.move(host, make)
+            elif not able and unit.host is not None:
+                unit.move(None, self._make)

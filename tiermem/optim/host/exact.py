@@ -1,0 +1,316 @@
+"""Steps of torch's Adam, AdamW and SGD on the host with the bits that CUDA's kernels give.
+
+The plain optimizer is torch's own, with ``fused=True``: its state, its counters and its settings
+are its own affair. Only the call that computes is taken over, by the loop of
+:mod:`tiermem.optim.host.loop`. That reads gradients and writes work weights in bfloat16 itself, so
+casts take no pass over memory of their own.
+
+Two kinds of kernels are known: ``fused=True``, and ``foreach``, which is what torch takes on a GPU
+if nothing is said. Which operations they are made of: ADR 45.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tiermem.optim.host.loop import Row, make_steps, power
+
+Flavour = Literal["fused", "foreach"]
+CLASSES: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.SGD,
+)
+_METHODS = {("fused", False): 0, ("fused", True): 1, ("foreach", False): 2, ("foreach", True): 3}
+_SGD = 4
+_NO_MOMENTUM, _FIRST_MOMENTUM, _MOMENTUM = 0, 1, 2
+_f32 = np.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Which operations a step is made of.
+
+    Attributes:
+        cls: The optimizer class.
+        flavour: Of the device's kernels.
+        stepped: Dtype of what is stepped and of its state.
+        weight: Dtype of weights; another one where masters are stepped.
+        flags: What of the settings chooses operations.
+    """
+
+    cls: type[torch.optim.Optimizer]
+    flavour: Flavour
+    stepped: torch.dtype
+    weight: torch.dtype
+    flags: tuple[Any, ...]
+
+
+def kind_of_step(
+    cls: type[torch.optim.Optimizer],
+    settings: Mapping[str, Any],
+    stepped: torch.dtype,
+    weight: torch.dtype,
+    device: torch.device,
+) -> Kind | str:
+    """Returns what a step on a device is made of, or why the host has no such step.
+
+    Args:
+        cls: The optimizer class.
+        settings: Of the parameter group, as the user has them.
+        stepped: Dtype of what is stepped.
+        weight: Dtype of the weights.
+        device: Whose kernels are meant.
+    """
+    if cls not in CLASSES:
+        return f"{cls.__name__} is none of {', '.join(c.__name__ for c in CLASSES)}"
+    flavour = _flavour(settings, device)
+    if flavour is None:
+        return "foreach=False: torch steps it by single operations"
+    if (stepped, weight) not in (
+        (torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16),
+    ):
+        return f"weights in {weight}, stepped in {stepped}"
+    if flavour == "foreach" and stepped is torch.bfloat16:
+        return "foreach rounds to bfloat16 after every operation; give fused=True, or master_dtype"
+    if settings.get("capturable") or settings.get("differentiable"):
+        return "capturable or differentiable"
+    names = ("lr", "weight_decay", "momentum", "dampening", "eps")
+    values = [settings[name] for name in names if name in settings]
+    if not all(type(v) in (int, float) for v in (*values, *settings.get("betas", ()))):
+        return "settings that are not plain numbers"
+    flags = _sgd_flags(settings, flavour) if cls is torch.optim.SGD else _adam_flags(settings)
+    return flags if isinstance(flags, str) else Kind(cls, flavour, stepped, weight, flags)
+
+
+def _flavour(settings: Mapping[str, Any], device: torch.device) -> Flavour | None:
+    if settings.get("fused"):
+        return "fused"
+    foreach = settings.get("foreach")
+    if foreach or (foreach is None and settings.get("fused") is None and device.type == "cuda"):
+        return "foreach"
+    return None
+
+
+def _adam_flags(settings: Mapping[str, Any]) -> tuple[Any, ...] | str:
+    betas = settings["betas"]
+    if not all(0 <= beta < 1 for beta in betas) or betas[1] == 0:
+        return f"betas={betas}"
+    rest = _f32(1 - betas[0])
+    return (
+        settings["weight_decay"] != 0,
+        _f32(settings["weight_decay"]) != 0,
+        bool(settings["amsgrad"]),
+        bool(settings["maximize"]),
+        bool(abs(rest) < _f32(0.5)),
+    )
+
+
+def _sgd_flags(settings: Mapping[str, Any], flavour: Flavour) -> tuple[Any, ...] | str:
+    decay = settings["weight_decay"] != 0
+    nesterov, maximize = bool(settings["nesterov"]), bool(settings["maximize"])
+    if flavour == "foreach" and nesterov and not decay and not maximize:
+        return "foreach with nesterov writes gradients"
+    return (
+        decay,
+        _f32(settings["weight_decay"]) != 0,
+        settings["momentum"] != 0,
+        settings["dampening"] != 0,
+        nesterov,
+        maximize,
+    )
+
+
+@dataclass(slots=True)
+class Proven:
+    """What steps of one kind on the host need to have the device's bits.
+
+    Attributes:
+        flavour: Of the device's kernels.
+        nan16: Bits of what is no number in bfloat16.
+        offsets: For each beta, as float32, which reciprocal the device's powers rest on.
+    """
+
+    flavour: Flavour
+    nan16: int
+    offsets: dict[float, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Beside:
+    """What the loop uses beside what torch's call names, by the address of what is stepped.
+
+    Attributes:
+        gradient: In its own dtype, where the one in the call is a stand-in.
+        cast: Takes the cast of the result, where there is one.
+    """
+
+    gradient: torch.Tensor | None = None
+    cast: torch.Tensor | None = None
+
+
+class ExactCalls(TorchFunctionMode):
+    """Has the loop make what plain fused optimizers on the CPU ask of torch's kernels."""
+
+    def __init__(
+        self,
+        device: Proven,
+        beside: Mapping[int, Beside] | None = None,
+    ) -> None:
+        """Is in force around the optimizer's ``step()``.
+
+        Args:
+            device: What is known of the device.
+            beside: By the address of what is stepped.
+        """
+        super().__init__()
+        self._device = device
+        self._beside = beside or {}
+        self._calls: dict[Any, Callable[..., list[Row]]] = {
+            torch._fused_adam_: self._adam,
+            torch._fused_adamw_: self._adamw,
+            torch._fused_sgd_: self._sgd,
+        }
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Makes a call of torch's; one of those kernels by the loop, whole or not at all."""
+        rows_of = self._calls.get(func)
+        if rows_of is None:
+            return func(*args, **(kwargs or {}))
+        make_steps(rows_of(*args, **(kwargs or {})))
+        return None
+
+    def _adamw(self, *args: Any, **settings: Any) -> list[Row]:
+        return self._adam(*args, decoupled=True, **settings)
+
+    def _adam(
+        self,
+        params: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        firsts: Sequence[torch.Tensor],
+        seconds: Sequence[torch.Tensor],
+        largest: Sequence[torch.Tensor],
+        steps: Sequence[torch.Tensor],
+        *,
+        decoupled: bool = False,
+        **settings: Any,
+    ) -> list[Row]:
+        _refuse_scale(settings)
+        rows = []
+        amsgrad = bool(settings["amsgrad"])
+        tops: Sequence[torch.Tensor | None] = largest if amsgrad else [None] * len(params)
+        numbers_of = self._fused_numbers if self._device.flavour == "fused" else _foreach_numbers
+        found: dict[float, tuple[bool, list[float]]] = {}
+        for param, grad, first, second, top, step in zip(
+            params, grads, firsts, seconds, tops, steps, strict=True
+        ):
+            count = float(step)
+            if count not in found:
+                found[count] = numbers_of(settings, count, decoupled=decoupled)
+            decay, numbers = found[count]
+            row = self._row(param, grad, numbers, [first, second, top])
+            row.method = _METHODS[self._device.flavour, decoupled]
+            row.maximize, row.decay, row.amsgrad = settings["maximize"], decay, amsgrad
+            rows.append(row)
+        return rows
+
+    def _fused_numbers(
+        self, settings: Mapping[str, Any], step: float, *, decoupled: bool
+    ) -> tuple[bool, list[float]]:
+        """Returns what the kernel computes of settings before it begins, all in float32."""
+        lr, eps, decay = (_f32(settings[name]) for name in ("lr", "eps", "weight_decay"))
+        betas = [_f32(settings[name]) for name in ("beta1", "beta2")]
+        with np.errstate(all="ignore"):
+            powers = [_f32(power(float(b), step, self._device.offsets[float(b)])) for b in betas]
+            size = lr / (_f32(1) - powers[0])
+            root = np.sqrt(_f32(1) - powers[1])
+            factor = lr * decay if decoupled else decay
+            rest = [_f32(1) - beta for beta in betas]
+        return bool(decay != 0), [float(x) for x in (*betas, size, root, eps, factor, *rest)]
+
+    def _sgd(
+        self,
+        params: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        **settings: Any,
+    ) -> list[Row]:
+        _refuse_scale(settings)
+        momentum, dampening = settings["momentum"], settings["dampening"]
+        fused = self._device.flavour == "fused"
+        rest = _f32(1) - _f32(dampening) if fused else _f32(1 - dampening)
+        decay = (_f32(settings["weight_decay"]) if fused else settings["weight_decay"]) != 0
+        numbers = [-_f32(settings["lr"]), momentum, rest, settings["weight_decay"]]
+        state: Sequence[torch.Tensor | None] = buffers or [None] * len(params)
+        rows = []
+        for param, grad, buffer in zip(params, grads, state, strict=True):
+            row = self._row(param, grad, [float(_f32(x)) for x in numbers], [buffer, None, None])
+            row.method, row.maximize, row.decay = _SGD, settings["maximize"], bool(decay)
+            first = _FIRST_MOMENTUM if settings["is_first_step"] else _MOMENTUM
+            row.momentum = _NO_MOMENTUM if momentum == 0 else first
+            row.nesterov = settings["nesterov"]
+            rows.append(row)
+        return rows
+
+    def _row(
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        numbers: Sequence[float],
+        state: Sequence[torch.Tensor | None],
+    ) -> Row:
+        beside = self._beside.get(param.data_ptr(), _NOTHING)
+        gradient = grad if beside.gradient is None else beside.gradient
+        row = Row(count=param.numel())
+        row.numbers[:] = [*numbers, *([0.0] * (len(row.numbers) - len(numbers)))]
+        row.nan16 = self._device.nan16
+        row.bf16 = param.dtype is torch.bfloat16
+        row.grad_bf16 = gradient.dtype is torch.bfloat16
+        row.param, row.grad, row.cast = map(_address, (param, gradient, beside.cast))
+        row.first, row.second, row.largest = map(_address, state)
+        return row
+
+
+_NOTHING = Beside()
+
+
+def _foreach_numbers(
+    settings: Mapping[str, Any], step: float, *, decoupled: bool
+) -> tuple[bool, list[float]]:
+    """Returns what torch's Python computes of settings, in double, and its kernels round."""
+    lr, beta1, beta2 = (settings[name] for name in ("lr", "beta1", "beta2"))
+    decay = settings["weight_decay"]
+    size = (lr / (1 - beta1**step)) * -1
+    root = (1 - beta2**step) ** 0.5
+    factor = 1 - lr * decay if decoupled else decay
+    numbers = (beta1, beta2, size, root, settings["eps"], factor, 1 - beta1, 1 - beta2)
+    with np.errstate(all="ignore"):
+        return bool(decay != 0), [float(_f32(x)) for x in numbers]
+
+
+def _refuse_scale(settings: Mapping[str, Any]) -> None:
+    if settings.get("grad_scale") is not None or settings.get("found_inf") is not None:
+        raise RuntimeError("the host's steps are given gradients without a scale")
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    """Returns where a tensor begins.
+
+    Raises:
+        RuntimeError: If its elements do not lie in their order; nothing is stepped then.
+    """
+    if tensor is None:
+        return None
+    if not tensor.is_contiguous():
+        raise RuntimeError("the host's steps are given tensors whose elements lie in order")
+    return tensor.data_ptr()

@@ -1,0 +1,185 @@
+"""The compiled loop behind steps on the host that have the device's bits (``exact.c``).
+
+It is compiled with the machine's C compiler when it is first needed, and kept in the user's cache
+folder. Nothing needs it: where it cannot be had, :func:`library` says why, and steps are made
+elsewhere. The loop has threads of its own, and lets the GIL go.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_SOURCE = Path(__file__).with_name("exact.c")
+_FLAGS = (
+    "-O3",
+    "-ffp-contract=off",  # what is fused is written as fma
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+    "-fvisibility=hidden",
+)
+_SECONDS = 120.0
+_INTS = (
+    *("method", "bf16", "grad_bf16", "maximize", "decay", "amsgrad", "momentum", "nesterov"),
+    *("nan16", "unused"),
+)
+NUMBERS = 8
+
+
+class Row(ctypes.Structure):
+    """The step of one tensor, as ``step_t`` in ``exact.c``."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in _INTS),
+        ("numbers", ctypes.c_float * NUMBERS),
+        ("count", ctypes.c_int64),
+        ("param", ctypes.c_void_p),
+        ("grad", ctypes.c_void_p),
+        ("first", ctypes.c_void_p),
+        ("second", ctypes.c_void_p),
+        ("largest", ctypes.c_void_p),
+        ("cast", ctypes.c_void_p),
+    )
+
+
+class NoLoop(Exception):
+    """The loop cannot be had on this machine; the message says why."""
+
+
+@cache
+def library() -> ctypes.CDLL | str:
+    """Returns the loop, or why it cannot be had; compiles it if need be, which takes seconds."""
+    try:
+        found = ctypes.CDLL(str(_built()))
+    except (NoLoop, OSError) as error:
+        return f"the loop for steps on the host cannot be had: {error}"
+    if not found.tiermem_runs_here():
+        return f"this processor ({platform.machine()}) has no vectors with fused multiply-add"
+    found.tiermem_open.restype = ctypes.c_void_p
+    found.tiermem_open.argtypes = [ctypes.c_int]
+    found.tiermem_steps.restype = None
+    found.tiermem_steps.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    found.tiermem_close.restype = None
+    found.tiermem_close.argtypes = [ctypes.c_void_p]
+    found.tiermem_power.restype = ctypes.c_float
+    found.tiermem_power.argtypes = [ctypes.c_float, ctypes.c_float, ctypes.c_int]
+    return found
+
+
+def _built() -> Path:
+    """Returns the compiled file.
+
+    Raises:
+        NoLoop: If there is no compiler, or it fails.
+        OSError: If no folder can be written.
+    """
+    source = _SOURCE.read_bytes()
+    compiler = os.environ.get("CC") or "cc"
+    command = shutil.which(compiler.split()[0])
+    kind = f"{platform.machine()} {compiler} {_FLAGS}".encode()
+    name = f"exact-{hashlib.sha256(source + kind).hexdigest()[:24]}.so"
+    folder = cache_folder()
+    target = folder / name
+    if target.exists():
+        return target
+    if command is None:
+        raise NoLoop(f"it is compiled when first needed, and there is no C compiler ({compiler!r})")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, made = tempfile.mkstemp(suffix=".so", dir=folder)
+    os.close(handle)
+    try:
+        done = subprocess.run(
+            [command, *compiler.split()[1:], *_FLAGS, "-o", made, str(_SOURCE), "-lpthread", "-lm"],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+        if done.returncode:
+            raise NoLoop(f"{compiler!r} fails: {done.stderr.strip()[-400:]}")
+        os.replace(made, target)  # at once: another process may be at it too
+    except subprocess.TimeoutExpired as error:
+        raise NoLoop(f"{compiler!r} took more than {_SECONDS:.0f} s") from error
+    finally:
+        Path(made).unlink(missing_ok=True)
+    return target
+
+
+def cache_folder() -> Path:
+    """Returns where the compiled loop is kept."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tiermem"
+
+
+class _Teams:
+    """Threads of the loop, by their number; made when first used, in this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._teams: dict[int, int] = {}
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        """A child has no threads but its own."""
+        self._lock = threading.Lock()
+        self._teams = {}
+
+    def run(self, rows: ctypes.Array[Row], threads: int) -> None:
+        """Makes steps; the calling thread works too."""
+        loop = library()
+        if isinstance(loop, str):
+            raise NoLoop(loop)
+        with self._lock:
+            team = self._teams.get(threads)
+            if team is None:
+                team = loop.tiermem_open(threads)
+                if not team:
+                    raise MemoryError("no memory for the threads of steps on the host")
+                self._teams[threads] = team
+            loop.tiermem_steps(team, ctypes.addressof(rows), len(rows))
+
+
+_teams = _Teams()
+
+
+def make_steps(rows: Sequence[Row]) -> None:
+    """Makes the steps of some tensors, with as many threads as torch would use here.
+
+    Args:
+        rows: What is to be done; whatever they point at stays where it is meanwhile. No two
+            have memory in common.
+
+    Raises:
+        NoLoop: If the loop cannot be had; nothing is stepped.
+    """
+    if rows:
+        _teams.run((Row * len(rows))(*rows), torch.get_num_threads())
+
+
+def power(base: float, exponent: float, off: int) -> float:
+    """Returns a power as CUDA's ``powf`` has it.
+
+    Args:
+        base: At least 0 and less than 1, a float32.
+        exponent: At least 1, a float32.
+        off: By how many units in the last place the device's approximate reciprocal, on which it
+            rests, is off: -1, 0 or 1.
+    """
+    loop = library()
+    if isinstance(loop, str):
+        raise NoLoop(loop)
+    found: float = loop.tiermem_power(base, exponent, off)
+    return found

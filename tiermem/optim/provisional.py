@@ -1,0 +1,215 @@
+"""Steps that are made before anybody has asked for them: confirmed by ``step()``, or dropped.
+
+What such a step writes goes to shadows of its blocks (:mod:`tiermem.runtime.services.shadows`),
+so that their homes keep what they were. Until ``step()`` confirms it, it is owed to every block
+that it has to do with to drop all of these steps: whoever looks at one sees it as it was, and the
+steps are made when they are asked for, as if nothing had been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from tiermem.core.block import Block
+from tiermem.core.residency import State as Residency
+from tiermem.nn.groups.group import Entry, Group
+from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.optim.units.undo import Undo
+from tiermem.optim.units.unit import State, StepUnit
+from tiermem.runtime.services.shadows import Shadows
+from tiermem.runtime.transfers.deferred import Deferred
+
+_AT_HOME = Residency.VALID
+
+Step = Callable[[StepUnit, Callable[[], None]], None]
+"""Makes the step of a unit; calls what it is given once the unit's blocks are at hand."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Made:
+    """A unit that was stepped, or is just being stepped.
+
+    Attributes:
+        unit: The unit.
+        ticket: Of its last step before.
+        numbers: What its state has outside the tiers.
+    """
+
+    unit: StepUnit
+    ticket: object
+    numbers: Undo
+
+
+class Provisional:
+    """Provisional steps of one optimizer.
+
+    Attributes:
+        ticket: Given to every unit that is stepped; another one after they are confirmed or
+            dropped.
+        drops: How often any were dropped.
+        total: How many units were confirmed.
+    """
+
+    def __init__(self, runtime: ModuleRuntime, is_begun: Callable[[object], bool]) -> None:
+        """Has made none.
+
+        Args:
+            runtime: The modules' runtime.
+            is_begun: Says whether a ``step()`` with some ticket has begun: that confirms.
+        """
+        self.ticket = object()
+        self.drops = self.total = 0
+        self._manager = runtime.manager
+        self._is_begun = is_begun
+        self._made: dict[int, _Made] = {}
+        self._used: set[int] = set()  # entries
+        self._debts: list[Deferred] = []
+        self._making = False
+        self._broken = False  # not all of it could be dropped: some blocks were in use
+        self._shadows = Shadows(runtime.manager, self._give_up)
+
+    def __bool__(self) -> bool:
+        return bool(self._made or self._debts)
+
+    def __contains__(self, unit: StepUnit) -> bool:
+        return id(unit) in self._made
+
+    @property
+    def whole(self) -> bool:
+        """Whether there are any, and all of them can be confirmed."""
+        return bool(self._made) and not self._broken
+
+    @property
+    def units(self) -> list[StepUnit]:
+        """Returns those that are stepped."""
+        return [made.unit for made in self._made.values()]
+
+    def has_room(self, group: Group, units: Sequence[StepUnit]) -> bool:
+        """Whether the steps of all units of a block can be provisional."""
+        table = self._manager.parts.table
+        weights = table[group.block.id]
+        kept = [table[block.id] for unit in units for block in unit.kept_blocks()]
+        if not all(self._shadows.can_have(record) for record in (weights, *kept)):
+            return False
+        # state that stays in HBM, and is newer there, need not be moved at all: that comes later
+        if any(record.at_home is not _AT_HOME for record in kept):
+            return False
+        self._shadows.forget_removed()
+        return self._shadows.reserve(record.block for record in (weights, *kept))
+
+    def make(self, group: Group, units: Sequence[StepUnit], state: State, step: Step) -> bool:
+        """Steps units of a block, under the manager's lock.
+
+        Args:
+            group: Of their weights.
+            units: For which :meth:`has_room` was true.
+            state: The tiered optimizer's.
+            step: Makes the step of one, with :attr:`ticket`; it may raise, or leave it.
+
+        Returns:
+            Whether all are made.
+        """
+        ticket = self.ticket
+        blocks = [group.block]
+        self._making = True
+        try:
+            for unit in units:
+                blocks += unit.kept_blocks()
+                self._made[id(unit)] = _Made(unit, unit.made, _numbers_of(unit, state))
+                unit.counted.later(ticket)
+                step(unit, partial(self._shadows.turn, [group.block, *unit.kept_blocks()]))
+        finally:
+            self._making = False
+            done = self.ticket is ticket and all(u.made is ticket for u in units)
+            if done:
+                self._used.update(id(e) for unit in units for e in unit.entries)
+                blocks += [grads.block for unit in units for grads in unit.grad_units()]
+                self._owe(group.block, blocks)
+            elif self.ticket is ticket and not any(block in self._shadows for block in blocks):
+                for unit in units:  # nothing was written
+                    self._made.pop(id(unit), None)
+            else:
+                self.drop()
+        return done
+
+    def drop(self) -> None:
+        """Has everything be as before the steps; cut short, it may be called again.
+
+        A step that is under way just now goes the same way once it has let go of its blocks.
+        """
+        if not self:
+            return
+        manager = self._manager
+        with manager.lock:
+            if self._is_begun(self.ticket) and not self._broken:
+                self.confirm()
+                return
+            manager.parts.copy.synchronize()
+            for made in self._made.values():
+                made.numbers.take_back()
+                made.unit.foreign.forget()
+                made.unit.made = made.ticket
+            self._shadows.put_back()
+            if self._shadows.in_use:
+                self._broken, self.ticket = True, object()
+                return
+            self._end()
+            self.drops += 1
+
+    def confirm(self) -> None:
+        """Has the steps be made, if ``step()`` has asked for them; it may be called again."""
+        if not self or self._broken or not self._is_begun(self.ticket):
+            return
+        with self._manager.lock:
+            for made in self._made.values():
+                made.unit.counted.confirm(made.unit, self.ticket)
+            self._shadows.confirm()
+            self.total += len(self._made)
+            self._end()
+
+    def repair(self) -> None:
+        """Drops all, after an exception at a line of ours; nobody holds any of their blocks."""
+        self._making = False
+        self.drop()
+
+    def has_used(self, entry: Entry) -> bool:
+        """Whether one of the steps has used the gradient of a parameter."""
+        return id(entry) in self._used
+
+    def close(self) -> None:
+        """Gives the shadows back."""
+        self.drop()
+        self._shadows.close()
+
+    # -- inside ----------------------------------------------------------
+
+    def _owe(self, block: Block, blocks: Sequence[Block]) -> None:
+        debt = Deferred(block.name, [b.id for b in blocks], self.drop)
+        self._debts.append(debt)
+        self._manager.parts.deferred.add(debt)
+
+    def _end(self) -> None:
+        while self._debts:
+            self._manager.parts.deferred.cancel(self._debts[-1])
+            self._debts.pop()
+        self._made.clear()
+        self._used.clear()
+        self._broken, self.ticket = False, object()
+
+    def _give_up(self) -> bool:
+        """A home needs room: the shadows go, and with them what they are for."""
+        if self._making:
+            return False
+        self.drop()
+        return self._shadows.release()
+
+
+def _numbers_of(unit: StepUnit, state: State) -> Undo:
+    """Keeps what the state of a unit has outside the tiers, and which parameters have any."""
+    numbers = Undo()
+    params = [param for param, _ in unit.members]
+    numbers.keep_entries(unit.optimizer_for(None).state, [unit.own(param) for param in params])
+    numbers.keep_shown(state, params)
+    return numbers

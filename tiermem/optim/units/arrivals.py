@@ -1,0 +1,80 @@
+"""Which gradients of a backward have arrived, and whether more of a block are to come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+
+from tiermem.nn.groups.group import Entry, Group
+from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.optim.units.finality import accumulates
+from tiermem.optim.units.unit import StepUnit
+
+_HELD_BACK, _BESIDE_MORE = 0.3, 0.5
+"""Of HBM, or beside what stays in it: what steps wrote last and goes home in the next forward. Else
+copies down would still be under way when that begins, and a model that reads a value back as it
+begins waits for them all."""
+
+
+class Arrivals:
+    """Follows the gradients of one optimizer through a backward.
+
+    Attributes:
+        entries: Its managed parameters, by the id of the parameter.
+        units: Its units, by the id of the group of weights that they are from.
+    """
+
+    def __init__(self) -> None:
+        """Follows none yet."""
+        self.entries: dict[int, Entry] = {}
+        self.units: dict[int, list[StepUnit]] = {}
+        self._there: dict[int, set[int]] = {}  # what has arrived, by block
+        self._awaited: dict[int, Entry] = {}  # one that is still to come
+        self._last: dict[int, Entry] = {}  # the last one in the backward before
+
+    def add(self, units: Iterable[StepUnit]) -> None:
+        """Follows the gradients of units from now on, if they are managed."""
+        for unit in units:
+            if unit.group is not None:
+                self.units.setdefault(id(unit.group), []).append(unit)
+                self.entries.update((id(entry.param), entry) for entry in unit.entries)
+
+    def forget(self) -> None:
+        """Forgets what has arrived: a backward begins, or is over."""
+        self._there.clear()
+        self._awaited.clear()
+
+    def awaits(self, group: Group, arrived: Entry) -> bool:
+        """Whether gradients of a block are still to come after this one.
+
+        To ask the engine for each of them costs more than to know one of them: that is the last
+        of the backward before, mostly.
+        """
+        key = id(group)
+        there = self._there.setdefault(key, set())
+        there.add(id(arrived.param))
+        awaited = self._awaited.get(key)
+        if awaited is not None and id(awaited.param) not in there:
+            return True
+        likely = [self._last[key]] if key in self._last else []
+        members = (e for unit in self.units[key] for e in unit.entries)
+        for entry in chain(likely, members):
+            if id(entry.param) not in there and accumulates(entry):
+                self._awaited[key] = entry
+                return True
+        self._last[key] = arrived
+        return False
+
+    def held_back(self, runtime: ModuleRuntime) -> set[int]:
+        """Returns the ids of the groups that backward steps last, and forward begins with."""
+        evictor = runtime.manager.parts.evictor
+        room = int(evictor.regions.border * (_BESIDE_MORE if evictor.residents else _HELD_BACK))
+        found: set[int] = set()
+        for group in runtime.groups:
+            units = self.units.get(id(group), ())
+            blocks = [group.block, *(block for unit in units for block in unit.kept_blocks())]
+            room -= sum(block.nbytes for block in blocks if block.id not in evictor.residents)
+            if room < 0 and found:
+                break
+            found.add(id(group))
+        return found

@@ -1,0 +1,192 @@
+"""What the expert room is made of: stacks, pieces of them, seats, and the calls that use them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from tiermem.core.block import Block, Extent, TensorSpec
+from tiermem.core.experts import Popularity, Seats
+from tiermem.core.layout import contiguous_stride
+from tiermem.runtime.memory.slots import typed_view, use_count
+from tiermem.transfer.copy import Event
+from tiermem.transfer.file.mover import FileTransfer
+
+WHOLE = -1
+"""In place of an expert: the piece is all of a tensor (biases, of which rows are small)."""
+
+
+class Piece(NamedTuple):
+    """What one tensor of a stack has of one expert.
+
+    Attributes:
+        stack: Number of the stack.
+        tensor: Which tensor of the block.
+        expert: Which expert, or :data:`WHOLE`.
+    """
+
+    stack: int
+    tensor: int
+    expert: int
+
+
+@dataclass(eq=False)
+class Stack:
+    """A block that has the weights of a layer's experts.
+
+    Attributes:
+        number: Of this store.
+        block: The block.
+        experts: How many there are.
+        rows: The tensors of which experts have rows worth a copy each.
+        popularity: How often each expert is chosen.
+        stamp: Which bytes its pieces were copied from; see :meth:`ExpertStore.begin`.
+        guessed: Experts whose pieces were asked for before anybody chose them.
+        places: Where checkpoint files have its pieces.
+        after: The stack that was used after it last.
+        order: The pieces that its last call asked for, in order.
+        foresee: Returns scores of the experts, by the hidden states of the layer before; None where
+            its router is not at hand.
+    """
+
+    number: int
+    block: Block
+    experts: int
+    rows: tuple[int, ...]
+    popularity: Popularity
+    stamp: tuple[Any, ...] = ()
+    guessed: set[int] = field(default_factory=set)
+    places: dict[Piece, Extent] = field(default_factory=dict)
+    after: Stack | None = None
+    order: tuple[Piece, ...] = ()
+    foresee: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+
+    def nbytes(self, tensor: int) -> int:
+        """Returns the bytes of one piece of a tensor."""
+        spec = self.block.tensors[tensor]
+        return spec.nbytes // self.experts if tensor in self.rows else spec.nbytes
+
+    @property
+    def expert_nbytes(self) -> int:
+        """Bytes of all pieces of one expert."""
+        return sum(map(self.nbytes, self.rows))
+
+    def piece(self, tensor: int, expert: int) -> Piece:
+        """Returns a tensor's piece for an expert."""
+        return Piece(self.number, tensor, expert if tensor in self.rows else WHOLE)
+
+
+def stack_of(number: int, block: Block, experts: int) -> Stack | None:
+    """Returns a block as a stack; None where its tensors are not laid out row by row."""
+    specs = block.tensors
+    if any(s.shape[0] != experts or s.stride != contiguous_stride(s.shape) for s in specs):
+        return None
+    rows = tuple(index for index, spec in enumerate(specs) if len(spec.shape) >= 3)
+    # a matrix lies where it lies in the whole, as far as kernels care (256 bytes)
+    if any(specs[index].nbytes // experts % 256 for index in rows):
+        return None
+    return Stack(number, block, experts, rows, Popularity(experts))
+
+
+class Seat:
+    """One seat: its bytes, what sits there, and what has to be waited for.
+
+    Attributes:
+        extent: Where it is in HBM.
+        inside: Whether somebody is about to look.
+        event: Of the copy that brought what is there.
+        transfer: The read from a file that does; None once it has landed.
+        released: What was under way when the last reader of what was there had been submitted.
+    """
+
+    __slots__ = (
+        "_baseline",
+        "_storage",
+        "_views",
+        "bytes",
+        "event",
+        "extent",
+        "inside",
+        "released",
+        "transfer",
+    )
+
+    def __init__(self, whole: torch.Tensor, extent: Extent) -> None:
+        """Covers ``whole``, 1-D uint8, with a storage of its own."""
+        self.bytes = whole
+        self.extent = extent
+        self.event: Event | None = None
+        self.transfer: FileTransfer | None = None
+        self.inside = False
+        self.released: tuple[Event, ...] = ()
+        self._storage = whole.untyped_storage()
+        self._views: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._baseline = use_count(self._storage._cdata)
+
+    @property
+    def aliased(self) -> bool:
+        """Whether anybody looks at the bytes, or is about to."""
+        return self.inside or use_count(self._storage._cdata) > self._baseline
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps who sits here from leaving, inside ``with``."""
+        self.inside = True
+        try:
+            yield
+        finally:
+            self.inside = False
+
+    def view(self, spec: TensorSpec, shape: tuple[int, ...]) -> torch.Tensor:
+        """Returns the piece as a tensor; as long as that lives, the seat is taken."""
+        key = (spec.dtype, shape)
+        found = self._views.get(key)
+        if found is None:
+            dtype: Any = spec.dtype
+            with torch.inference_mode(False):
+                found = typed_view(self._storage, dtype, 0, shape, contiguous_stride(shape))
+            self._views[key] = found
+            self._baseline += 1
+        return found.detach()
+
+
+class Bank:
+    """Seats of one size.
+
+    Attributes:
+        seats: All of them.
+        who: Which piece has which.
+    """
+
+    def __init__(self, seats: list[Seat], who: Seats) -> None:
+        """Starts with empty seats."""
+        self.seats = seats
+        self.who = who
+
+
+class Use:
+    """One call of a layer's experts.
+
+    Attributes:
+        stack: The layer.
+        chosen: The experts, ascending.
+        counts: How often each expert of the layer was chosen.
+        wanted: Pieces that were not asked for yet, in the order in which they will be.
+        coming: Of these, those whose copies have not begun: by tensor, each with its place in that
+            order.
+    """
+
+    def __init__(self, stack: Stack, counts: Sequence[int], wanted: Iterable[Piece]) -> None:
+        """Begins with everything wanted."""
+        self.stack = stack
+        self.counts = counts
+        self.chosen = [expert for expert, count in enumerate(counts) if count]
+        self.wanted = dict.fromkeys(wanted)
+        self.coming: dict[int, deque[tuple[int, Piece]]] = {}
+        for place, piece in enumerate(self.wanted):
+            self.coming.setdefault(piece.tensor, deque()).append((place, piece))

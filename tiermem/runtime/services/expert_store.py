@@ -1,0 +1,602 @@
+"""Experts of mixtures, each brought into HBM by itself where their layers' blocks do not fit.
+
+A *stack* is a block whose tensors hold one row for each expert of a layer. What one of them has of
+one expert is a *piece*. The block stays as it is below HBM; pieces are copied out of its home into
+seats of HBM (:mod:`tiermem.core.experts`), all of which lie in one block, the *expert room*, whose
+home is HBM. It is made as a pass begins that takes no gradients, of what other blocks leave of HBM,
+and given back as soon as anybody else needs room: pieces are copies, and nothing is lost.
+
+A piece counts as long as nobody has written the block since. Nobody writes through what is handed
+out, and whoever still looks at it keeps its seat.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from tiermem.core.block import Block, Extent, Role, Tier, align_up
+from tiermem.core.experts import FORESEEN, Seats, share_out
+from tiermem.core.layout import TensorShape
+from tiermem.core.residency import Record, State
+from tiermem.errors import CapacityError, StorageError
+from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.memory.expert_seats import WHOLE, Bank, Piece, Seat, Stack, Use, stack_of
+from tiermem.storage.checkpointstore import SourceRange
+
+_ROOM = "expert room"
+_LEAST_SEATS = 3
+_GUESS_FROM = 0.6
+"""So often a guess has to have come true lately to be worth a copy."""
+_WORTH_WHOLE = 2.0  # more than any expert's
+_SHRINK = 0.5
+
+
+class ExpertStore:
+    """The stacks of one manager, and the expert room; under the manager's lock.
+
+    Attributes:
+        stacks: By the id of their blocks.
+        open: Whether there is an expert room.
+    """
+
+    def __init__(self, manager: BlockManager) -> None:
+        """Starts without stacks."""
+        self._manager = manager
+        self._parts = parts = manager.parts
+        self.stacks: dict[int, Stack] = {}
+        self._numbers: dict[int, Stack] = {}
+        self._room: Block | None = None
+        self._banks: dict[int, Bank] = {}
+        self._bank_of: dict[tuple[int, int], Bank] = {}  # by stack and tensor
+        self._uses: list[Use] = []
+        self._guesses: dict[Piece, None] = {}
+        self._last: Stack | None = None
+        self._lent: list[Seat] = []  # whose readers may not all be submitted
+        self._most = 1.0  # share of what other blocks leave that it may take
+        self._capacity = 0
+        limit, more = parts.limit, parts.evictor.more
+        parts.evictor.more = lambda nbytes: more(nbytes) or self.give_way()
+        limit.give_way.append(self.close)
+        parts.homes.owners.append(self._owned)
+
+    # -- stacks ----------------------------------------------------------
+
+    @property
+    def open(self) -> bool:
+        """Whether there is an expert room."""
+        return self._room is not None
+
+    def add(self, block: Block, experts: int) -> Stack | None:
+        """Enters a stack; None where its tensors are not laid out row by row."""
+        stack = stack_of(block.id, block, experts)
+        if stack is not None:
+            self.close()
+            self.stacks[block.id] = self._numbers[stack.number] = stack
+        return stack
+
+    def remove(self, block_id: int) -> None:
+        """Takes a stack out, where it is one."""
+        stack = self.stacks.get(block_id)
+        if stack is not None:
+            self.close()
+            self._forget_places(stack)
+            del self.stacks[block_id], self._numbers[stack.number]
+
+    # -- the expert room -------------------------------------------------
+
+    def prepare(self, training: bool) -> None:
+        """A pass begins; makes the expert room, gives it back, or leaves it as it is."""
+        parts = self._parts
+        if not self.stacks or parts.copy.capturing():
+            return
+        if training:
+            self.close()
+            return
+        capacity = parts.table.hbm.capacity
+        if capacity != self._capacity:
+            self.close()
+            self._capacity = capacity
+        if self._room is None and self._most > 1 / 64:
+            self._open()
+
+    def close(self) -> None:
+        """Gives the expert room back, with all that is seated."""
+        room = self._room
+        if room is None:
+            return
+        parts = self._parts
+        for bank in self._banks.values():
+            for seat in bank.seats:
+                self._settle(seat)
+        parts.copy.synchronize()
+        seen = [seat for bank in self._banks.values() for seat in bank.seats if seat.aliased]
+        slot = parts.slots.current[room.id]
+        keep = slot.bytes.detach() if seen else None  # so that the bytes stay as they are
+        self._forget_seated()
+        self._manager.remove_blocks([room])
+        self._room, self._banks, self._bank_of = None, {}, {}
+        if keep is not None:
+            parts.evictor.leave_behind(slot.extent, seen)
+
+    def repair(self) -> None:
+        """Gives the expert room back after an exception anywhere; nothing is under way."""
+        table = self._parts.table
+        self._uses.clear()
+        self._forget_seated()
+        if self._room is not None and table.get(self._room.id) is None:
+            self._room, self._banks, self._bank_of = None, {}, {}
+        self.close()
+        lost = [r.block for r in table if r.block.name == _ROOM]
+        self._manager.remove_blocks(lost)
+
+    def give_way(self) -> bool:
+        """Closes for a block that has no room; returns whether that gave any back."""
+        if self._room is None:
+            return False
+        self.close()
+        self._most *= _SHRINK
+        return True
+
+    def _forget_seated(self) -> None:
+        """Empties every seat."""
+        for bank in self._banks.values():
+            for piece in list(bank.who.seated):
+                bank.who.give_up(piece)
+            for seat in bank.seats:
+                seat.transfer = seat.event = None
+        self._guesses.clear()
+        self._lent.clear()
+        for stack in self.stacks.values():
+            stack.guessed.clear()
+
+    def _sizes(self) -> dict[int, tuple[int, int]]:
+        """Returns pieces, and the least number of seats, by the bytes of a seat."""
+        pieces: Counter[int] = Counter()
+        least: dict[int, int] = {}
+        for stack in self.stacks.values():
+            mine: Counter[int] = Counter()
+            for index in range(len(stack.block.tensors)):
+                streams = index in stack.rows
+                size = align_up(stack.nbytes(index))
+                pieces[size] += stack.experts if streams else 1
+                mine[size] += _LEAST_SEATS if streams else 1
+            for size, count in mine.items():
+                least[size] = max(least.get(size, 0), count)
+        return {size: (pieces[size], least[size]) for size in pieces}
+
+    def _spare(self) -> int:
+        """Returns the bytes of HBM that are not needed for other blocks; 0 where all fit."""
+        table = self._parts.table
+        if table.nbytes <= table.hbm.capacity:
+            return 0
+        others = [
+            align_up(record.block.nbytes)
+            for record in table
+            if not record.fixed
+            and record.block.id not in self.stacks
+            and record.block.role in (Role.PARAM, Role.BUFFER)
+        ]
+        room = table.hbm.capacity - table.fixed_nbytes()
+        largest = max(others, default=0)
+        # what streams needs a few slots; what fits is to stay
+        return max(room - sum(others) - largest, min(room // 2, room - 4 * largest), 0)
+
+    def _open(self) -> None:
+        sizes = self._sizes()
+        room = int(self._spare() * self._most) // 4096 * 4096
+        counts = share_out(room, sizes)
+        if counts is None:
+            return
+        nbytes = sum(size * count for size, count in counts.items())
+        parts = self._parts
+        least = parts.limit.least
+        try:
+            [block] = self._manager.add_blocks(
+                [
+                    (
+                        "experts",
+                        Role.BUFFER,
+                        [TensorShape(_ROOM, (nbytes,), (1,), torch.uint8, 1)],
+                    )
+                ],
+                home="hbm",
+            )
+        except CapacityError:
+            self._most *= _SHRINK
+            return
+        finally:
+            parts.limit.least = least  # it gives way
+        self._room = block
+        whole = parts.slots.current[block.id].extent
+        offset, before = whole.offset, parts.copy.guards(whole)
+        with torch.inference_mode(False):
+            for size, count in counts.items():
+                seats = []
+                for _ in range(count):
+                    extent = Extent(offset, size)
+                    seat = Seat(parts.slots.arena.bytes_of(extent), extent)
+                    seat.released = before
+                    seats.append(seat)
+                    offset += size
+                self._banks[size] = Bank(seats, Seats(count, size, self._worth))
+        for stack in self.stacks.values():
+            for tensor in range(len(stack.block.tensors)):
+                bank = self._banks[align_up(stack.nbytes(tensor))]
+                self._bank_of[stack.number, tensor] = bank
+
+    def _worth(self, piece: Any) -> float:
+        if not isinstance(piece, Piece):
+            return 0.0  # out of date
+        if piece.expert == WHOLE:
+            return _WORTH_WHOLE
+        return float(self._numbers[piece.stack].popularity.often[piece.expert])
+
+    # -- use -------------------------------------------------------------
+
+    def usable(self, stack: Stack) -> bool:
+        """Whether pieces of a stack can be had now, its block's bytes at home being those of now.
+
+        What is owed to the block is paid, and what was written goes home.
+        """
+        parts = self._parts
+        if not self.open or parts.copy.capturing():
+            return False
+        parts.deferred.pay(stack.block.id)  # for which the room may be given back
+        return self.open and self._at_home(stack)
+
+    def _at_home(self, stack: Stack) -> bool:
+        """Whether a stack's home has its bytes of now, and pieces are of those."""
+        parts = self._parts
+        record = parts.table[stack.block.id]
+        if record.fixed or not record.defined or parts.evictor.rules.is_held(record):
+            return False  # somebody may be writing
+        if record.in_hbm is State.DIRTY:
+            parts.transfers.drain(record)
+        if record.in_hbm is State.DRAINING:
+            parts.transfers.settle(stack.block.id)
+        if record.at_home is not State.VALID:
+            return False
+        stamp = (record.writes, record.home_writes, record.home, record.home_extent)
+        if stack.stamp != stamp:
+            self._drop(stack)
+            stack.stamp = stamp
+        return True
+
+    def _drop(self, stack: Stack) -> None:
+        """Lets go of all pieces of a stack, which was written."""
+        for bank in self._banks.values():
+            pieces = [p for p in bank.who.seated if isinstance(p, Piece)]
+            for piece in pieces:
+                if piece.stack != stack.number:
+                    continue
+                seat = bank.seats[bank.who.seated[piece]]
+                self._settle(seat)
+                if not seat.aliased:
+                    bank.who.give_up(piece)
+                else:  # as it was, for who has it; nobody finds it any more
+                    bank.who.rename(piece, object())
+        self._forget_places(stack)
+        stack.guessed.clear()
+
+    def begin(self, use: Use, expected: Sequence[int] = ()) -> None:
+        """Says what a call will ask for, and begins the copies for which there are seats.
+
+        Args:
+            use: The call.
+            expected: Experts that the stack that comes next will probably choose, the surest first.
+        """
+        stack, counters = use.stack, self._parts.counters
+        here = 0
+        for expert in use.chosen:
+            here += all(self._sits(stack.piece(index, expert)) for index in stack.rows)
+        counters.experts_chosen += len(use.chosen)
+        counters.expert_hits += here
+        counters.expert_guesses_right += len(stack.guessed.intersection(use.chosen))
+        for piece in [p for p in self._guesses if p.stack == stack.number]:
+            del self._guesses[piece]
+        stack.guessed = set()
+        stack.popularity.note(use.chosen)
+        stack.order = tuple(use.wanted)
+        if self._last is not None:
+            self._last.after = stack
+        self._last = stack
+        self._uses.append(use)
+        begun = False
+        try:
+            if self._go_on(use) and expected and stack.after is not None:
+                self._expect(stack.after, expected)
+            begun = True
+        finally:
+            if not begun:
+                self._uses.remove(use)
+
+    def end(self, use: Use) -> None:
+        """The call is over: what was not asked for may leave; guesses for the next one begin."""
+        if use in self._uses:
+            self._uses.remove(use)
+        after = use.stack.after
+        if after is not None and self._room is not None and self.usable(after):
+            self._guess(after)
+
+    def rows(
+        self, use: Use, stack: Stack, tensor: int, experts: Sequence[int]
+    ) -> list[torch.Tensor] | None:
+        """Returns pieces, to be read by what is submitted to the current stream next.
+
+        Args:
+            use: The call that asks.
+            stack: The layer.
+            tensor: Which tensor of its block.
+            experts: Which experts; no more than there are seats.
+
+        Returns:
+            A tensor for each, of the shape of a row, or of all of a tensor that has no rows of its
+            own; None where no seat can be had.
+
+        Raises:
+            StorageError: If one cannot be read.
+        """
+        if self._room is None or (use not in self._uses and not self.usable(stack)):
+            return None
+        self._note_released()
+        spec, streams = stack.block.tensors[tensor], tensor in stack.rows
+        shape = spec.shape[1:] if streams else spec.shape
+        found = []
+        for expert in experts:
+            seat = self._seat_of(stack.piece(tensor, expert), use)
+            if seat is None:
+                return None
+            self._lent.append(seat)
+            found.append(seat.view(spec, shape))
+            self._parts.copy.use(seat.event)
+        return found
+
+    def _seat_of(self, piece: Piece, use: Use) -> Seat | None:
+        """Returns where a piece is, its copy at least begun, its read from a file over."""
+        bank = self._bank(piece)
+        use.wanted.pop(piece, None)
+        asked = False
+        while True:
+            index = bank.who.seated.get(piece)
+            if index is None:
+                index = self._bring(bank, piece, urgent=True)
+                asked = True
+            if index is None:
+                return None
+            seat = bank.seats[index]
+            bank.who.used(piece)
+            if use.coming:
+                with seat.held():  # what comes next is asked for before the host waits for a disk
+                    self._go_on(use)
+            error = self._settle(seat)
+            if error is None:
+                return seat
+            bank.who.give_up(piece)
+            if asked:  # one that was asked for ahead says nothing: it is made again
+                raise error
+
+    def seats_for(self, stack: Stack, tensor: int) -> int:
+        """Returns how many pieces of a tensor can be looked at together."""
+        return len(self._bank(stack.piece(tensor, 0)).seats) if self._banks else 0
+
+    # -- inside ----------------------------------------------------------
+
+    def _note_released(self) -> None:
+        """Notes of seats that nobody looks at any more when their last readers will be through."""
+        free = [seat for seat in self._lent if not seat.aliased]
+        if free:
+            self._lent = [seat for seat in self._lent if seat.aliased]
+            now = self._parts.copy.guards(free[0].extent)
+            for seat in free:
+                seat.released = now
+
+    def _bank(self, piece: Piece) -> Bank:
+        return self._bank_of[piece.stack, piece.tensor]
+
+    def _sits(self, piece: Piece) -> bool:
+        return piece in self._bank(piece).who.seated
+
+    def _go_on(self, use: Use) -> bool:
+        """Begins the copies of what is wanted next; returns whether there were seats for all."""
+        coming, open_ones = use.coming, dict(use.coming)
+        while open_ones:
+            tensor = min(open_ones, key=lambda tensor: open_ones[tensor][0][0])
+            pieces = coming[tensor]
+            piece = pieces[0][1]
+            bank = self._bank(piece)
+            needs = piece in use.wanted and piece not in bank.who.seated
+            if needs and self._bring(bank, piece) is None:
+                del open_ones[tensor]
+                continue
+            pieces.popleft()
+            if not pieces:
+                del open_ones[tensor], coming[tensor]
+        return not coming
+
+    def _expect(self, stack: Stack, experts: Sequence[int]) -> None:
+        """Begins the copies of what a router asked early has named, if it is mostly right."""
+        stack.popularity.expected = list(experts)
+        if stack.popularity.foreseen >= FORESEEN and self.usable(stack):
+            pieces = [stack.piece(index, expert) for expert in experts for index in stack.rows]
+            self._bring_guesses(stack, pieces)
+
+    def _guess(self, stack: Stack) -> None:
+        """Begins the copies of what was chosen last, where that has foretold the next choice."""
+        if stack.popularity.repeats < _GUESS_FROM:
+            return
+        self._bring_guesses(stack, stack.order)
+
+    def _bring_guesses(self, stack: Stack, pieces: Iterable[Piece]) -> None:
+        """Begins the copies of pieces that nobody has asked for, as far as there are seats.
+
+        Not from a swap file, for which the host would wait.
+        """
+        record = self._parts.table[stack.block.id]
+        if record.home is Tier.NVME and not self._parts.homes.read_only(record.home_extent):
+            return
+        full: set[int] = set()
+        for piece in pieces:
+            bank = self._bank(piece)
+            if piece in bank.who.seated or piece.tensor in full:
+                continue
+            if self._bring(bank, piece, guessed=True) is None:
+                full.add(piece.tensor)
+                if len(full) == len(stack.rows):
+                    return
+                continue
+            self._guesses[piece] = None
+            if piece.expert not in stack.guessed:
+                stack.guessed.add(piece.expert)
+                self._parts.counters.expert_guesses += 1
+
+    def _bring(
+        self, bank: Bank, piece: Piece, *, urgent: bool = False, guessed: bool = False
+    ) -> int | None:
+        """Begins to copy a piece into a seat; returns which, None where none can be had."""
+        wanted = [use.wanted for use in self._uses]
+
+        def stays(other: Any) -> bool:
+            return (
+                bank.seats[bank.who.seated[other]].aliased
+                or other in self._guesses
+                or any(other in pieces for pieces in wanted)
+            )
+
+        index = bank.who.seat(piece, stays, urgent=urgent, guessed=guessed)
+        if index is None and urgent:
+            index = self._make_leave(bank, piece)
+        if index is None:
+            return None
+        filled = False
+        try:
+            self._fill(bank.seats[index], piece, urgent=urgent)
+            filled = True
+        finally:
+            if not filled:
+                bank.who.give_up(piece)
+        return index
+
+    def _make_leave(self, bank: Bank, piece: Piece) -> int | None:
+        """Gives a piece the seat of one that was brought ahead: of a guess, or what is wanted last.
+
+        Whoever wants that will have it brought again.
+        """
+        for other in [*self._guesses, *(p for use in self._uses for p in reversed(use.wanted))]:
+            index = bank.who.seated.get(other)
+            if index is not None and not bank.seats[index].aliased:
+                self._guesses.pop(other, None)
+                bank.who.give_up(other)
+                return bank.who.seat(piece, lambda _: True, urgent=True, guessed=False)
+        return None
+
+    def _fill(self, seat: Seat, piece: Piece, *, urgent: bool) -> None:
+        parts = self._parts
+        stack = self._numbers[piece.stack]
+        record = parts.table[stack.block.id]
+        self._settle(seat)  # a guess that nobody came for
+        if self._lent:
+            self._note_released()
+        begin, nbytes = self._range(stack, piece)
+        seat.event = None
+        if record.home is Tier.DRAM and record.home_extent is not None:
+            home = parts.homes.bytes_of(record.home_extent)[begin : begin + nbytes]
+            self._up(seat, home, stack)
+        elif parts.homes.read_only(record.home_extent):
+            place = self._place(stack, piece, record, begin, nbytes)
+            seat.transfer = parts.transfers.need_mover().read(
+                place, seat.bytes, label=stack.block.name, urgent=urgent, after=seat.released
+            )
+        elif record.home_extent is not None:
+            host = self._from_swap(stack.block.name, record.home_extent, begin, nbytes)
+            self._up(seat, host, stack)
+
+    def _up(self, seat: Seat, source: torch.Tensor, stack: Stack) -> None:
+        """Submits a copy up."""
+        parts, started = self._parts, time.perf_counter_ns()
+        nbytes = source.numel()
+        after = parts.transfers.home_ready.get(stack.block.id)
+        behind = seat.released if after is None else (*seat.released, after)
+        seat.event = parts.copy.up_behind(seat.bytes[:nbytes], source, behind)
+        ended = time.perf_counter_ns()
+        parts.counters.moved("dram->hbm", nbytes, ended - started)
+        parts.counters.copy_ns += ended - started
+        parts.timeline.add("dram->hbm", stack.block.name, started, ended, nbytes)
+
+    @staticmethod
+    def _range(stack: Stack, piece: Piece) -> tuple[int, int]:
+        """Returns where a piece begins in its block, and its bytes."""
+        spec, nbytes = stack.block.tensors[piece.tensor], stack.nbytes(piece.tensor)
+        return spec.offset + max(piece.expert, 0) * nbytes, nbytes
+
+    def _settle(self, seat: Seat) -> StorageError | None:
+        """Waits for a read from a file into a seat; returns its error."""
+        transfer = seat.transfer
+        if transfer is None:
+            return None
+        transfers, counters = self._parts.transfers, self._parts.counters
+        transfers.wait(transfer)
+        transfers.poll()
+        seat.transfer = None
+        if transfer.event is not None:
+            self._parts.copy.landed(seat.extent, transfer.event)
+            seat.event = transfer.event
+        if transfer.error is not None:
+            counters.errors += 1
+            return transfer.error
+        begun = (transfer.started_ns or transfer.submitted_ns) + transfer.rested_ns
+        counters.moved("nvme->hbm", seat.bytes.numel(), transfer.finished_ns - begun)
+        return None
+
+    def _place(self, stack: Stack, piece: Piece, record: Record, begin: int, nbytes: int) -> Extent:
+        """Returns an address in checkpoint files of just a piece."""
+        found = stack.places.get(piece)
+        if found is None:
+            sources = self._parts.homes.open_sources()
+            ranges = sources.ranges_of(record.home_extent)  # type: ignore[arg-type]
+            cut = [part for source in ranges if (part := _cut(source, begin, begin + nbytes))]
+            found = stack.places[piece] = sources.place(cut, align_up(nbytes))
+        return found
+
+    def _from_swap(self, name: str, home: Extent, begin: int, nbytes: int) -> torch.Tensor:
+        """Reads bytes of a block's swap file into host memory; whole chunks, as they are checked.
+
+        Raises:
+            StorageError: If they cannot be read.
+        """
+        parts = self._parts
+        swap, last = parts.homes.swap, begin + nbytes
+        chunks = [] if swap is None else swap.pieces(home)
+        inside = [
+            c for c in chunks if c.extent_offset < last and begin < c.extent_offset + c.nbytes
+        ]
+        first, end = inside[0].extent_offset, inside[-1].extent_offset + inside[-1].nbytes
+        host = torch.empty(end - first, dtype=torch.uint8)
+        mover = parts.transfers.need_mover()
+        extent = Extent(home.offset + first, end - first)
+        parts.transfers.run(mover.read(extent, host, label=name, urgent=True))
+        return host[begin - first : last - first]
+
+    def _forget_places(self, stack: Stack) -> None:
+        for extent in stack.places.values():
+            if self._parts.homes.holds(Tier.NVME, extent):
+                self._parts.homes.release(Tier.NVME, extent)
+        stack.places.clear()
+
+    def _owned(self) -> list[tuple[Tier, Extent]]:
+        """Returns the addresses in files that pieces have."""
+        return [(Tier.NVME, e) for stack in self.stacks.values() for e in stack.places.values()]
+
+
+def _cut(source: SourceRange, begin: int, end: int) -> SourceRange | None:
+    """Returns the part of a range that is between two bytes of a block, as a target of its own."""
+    first, last = max(begin, source.target), min(end, source.target + source.nbytes)
+    if first >= last:
+        return None
+    return SourceRange(
+        source.file, source.offset + first - source.target, last - first, first - begin
+    )

@@ -1,0 +1,160 @@
+"""Second places in DRAM for blocks, so that what a block was can be had again.
+
+A block that is changed for the time being gets its shadow for a home before it is written; the
+former home keeps what it was. To the table, to transfers and to whoever evicts it, it is a block
+like any other. What was changed is then either confirmed, which costs nothing, or put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tiermem.core.block import Block, Extent, Tier
+from tiermem.core.residency import Record, State
+from tiermem.runtime.base.undisturbed import undisturbed
+
+if TYPE_CHECKING:
+    from tiermem.runtime.manager import BlockManager
+
+
+class Shadows:
+    """Shadows of blocks, out of DRAM that no home needs; under the manager's lock.
+
+    Whether a shadow holds what its block was, or nothing of use, follows from one set.
+    """
+
+    def __init__(self, manager: BlockManager, give_up: Callable[[], bool]) -> None:
+        """Has none yet.
+
+        Args:
+            manager: Of the blocks.
+            give_up: Called where a home needs room; calls :meth:`release` if it can be spared,
+                and returns whether that gave any.
+        """
+        self._manager = manager
+        self._spare: dict[int, Extent] = {}
+        self._turned: set[int] = set()  # blocks whose spare place holds what they were
+        self._give_up = give_up
+        manager.parts.homes.owners.append(self._owned)
+        manager.parts.homes.reclaimers.append(give_up)
+
+    def __contains__(self, block: Block) -> bool:
+        """Whether a block is changed for the time being."""
+        return block.id in self._turned
+
+    @property
+    def in_use(self) -> bool:
+        """Whether any block is."""
+        return bool(self._turned)
+
+    @property
+    def nbytes(self) -> int:
+        """What they take of DRAM."""
+        return sum(extent.nbytes for extent in self._spare.values())
+
+    def can_have(self, record: Record) -> bool:
+        """Whether a block may have one: it is at home in DRAM, where it can be evicted to."""
+        return record.home is Tier.DRAM and record.defined and not record.fixed
+
+    def reserve(self, blocks: Iterable[Block]) -> bool:
+        """Has a shadow for each of some blocks, of those that :meth:`can_have` one.
+
+        Returns:
+            Whether there was room for all of them.
+        """
+        homes = self._manager.parts.homes
+        for block in blocks:
+            if block.id not in self._spare:
+                extent = homes.lend(block.nbytes)
+                if extent is None:
+                    return False
+                self._spare[block.id] = extent
+        return True
+
+    def turn(self, blocks: Iterable[Block]) -> None:
+        """Keeps what blocks are from here on; what is written to them goes to their shadows.
+
+        Args:
+            blocks: They are leased, and have their shadows.
+        """
+        manager = self._manager
+        records = [
+            manager.parts.table[block.id] for block in blocks if block.id not in self._turned
+        ]
+        for record in records:
+            if record.at_home is not State.VALID:
+                manager.parts.transfers.copy_home(record)
+            elif manager.parts.homes.keeper is not None:
+                manager.parts.homes.keeper.before_write(record)
+        undisturbed(partial(self._turn, records))
+
+    def put_back(self) -> None:
+        """Has every block that is changed be what it was; what is leased is passed over.
+
+        Cut short, it may be called again, and has to be before anybody looks at the blocks.
+        """
+        manager, table = self._manager, self._manager.parts.table
+        gone = [block_id for block_id in self._turned if table.get(block_id) is None]
+        self._turned.difference_update(gone)
+        records = [table[i] for i in self._turned if not table[i].leases]
+        for record in records:
+            manager.parts.transfers.settle(record.block.id)
+            manager.parts.evictor.forget(record, gone=False)
+            manager.parts.transfers.departures.add_home(record.block.id)
+        undisturbed(partial(self._turn_back, records))
+
+    def confirm(self) -> None:
+        """Has every block be what it was changed to."""
+        self._turned = set()
+
+    def release(self) -> bool:
+        """Gives the room of all shadows back that hold nothing of use; returns if it was any."""
+        manager = self._manager
+        spare = [block_id for block_id in self._spare if block_id not in self._turned]
+        if spare:
+            manager.parts.copy.synchronize()  # copies to or from there
+        for block_id in spare:
+            extent = self._spare.pop(block_id)
+            manager.parts.homes.release(Tier.DRAM, extent)
+        return bool(spare)
+
+    def forget_removed(self) -> None:
+        """Gives the room of shadows back whose blocks there are no more."""
+        table, homes = self._manager.parts.table, self._manager.parts.homes
+        gone = [block_id for block_id in self._spare if table.get(block_id) is None]
+        if gone:
+            self._manager.parts.copy.synchronize()
+        for block_id in gone:
+            self._turned.discard(block_id)
+            homes.release(Tier.DRAM, self._spare.pop(block_id))
+
+    def close(self) -> None:
+        """Gives all room back; nothing is changed for the time being."""
+        self.release()
+        homes = self._manager.parts.homes
+        for entered, mine in ((homes.owners, self._owned), (homes.reclaimers, self._give_up)):
+            if mine in entered:
+                entered.remove(mine)  # type: ignore[arg-type]
+
+    # -- inside ----------------------------------------------------------
+
+    def _turn(self, records: Iterable[Record]) -> None:
+        for record in records:
+            former, block_id = record.home_extent, record.block.id
+            if former is not None:
+                self._manager.parts.table.rehome(block_id, Tier.DRAM, self._spare[block_id])
+                self._spare[block_id] = former
+                self._turned.add(block_id)
+
+    def _turn_back(self, records: Iterable[Record]) -> None:
+        for record in records:
+            later, block_id = record.home_extent, record.block.id
+            if later is not None and block_id in self._turned:
+                self._manager.parts.table.put_back(block_id, self._spare[block_id])
+                self._spare[block_id] = later
+                self._turned.discard(block_id)
+
+    def _owned(self) -> list[tuple[Tier, Extent]]:
+        return [(Tier.DRAM, extent) for extent in self._spare.values()]
