@@ -133,7 +133,7 @@ class Forward:
     @property
     def plan(self) -> Plan:
         """The plan in force."""
-        return self.manager.prefetcher._outlooks[self.manager.parts.planner.schedule][0].plan
+        return self.manager.prefetcher.outlook.plan
 
 
 @contextmanager

@@ -392,7 +392,7 @@ def test_memory_stays_bounded() -> None:
     estimates = Estimates()
     for number in range(300):
         run(estimates, 1, 1.0, key=f"pass {number}")
-    assert len({row[0] for row in estimates.rows()}) == 64
+    assert len({row[0] for row in estimates.rows()}) == 256
     for number in range(2000):
         estimates.wants("f")
         estimates.observe("f", {number: 1.0}, {}, [("up", number, 1.0)])

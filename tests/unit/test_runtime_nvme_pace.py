@@ -23,7 +23,7 @@ WORKS = {"one token": forward(0.006), "forward": forward(0.071), "train": both(0
 def plan_of(made: Streamed) -> Plan:
     """Returns the plan in force."""
     prefetcher = made.manager.prefetcher
-    return prefetcher._outlooks[made.manager.parts.planner.schedule][0].plan
+    return prefetcher.outlook.plan
 
 
 def as_fast(gigabytes: float, jitter: float = 0.05) -> Machine:

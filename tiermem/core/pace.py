@@ -14,7 +14,7 @@ _CHANGED = 0.25
 _NOISE = 20e-6
 """Seconds per use in which a host's time differs from pass to pass, and no plan would."""
 _NEW_PLAN = 0.2
-_MOST_PASSES = 64
+_MOST_PASSES = 256
 _MOST_FILLS = 1 << 16
 _SPARE_BLOCKS = 64
 _MEMORY = 8
@@ -76,21 +76,27 @@ class Estimates:
 
     A pass is measured the first three times, then one time in sixteen; after one that took a
     quarter more or less than foreseen (where it was measured; by the host's clock, two in a row)
-    it is measured the next four times as well, so that the medians follow. Memory is bounded: 64
+    it is measured the next four times as well, so that the medians follow. Memory is bounded: 256
     passes, and of each the blocks that still occur in it.
 
     Attributes:
         version: Grows when plans made with the estimates have become stale.
+        flops: Operations a second that are expected of the device for matrices in two bytes an
+            element; 0 where nothing is.
     """
 
-    def __init__(self, first: Callable[[str, int], float | None] | None = None) -> None:
+    def __init__(
+        self, first: Callable[[str, int], float | None] | None = None, flops: float = 0.0
+    ) -> None:
         """Starts with nothing measured.
 
         Args:
             first: Bytes per second of a link for a copy of so many bytes, as known before
                 anything is measured (from the machine profile); None where it is not.
+            flops: Operations a second to expect of the device; 0 for none.
         """
         self.version = 0
+        self.flops = flops
         self._first = first
         self._passes: dict[Hashable, _Pass] = {}
         self._fills: dict[tuple[str, int], Recent] = {}
@@ -241,6 +247,15 @@ class Estimates:
         """Returns how many passes of that name were measured."""
         known = self._passes.get(key)
         return 0 if known is None else known.samples
+
+    def sure(self, key: Hashable) -> bool:
+        """Whether passes of that name were measured often enough to be counted on."""
+        known = self._passes.get(key)
+        return known is not None and known.samples >= _SURE and bool(known.blocks)
+
+    def known(self) -> Iterator[Hashable]:
+        """Yields the names of the passes that were measured often enough."""
+        return (key for key in self._passes if self.sure(key))
 
     def rows(self) -> Iterator[tuple[Hashable, int, float, int]]:
         """Yields pass, block, seconds of compute and how many samples they come from."""

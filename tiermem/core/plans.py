@@ -6,6 +6,7 @@ the blocks come from a disk.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ _FORGIVING = 4
 _SLOWER = 1.1
 """Compute is taken to be so much slower: where it takes about as long as the copies, the model
 knows too little of how room comes free to tell by which of them each block is held up."""
-_WORTH_IT = 1.05
+_WORTH_IT = 1.02
 """A plan in force has to be that much slower than the best one to be given up."""
 _WORTH_IT_BY_LANES = 1.01
 """The same for one with lanes: where compute takes longer they have little room to forgive it."""
@@ -37,7 +38,7 @@ _MOST_PLAYED = 512
 _IN_DRAM = 1.1
 """Reads into ever other memory take so many times as long as into a few chunks that stay in the
 processor's cache: 4.4 beside 5.1 GB/s on the reference machine, less where the disk is slower."""
-_COMMON = 0.9
+_COMMON = (0.9, 0.75)
 _MOST_PAIRED = 4
 """Of so many sizes two are taken for lanes."""
 
@@ -137,6 +138,9 @@ class Loop:
             return self._by_lanes(plan)
         slot = largest_beside(sizes, kept) or 1
         taken = {b: s if b in kept else occupied(s, slot) for b, s in sizes.items()}
+        if self.steady and sum(s for b, s in taken.items() if b not in kept) > plan.reserve:
+            found = self._all_anew(plan, taken)
+            return max(found, self.one_by_one(plan)) if self.by_twos(plan) else found
         # a block that stays is fetched once, whichever plan it is: left out of the comparison
         fetched = refetched(order, taken, kept, plan.reserve, kept)
         arrive = [self.transfer[b] if f else 0.0 for b, f in zip(order, fetched, strict=True)]
@@ -144,6 +148,25 @@ class Loop:
         found = streaming_time(self.compute, arrive, streamed, plan.reserve, self.latency)
         # its small blocks share a slot, which two slots of whole blocks have none to give for
         return max(found, self.one_by_one(plan)) if self.by_twos(plan) else found
+
+    def _all_anew(self, plan: Plan, taken: Mapping[int, int]) -> float:
+        """Returns how long rounds take in which each block is used once and stays or is fetched."""
+        kept = plan.residents
+        arrive = {b: 0.0 if b in kept else s for b, s in self.transfer.items()}
+        streamed = {b: 0 if b in kept else s for b, s in taken.items()}
+        return streaming_time(
+            self.compute,
+            list(map(arrive.__getitem__, self.order)),
+            list(map(streamed.__getitem__, self.order)),
+            plan.reserve,
+            self.latency,
+        )
+
+    def at_least(self, plan: Plan) -> float:
+        """Returns what it takes in any case, where the same blocks are used once in each round."""
+        order, compute, fetch = self._round()
+        copies = sum(f for b, f in zip(order, fetch, strict=True) if b not in plan.residents)
+        return max(copies, sum(compute)) * len(self.order) / len(order)
 
     def from_disk(self, plan: Plan, files: Files) -> tuple[float, float]:
         """Returns how long it takes with a plan for blocks from files, and the disk of it.
@@ -235,8 +258,13 @@ def share_hbm(loop: Loop, settled: Plan | None = None) -> Plan:
             loop, loop.files, settled
         )
     loop = replace(loop, compute=[_SLOWER * seconds for seconds in loop.compute])
-    found = [(loop.seconds(plan), plan) for plan in _plans(loop, _SLOTS)]
-    best = min(seconds for seconds, _ in found)
+    found: list[tuple[float, Plan]] = []
+    best = math.inf
+    for plan in _plans(loop, _SLOTS):
+        if loop.steady and loop.at_least(plan) > best * _AS_GOOD:
+            continue  # it moves too much, however well
+        found.append((loop.seconds(plan), plan))
+        best = min(best, found[-1][0])
     if settled is not None:
         worth_it = _WORTH_IT_BY_LANES if settled.lanes else _WORTH_IT
         if loop.seconds(settled) <= best * worth_it:
@@ -352,6 +380,8 @@ def _faster_by_lanes(loop: Loop, plan: Plan) -> Plan:
         rest = {block: size for block, size in loop.sizes.items() if block not in pinned}
         free = loop.room - sum(loop.sizes[block] for block in pinned)
         for laned in _laned(loop.order, rest, free, pinned):
+            if loop.at_least(laned) >= fastest:
+                continue
             seconds = loop.seconds(laned)
             if seconds < fastest:
                 best, fastest = laned, seconds
@@ -406,14 +436,16 @@ def _oversize(sizes: Mapping[int, int], room: int) -> list[frozenset[int]]:
     A slot for an embedding is room that several layers could have.
     """
     total = sum(sizes.values())
-    common = passed = 0
-    for size in sorted(sizes.values()):
-        passed += size
-        common = size
-        if passed >= total * _COMMON:
-            break
-    large = frozenset(block for block, size in sizes.items() if size > common)
-    slots = common * _SLOTS[0]
-    if not large or sum(sizes[block] for block in large) + slots > room:
-        return [frozenset()]
-    return [frozenset(), large]
+    found = [frozenset[int]()]
+    for share in _COMMON:
+        common = passed = 0
+        for size in sorted(sizes.values()):
+            passed += size
+            common = size
+            if passed >= total * share:
+                break
+        large = frozenset(block for block, size in sizes.items() if size > common)
+        fits = sum(sizes[block] for block in large) + common * _SLOTS[0] <= room
+        if fits and large not in found:
+            found.append(large)
+    return found

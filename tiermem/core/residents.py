@@ -48,6 +48,40 @@ def choose_residents(order: Sequence[int], sizes: Mapping[int, int], room: int) 
     return full
 
 
+def adjust_residents(
+    kept: Sequence[int],
+    there: Sequence[int],
+    order: Sequence[int],
+    sizes: Mapping[int, int],
+    room: int,
+) -> frozenset[int]:
+    """Changes what stays as little as it takes for another room: whoever stays is not moved.
+
+    Args:
+        kept: Ids of blocks that stay; where some have to go, the first ones do.
+        there: Ids of blocks that are taken before others where there is more room.
+        order: Ids of blocks in order of use.
+        sizes: Bytes by id.
+        room: Bytes that may be kept.
+
+    Returns:
+        The ids of the blocks to keep; their sizes add up to at most ``room``.
+    """
+    stay = [block for block in kept if block in sizes]
+    over = sum(sizes[block] for block in stay) - room
+    while over > 0:
+        goes = next((block for block in stay if sizes[block] >= over), stay[0])
+        stay.remove(goes)
+        over -= sizes[goes]
+    for block in there:
+        if sizes[block] <= -over and block not in stay:
+            stay.append(block)
+            over += sizes[block]
+    known = set(stay)
+    others = [block for block in order if block in sizes and block not in known]
+    return frozenset(known) | choose_residents(others, sizes, -over)
+
+
 def keep_largest(
     order: Sequence[int], sizes: Mapping[int, int], room: int, large: int
 ) -> frozenset[int]:

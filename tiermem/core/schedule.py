@@ -20,6 +20,7 @@ NEVER = 1 << 60
 
 _CONTEXTS = (16, 8, 4, 2, 1)
 _LOOK_AHEAD = 64
+_MOST_DOUBT = 16
 _MOST_CONTEXTS = 4096
 _MOST_USES = 1 << 22
 
@@ -106,6 +107,7 @@ class Planner:
         cursor: Where in it the pass has come to.
         last: The block used last in it; -1 before the first.
         learned: How many passes turned out otherwise than foreseen.
+        doubt: By how many the uses that were not foreseen outnumber those that were, lately.
     """
 
     def __init__(self) -> None:
@@ -119,6 +121,9 @@ class Planner:
         self.cursor = 0
         self.last = -1
         self.learned = 0
+        self.doubt = 0
+        self._again: Hashable = None
+        self._far = NEVER
 
     @property
     def key(self) -> Hashable | None:
@@ -134,14 +139,18 @@ class Planner:
         """Whether a pass of that name has been seen or guessed before."""
         return key in self._known
 
-    def begin(self, key: Hashable, guess: Sequence[int] = ()) -> None:
+    def begin(self, key: Hashable, guess: Sequence[int] = (), *, again: bool = False) -> None:
         """Ends the pass under way and begins the next.
 
         Args:
             key: Which pass this is.
             guess: Order to assume where this pass has not been seen before.
+            again: Whether to assume that it comes again, where nothing is known to follow it.
         """
         self._end()
+        self._again = key if again else None
+        self._far = NEVER
+        self.doubt //= 2
         for length in _CONTEXTS:
             if len(self._history) >= length:
                 self._learn(tuple(self._history[-length:]), key)
@@ -167,12 +176,17 @@ class Planner:
             self.follow(block)
             return True
         self.last = block
+        if schedule.order:
+            self.doubt = min(self.doubt + 1, _MOST_DOUBT)
         if trace is not None:
             trace.blocks = self._observed(trace)
             self._remember(trace.blocks, block)
         position = schedule.next_use(block, cursor)
-        if position < cursor + _LOOK_AHEAD:
+        if position < cursor + _LOOK_AHEAD or (position != NEVER and position == self._far):
             self.cursor = position + 1
+            self._far = NEVER
+        else:  # taken for a leap once the next use confirms it
+            self._far = position + 1 if position != NEVER else NEVER
         return True
 
     def follow(self, block: int) -> None:
@@ -182,6 +196,8 @@ class Planner:
             self._remember(trace.blocks, block)
         self.last = block
         self.cursor += 1
+        if self.doubt:
+            self.doubt -= 1
 
     def distance(self, block: int) -> int:
         """Returns how many uses lie before the next of ``block``; NEVER if none is foreseen."""
@@ -268,4 +284,4 @@ class Planner:
                 found = self._after.get(tuple(history[-length:]))
                 if found is not None:
                     return found
-        return None
+        return self._again if history[-1] == self._again else None

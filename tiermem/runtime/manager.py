@@ -17,6 +17,7 @@ import torch
 
 from tiermem.config import Settings
 from tiermem.core.block import Block, Role, Tier
+from tiermem.core.forecast import timed
 from tiermem.core.layout import TensorShape, pack
 from tiermem.core.residency import Record
 from tiermem.errors import REFUSALS, InvariantError
@@ -377,8 +378,17 @@ class BlockManager:
 
     # -- passes ----------------------------------------------------------
 
-    def begin_pass(self, key: Hashable, guess: Sequence[int] = ()) -> None:
-        """Says that a new sweep begins; see :class:`~tiermem.core.schedule.Planner`."""
+    def begin_pass(
+        self, key: Hashable, guess: Sequence[int] = (), *, load: int = 0, again: bool = False
+    ) -> None:
+        """Says that a new sweep begins; see :class:`~tiermem.core.schedule.Planner`.
+
+        Args:
+            key: Which pass this is.
+            guess: Order to assume where this pass has not been seen before.
+            load: Its tokens, rounded; 0 where they are not known.
+            again: Whether to assume that it comes again, where nothing is known to follow it.
+        """
         self.gate.guard()
         with self.lock:
             self.gate.guard()
@@ -388,11 +398,13 @@ class BlockManager:
                 self._heap.look()
             if self.parts.limit.follow(key):
                 self.replay.repair()
-            self.parts.pass_timer.begin(key)
+            self.parts.pass_timer.begin(timed(key, load))
             self.prefetcher.end_pass()
-            self.parts.planner.begin(key, guess)
+            self.replay.end()
+            self.parts.planner.begin(key, guess, again=again)
+            outlook, number = self.prefetcher.plan(load)
             self.parts.evictor.rearrange(self.parts.planner.schedule)
-            if not self.replay.begin(*self.prefetcher.plan()):
+            if not self.replay.begin(outlook, number):
                 self.prefetcher.run()
 
     def end_pass(self) -> None:

@@ -22,7 +22,7 @@ from tiermem.transfer.copy import CopyEngine
 from tiermem.transfer.file.mover import FileMover
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Parts:
     """The parts of one manager, all of them under its lock.
 

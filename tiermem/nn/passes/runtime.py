@@ -7,15 +7,17 @@ import time
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
 
 from tiermem.core.block import Block, Extent, Role, Tier
+from tiermem.core.forecast import rounded
 from tiermem.core.need import unit_limit
 from tiermem.errors import CapacityError, CheckpointError, WrapError
 from tiermem.nn.compat.entrances import inside
@@ -24,6 +26,7 @@ from tiermem.nn.groups.grads import GradStore
 from tiermem.nn.groups.group import Entry, Group
 from tiermem.nn.groups.need import Program, beside_optimizer
 from tiermem.nn.passes.activations import Activations
+from tiermem.nn.passes.load import Kinds, tokens
 from tiermem.nn.passes.reduced import ReducedGradients
 from tiermem.nn.passes.saved import SavedHooks
 from tiermem.nn.passes.scopes import PassScope
@@ -197,6 +200,8 @@ class ModuleRuntime:
         self._ending: weakref.ref[_Ending] | None = None
         self._last_forward: Hashable = None
         self._last_backward: Hashable = None
+        self._kinds = Kinds()
+        self._load = 0
         self._homed = 0
 
     # -- membership ------------------------------------------------------
@@ -240,8 +245,17 @@ class ModuleRuntime:
 
     # -- forward ---------------------------------------------------------
 
-    def begin_forward(self, scope: PassScope) -> None:
-        """A wrapped module is called while none is running."""
+    def begin_forward(
+        self, module: nn.Module, scope: PassScope, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """A wrapped module is called while none is running.
+
+        Args:
+            module: It.
+            scope: What stands in front of it.
+            args: Of the call.
+            kwargs: Of the call.
+        """
         if torch._C._current_graph_task_id() != -1:
             self.enter_backward()  # recomputation
             self._keep(scope.wrapped.kept)
@@ -264,12 +278,17 @@ class ModuleRuntime:
             self._ambient = []
             # with optimizer steps in it the pass uses other blocks: it is learned as another
             stepping = self.manager.parts.deferred.here
+            kind = self._kinds.number((scope.name, scope.number), module.training, args, kwargs)
+            key: tuple[Hashable, ...]
             key = ("forward", scope.name, scope.number, training, stepping)
+            if kind:
+                key = (*key, kind)
             self._last_forward = key
+            self._load = rounded(tokens(args, kwargs))
             guess: Sequence[int] = ()
             if not self.manager.parts.planner.knows(key):
                 guess = self.manager.parts.deferred.order(scope.order())
-            self.manager.begin_pass(key, guess)
+            self.manager.begin_pass(key, guess, load=self._load, again=not training)
             if self.activations.store is not None and training:
                 self._home_gradients()
             self.activations.begin_forward()
@@ -406,7 +425,7 @@ class ModuleRuntime:
         asked = [(watcher.begins(), watcher.revocable) for watcher in self.backwards]
         stepping = [steps for steps, revocable in asked if steps or not revocable]
         self._last_backward = ("backward", self._last_forward, *stepping)
-        self.manager.begin_pass(self._last_backward, order[::-1])
+        self.manager.begin_pass(self._last_backward, order[::-1], load=self._load)
         self.activations.begin_backward()
         self.grads.begin_backward()
 

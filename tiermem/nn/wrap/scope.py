@@ -210,7 +210,7 @@ class CallInterceptor(Interceptor):
         try:
             if not depth:
                 manager.gate.guard()
-                runtime.begin_forward(self.scope)
+                runtime.begin_forward(self.module, self.scope, args, kwargs)
                 began = time.perf_counter_ns()
             elif runtime.unwritten and groups:
                 runtime.got_further(self.scope)

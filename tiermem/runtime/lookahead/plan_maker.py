@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 from tiermem.core.block import Role, Tier, align_up
 from tiermem.core.cost import Timetable, refetched
+from tiermem.core.forecast import Forecast
 from tiermem.core.lanes import Lanes
 from tiermem.core.plans import Files, Loop, Plan, largest_beside, share_hbm
 from tiermem.core.residency import Record
-from tiermem.core.residents import choose_residents
+from tiermem.core.residents import adjust_residents, choose_residents
 from tiermem.core.schedule import Schedule
 from tiermem.core.staying import choose_to_stay
 from tiermem.runtime.metrics.pass_timer import LINK_UP
@@ -33,6 +34,12 @@ _OF_A_TURN = 0.5
 """Of the uses in which a loop fills HBM once: what comes again within them stays."""
 _FASTER = 1.05
 """A link this many times as fast as it was thought to be has what stays decided anew."""
+_AS_GOOD = 1.01
+"""A plan that moves less to come into force may be so many times as slow."""
+_NOTHING = 2e-3
+"""Of a round: what a plan saves that is as good."""
+_ROUNDS = 3
+_MOST_LOADS = 32
 _STATE = (Role.MASTER, Role.OPTIMIZER)
 _OF_THE_REST = 0.65
 """Of HBM beside what stays: how far a loop that writes fetches ahead. More than without anything
@@ -57,7 +64,7 @@ class Staying:
     rate: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class StreamPlan:
     """What was decided for one schedule.
 
@@ -79,6 +86,16 @@ class StreamPlan:
     turn: int = 0
     lanes: Lanes | None = None
 
+    def same_as(self, other: StreamPlan) -> bool:
+        """Whether another plan says just the same: made of the same times, with the same result."""
+        return (
+            self.made_of[1:] == other.made_of[1:]
+            and (self.plan, self.ahead, self.turn, self.through_dram)
+            == (other.plan, other.ahead, other.turn, other.through_dram)
+            and self.lanes is None
+            and other.lanes is None
+        )
+
 
 class PlanMaker:
     """Makes outlooks from what was measured."""
@@ -93,15 +110,29 @@ class PlanMaker:
         self._parts = parts
         self._waste = parts.transfers.waste
         self._least = least
-        self._settled: tuple[tuple[object, int, int | None, bool], int, Plan] | None = None
+        self._settled: dict[int, tuple[tuple[object, int, int | None, bool], int, Plan]] = {}
+        self._load = 0
+        self._run = 0
+        self._in_force: tuple[tuple[object, int], Plan] | None = None
+        self._waiting: set[int] = set()
         self._left = 0
         self._through_dram = True
         self._staying = Staying()
 
+    def begin(self, load: int) -> None:
+        """Says that a pass begins.
+
+        Args:
+            load: Its tokens, rounded; 0 where they are not known.
+        """
+        self._run = self._run + 1 if load == self._load else 1
+        self._load = load
+
     def made_of(self, held: set[int]) -> tuple[int, ...]:
-        """Returns what an outlook depends on, besides the schedule; it changes with that."""
+        """Returns what an outlook depends on, besides the schedule and the load."""
         parts = self._parts
         return (
+            self._run.bit_length() if self._load in self._waiting else 0,
             parts.pass_timer.estimates.version,
             len(parts.table),
             self._waste.changes,
@@ -252,26 +283,74 @@ class PlanMaker:
         steady = alone and beside and not files and self._left < _MOST_LEFT
         steady = steady and _goes_round(schedule)
         alike = (frozenset(sizes), room, version, steady)
-        before = None
-        if self._settled is not None:
-            then, spared, settled = self._settled
+        before = plan = None
+        found = self._settled.pop(self._load, None)
+        if found is not None:
+            then, spared, settled = found
             if settled.lanes and not steady:
                 self._left += 1
             elif then[:2] == alike[:2] and self._fits(settled, sizes, spared, spare):
                 before = settled if then[2] is not None and then[3] is steady else None
-                if then == alike:
-                    return settled
-        order = [block for block in schedule.order if block in sizes]
-        if learned:
-            loop = self._loop(schedule, sizes, room, known, fetch, spare)
-            plan = share_hbm(replace(loop, steady=steady), before)
+                plan = settled if then == alike else None
+        if not learned:
+            plan = plan or self._unlearned(
+                [block for block in schedule.order if block in sizes], sizes, room
+            )
         else:
-            plan = self._unlearned(order, sizes, room)
-        if plan is not before:
-            self._settled = (alike, spare, plan)
-        elif self._settled is not None:
-            self._settled = (alike, self._settled[1], plan)
+            loop = self._loop(schedule, sizes, room, known, fetch, spare)
+            loop = replace(loop, steady=steady)
+            if plan is None:
+                plan = share_hbm(loop, before)
+                plan = plan if plan is before or files else self._nearer(loop, plan)
+        self._settled[self._load] = alike, spared if plan is before else spare, plan
+        if len(self._settled) > _MOST_LOADS:
+            del self._settled[next(iter(self._settled))]
+        if learned and not files:
+            plan = self._worth_moving(loop, plan)
+        self._in_force = alike[:2], plan
         return plan
+
+    def _nearer(self, loop: Loop, plan: Plan) -> Plan:
+        """Returns a plan that is as good and keeps what the one in force does, as far as it can."""
+        if self._in_force is None or plan.lanes or not plan.residents:
+            return plan
+        before, room = self._in_force[1].residents, loop.room - plan.reserve
+        lying = [(r.extent.offset, b) for b in loop.sizes if (r := self._parts.table[b]).extent]
+        inside = [block for _, block in sorted(lying)]
+        gone = [block for block in before & loop.sizes.keys() if block not in inside]
+        # what stays lies behind what streams: what lies between them changes sides
+        kept = [*gone, *(block for block in inside if block in before)]
+        there = [block for block in reversed(inside) if block not in before]
+        order = [block for block in loop.order if block in loop.sizes]
+        enough = _AS_GOOD * loop.seconds(plan)
+        for near in (there, ()):
+            stay = adjust_residents(kept, near, order, loop.sizes, room)
+            other = replace(plan, residents=stay, slot=largest_beside(loop.sizes, stay))
+            if loop.seconds(other) <= enough:
+                return other
+        return plan
+
+    def _worth_moving(self, loop: Loop, plan: Plan) -> Plan:
+        """Returns a plan, or the one in force as long as changing it costs more than it saves.
+
+        It may be the last pass of its kind. So the change is made once what it has cost not to
+        make it comes to the price of it: then no choice would have been much better.
+        """
+        self._waiting.discard(self._load)
+        if self._in_force is None or self._in_force[0] != (frozenset(loop.sizes), loop.room):
+            return plan
+        now = self._in_force[1]
+        coming = plan.residents - now.residents
+        if not coming or (now.lanes and not loop.steady):
+            return plan
+        rounds = len(loop.order) / loop.length
+        saved = (loop.seconds(now) - loop.seconds(plan)) / rounds
+        if saved <= _NOTHING * loop.seconds(now) / rounds:
+            return now
+        if self._run * saved >= sum(loop.transfer[block] for block in coming):
+            return plan
+        self._waiting.add(self._load)
+        return now
 
     @staticmethod
     def _fits(plan: Plan, sizes: dict[int, int], then: int, now: int) -> bool:
@@ -309,6 +388,10 @@ class PlanMaker:
             files = Files(disk, spare, 0 if staging is None else staging.numel())
         for block in on_disk:
             transfer[block] = self._from_dram(self._parts.table[block])[1]
+        if not files:  # a few rounds tell as much as all that are foreseen
+            rounds = _ROUNDS * sum(block in sizes for block in schedule.order[: _length(schedule)])
+            if _goes_round(schedule):
+                blocks, seconds = blocks[:rounds], seconds[:rounds]
         return Loop(blocks, sizes, room, seconds, transfer, _SLOT_LATENCY, files)
 
     def _unlearned(self, order: Sequence[int], sizes: dict[int, int], room: int) -> Plan:
@@ -360,11 +443,19 @@ class PlanMaker:
 
     def _compute(self, schedule: Schedule, order: Sequence[int]) -> list[float | None]:
         """Returns the seconds of each use; None where the pass is not known."""
-        estimates = self._parts.pass_timer.estimates
-        found: list[float | None] = []
+        get, found = self._parts.table.get, list[float | None]()
         bounds = [begin for begin, _ in schedule.passes[1:]] + [len(order)]
+        known: dict[object, list[float | None]] = {}
+        forecast = Forecast(self._parts.pass_timer.estimates)
         for (begin, key), end in zip(schedule.passes, bounds, strict=False):
-            found += [estimates.compute(key, block) for block in order[begin:end]]
+            if begin >= len(order):
+                break
+            seconds = known.get(key)
+            if seconds is None or len(seconds) != end - begin:
+                records = ((block, get(block)) for block in order[begin:end])
+                uses = [(b, None if record is None else record.block) for b, record in records]
+                seconds = known[key] = forecast.seconds(key, self._load, uses)
+            found += seconds
         return found
 
     def _seconds(self, record: Record, beside: bool) -> tuple[str, float] | None:

@@ -16,6 +16,7 @@ _AUTO_BYTES = 64 << 20
 _MOST_STEPS = 4096
 _MOST_PLANS = 16
 _HARVEST = 8
+_DOUBTFUL = 4
 
 
 class Prefetcher:
@@ -41,10 +42,16 @@ class Prefetcher:
         self._reach = Reach(None if depth == "auto" else depth, least)
         self._maker = PlanMaker(parts, least)
         self._planned: Schedule | None = None
-        self._outlooks: dict[Schedule, tuple[StreamPlan, Walk]] = {}
+        self._outlooks: dict[tuple[Schedule, int], tuple[StreamPlan, Walk]] = {}
+        self._load = 0
         self._walk: Walk | None = None
         self._held: set[int] = set()
         self._previous: Record | None = None
+
+    @property
+    def outlook(self) -> StreamPlan:
+        """The plan in force."""
+        return self._outlooks[self._planner.schedule, self._load][0]
 
     def end_pass(self) -> None:
         """Says that the pass under way has ended, before the next is entered in the planner."""
@@ -55,8 +62,14 @@ class Prefetcher:
             self._parts.counters.prefetch_wasted += wasted
         self.fetcher.number += 1
 
-    def plan(self) -> tuple[object, int]:
-        """Decides on a pass that begins; returns what stands for the plan, and its number."""
+    def plan(self, load: int = 0) -> tuple[object, int]:
+        """Decides on a pass that begins; returns what stands for the plan, and its number.
+
+        Args:
+            load: Tokens of the pass, rounded; 0 where they are not known.
+        """
+        self._load = load
+        self._maker.begin(load)
         outlook, _ = self._plan(self._planner.schedule)
         return outlook, self.fetcher.number
 
@@ -82,6 +95,8 @@ class Prefetcher:
         mover = self._parts.mover
         if self._reach.blocks == 0 or not (self.fetcher.beside or mover is not None):
             return
+        if planner.doubt >= _DOUBTFUL:
+            return  # what is foreseen does not come: a fetch for it would hold up what does
         if walk.catch_up(cursor):
             self.disk.restart(cursor)
         end = min(len(schedule.order), cursor + _MOST_STEPS)
@@ -115,16 +130,30 @@ class Prefetcher:
             self._walk.restart(cursor)
         self.disk.restart(cursor)
 
+    def _begin_early(self, schedule: Schedule) -> None:
+        """Begins what comes first by the plan in force, while another one is made."""
+        walk = self._walk if schedule is self._planned else None
+        early = walk is not None and self._planner.last < 0 and self._planner.cursor == 0
+        if walk is not None and early and self.fetcher.beside and self._parts.mover is None:
+            self.fetcher.begin_schedule()
+            walk.restart(0)
+            walk.go_on(min(len(schedule.order), _MOST_STEPS))
+
     def _plan(self, schedule: Schedule) -> tuple[StreamPlan, Walk]:
         """Decides what stays and when fetches are due, unless that is decided already."""
         made_of = self._maker.made_of(self._held)
-        found = self._outlooks.pop(schedule, None)
+        name = (schedule, self._load)
+        found = self._outlooks.pop(name, None)
         if found is None or found[0].made_of != made_of:
+            self._begin_early(schedule)
             outlook = self._maker.make(schedule, made_of, self._held, beside=self.fetcher.beside)
-            walk = make_walk(self._parts, self.fetcher, schedule, outlook, self._reach)
-            walk.complete = -1 if found is None else found[1].complete
-            found = outlook, walk
-        self._outlooks[schedule] = found
+            if found is not None and found[0].same_as(outlook):
+                found[0].made_of = made_of  # what goes by it goes on
+            else:
+                walk = make_walk(self._parts, self.fetcher, schedule, outlook, self._reach)
+                walk.complete = -1 if found is None else found[1].complete
+                found = outlook, walk
+        self._outlooks[name] = found
         if len(self._outlooks) > _MOST_PLANS:
             del self._outlooks[next(iter(self._outlooks))]
         outlook, walk = found

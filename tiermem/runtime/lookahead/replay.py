@@ -194,6 +194,7 @@ class Replay:
         self._tapes: dict[Schedule, _Tape] = {}
         self._open: _Pass | None = None
         self._run: _Run | None = None
+        self._disturbed = False
         self.swift = False
 
     @property
@@ -211,8 +212,6 @@ class Replay:
         Returns:
             Whether it repeats those before it, and what is due now has been done.
         """
-        undisturbed = self._run is None or self._run.departures == self._departures.count
-        self._close()
         schedule = self._planner.schedule
         tape = self._tapes.get(schedule)
         if tape is None or tape.outlook is not outlook:
@@ -220,7 +219,7 @@ class Replay:
             tape = self._tapes[schedule] = _Tape(outlook)
             if len(self._tapes) > _MOST_TAPES:
                 del self._tapes[next(iter(self._tapes))]
-        if not undisturbed:
+        if self._disturbed:
             tape.done = tape.steps = None
         timer = self._parts.pass_timer
         tape.measured += timer.sampling
@@ -232,6 +231,12 @@ class Replay:
         self._evictor.order.lose_track()
         self.swift = not (timer.sampling or timer.pending)
         return self.advance()
+
+    def end(self) -> None:
+        """Says that the pass under way is over: what happens from now on is the next one's."""
+        run = self._run
+        self._disturbed = run is not None and run.departures != self._departures.count
+        self._close()
 
     def interrupt(self) -> None:
         """Ends the replay of the pass under way at its next use; any thread may call it."""

@@ -12,6 +12,7 @@ from tiermem.core.block import Block, Extent, Tier
 from tiermem.core.pace import Estimates
 from tiermem.core.residency import Record
 from tiermem.runtime.metrics.counters import Counters, Efficiency, PaceRow
+from tiermem.runtime.metrics.device_speed import flops_of
 from tiermem.runtime.metrics.machine_profile import MachineProfile, device_name, load
 from tiermem.transfer.copy import CopyEngine, CudaCopyEngine, Event
 from tiermem.transfer.stamps import Clock, CudaClock, HostClock, Stamp
@@ -147,6 +148,8 @@ class PassTimer:
             self._older, self._fills = self._fills, {}
         if self.estimates.wants(key) and len(self._waiting) < _MOST_WAITING:
             self.sampling = self._clock.usable()
+            if self.pending and not self.estimates.sure(key):
+                self.harvest(_ALL)  # the plan for this pass is made with it
             if self.sampling:
                 self._open = _Sample(key, self._counters.bytes_by_link())
         length.slowed = self.sampling or self.pending
@@ -402,13 +405,19 @@ def open_pass_timer(copy: CopyEngine, counters: Counters, device: torch.device) 
         device: Whose machine profile gives the first estimates, where there is one.
     """
     clock = CudaClock(copy) if isinstance(copy, CudaCopyEngine) else HostClock()
-    return PassTimer(clock, counters, estimates_from(load(device=device_name(device)).profile))
+    profile = load(device=device_name(device)).profile
+    return PassTimer(clock, counters, estimates_from(profile, flops_of(device)))
 
 
-def estimates_from(profile: MachineProfile | None) -> Estimates:
-    """Returns estimates that start with what a machine profile says of the links."""
+def estimates_from(profile: MachineProfile | None, flops: float = 0.0) -> Estimates:
+    """Returns estimates that start with what is known before anything is measured.
+
+    Args:
+        profile: What was measured of the links.
+        flops: Operations a second to expect of the device; 0 for none.
+    """
     if profile is None:
-        return Estimates()
+        return Estimates(flops=flops)
 
     def first(link: str, nbytes: int) -> float | None:
         rates = {
@@ -419,7 +428,7 @@ def estimates_from(profile: MachineProfile | None) -> Estimates:
         }
         return rates.get(link)
 
-    return Estimates(first)
+    return Estimates(first, flops)
 
 
 def _text(key: Hashable) -> str:

@@ -106,6 +106,23 @@ class Compactor:
                 stays, inside = 0, Stretch(extent.end, [], [])
         return None if best is None else best[1]
 
+    def pack(self, begin: int) -> None:
+        """Slides together what lies behind an offset, each block as far as others let it."""
+        table = self._table
+        stretch = Stretch(begin, [], [])
+        for extent in [*table.hbm.extents(), None]:
+            if extent is not None and extent.offset < begin:
+                stretch = Stretch(max(begin, extent.end), [], [])
+                continue
+            record = None if extent is None else table.at(extent.offset)
+            if record is not None:
+                stretch.records.append(record)
+                continue
+            if stretch.records:
+                self.join(stretch)
+            if extent is not None:
+                stretch = Stretch(extent.end, [], [])
+
     def join(self, stretch: Stretch) -> None:
         """Moves the blocks that are left in a run to its begin; nothing may be under way."""
         self._transfers.copy.synchronize()

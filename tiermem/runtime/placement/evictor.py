@@ -114,9 +114,13 @@ class Evictor:
         Args:
             loop: What is going on; nothing moves until it goes on for a second round.
         """
-        for record in self._settling.misplaced(loop):  # what is written first goes another time
+        misplaced, loose = self._settling.misplaced(loop)
+        for record in misplaced:  # what is written first goes another time
             if record.in_hbm is State.VALID and self.rules.let_loose(record):
                 self.evict(record)
+        if loose:  # within the device that takes a small part of what fetching it anew would
+            self.transfers.settle_all()
+            self._compactor.pack(self.regions.border)
 
     def expect(self, nbytes: int) -> None:
         """Says that a block of so many bytes may be needed while others are in use."""

@@ -33,27 +33,29 @@ class Settling:
         self._loops.clear()
         self._attempts = 0
 
-    def misplaced(self, loop: object) -> list[Record]:
+    def misplaced(self, loop: object) -> tuple[list[Record], bool]:
         """Returns the blocks that should leave now, to come back to the region they belong in.
 
         A block that is in use stays, and has another chance at the next round.
 
         Args:
             loop: What goes on; nobody has to leave until it goes on for a second round.
+
+        Returns:
+            These, and whether what stays lies with holes in between that the rest does not fit in.
         """
         if loop not in self._loops:  # a loop of several passes has a schedule for each
             self._loops[loop] = None
             if len(self._loops) > _MOST_LOOPS:
                 del self._loops[next(iter(self._loops))]
             self._attempts = 0
-            return []
+            return [], False
         if not self._regions.residents or self._attempts >= _ATTEMPTS:
-            return []
+            return [], False
         misplaced, placed = self._look()
-        if not self._regions.rest_fits(placed):
-            misplaced += placed  # they lie with holes between them
-        self._attempts = self._attempts + 1 if misplaced else _ATTEMPTS
-        return misplaced
+        loose = not self._regions.rest_fits(placed)
+        self._attempts = self._attempts + 1 if misplaced or loose else _ATTEMPTS
+        return misplaced, loose
 
     def _look(self) -> tuple[list[Record], list[Record]]:
         """Returns who lies in the wrong region, and who is where it shall stay, by offset."""

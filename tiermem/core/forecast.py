@@ -1,0 +1,130 @@
+"""How long blocks will compute in a pass that has not been measured yet. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+from tiermem.core.block import Block
+from tiermem.core.pace import Estimates
+
+_LEAST = 8e-6
+"""Seconds of the shortest use: a launch or two of a kernel that has nothing to do."""
+_PER_ELEMENT = 2.0
+"""Operations for each element of a weight and each token: a multiplication and an addition."""
+_BACKWARD = 2.0
+"""So many times as many in backward: the gradients of what came in, and of the weight."""
+_PRECISE = 8.0
+"""So many times as long as in halves takes an operation on elements of four bytes."""
+_TALL = 6
+_LOOKED_UP = 8192
+_STEPS = 2
+
+
+class Sized(NamedTuple):
+    """A pass of so much work.
+
+    Attributes:
+        key: Its name.
+        load: Tokens, rounded by :func:`rounded`; 0 where they are not known.
+    """
+
+    key: Hashable
+    load: int
+
+
+def rounded(tokens: int) -> int:
+    """Returns the load that passes of about so many tokens have in common; 0 for none.
+
+    Powers of the root of two: times of one load differ by a fifth at the most.
+    """
+    if tokens <= 0:
+        return 0
+    return max(1, round(2 ** (round(_STEPS * math.log2(tokens)) / _STEPS)))
+
+
+def timed(key: Hashable, load: int) -> Hashable:
+    """Returns the name under which passes are measured: with their load, where it is known."""
+    return Sized(key, load) if load else key
+
+
+class Forecast:
+    """Seconds of compute as measured, or as expected of the shapes and of what was measured.
+
+    What was measured with the load that is nearest is scaled by what shapes say of both: weights
+    times tokens, at the device's speed. Where nothing was measured they say it alone.
+    """
+
+    def __init__(self, estimates: Estimates) -> None:
+        """Starts from what was measured so far and goes with it.
+
+        Args:
+            estimates: What was measured; their ``flops`` is the device's speed.
+        """
+        self._estimates = estimates
+
+    def seconds(
+        self, key: Hashable, load: int, order: Sequence[tuple[int, Block | None]]
+    ) -> list[float | None]:
+        """Returns the seconds of each use of a pass; None where nothing can be said.
+
+        Args:
+            key: Name of the pass.
+            load: Its tokens, rounded; 0 where they are not known.
+            order: Id of each block that it uses, and the block, where it exists.
+        """
+        estimates = self._estimates
+        name = timed(key, load)
+        if not load or estimates.sure(name):
+            return [estimates.compute(name, block) for block, _ in order]
+        if not estimates.flops:
+            return [None] * len(order)
+        first = self._shapes(key, load, order)
+        like = self._nearest(key, load)
+        if not like:
+            return list(first)
+        found: list[float | None] = []
+        there = self._shapes(key, like, order)
+        for (block, _), now, then in zip(order, first, there, strict=True):
+            measured = estimates.compute(Sized(key, like), block)
+            found.append(now if measured is None else measured * now / then)
+        return found
+
+    def _nearest(self, key: Hashable, load: int) -> int:
+        """Returns the measured load that is nearest; 0 where there is none."""
+        known = (name for name in self._estimates.known() if isinstance(name, Sized))
+        loads = [name.load for name in known if name.key == key]
+        return min(loads, key=lambda other: abs(math.log(other / load)), default=0)
+
+    def _shapes(
+        self, key: Hashable, load: int, order: Sequence[tuple[int, Block | None]]
+    ) -> list[float]:
+        """Returns what shapes and the device's speed say."""
+        often = _PER_ELEMENT * load / self._estimates.flops
+        if isinstance(key, tuple) and key[:1] == ("backward",):
+            often *= _BACKWARD
+        found = [
+            max(_LEAST, often * _elements(block)) if block is not None else _LEAST
+            for _, block in order
+        ]
+        if order and (block := order[0][1]) is not None and _is_table(block):
+            found[0] = _LEAST  # the pass begins with looking up rows
+        return found
+
+
+def _elements(block: Block) -> float:
+    """Returns the elements of a block's matrices, those of four bytes as many as they cost."""
+    found = 0.0
+    for spec in block.tensors:
+        count = math.prod(spec.shape)
+        found += count * (_PRECISE if spec.nbytes >= 4 * count else 1.0)
+    return found
+
+
+def _is_table(block: Block) -> bool:
+    """Whether a block is one matrix that looks like an embedding's."""
+    if len(block.tensors) != 1 or len(block.tensors[0].shape) != 2:
+        return False
+    rows, columns = block.tensors[0].shape
+    return rows >= _LOOKED_UP and rows >= _TALL * columns
