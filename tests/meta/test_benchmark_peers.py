@@ -178,6 +178,7 @@ def test_a_row_of_training_that_fails(tmp_path) -> None:
 
 
 @needs_transformers
+@pytest.mark.thorough
 def test_a_row_of_forward(tmp_path) -> None:
     rows = {row["what"]: row for row in run("peers.py", tmp_path, FORWARD)}
     assert rows[NAME]["equal"] is True and rows[NAME]["8 tokens s"] > 0

@@ -122,6 +122,7 @@ def test_stream(tmp_path) -> None:
 
 
 @needs_transformers
+@pytest.mark.thorough
 def test_stream_from_files(tmp_path) -> None:
     rows = stream(tmp_path, "train", "--nvme", ".", "--dram", "600KiB")
     assert 0 < rows[0]["of bound"] < math.inf and rows[0]["raw read of the moved s"] > 0
@@ -143,6 +144,7 @@ TRAIN = f"{TINY} --tokens 32 --chunks 2 --repeats 1 --steps 1 --warm 1 --raw-rep
 
 
 @needs_transformers
+@pytest.mark.thorough
 def test_train(tmp_path) -> None:
     line = f"{TRAIN} --micro 1 2 --adam-elements 1024 --where both --profile p.txt --out out.json"
     found = run("bench_train.py", tmp_path, *line.split())
@@ -169,8 +171,11 @@ def test_train_with_each_overlap(tmp_path, overlap) -> None:
 @needs_transformers
 def test_train_gives_the_bits_of_the_resident_run(tmp_path) -> None:
     line = f"{TRAIN} --micro 2 --grad-dtype fp32 --check-steps 3 --raw-repeats 1 --out out.json"
-    row = run("bench_train.py", tmp_path, *line.split())["rows"][0]
+    columns = ("resident s", "tiermem s", "of resident", "of bound", "raw both ways s")
+    row = check_rows(run("bench_train.py", tmp_path, *line.split()), *columns)[0]
     assert row["equal"] is True and row["weights that differ"] == 0
+    # all of it moves: weights, gradients, masters and states
+    assert row["GB dram->hbm"] * 1e9 > 2 * row["parameters"]
 
 
 @needs_transformers
@@ -298,6 +303,7 @@ def test_evicting_leaves_files_to_the_disk(tmp_path, monkeypatch) -> None:
 
 @needs_transformers
 @pytest.mark.parametrize("model", ["encoder"])
+@pytest.mark.thorough
 def test_memory(tmp_path, model: str) -> None:
     line = "--shape tiny --device cpu --hbm 1MiB --dram 8MiB --steps 1 --tokens 8 --out out.json"
     line += f" --model {model}"
@@ -409,6 +415,7 @@ def test_zoo(tmp_path) -> None:
 
 
 @needs_transformers
+@pytest.mark.thorough
 def test_run_gpu(tmp_path) -> None:
     line = "--small --only host --folder . --results found --name x"
     output("run_gpu.py", tmp_path, *line.split())

@@ -72,6 +72,7 @@ def test_parts_are_the_whole_list_and_nothing_twice() -> None:
     assert len(found) == len(set(found)) == len(MUTATIONS)
 
 
+@pytest.mark.thorough
 def test_what_fails_anyway_is_left_out(tmp_path: Path) -> None:
     copy_tree(tmp_path)
     (tmp_path / "tests" / "test_some.py").write_text(
