@@ -301,12 +301,12 @@ class PlanMaker:
             loop = replace(loop, steady=steady)
             if plan is None:
                 plan = share_hbm(loop, before)
-                plan = plan if plan is before or files else self._nearer(loop, plan)
+                plan = plan if plan is before or files else self._nearer(loop.slower(), plan)
         self._settled[self._load] = alike, spared if plan is before else spare, plan
         if len(self._settled) > _MOST_LOADS:
             del self._settled[next(iter(self._settled))]
         if learned and not files:
-            plan = self._worth_moving(loop, plan)
+            plan = self._worth_moving(loop.slower(), plan)
         self._in_force = alike[:2], plan
         return plan
 
