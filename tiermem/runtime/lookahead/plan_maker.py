@@ -34,7 +34,7 @@ _OF_A_TURN = 0.5
 """Of the uses in which a loop fills HBM once: what comes again within them stays."""
 _FASTER = 1.05
 """A link this many times as fast as it was thought to be has what stays decided anew."""
-_AS_GOOD = 1.01
+_AS_GOOD = 1.005
 """A plan that moves less to come into force may be so many times as slow."""
 _NOTHING = 2e-3
 """Of a round: what a plan saves that is as good."""
