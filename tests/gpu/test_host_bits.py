@@ -56,6 +56,12 @@ def test_values_of_all_sizes(
     assert isinstance(found, proof.Proven), found
 
 
+def _keeps(self: Any, ticket: object) -> bool:
+    """The host has its share in every step."""
+    self.on_host = True
+    return True
+
+
 @pytest.mark.parametrize("overlap", ["auto", False, "backward"])
 @pytest.mark.parametrize("how", [{}, FUSED])
 def test_a_run_with_steps_on_both_sides_has_the_residents_bits(
@@ -65,7 +71,7 @@ def test_a_run_with_steps_on_both_sides_has_the_residents_bits(
 
     monkeypatch.setattr("tiermem.optim.host.sides._LEAST", 0)
     monkeypatch.setattr("tiermem.optim.host.sides.measure_both", lambda *_: Rates(1.0, 1.0))
-    monkeypatch.setattr("tiermem.optim.host.devicebits.ShareTrial.step", lambda *_: True)
+    monkeypatch.setattr("tiermem.optim.host.devicebits.ShareTrial.step", _keeps)
     settings: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, **how}
 
     def build() -> torch.nn.Sequential:

@@ -401,7 +401,7 @@ def test_memory_stays_bounded() -> None:
     for number in range(70_000):
         waste.fetched(number, 0, "f")
         waste.left(number)
-    assert len(waste._outcomes) <= 1 << 16
+    assert len(waste.outcomes) <= 1 << 16
 
 
 # -- what fetching ahead paid ----------------------------------------------------
@@ -414,7 +414,7 @@ def test_a_fetch_that_is_used_is_none_wasted() -> None:
         waste.used(1)
         assert not waste.left(1)
         assert waste.end(number, "f", [1]) == 0
-    assert not waste.stopping and not waste.pending and not waste._outcomes
+    assert not waste.stopping and not waste.pending and not waste.outcomes
 
 
 @given(st.lists(st.booleans(), max_size=60))

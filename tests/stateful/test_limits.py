@@ -173,9 +173,7 @@ class Limits(RuleBasedStateMachine):
         while self.held:
             self.let_go()
         self.device.others = 0  # what was refused can be had again
-        self.manager.begin_pass("end")
-        for block in self.rig.blocks:
-            self.rig.use(block)
+        self.go_round(3)
         self.rig.check()
         self.manager.close()
         self.rig.blocks.clear()

@@ -164,7 +164,7 @@ def moved(clip: Callable[[nn.Module, Any], Any], forget: Callable[[nn.Module, An
     with tiermem.TierManager(device="cpu", hbm="60KiB", dram="4MiB") as tier:
         model = tier.wrap(build())
         optimizer = tier.optimizer(model, torch.optim.SGD, lr=0.01)
-        for number in range(4):
+        for number in range(8):
             tier.reset_stats()
             backward(model, number=number)
             clip(model, optimizer)
@@ -179,7 +179,8 @@ def test_clipping_and_forgetting_by_torch_move_no_more_than_the_optimizers_own()
     assert all(step.get("dram->hbm", 0) > 0 for step in own)
     for clip in (lambda _, o: o.clip_grad_norm_(0.05), lambda m, _: CLIPS["by norm"](m)):
         steps = moved(clip, lambda m, _: m.zero_grad())
-        total = [sum(sum(step.values()) for step in found[1:]) for found in (steps, own)]
+        # the first rounds are learned, and what is stepped ahead in them is dropped
+        total = [sum(sum(step.values()) for step in found[3:]) for found in (steps, own)]
         # who stays is chosen by measured times; one pass of gradients more would be a sixth
         assert total[0] <= total[1] * 1.04, (steps, own)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from support_optim import Net, Twins, loss_of, two_groups
 from torch import nn
 
 from tiermem.optim.ahead import Habit
-from tiermem.optim.balance import Load, Shares, Speed, best_shares, seconds
+from tiermem.optim.balance import Load, Speed, best_left, seconds
 
 ROOMY = Tiers("dram", dram=8 << 20)
 SGD = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
@@ -235,36 +236,37 @@ def test_a_model_that_leaves_is_as_it_was_before_the_steps() -> None:
         assert_same(dict(pair.plain.state_dict()), dict(pair.model.state_dict()), "weights")
 
 
-LAYERS = [Load(weights=2, gradients=2, kept=12, elements=1)] * 30
-BUSY = Speed(forward=150.0, backward=400.0, up=1.0, down=1.0, host=10.0)
+LAYERS = [Load(weights=2, gradients=2, kept=12)] * 30
+BUSY = Speed(forward=150.0, backward=400.0, up=1.0, down=1.0)
 
 
 def test_what_forward_has_time_for_is_left_to_it() -> None:
     """The best of all numbers of blocks, evenly spread; none where the link is busy throughout."""
-    left = best_shares(LAYERS, BUSY).left
+    left = best_left(LAYERS, BUSY)
     assert 0 < len(left) < 15
     assert all(b - a > 1 for a, b in itertools.pairwise(sorted(left)))
     for other in (frozenset(), frozenset(range(30))):
-        assert seconds(LAYERS, BUSY, Shares(left)) < seconds(LAYERS, BUSY, Shares(other))
-    assert best_shares(LAYERS, Speed(1.0, 3.0, 1.0, 1.0)).left == frozenset()
-    assert best_shares(LAYERS, Speed(900.0, 1.0, 1.0, 1.0)).left == frozenset(range(30))
+        assert seconds(LAYERS, BUSY, left) < seconds(LAYERS, BUSY, other)
+    assert best_left(LAYERS, Speed(1.0, 3.0, 1.0, 1.0)) == frozenset()
+    assert best_left(LAYERS, Speed(900.0, 1.0, 1.0, 1.0)) == frozenset(range(30))
 
 
-def test_the_host_steps_what_it_has_time_for_in_forward() -> None:
-    hosted = range(0, 30, 3)
-    busy = Speed(forward=150.0, backward=300.0, up=1.0, down=1.0, host=20.0)
-    found = best_shares(LAYERS, busy, hosted)
-    assert found.host
-    assert found.host <= set(hosted)
-    assert not found.host & found.left
-    assert len(found.host) * busy.host <= 1.2 * busy.forward
-    assert seconds(LAYERS, busy, found) < seconds(LAYERS, busy, best_shares(LAYERS, busy))
-    slow = Speed(1.0, 400.0, 1.0, 1.0, host=1000.0)
-    assert not best_shares(LAYERS, slow, hosted).host
+def test_what_the_host_steps_is_not_left_and_does_not_move_in_backward() -> None:
+    hosted = frozenset(range(0, 30, 3))
+    loads = [
+        replace(load, host=20.0) if number in hosted else load for number, load in enumerate(LAYERS)
+    ]
+    busy = Speed(forward=150.0, backward=300.0, up=1.0, down=1.0)
+    left = best_left(loads, busy)
+    assert left
+    assert not left & hosted
+    assert seconds(loads, busy, left) < seconds(loads, busy, frozenset())
+    assert seconds(loads, busy, frozenset()) == max(150, 10 * 20) + max(300, 60 + 20 * 12 + 20 * 2)
+    assert not best_left(loads, busy, now=hosted) & hosted  # that were left before it was tried
 
 
-def test_shares_stay_where_others_are_hardly_better() -> None:
-    left = best_shares(LAYERS, BUSY).left
-    near = Shares(frozenset(number + 1 for number in left if number + 1 < len(LAYERS)))
-    assert best_shares(LAYERS, BUSY, (), near) is near
-    assert best_shares(LAYERS, BUSY, (), Shares(frozenset(range(30)))).left == left
+def test_blocks_stay_where_others_are_hardly_better() -> None:
+    left = best_left(LAYERS, BUSY)
+    near = frozenset(number + 1 for number in left if number + 1 < len(LAYERS))
+    assert best_left(LAYERS, BUSY, near) is near
+    assert best_left(LAYERS, BUSY, frozenset(range(30))) == left

@@ -14,7 +14,6 @@ from support_hostbits import Kernels, device_of_numpy
 from support_nn import Tiers
 from support_optim import Net, Twins
 
-from tiermem.optim.balance import Speed
 from tiermem.optim.host import loop, proof
 from tiermem.optim.host.devicebits import ShareTrial
 from tiermem.optim.host.exact import kind_of_step
@@ -39,6 +38,15 @@ STEPS: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
+_TRY = ShareTrial.step
+
+
+def _keeps(self: ShareTrial, ticket: object) -> bool:
+    """The host has its share in every step."""
+    self.on_host = True
+    return True
+
+
 @pytest.fixture(autouse=True)
 def _few_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Proofs of few values, and of no other test."""
@@ -46,7 +54,7 @@ def _few_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(proof, "_COUNTS", (*range(1, 40), 100, 1000, 12345))
     monkeypatch.setattr("tiermem.optim.host.sides._LEAST", 0)
     monkeypatch.setattr("tiermem.optim.host.sides.measure_both", lambda *_: Rates(1.0, 1.0))
-    monkeypatch.setattr(ShareTrial, "step", lambda *_: True)
+    monkeypatch.setattr(ShareTrial, "step", _keeps)
     proof.forget()
     yield
     proof.forget()
@@ -78,34 +86,37 @@ def test_the_loop_is_the_device_on_values_of_all_sizes(
             assert isinstance(_prove(cls, settings, stepped, weight), str)
 
 
-_TRY = ShareTrial.step
-
-
 @pytest.mark.parametrize(("seconds", "kept"), [(0.5, True), (0.99, False), (2.0, False)])
 def test_a_share_stays_where_it_makes_a_loop_faster(seconds: float, kept: bool) -> None:
     now = 0.0
     trial = ShareTrial(lambda: now)
     seen = []
-    for number in range(10):
+    for number in range(15):
         ticket = object()
         seen.append(_TRY(trial, ticket))
         assert _TRY(trial, ticket) is seen[-1]  # made again after an error, it counts once
-        first = number in (0, 3)  # what is learned anew takes its time
+        first = number in (*range(6), 8)  # what is learned anew takes its time
         now += 9.0 if first else seconds if seen[-1] else 1.0
-    assert seen == [False] * 3 + [True] * 3 + [kept] * 4
+    assert seen == [False] * 8 + [True] * 3 + [kept] * 4
     assert trial.decided
 
 
 def test_steps_are_made_both_ways_until_it_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In backward the device steps all but what the host has its share of by then."""
     monkeypatch.setattr(ShareTrial, "step", _TRY)
     with device_of_numpy(), Twins(Net, DRAM, torch.optim.AdamW, FUSED) as twins:
-        sides = []
-        for step in range(8):
+        optimizer = twins.optimizer
+        assert optimizer._ahead is not None
+        hosted = [unit for unit in optimizer._units if unit.host is not None]
+        ahead, sides = [], []
+        for step in range(12):
             twins.backward(step, use_extra=step != 2)
+            ahead.append(any(unit in optimizer._ahead.provisional for unit in hosted))
             twins.step()
-            sides.append(any(unit.host is not None for unit in twins.optimizer._units))
+            sides.append(any(unit.host is not None for unit in hosted))
             twins.check()
-        assert sides[:6] == [False] * 3 + [True] * 3
+        assert sides[:11] == [False] * 9 + [True] * 2  # 8 of them were stepped before its step()
+        assert ahead[:11] == [False, *[True] * 8, False, False]
 
 
 def test_torchs_own_cpu_kernels_have_other_bits() -> None:
@@ -221,25 +232,3 @@ def test_without_a_compiler_the_device_makes_all_steps(
             twins.check()
     finally:
         loop.library.cache_clear()
-
-
-def test_the_host_steps_what_forward_has_time_for_and_backward_the_rest() -> None:
-    """Whatever the shares are, and they change from one step to the next."""
-    with device_of_numpy(), Twins(Net, DRAM, torch.optim.AdamW, FUSED) as twins:
-        optimizer = twins.optimizer
-        ahead, units = optimizer._ahead, optimizer._units
-        hosted = [unit for unit in units if unit.host is not None]
-        found = []
-        for step, seconds in enumerate((0.0, 0.0, 1e9, 1e9, 1e9, 0.0, 0.0, 0.0)):
-            ahead._share(Speed(1.0, 1.0, 1.0, 1.0, host=seconds))
-            ahead.left.clear()
-            twins.backward(step)
-            found.append(len(ahead.provisional.units))
-            twins.step()
-            twins.check()
-        assert hosted
-        rest = len(units) - len(hosted)
-        assert found[1] == rest  # the host has its share
-        assert found[4] == len(units)  # it takes too long there
-        assert found[-1] == rest
-        assert all(unit.host is not None for unit in hosted)

@@ -139,6 +139,8 @@ def test_bytes_are_right_whatever_is_used(passes: Sequence[Sequence[int]], depth
     )
     manager.prefetcher.fetcher.beside = True
     share, outlook.share_hbm = outlook.share_hbm, laned
+    # whether it pays, too
+    manager.prefetcher._maker._worth_moving = lambda _, plan: plan  # type: ignore[method-assign]
     try:
         blocks = manager.add_blocks(
             [

@@ -129,6 +129,10 @@ class Loop:
         """Uses in a round."""
         return _period(self.order)
 
+    def slower(self) -> Loop:
+        """Returns the loop by which plans are compared: its compute takes somewhat longer."""
+        return replace(self, compute=[_SLOWER * seconds for seconds in self.compute])
+
     def seconds(self, plan: Plan) -> float:
         """Returns how long it takes with a plan, by a model of the links."""
         if self.files is not None:
@@ -257,7 +261,7 @@ def share_hbm(loop: Loop, settled: Plan | None = None) -> Plan:
         return _all_in_dram(loop, loop.files, settled) or _share_from_disk(
             loop, loop.files, settled
         )
-    loop = replace(loop, compute=[_SLOWER * seconds for seconds in loop.compute])
+    loop = loop.slower()
     found: list[tuple[float, Plan]] = []
     best = math.inf
     for plan in _plans(loop, _SLOTS):

@@ -22,7 +22,7 @@ from tiermem.nn.groups.group import Entry, Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import is_viewed
 from tiermem.optim.auto import AutoOverlap
-from tiermem.optim.balance import Load, Shares, Speed, best_shares
+from tiermem.optim.balance import Load, Speed, best_left
 from tiermem.optim.provisional import Provisional
 from tiermem.optim.rules.groups import frozen_settings
 from tiermem.optim.rules.scaling import Scaling
@@ -88,14 +88,6 @@ class Others(Protocol):
         """Whether a unit is stepped there, as a rule."""
         ...
 
-    def may_have(self, unit: StepUnit) -> bool:
-        """Whether it could be."""
-        ...
-
-    def rest(self, units: Iterable[StepUnit]) -> None:
-        """Has the device step these from the next step on, and the host all others."""
-        ...
-
 
 class StepsAhead:
     """Makes the steps of one optimizer inside backward, provisionally.
@@ -143,6 +135,7 @@ class StepsAhead:
         self._drops = 0
         self.left: set[int] = set()
         self._rounds, self._next_look = 0, _FIRST_LOOK
+        self._hosted: frozenset[int] = frozenset()  # ids of the groups that were the host's then
         # the backward under way
         self._task = -1
         self._counted = self._steps = False
@@ -273,32 +266,39 @@ class StepsAhead:
         """Chooses what is left to the next forward, once it is known how long passes compute."""
         self._rounds += self._made_any
         manager, pace = self._manager, self._manager.parts.pass_timer.estimates
-        if self._rounds < self._next_look or manager.parts.device.type != "cuda":
+        if manager.parts.device.type != "cuda":
             return  # on the CPU copies from DRAM hide behind nothing
+        if self._rounds < self._next_look and self._on_host() == self._hosted:
+            return
         forward, backward = map(pace.computes, self._runtime.last_passes)
         if forward is None or backward is None:
             return
-        self._next_look = 2 * self._rounds
-        rates = pace.rate("dram->hbm"), pace.rate("hbm->dram")
-        self._share(Speed(forward, backward, *rates, host=self._others.seconds))
+        if self._rounds >= self._next_look:
+            self._next_look = 2 * self._rounds
+        self._leave(Speed(forward, backward, pace.rate("dram->hbm"), pace.rate("hbm->dram")))
 
-    def _share(self, speed: Speed) -> None:
-        """Leaves to the next forward and to the host what they have time for."""
-        by_group, others = self._arrivals.units, self._others
+    def _leave(self, speed: Speed) -> None:
+        """Leaves to the next forward what that has time for."""
+        hosted, by_group = self._on_host(), self._arrivals.units
         groups = [group for group in self._runtime.groups if id(group) in by_group]
-        loads = [_load_of(group, by_group[id(group)]) for group in groups]
-        numbered = [(number, by_group[id(group)]) for number, group in enumerate(groups)]
-        hosted = [number for number, units in numbered if all(map(others.may_have, units))]
-        now = Shares(
-            frozenset(number for number, group in enumerate(groups) if id(group) in self.left),
-            frozenset(number for number in hosted if all(map(others.has, numbered[number][1]))),
+        loads = []
+        for group in groups:
+            host = self._others.seconds if id(group) in hosted else None
+            loads.append(_load_of(group, by_group[id(group)], host))
+        now = frozenset(number for number, group in enumerate(groups) if id(group) in self.left)
+        self.left = {id(groups[number]) for number in best_left(loads, speed, now)}
+        self._hosted = hosted
+
+    def _on_host(self) -> frozenset[int]:
+        """Returns the ids of the groups that are stepped on the host, as a rule."""
+        return frozenset(
+            number
+            for number, units in self._arrivals.units.items()
+            if any(map(self._is_there, units))
         )
-        shares = best_shares(loads, speed, hosted, now)
-        self.left = {id(groups[number]) for number in shares.left}
-        idle = [
-            unit for number in hosted if number not in shares.host for unit in numbered[number][1]
-        ]
-        others.rest(idle)
+
+    def _is_there(self, unit: StepUnit) -> bool:
+        return unit.host is not None or self._others.has(unit)
 
     def _step(self, group: Group) -> None:
         """Steps the units of a block whose gradients are final, if all of them can be."""
@@ -318,8 +318,7 @@ class StepsAhead:
         """Whether the step of a unit can be made ahead, and be taken back."""
         return (
             unit.made is not None
-            and unit.host is None
-            and not self._others.has(unit)
+            and not self._is_there(unit)
             and not isinstance(unit, PartedUnit)
             and not (unit.spoils or unit.private or unit.attempt is not None)
             and id(unit) not in self._owed
@@ -369,16 +368,23 @@ class StepsAhead:
         )
 
 
-def _load_of(group: Group, units: Sequence[StepUnit]) -> Load:
-    """Returns what moves with a block and its step; what stays in HBM does not move."""
+def _load_of(group: Group, units: Sequence[StepUnit], host: float | None) -> Load:
+    """Returns what moves with a block and its step; what stays in HBM does not move.
+
+    Args:
+        group: Of the block.
+        units: Its units.
+        host: Seconds per element on the host; None where the device steps them.
+    """
     stay = group.manager.parts.evictor.residents
     kept = [block for unit in units for block in unit.kept_blocks() if block.id not in stay]
     gradients = [grads.block for unit in units for grads in unit.grad_units()]
+    elements = sum(param.numel() for unit in units for param, _ in unit.members)
     return Load(
         weights=0 if group.block.id in stay else group.block.nbytes,
         gradients=sum(block.nbytes for block in gradients),
         kept=sum(block.nbytes for block in kept),
-        elements=sum(param.numel() for unit in units for param, _ in unit.members),
+        host=None if host is None else host * elements,
     )
 
 

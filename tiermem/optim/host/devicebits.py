@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.rules.separable import Make, copied, settings_of
 from tiermem.optim.units.unit import StepUnit
 
+_AT_FIRST = 6
+"""Steps until all others are where they will be made, inside backward or in the next forward."""
 _SETTLING = 1
 _TIMED = 2
 _FASTER = 0.97
@@ -131,6 +133,7 @@ class ShareTrial:
         self._ticket: object = None
         self._began = 0.0
         self._steps = 0
+        self._settling = _AT_FIRST
         self._best = {False: math.inf, True: math.inf}
 
     def step(self, ticket: object) -> bool:
@@ -142,13 +145,13 @@ class ShareTrial:
         if self.decided or ticket is self._ticket:
             return self.on_host
         ended, self._ticket = self._now(), ticket
-        if self._steps > _SETTLING:  # a schedule is learned anew first
+        if self._steps > self._settling:  # a schedule is learned anew first
             self._best[self.on_host] = min(self._best[self.on_host], ended - self._began)
         self._began, self._steps = ended, self._steps + 1
-        if self._steps > _SETTLING + _TIMED:
+        if self._steps > self._settling + _TIMED:
             self.decided = self.on_host
             self.on_host = not self.on_host or self._best[True] < _FASTER * self._best[False]
-            self._steps = 1
+            self._steps, self._settling = 1, _SETTLING
         return self.on_host
 
 
@@ -176,7 +179,6 @@ class Movable:
         self._make = make
         self._sides: dict[int, tuple[HostSide, Make]] = {}
         self.seconds = 0.0
-        self._idle: set[int] = set()  # that the device steps all the same
 
     def take_on(self, units: Sequence[StepUnit], *, tried: bool) -> None:
         """Takes on those units that are the host's.
@@ -206,15 +208,7 @@ class Movable:
     def has(self, unit: StepUnit) -> bool:
         """Whether a unit is the host's, wherever its last step was made."""
         tried = self.trial is None or self.trial.on_host
-        return tried and id(unit) in self._sides and id(unit) not in self._idle
-
-    def may_have(self, unit: StepUnit) -> bool:
-        """Whether a unit was given to the host, be it idle by now."""
-        return id(unit) in self._sides
-
-    def rest(self, units: Iterable[StepUnit]) -> None:
-        """Has the device step these of its units from the next step on, and the host the others."""
-        self._idle = {id(unit) for unit in units}
+        return tried and id(unit) in self._sides
 
     def place(
         self,
@@ -237,7 +231,7 @@ class Movable:
             if found is None:
                 continue
             host, make = found
-            able = wanted and self.has(unit) and host.is_exact(self._runtime, groups)
+            able = wanted and host.is_exact(self._runtime, groups)
             if able and unit.host is None:
                 unit.move(host, make)
             elif not able and unit.host is not None:

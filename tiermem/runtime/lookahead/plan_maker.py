@@ -34,7 +34,7 @@ _OF_A_TURN = 0.5
 """Of the uses in which a loop fills HBM once: what comes again within them stays."""
 _FASTER = 1.05
 """A link this many times as fast as it was thought to be has what stays decided anew."""
-_AS_GOOD = 1.01
+_AS_GOOD = 1.005
 """A plan that moves less to come into force may be so many times as slow."""
 _NOTHING = 2e-3
 """Of a round: what a plan saves that is as good."""
@@ -115,6 +115,7 @@ class PlanMaker:
         self._run = 0
         self._in_force: tuple[tuple[object, int], Plan] | None = None
         self._waiting: set[int] = set()
+        self._laned = False
         self._left = 0
         self._through_dram = True
         self._staying = Staying()
@@ -128,11 +129,18 @@ class PlanMaker:
         self._run = self._run + 1 if load == self._load else 1
         self._load = load
 
+    def enter(self, plan: Plan, schedule: Schedule) -> None:
+        """Says that a plan comes into force, whenever it was made."""
+        if self._laned and not plan.lanes and not _goes_round(schedule):
+            self._left += 1
+        self._laned = bool(plan.lanes)
+
     def made_of(self, held: set[int]) -> tuple[int, ...]:
         """Returns what an outlook depends on, besides the schedule and the load."""
         parts = self._parts
         return (
             self._run.bit_length() if self._load in self._waiting else 0,
+            self._left >= _MOST_LEFT,
             parts.pass_timer.estimates.version,
             len(parts.table),
             self._waste.changes,
@@ -287,9 +295,8 @@ class PlanMaker:
         found = self._settled.pop(self._load, None)
         if found is not None:
             then, spared, settled = found
-            if settled.lanes and not steady:
-                self._left += 1
-            elif then[:2] == alike[:2] and self._fits(settled, sizes, spared, spare):
+            same = then[:2] == alike[:2] and (steady or not settled.lanes)
+            if same and self._fits(settled, sizes, spared, spare):
                 before = settled if then[2] is not None and then[3] is steady else None
                 plan = settled if then == alike else None
         if not learned:
@@ -301,12 +308,12 @@ class PlanMaker:
             loop = replace(loop, steady=steady)
             if plan is None:
                 plan = share_hbm(loop, before)
-                plan = plan if plan is before or files else self._nearer(loop, plan)
+                plan = plan if plan is before or files else self._nearer(loop.slower(), plan)
         self._settled[self._load] = alike, spared if plan is before else spare, plan
         if len(self._settled) > _MOST_LOADS:
             del self._settled[next(iter(self._settled))]
         if learned and not files:
-            plan = self._worth_moving(loop, plan)
+            plan = self._worth_moving(loop.slower(), plan)
         self._in_force = alike[:2], plan
         return plan
 

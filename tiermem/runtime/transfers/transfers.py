@@ -270,8 +270,8 @@ class Transfers:
         slot = None if kept is None else kept.get(extent.offset)
         if slot is None:
             slot = slots.slot(block, extent)
-        del slots.current[went]
         slots.current[block.id] = slots.by_address[slot.address] = slot
+        del slots.current[went]  # last: a slot that is in both is taken out of both by the handler
         return slot
 
     def _copy_up(
