@@ -45,7 +45,7 @@ _MOST_PAIRED = 4
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How HBM, and DRAM that nobody else needs, are shared between what stays and what streams.
+    """How HBM, and spare DRAM, are shared between blocks that stay and blocks that stream.
 
     Attributes:
         residents: Blocks that stay in HBM.

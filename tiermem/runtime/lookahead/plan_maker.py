@@ -98,7 +98,7 @@ class StreamPlan:
 
 
 class PlanMaker:
-    """Makes outlooks from what was measured."""
+    """Makes stream plans from what was measured."""
 
     def __init__(self, parts: Parts, least: int) -> None:
         """Works on ``parts``.
@@ -120,7 +120,7 @@ class PlanMaker:
         self._staying = Staying()
 
     def begin(self, load: int) -> None:
-        """Says that a pass begins.
+        """Notes that a pass begins.
 
         Args:
             load: Its tokens, rounded; 0 where they are not known.
@@ -129,7 +129,7 @@ class PlanMaker:
         self._load = load
 
     def made_of(self, held: set[int]) -> tuple[int, ...]:
-        """Returns what an outlook depends on, besides the schedule and the load."""
+        """Returns what a plan depends on, besides the schedule and the load."""
         parts = self._parts
         return (
             self._run.bit_length() if self._load in self._waiting else 0,
@@ -144,7 +144,7 @@ class PlanMaker:
     def make(
         self, schedule: Schedule, made_of: tuple[int, ...], held: set[int], *, beside: bool
     ) -> StreamPlan:
-        """Makes an outlook.
+        """Makes the plan for a schedule.
 
         Args:
             schedule: What comes.

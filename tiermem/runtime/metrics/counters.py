@@ -32,7 +32,7 @@ class ActivationStats:
     Attributes:
         offloaded: Copies sent below HBM.
         offloaded_bytes: Their bytes.
-        shared: Tensors saved that needed no copy of their own: another one's has their bytes.
+        shared: Tensors saved that needed no copy of their own: another copy covers their bytes.
         kept: Tensors that stayed in HBM since there was no room for them, or no way.
         reused: Uses in backward that found the original still in HBM.
         fetched_ahead: Copies brought up before their use.
@@ -87,7 +87,7 @@ class Stats:
         experts_chosen: Experts that tokens chose, summed over the calls of layers whose experts
             come up one by one.
         expert_hits: Of these, those that were in HBM already, or on their way by a guess.
-        expert_guesses: Experts that were fetched before anybody had chosen them.
+        expert_guesses: Experts that were fetched before a token had chosen them.
         expert_guesses_right: Of these, those that were chosen in the next call.
         evictions: Blocks taken out of HBM.
         write_backs: Of those, how many were dirty.
