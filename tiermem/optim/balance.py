@@ -1,4 +1,4 @@
-"""Which blocks are stepped inside backward, which in the next forward, and which by the host then.
+"""Which blocks are stepped inside backward, in the next forward, or by the host during that.
 
 Bytes over the link up and down in the two passes, for each byte of weights W, of gradients G and
 of masters and state S (recomputation, everything out of HBM; a step ahead keeps its gradient)::
@@ -60,10 +60,10 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Who makes steps that are not made inside backward, by the number of the block.
+    """Which steps are not made inside backward, by the number of the block.
 
     Attributes:
-        left: What waits for the next forward.
+        left: Blocks whose steps wait for the next forward.
         host: What the host steps.
     """
 

@@ -1,7 +1,7 @@
 """Steps of torch's Adam, AdamW and SGD on the host with the bits that CUDA's kernels give.
 
 The plain optimizer is torch's own, with ``fused=True``: its state, its counters and its settings
-are its own affair. Only the call that computes is taken over, by the loop of
+are kept by torch. Only the call that computes is replaced, by the loop of
 :mod:`tiermem.optim.host.loop`. That reads gradients and writes work weights in bfloat16 itself, so
 casts take no pass over memory of their own.
 
@@ -158,14 +158,14 @@ class Beside:
 
 
 class ExactCalls(TorchFunctionMode):
-    """Has the loop make what plain fused optimizers on the CPU ask of torch's kernels."""
+    """Replaces torch's fused CPU optimizer kernels by the compiled loop, inside ``with``."""
 
     def __init__(
         self,
         device: Proven,
         beside: Mapping[int, Beside] | None = None,
     ) -> None:
-        """Is in force around the optimizer's ``step()``.
+        """Stores what the loop needs; the mode is entered around the optimizer's ``step()``.
 
         Args:
             device: What is known of the device.
@@ -183,7 +183,7 @@ class ExactCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Makes a call of torch's; one of those kernels by the loop, whole or not at all."""
+        """Calls ``func``; one of those kernels is run by the loop, whole or not at all."""
         rows_of = self._calls.get(func)
         if rows_of is None:
             return func(*args, **(kwargs or {}))

@@ -100,7 +100,7 @@ class StateProbe:
         return self._spoils[key]
 
     def _try_spoil(self, param: torch.Tensor, settings: dict[str, Any], large: bool) -> bool:
-        """Tries a few steps with gradients below or above what anybody would clip."""
+        """Tries a few steps with gradients far below or above any usual clipping limit."""
         for device in self._devices[1:]:
             try:
                 with trial():

@@ -1,4 +1,4 @@
-"""What is left to the step of an optimizer: a GradScaler's scale, a factor for gradients."""
+"""What a step applies to gradients first: a GradScaler's scale, a factor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Scaling:
 
     Attributes:
         grad_scale: What they were multiplied by, 0-d; None where that is undone already.
-        found_inf: 1.0 if a gradient has an infinity or a NaN, 0-d; None where nobody looked.
+        found_inf: 1.0 if a gradient has an infinity or a NaN, 0-d; None where that is unknown.
         factor: What gradients are to be multiplied by, 0-d, or None.
     """
 
@@ -49,7 +49,7 @@ class Scaling:
 
         Args:
             params: Whose.
-            fresh: Those of them whose gradients nobody else has: they are written in place.
+            fresh: Those of them whose gradients are not shared: they are written in place.
         """
         if self.grad_scale is not None:
             _multiply(params, self.grad_scale.double().reciprocal().float(), fresh)

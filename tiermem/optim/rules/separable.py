@@ -1,8 +1,8 @@
-"""Learns of an optimizer class, by trying it, whether it can be stepped block by block.
+"""Finds out, by trying an optimizer class, whether it can be stepped block by block.
 
 No list of known classes: the class is run on tiny parameters, all at once and one by one, with
-gradients that are missing at times, and must give the same bits. The one by one is what the tiers
-do with it: settings are those of the group as a step begins, and what the class counts there goes
+gradients that are missing at times, and must give the same bits. One by one is how blocks are
+stepped: settings are those of the group as a step begins, and what the class counts there goes
 on as for a single parameter.
 """
 
@@ -164,7 +164,7 @@ def check_separable(
     device: torch.device,
     method: Any = None,
 ) -> Nature:
-    """Makes sure that stepping parameters one by one gives the same bits as all at once.
+    """Checks that stepping parameters one by one gives the same bits as all at once.
 
     Args:
         name: Of the class, for messages.
