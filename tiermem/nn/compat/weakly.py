@@ -1,4 +1,4 @@
-"""Calls that keep nothing alive, for what torch keeps where the garbage collector sees it not."""
+"""Hooks that keep nothing alive, for places where the garbage collector cannot see references."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Hook:
         self._entry = weakref.ref(entry)
 
     def __call__(self, tensor: torch.Tensor) -> None:
-        """Calls it, where both are there."""
+        """Calls the method, where both objects are still alive."""
         method, entry = self._method(), self._entry()
         if method is not None and entry is not None:
             method(entry, tensor)
@@ -45,7 +45,7 @@ class Weak:
         self._given = given
 
     def __call__(self, *args: Any) -> Any:
-        """Calls it; raises ClosedError where one of both is gone."""
+        """Calls the method; raises ClosedError where one of both objects is gone."""
         method, entry = self._method(), self._entry()
         if method is None or entry is None:
             raise ClosedError(

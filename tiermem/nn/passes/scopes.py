@@ -1,4 +1,4 @@
-"""What passes know of the modules that they are passes of."""
+"""Interfaces of wrapped models and their modules, as passes use them."""
 
 from __future__ import annotations
 
