@@ -169,7 +169,7 @@ def test_what_is_refused_before_loading(
 
 def test_a_device_without_room_for_keys_and_values(words: Path, monkeypatch: Any) -> None:
     folder = open_folder(str(words))
-    least = least_budgets(folder.model, device="cpu", hbm="1MiB", nvme=True).least_hbm
+    least = least_budgets(folder.model, device="cpu", hbm=4096, nvme=True).least_hbm
     arguments = generate_options()
     monkeypatch.setattr(generate, "free_nbytes", lambda _: least + 100)
     assert generate.pick_hbm(arguments, folder.model, "cpu", 100) == least

@@ -82,6 +82,11 @@ def parameters() -> int:
     return sum(p.numel() for p in decoder(LAYERS).parameters())
 
 
+def little(nbytes: int) -> int:
+    """Returns the most bytes that stay in HBM all the same: norms and biases, a 64th (ADR 43)."""
+    return nbytes // 64
+
+
 def test_nothing_is_offloaded_by_default(off: Run, plain: list[float]) -> None:
     assert off.losses == plain
     assert {home for _, home in off.homes} == {"hbm"}
@@ -116,8 +121,8 @@ def test_optimizer_state(off: Run, plain: list[float]) -> None:
     state = 8 * parameters()  # m and v
     assert off.homes["optimizer", "hbm"] >= state
     assert off.homes["optimizer", "dram"] == 0
-    assert on.homes["optimizer", "hbm"] == 0
-    assert on.homes["optimizer", "dram"] >= state
+    assert on.homes["optimizer", "hbm"] <= little(state)
+    assert on.homes["optimizer", "dram"] >= state - little(state)
     # the device holds a few layers' state, whatever the number of layers
     assert off.hbm - on.hbm >= state * (LAYERS - 5) // LAYERS
     assert on.moved("hbm->dram") >= state * (LAYERS - 5) // LAYERS
@@ -140,8 +145,8 @@ def test_masters(off: Run) -> None:
     masters = 4 * parameters()
     assert without.homes["master", "hbm"] >= masters
     assert without.homes["master", "dram"] == 0
-    assert on.homes["master", "hbm"] == 0
-    assert on.homes["master", "dram"] >= masters
+    assert on.homes["master", "hbm"] <= little(masters)
+    assert on.homes["master", "dram"] >= masters - little(masters)
     assert without.hbm - on.hbm >= masters * (LAYERS - 5) // LAYERS
     assert on.homes["param", "hbm"] == without.homes["param", "hbm"]  # work weights stay
 
@@ -149,8 +154,9 @@ def test_masters(off: Run) -> None:
 def test_weights_without_masters_are_their_own(plain: list[float]) -> None:
     on = Run(offload_master=True)
     assert on.losses == plain
-    assert on.homes["param", "dram"] >= 4 * parameters()
-    assert on.homes["param", "hbm"] == 0
+    weights = 4 * parameters()
+    assert on.homes["param", "dram"] >= weights - little(weights)
+    assert on.homes["param", "hbm"] <= little(weights)
 
 
 def test_gradients(off: Run, plain: list[float]) -> None:
@@ -158,16 +164,18 @@ def test_gradients(off: Run, plain: list[float]) -> None:
     assert on.losses == plain
     gradients = 4 * parameters()
     assert off.homes["grad", "hbm"] >= gradients
-    assert on.homes["grad", "hbm"] == 0
-    assert on.homes["grad", "dram"] >= gradients
+    assert on.homes["grad", "hbm"] <= little(gradients)
+    assert on.homes["grad", "dram"] >= gradients - little(gradients)
     assert off.hbm - on.hbm >= gradients * (LAYERS - 5) // LAYERS
 
 
 def test_cpu_training(plain: list[float]) -> None:
     on = Run(cpu_training=True)
     assert on.losses == pytest.approx(plain, rel=1e-5)  # the host rounds differently
-    assert {home for _, home in on.homes} == {"dram"}
-    assert on.homes["optimizer", "dram"] >= 8 * parameters()
+    for (role, home), nbytes in on.homes.items():
+        assert home == "dram" or nbytes <= little(on.homes[role, "dram"]), role
+    state = 8 * parameters()
+    assert on.homes["optimizer", "dram"] >= state - little(state)
     assert on.moved("dram->hbm") >= 4 * parameters() * (LAYERS - 5) // LAYERS
 
 

@@ -44,7 +44,7 @@ def test_weights_that_may_move_are_refused() -> None:
         model(x)
         moved = tier.stats().links
         capture(tier, True)
-        with pytest.raises(tiermem.ConfigError, match=r"block '.*0' .*CUDA graph"):
+        with pytest.raises(tiermem.ConfigError, match=r"block 'Sequential.0-1' .*CUDA graph"):
             model(x)
         assert tier.stats().links == moved
         capture(tier, False)

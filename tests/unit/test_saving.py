@@ -502,7 +502,8 @@ def test_steps_wait_for_no_copy_where_there_is_room(tmp_path, monkeypatch) -> No
     def refused(self, entry, whole) -> bool:
         raise AssertionError(f"a step copies block {entry.block.name!r}")
 
-    with Run(Setup(dram=64 << 20)) as run:
+    setup = Setup(dram=64 << 20, options={"overlap": False})  # steps ahead keep DRAM for themselves
+    with Run(setup) as run:
         run.step()
         run.optimizer.zero_grad()
         state = dict(run.state())
@@ -521,7 +522,7 @@ def test_steps_wait_for_no_copy_where_there_is_room(tmp_path, monkeypatch) -> No
         monkeypatch.undo()
         handle.result()
         used = run.tier.stats().used["dram"]
-    with Run(Setup(dram=64 << 20), number=5) as other:
+    with Run(setup, number=5) as other:
         other.load(tmp_path / "run")
         assert_same(dict(other.state()), state, "the state of the call")
         other.step()

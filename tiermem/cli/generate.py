@@ -137,6 +137,9 @@ def pick_hbm(arguments: argparse.Namespace, model: nn.Module, device: str, besid
     free = free_nbytes(device)
     given = hbm_of(read_budget(arguments.hbm, "--hbm"), device_of(device))
     found = least_budgets(model, device=device, hbm=given, nvme=True)
+    if given is None and found.least_hbm + beside > free > beside:
+        # blocks follow the budget: with what is free they are smaller
+        found = least_budgets(model, device=device, hbm=free - beside, nvme=True)
     what = f"keys, values and activations take {format_size(beside)}"
     if found.least_hbm + beside > free:
         raise CapacityError(
