@@ -1,4 +1,4 @@
-"""What the file mover asks of a store in files, and two such stores side by side.
+"""The interface of a store in files, as the file mover uses it, and two such stores joined.
 
 A store hands out extents; each consists of *pieces*, that are read or written at once and
 have a checksum each. The swap file's extents lie in its files as they are; those of a
@@ -112,7 +112,7 @@ class FileStore(Protocol):
 
 
 class JoinedFiles:
-    """A store that is written and one that is only read, under one roof for one file mover.
+    """Joins a store that is written and one that is only read, for one file mover.
 
     Args:
         swap: Its files come first; its extents lie below ``boundary``.

@@ -76,9 +76,9 @@ class CudaPageLocks:
         torch.cuda.synchronize(self._device)
 
     def _forget_error(self) -> None:
-        """Has torch take up the error of a call that failed, which CUDA keeps.
+        """Clears the error of a failed call, which CUDA keeps, by making torch read it.
 
-        Otherwise the next kernel, whoever launches it, would seem to have failed.
+        Otherwise the next kernel launch, anywhere, would seem to have failed.
         """
         with torch.cuda.device(self._device), contextlib.suppress(RuntimeError):
             torch.cuda._sleep(0)  # torch has no call that does only that; this checks its launch
