@@ -113,7 +113,7 @@ class StreamCalls(Protocol):
 
     def follow(self, stream: int, other: int) -> None:
         """Makes ``stream`` wait from now on for what was submitted to ``other`` so far."""
-    ...
+        ...
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
         """Submits a copy between addresses of the device and of page-locked memory."""
@@ -156,7 +156,7 @@ class StreamCalls(Protocol):
 
     def mark(self, event: int, stream: int) -> None:
         """Records ``event`` behind what was submitted to ``stream`` so far."""
-    ...
+        ...
 
     def passed(self, event: int) -> bool:
         """Whether the stream has come past an event."""
