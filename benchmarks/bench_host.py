@@ -74,7 +74,7 @@ def host_time(clock: Clock, call: Call) -> float:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Has Python's garbage collector wait."""
+    """Turns Python's garbage collector off, inside ``with``."""
     gc.collect()
     gc.disable()
     try:

@@ -145,7 +145,7 @@ class LateChunkCopier:
 
 
 def make_late(manager: BlockManager, engine: LateCopyEngine) -> None:
-    """Has a manager whose blocks all live in DRAM make the copies of saved tensors late."""
+    """Makes the copies of saved tensors late, in a manager whose blocks are all in DRAM."""
     manager.parts.transfers.copy = engine
     object.__setattr__(manager.parts, "copy", engine)  # a frozen bundle
     homes = manager.parts.homes

@@ -184,7 +184,7 @@ class TierManager:
         wrapped = WrappedModel(model, self._runtime, blocks, self._wraps, homes, origins, resident)
         if on_device:
             torch.cuda.empty_cache()  # torch keeps what the model has left for tensors to come
-        self._runtime.owner = self  # who has the model has the tiers
+        self._runtime.owner = self  # a model keeps the tiers alive
         self._wraps += 1
         return wrapped
 
@@ -293,7 +293,7 @@ class TierManager:
             )
         except REFUSALS:
             raise
-        except BaseException as error:  # nobody has what was reserved
+        except BaseException as error:  # what was reserved has no owner
             for found, count in zip(lists, begun, strict=True):
                 del found[count:]
             if OUTSIDE not in error.__dict__:  # it may have come anywhere
@@ -345,7 +345,7 @@ class TierManager:
 
         Returns:
             With ``wait=False``, a handle: ``done()`` says whether it is over, ``result()`` waits
-            and raises what went wrong; an error that nobody asks for is raised by the next save.
+            and raises what went wrong; an error not raised there is raised by the next save.
 
         Raises:
             CheckpointError: If ``extra`` or a tensor cannot be saved, or ``path`` is something
@@ -365,7 +365,7 @@ class TierManager:
         return self._saving
 
     def _end_saving(self) -> None:
-        """Waits for a save under way; raises an error of it that nobody has been told of."""
+        """Waits for a save under way; raises an error of it that was not raised before."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.settle()
@@ -497,7 +497,7 @@ class TierManager:
 
     def __del__(self) -> None:
         if hasattr(self, "_manager"):
-            self._manager.close()  # nobody has a model of it any more
+            self._manager.close()  # no model is left
 
     def __repr__(self) -> str:
         settings = self._manager.parts.settings

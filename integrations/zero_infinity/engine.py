@@ -383,7 +383,7 @@ class DeepSpeedEngine(Queries):
     # -- inside ----------------------------------------------------------
 
     def show_scale(self) -> None:
-        """Has the optimizer tell the loss scale, as DeepSpeed's does."""
+        """Sets the loss scale as attributes of the optimizer, as DeepSpeed does."""
         if self.optimizer is not None and self.scaler is not None:
             shown = {"loss_scale": self.scaler.scale, "cur_scale": self.scaler.scale}
             self.optimizer.__dict__.update(shown)

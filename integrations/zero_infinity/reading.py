@@ -160,7 +160,7 @@ def converted(name: str, path: str, kind: kinds.Kind, value: Any) -> Any:
 
 
 def _flag(found: Config, path: str, value: Any) -> None:
-    """Has a deprecated switch set a section's device."""
+    """Sets a section's device by a deprecated switch."""
     if value is None or value == AUTO:
         return
     section = schema.OFFLOAD_FLAGS[path]

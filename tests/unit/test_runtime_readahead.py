@@ -36,7 +36,7 @@ def opened(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 
 def unplanned(made: Rig, *, through_dram: bool) -> None:
-    """Has the order of use alone decide what is in DRAM, whatever the loop measures."""
+    """Makes the order of use alone decide what is in DRAM, whatever the loop measures."""
     maker = made.manager.prefetcher._maker
     maker._compute = lambda _, order: [None] * len(order)  # type: ignore[method-assign]
     maker._by_way_of_dram = lambda *_: through_dram  # type: ignore[method-assign]
@@ -56,7 +56,7 @@ def staged(made: Rig) -> set[int]:
 
 
 def forgotten(made: Rig, number: int) -> int:
-    """Has a loop learned and all that was read ahead given up; returns where a block is at home."""
+    """Runs a loop until it is learned, and drops all read ahead; returns a block's home offset."""
     loop(made, [*range(8)], 3)
     made.manager.flush()
     made.manager.parts.transfers.ahead.drop_all()

@@ -131,7 +131,7 @@ def loop(blocks: int, slots: int, *, depth: Any = 1, large: int = 0) -> Iterator
 
 
 def decide_always(made: Loop) -> None:
-    """Has every pass decided anew."""
+    """Turns replay off: every pass is decided anew."""
     made.manager.replay.begin = lambda *_: False  # type: ignore[method-assign]
 
 

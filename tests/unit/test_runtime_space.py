@@ -209,7 +209,7 @@ def test_a_cycle_that_holds_the_last_view_is_collected() -> None:
 
 
 def in_the_middle(made: Rig) -> tuple[Block, Block]:
-    """Has block 1 in the middle of ten pages: 4 free, 2 taken, 4 free."""
+    """Puts block 1 into the middle of ten pages: 4 free, 2 taken, 4 free."""
     for block in made.blocks[:2]:
         made.use(block)
     assert where(made) == {0: 0, 1: 4}

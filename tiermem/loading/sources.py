@@ -60,7 +60,7 @@ def sources_of(model: nn.Module, files: CheckpointFiles, names: Names | None) ->
         found = {name: view_of(files, name) for name in wanted if name in files.tensors}
         used = set(found)
     _check_missing(wanted, found, files)
-    if names is None:  # whoever names what to take leaves the rest
+    if names is None:  # with names given, the other tensors are left out
         used.update(name for name, _ in model.named_buffers(remove_duplicate=False))
         unexpected = files.tensors.keys() - used
         if unexpected and of_transformers:

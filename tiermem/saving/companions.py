@@ -20,7 +20,7 @@ _BESIDE_WEIGHTS = re.compile(
     r"added_tokens\.json|vocab\b.*|merges\.txt|.*\.(model|jinja|py|md)|chat_template.*|"
     r".*processor.*\.json|(README|LICENSE|NOTICE|USE_POLICY)\b.*|\.git(attributes|ignore)"
 )
-"""What is put beside weights by whoever is going to save them there."""
+"""Names of files that other code puts beside weights, in a folder to be saved to."""
 _OF_A_CHECKPOINT = re.compile(
     r"(model-\d+/)?(model|optimizer)\b.*\.safetensors(\.index\.json)?|tiermem\.json.*"
 )

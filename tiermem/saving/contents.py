@@ -93,7 +93,7 @@ class LooseSource:
 class MasterSource:
     """The masters of a unit, or of a part of one.
 
-    Where somebody else wrote the weights they are saved as they are, and follow them at the next
+    Where other code wrote the weights they are saved as they are, and follow them at the next
     step, before or after a load.
 
     Attributes:

@@ -69,7 +69,7 @@ class ParamState:
 
 
 def blank(manager: BlockManager, block: Block) -> None:
-    """Gives up what a block holds, unless somebody looks at it or it never moves."""
+    """Discards what a block holds, unless it has aliases or never moves."""
     slot = manager.parts.slots.current.get(block.id)
     record = manager.parts.table[block.id]
     if not record.fixed and not record.leases and (slot is None or not slot.aliased):

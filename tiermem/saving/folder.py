@@ -4,9 +4,9 @@ A save writes to ``.NAME.tiermem-XXXX`` beside ``NAME``. Its manifest, ``tiermem
 first, says "unfinished", and is replaced by the real one when all else is on the disk. Then the two
 names are exchanged in one operation of the file system, so that at any instant ``NAME`` is the
 former checkpoint or the new one. Where the file system cannot exchange names, the former one is
-renamed first: for that instant there is no ``NAME``, and whoever loads or saves next finds both
-beside it and gives the name back. A folder that is being written is locked (``flock``), so that
-nobody takes it for left over.
+renamed first: for that instant there is no ``NAME``, and the next load or save finds both beside
+it and gives the name back. A folder that is being written is locked (``flock``), so that no
+process takes it for left over.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_MANIFEST = 1 << 30
 
 @contextmanager
 def told_of(path: str, what: str) -> Iterator[None]:
-    """Has errors of the system say what failed, as errors of ours.
+    """Turns ``OSError`` into tiermem's errors, with what failed and where.
 
     Raises:
         CapacityError: For no room.
@@ -184,7 +184,7 @@ class CheckpointFolder:
         return [path for path in paths if stat.S_ISDIR(os.lstat(path).st_mode)]
 
     def _is_free(self, path: str) -> bool:
-        """Whether nobody is writing a folder just now."""
+        """Whether no process is writing a folder just now."""
         try:
             fd = self._files.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:

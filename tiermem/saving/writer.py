@@ -105,7 +105,7 @@ class TensorWriter:
             self._place[spec.key] = file, plan.offsets[spec.name]
 
     def put(self, name: str, begin: int, tensor: torch.Tensor) -> None:
-        """Takes bytes of a tensor; nobody looks at them any more when this returns.
+        """Takes bytes of a tensor; they are not read any more when this returns.
 
         Args:
             name: Of the tensor in the checkpoint.

@@ -1,4 +1,4 @@
-"""A disk in simulated time: real bytes, and a clock that moves only when nobody has work to do.
+"""A disk in simulated time: real bytes, and a clock that moves only when no thread has work.
 
 Whether reads, updates and writes overlap cannot be seen on a real disk under test: it is too
 quick, or the machine too busy. Here a sweep takes the same simulated seconds on any machine.

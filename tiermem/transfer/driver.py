@@ -77,7 +77,7 @@ class _Thread(threading.local):
 
 
 class Signal(Protocol):
-    """What a recorded event offers, whoever makes it."""
+    """A recorded event, of whatever device."""
 
     waiter: int
 

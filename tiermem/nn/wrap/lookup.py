@@ -44,7 +44,7 @@ _GLOBAL_HOOKS = (
 _ASKED_FOR = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _item = dict.get  # a name is looked at, and nothing brought up for it
 _TORCHS = (nn.Embedding.forward, functional.embedding, torch.embedding)
-"""What an embedding's call comes to, unless somebody has put something else in its place."""
+"""The functions that an embedding's call runs, unless they were replaced."""
 
 
 class LookupInterceptor(CallInterceptor):

@@ -26,7 +26,7 @@ _COPIES = 96
 _ROUNDS = 3
 _PIECES = 4
 _LATE = 1.1
-"""So many times the measured time of a step may take before somebody waits for it."""
+"""So many times the measured time a step may take before it is waited for."""
 _BUSY = 1.3
 """So many times the time that a step takes beside copies alone, it takes while a model is trained
 besides. On an H200's host with 16 cores 25 Mi elements of AdamW took 19 ms beside copies and 25 to

@@ -18,7 +18,7 @@ from tiermem.optim.units.unit import State, StepUnit
 from tiermem.runtime.transfers.deferred import Deferred
 
 Explain = Callable[[BaseException, Sequence[str]], None]
-"""Has an error name the units that it left unmade."""
+"""Adds to an error the names of the units that were not stepped."""
 
 
 class HostSteps:

@@ -134,7 +134,7 @@ class Homes:
         """Each gives up space that is kept for later, and returns whether there was any."""
         self.owners: list[Callable[[], Iterable[Owned]]] = []
         """Each returns the space that it has from here. Whoever has any, but for blocks and what
-        is read ahead, enters itself: what nobody has is freed by :meth:`repair`."""
+        is read ahead, enters itself: unowned space is freed by :meth:`repair`."""
 
     @property
     def files(self) -> FileStore | None:

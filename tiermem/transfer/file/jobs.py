@@ -22,7 +22,7 @@ READS_PER_WRITE = 1
 One: neither of them is waited for, both have to be made, and a disk moves most while it does both.
 """
 URGENT_PER_WRITE = 16
-"""The same for urgent pieces, which somebody waits for."""
+"""The same for urgent pieces, which a caller waits for."""
 
 
 class FileTransfer:
