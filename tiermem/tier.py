@@ -46,7 +46,7 @@ class TierManager:
     """Three tiers of memory, and the models that live in them.
 
     Use it as a context manager, or call :meth:`close`; either gives the models back as ordinary
-    ones, and memory and disk space. Without either, the tiers are there as long as anybody has the
+    ones, and memory and disk space. Without either, the tiers are there as long as you keep the
     manager, a model wrapped in it, or an optimizer over one. Nothing is left behind even if the
     process is killed.
     """

@@ -40,7 +40,7 @@ class Config:
         name: The file, for messages.
         settings: By path; those that are not here have their default.
         sections: Parts that are taken as a whole, by key.
-        unknown: Keys that nobody knows, and the nearest known one or "".
+        unknown: Unknown keys, and the nearest known one or "".
         raw: As it is written.
     """
 

@@ -53,7 +53,7 @@ class Round:
 
 
 def play(one: Round) -> tuple[float, float]:
-    """Returns the seconds of a round, once it goes as ever, and those in which the disk reads."""
+    """Returns the seconds of a round in the steady state, and those in which the disk reads."""
     player = _Player(one)
     if not player.uses:
         return math.fsum(one.compute), 0.0

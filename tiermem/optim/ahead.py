@@ -123,8 +123,8 @@ class StepsAhead:
             runtime: The modules' runtime.
             auto: Knows which steps are made at once.
             owed: Ids of the units that wait for a step that was asked for.
-            is_begun: Says whether a ``step()`` with some ticket has begun.
-            may_begin: Says whether any steps of the optimizer may be made ahead just now.
+            is_begun: Returns whether a ``step()`` with some ticket has begun.
+            may_begin: Returns whether any steps of the optimizer may be made ahead just now.
             others: What the host steps.
         """
         self.provisional = Provisional(runtime, is_begun)

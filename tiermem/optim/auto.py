@@ -123,7 +123,7 @@ class AutoOverlap:
         return not max(self._seen_nbytes, self._seen_now())
 
     def is_steady(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether a unit was stepped before with settings such as those of now."""
+        """Whether a unit was stepped before with settings such as the present ones."""
         numbers = {number for _, number in unit.members}
         return all(self._tried.get(number) == kind_of(groups[number]) for number in numbers)
 
@@ -235,7 +235,7 @@ def _is_seen(unit: StepUnit, state: State) -> bool:
         kept = state.get(param)
         if kept is None:
             continue
-        # in the tiered optimizer's state and the plain one's; of parts it is put together
+        # in the tiered optimizer's state and the plain one's; of parts it is concatenated
         if is_held(kept, besides=2 - parted):
             return True
         for value in kept.values():

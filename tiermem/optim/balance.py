@@ -80,7 +80,7 @@ def best_shares(
         loads: Of each block, in the order of forward.
         speed: As measured.
         hosted: What the host could step.
-        now: Those of now; others are returned only if that is worth it.
+        now: The present shares; others are returned only if that is worth it.
     """
     found = min(
         _choices(len(loads), hosted),

@@ -39,7 +39,7 @@ class Round:
         return [unit for unit in self.units if unit.made is not self.ticket]
 
     def cut_short(self, error: BaseException) -> None:
-        """Notes why it could not be finished; settings and scale are those of now from now on."""
+        """Notes why it could not be finished; freezes the present settings and scale."""
         left = self.left()
         self.failed = f"{type(error).__name__} at {left[0].name!r}" if left else ""
         if not self._frozen:

@@ -1,4 +1,4 @@
-"""Which bytes of the tiers are which tensor of a checkpoint.
+"""The mapping between blocks in the tiers and tensors of a checkpoint.
 
 Tensors of models have the names of ``state_dict()``. The others are called
 ``optimizer.0.exp_avg.PARAMETER``, ``optimizer.0.master.PARAMETER``, ``gradient.PARAMETER``,
@@ -43,7 +43,7 @@ class Source(Protocol):
     block: Block | None
 
     def runs(self) -> Iterator[Run]:
-        """Yields them as they are now; the manager's lock is held, and none is kept."""
+        """Yields the tensors as they are now; the manager's lock is held, and none is kept."""
         ...
 
 
@@ -76,7 +76,7 @@ class LooseSource:
 
     Attributes:
         key: In the checkpoint.
-        tensor: It.
+        tensor: The tensor.
         block: None.
     """
 
@@ -98,7 +98,7 @@ class MasterSource:
 
     Attributes:
         manager: Of the blocks.
-        masters: They.
+        masters: The masters.
         weight: Returns the elements of the weight of one of the unit's parameters.
         picks: Parameter, key of its master, and its first byte there.
         block: The block of the masters; None where they are in ordinary memory.
@@ -123,7 +123,7 @@ class MasterSource:
         return BlockSource(self.manager, self.block, picks)
 
     def runs(self) -> Iterator[Run]:
-        """Yields the masters; those that are just the weight, cast, by now, as that."""
+        """Yields the masters; one that is only the cast of its weight is made from that."""
         masters = self.masters
         stored: Sequence[torch.Tensor] = ()
         if self.block is not None and masters.made:
@@ -151,7 +151,7 @@ class Named:
 
     Attributes:
         name: In ``state_dict()``.
-        tensor: It; bytes of a managed one may be anywhere.
+        tensor: The tensor; bytes of a managed one may be in any tier.
         persistent: Whether it is in ``state_dict()`` at all.
     """
 
@@ -283,12 +283,12 @@ class Collector:
         models: The wrapped models.
         model_specs: Tensors of each model's own files.
         specs: All other tensors.
-        sources: Who has them.
+        sources: What holds them.
         manifest: What is no tensor.
     """
 
     def __init__(self, runtime: ModuleRuntime) -> None:
-        """Sees which models there are; the rest is for :meth:`collect`."""
+        """Lists the wrapped models; the rest is for :meth:`collect`."""
         self._runtime = runtime
         self._manager = runtime.manager
         self.models = models_of(runtime)
@@ -303,7 +303,7 @@ class Collector:
         """Lists models, optimizers, gradients and values.
 
         Args:
-            optimizers: Theirs.
+            optimizers: The contents of the optimizers.
             **values: Plain values and tensors, each by its name.
 
         Raises:

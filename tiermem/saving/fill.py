@@ -1,6 +1,7 @@
-"""Puts what a checkpoint has into blocks, as it is read.
+"""Fills blocks with tensors of a checkpoint, as they are read.
 
-What a block held before is given up first: else it would be read from a disk to be overwritten.
+A block's former contents are discarded first: else they would be read from a disk to be
+overwritten.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Run:
 
 @dataclass(slots=True, eq=False)
 class ParamState:
-    """What a checkpoint has of the state of a parameter that a unit steps, or of a part of one.
+    """A parameter's optimizer state in a checkpoint, or that of a part of one.
 
     Attributes:
         param: The parameter, as the unit knows it.
@@ -119,14 +120,14 @@ def fill_state(
     saved: Sequence[ParamState],
     reader: TensorReader,
 ) -> None:
-    """Gives a unit the state of a checkpoint; parameters that have none there have none any more.
+    """Loads a unit's state; parameters without state in the checkpoint lose theirs.
 
     Args:
         unit: Steps whole parameters, or a part of one.
         runtime: The modules' runtime.
         groups: Settings of the parameter groups.
         shown: Where its state is shown, to be kept up to date.
-        saved: What there is.
+        saved: The state in the checkpoint.
         reader: Gives the tensors in the order of :func:`state_runs`.
     """
     manager = runtime.manager
@@ -185,7 +186,7 @@ def fill_masters(
 
     Args:
         manager: Of the blocks.
-        masters: They.
+        masters: The masters.
         picks: Parameter, and its master in the checkpoint.
         reader: Gives them in this order.
     """

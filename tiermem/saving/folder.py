@@ -83,7 +83,7 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: str, files: FileOperations) -> None:
-        """Looks at nothing yet.
+        """Stores the path; nothing is read yet.
 
         Args:
             path: Where the checkpoint is, or is to be.
@@ -98,7 +98,7 @@ class CheckpointFolder:
     # -- before ----------------------------------------------------------
 
     def check(self) -> None:
-        """Refuses to put a checkpoint in the place of anything that is none.
+        """Raises where the path holds something other than a checkpoint.
 
         Raises:
             CheckpointError: If there is anything but a checkpoint, with or without files of the
@@ -236,7 +236,7 @@ class CheckpointFolder:
                 self._files.close(fd)
 
     def write(self, folder: str, name: str, data: bytes) -> None:
-        """Writes a small file and has the disk keep it.
+        """Writes a small file and syncs it to the disk.
 
         Raises:
             OSError: If that fails.
@@ -282,7 +282,7 @@ class CheckpointFolder:
             self._remove(former)
 
     def _remove(self, folder: str) -> None:
-        """Removes a folder of ours; what says that it is ours goes last."""
+        """Removes a folder that tiermem made; its manifest is removed last."""
         names = sorted(walk(folder))
         for name in [name for name in names if name != MANIFEST]:
             self._files.remove_file(os.path.join(folder, name))

@@ -77,7 +77,7 @@ class SaveHandle:
     """
 
     def __init__(self, runtime: ModuleRuntime, plan: Plan) -> None:
-        """Takes the state of now, and begins to write it.
+        """Takes the present state, and begins to write it.
 
         Args:
             runtime: The modules' runtime.
@@ -253,7 +253,7 @@ class SaveHandle:
                 self._writer.put(key, begin, view_of(whole, entry.block.tensors[index]))
 
     def _finish(self, entry: _Entry) -> None:
-        """Says that a block is saved; the manager's lock is held where it has a copy."""
+        """Marks a block as saved; the manager's lock is held where it has a copy."""
         with self._changed:
             entry.state, entry.home = _State.DONE, None
             extent, entry.copy = entry.copy, None
@@ -405,7 +405,7 @@ class SaveHandle:
                 warnings.warn(str(self._error), RuntimeWarning, stacklevel=2)
 
     def _let_go(self) -> None:
-        """Is told of nothing any more, and gives its DRAM back."""
+        """Stops watching writes, and frees its DRAM."""
         lock, held = self._manager.lock, False
         # the thread that closes the manager has the lock, and waits here
         while not held and not self._manager.gate.closed:

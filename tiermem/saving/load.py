@@ -1,4 +1,4 @@
-"""``tier.load``: a run goes on where a checkpoint was saved, under whatever budgets there are now.
+"""``tier.load``: restores a training run from a checkpoint, under any budgets.
 
 Manifest, headers, names, shapes, dtypes and settings are checked before anything is changed. The
 tensors are compared with their checksums as they are read, once: to read all of it twice would cost
@@ -56,7 +56,7 @@ class _Action:
 
     Attributes:
         needs: What it reads, in order.
-        make: Does it.
+        make: Loads it.
     """
 
     needs: list[Need]

@@ -1,4 +1,4 @@
-"""A checkpoint as its manifest says it is: read and checked before anything is loaded."""
+"""Reads and checks a checkpoint's manifest and headers, before anything is loaded."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Plan:
 
     Attributes:
         folder: The checkpoint's place.
-        sources: Who has the tensors, in the order of the files.
+        sources: What holds the tensors, in the order of the files.
         plans: The files of tensors.
         small: Other files, by their path in the checkpoint.
         folders: Folders in the checkpoint.
@@ -53,7 +53,7 @@ class Plan:
 
 
 def make_plan(runtime: ModuleRuntime, path: str | os.PathLike[str], extra: Any) -> Plan:
-    """Looks at everything, and refuses what cannot be saved, before anything is written.
+    """Collects everything, and raises for what cannot be saved, before anything is written.
 
     Args:
         runtime: The modules' runtime.

@@ -57,7 +57,7 @@ class SimulatedTime:
 
     @contextmanager
     def waiting(self, transfers: Sequence[FileTransfer]) -> Iterator[None]:
-        """Says that the thread does nothing until one of some transfers has finished."""
+        """Notes that the thread does nothing until one of some transfers has finished."""
         with self.changed:
             self._transfers = transfers
             self.changed.notify_all()

@@ -110,7 +110,7 @@ class FakePieceCalls(HostPieceCalls):
         self._rule(at == address + nbytes, "access to a part of a mapping")
 
     def use(self, address: int, nbytes: int) -> None:
-        """Says that the device works with some bytes from now on."""
+        """Notes that the device works with some bytes from now on."""
         at = address
         while at < address + nbytes:
             found = [a for a, (size, _) in self.mapped.items() if a <= at < a + size]

@@ -14,8 +14,8 @@ from tiermem.errors import ClosedError
 class Hook:
     """Calls a method for a parameter, as long as its entry and the method's object are there.
 
-    torch shows the garbage collector nothing of what runs after accumulation: what that kept
-    would keep the parameter in turn, for ever.
+    The garbage collector does not see torch's references to hooks that run after accumulation: a
+    hook that kept the parameter would keep it for ever.
     """
 
     __slots__ = ("_entry", "_method")

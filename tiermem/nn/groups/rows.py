@@ -24,7 +24,7 @@ _FEW = 32
 """Tokens for each chosen expert, on average, up to which one kernel for all of them, over copies of
 their rows, is better than a kernel for each."""
 _AT_ONCE = 64 << 20
-"""Bytes of rows that are put together for one kernel: small ones are not worth one each."""
+"""Bytes of rows that are concatenated for one kernel: small ones are not worth one each."""
 _OPERATORS = (
     "__add__",
     "__radd__",

@@ -29,7 +29,7 @@ _TENSOR: Any = torch.Tensor
 _UNSCALE: Any = torch._amp_foreach_non_finite_check_and_unscale_
 
 ANSWERS: dict[Any, Callable[..., Any]] = {}
-"""Functions over lists that are done in another way; NotImplemented for as ever."""
+"""Replacements of functions over lists; they may return NotImplemented."""
 
 
 class LazyTensor(StandIn, torch.Tensor):

@@ -91,7 +91,7 @@ class LookupInterceptor(CallInterceptor):
             return zero_copy.read(self._groups[0].block, look, nbytes, again=frozen)
 
     def _may(self, ids: torch.Tensor) -> bool:
-        """Whether a call comes to a look at few rows of the weight of now, and to nothing else.
+        """Whether a call reads a few rows of the present weight, and does nothing else.
 
         Code that may see or keep the weight in the call needs it in HBM: most hooks, modes of
         torch's, transforms, a compiler; so does what takes its gradient.

@@ -463,7 +463,7 @@ class WrappedModel:
     def _state_of(self, destination: Any, part: tuple[int, str]) -> dict[int, torch.Tensor]:
         """Returns the copies made for one state dict, so that tied tensors stay tied in it.
 
-        A part that comes once more, or the whole model, is of another call, with values of now.
+        A part that comes once more, or the whole model, is of another call: it gets new copies.
         """
         key = id(destination)
         if key not in self._states:

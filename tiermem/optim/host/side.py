@@ -275,7 +275,7 @@ class HostSide:
     def _all_or_none(self) -> bool:
         """Whether parameters that are stepped all have state, or none has.
 
-        torch's fused SGD takes no others; what it does where some have none is its own affair.
+        torch's fused SGD has no rule for a mixture; such a step is left to the device.
         """
         stepped = {id(entry.param) for entry in self.unit.entries if entry.has_grad}
         pairs = self.unit.stored_state()

@@ -74,7 +74,7 @@ class StateProbe:
             settings: Of that group.
 
         Raises:
-            StepError: If a tensor of it is of a class that cannot be taken apart, or it cannot be
+            StepError: If a tensor of it is of a class that cannot be unwrapped, or it cannot be
                 tried at all.
         """
         key = (tuple(param.shape), stride, param.dtype, group)
@@ -165,7 +165,7 @@ def _kept(state: dict[str, Any]) -> dict[str, StateTensor]:
     """Returns those tensors of a state that are worth a home.
 
     Raises:
-        StepError: If one is of a class that cannot be taken apart.
+        StepError: If one is of a class that cannot be unwrapped.
     """
     found = {}
     for name, value in state.items():

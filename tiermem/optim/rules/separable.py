@@ -115,7 +115,7 @@ def _values(
 
 
 class Counter:
-    """Steps on the settings of a parameter group as a class does that counts there."""
+    """Advances the settings of a parameter group as a class does that counts steps there."""
 
     def __init__(
         self, make: Make, dims: int, dtype: torch.dtype, device: torch.device, *, sparse: bool
@@ -171,7 +171,7 @@ def check_separable(
         make: Makes an instance.
         settings: Of the parameter group.
         dims: Numbers of dimensions that the real parameters have.
-        dtype: Theirs.
+        dtype: Dtype of the real parameters.
         device: Where to try if it does not run on the CPU.
         method: Does something more to an optimizer between two steps, which is tried as well.
 
@@ -344,7 +344,7 @@ def _odd_state(optimizer: torch.optim.Optimizer) -> str:
 
 
 def opaque(key: str, value: torch.Tensor) -> str:
-    """Says why a tensor of a subclass cannot be kept in the tiers."""
+    """Returns why a tensor of a subclass cannot be kept in the tiers."""
     return (
         f"its state {key!r} is a tensor of the class {type(value).__name__}, which says not how "
         "it is put together (it has no __tensor_flatten__ and __tensor_unflatten__)"

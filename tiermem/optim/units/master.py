@@ -55,7 +55,7 @@ class Masters:
 
     Attributes:
         block: Where those that live in the tiers are, or None.
-        dtype: Theirs.
+        dtype: Dtype of the masters.
         made: Whether they hold values yet; until then they are the weights, cast.
     """
 

@@ -354,7 +354,7 @@ class PlanMaker:
 
     @staticmethod
     def _fits(plan: Plan, sizes: dict[int, int], then: int, now: int) -> bool:
-        """Whether a plan for so much spare DRAM will do for what there is now.
+        """Whether a plan for ``then`` bytes of spare DRAM also fits ``now`` bytes.
 
         What others take and give back from pass to pass is not worth another plan.
         """
@@ -413,7 +413,7 @@ class PlanMaker:
         compute: Sequence[float | None],
         fetch: dict[int, tuple[str, float] | None],
     ) -> bool:
-        """Whether blocks shall come from files by way of DRAM, where no plan says what is there.
+        """Whether blocks come from files by way of DRAM, where no plan divides the spare DRAM.
 
         By way of DRAM the disk goes on whatever the compute does. Where the disk is what one
         waits for all the same, it reads faster into a few staging chunks - unless DRAM can hold

@@ -210,7 +210,7 @@ class SequenceWalk:
             self.position = len(self._schedule.order)
 
     def catch_up(self, cursor: int) -> bool:
-        """Says that the compute has come to a cursor; see :class:`Walk`."""
+        """Moves the cursor to where the compute is; see :class:`Walk`."""
         again = cursor < self._cursor or self._is_behind(cursor)
         if again:
             self.restart(cursor)
@@ -335,7 +335,7 @@ class LanesWalk:
         self._lanes.restart(cursor)
 
     def catch_up(self, cursor: int) -> bool:
-        """Says that the compute has come to a cursor; see :class:`Walk`."""
+        """Moves the cursor to where the compute is; see :class:`Walk`."""
         again = cursor < self.position or self._seen != self._departures.count
         if again:
             self.restart(cursor)

@@ -99,7 +99,7 @@ class Seat:
     Attributes:
         extent: Where it is in HBM.
         inside: Whether a view of it is about to be made.
-        event: Of the copy that brought what is there.
+        event: Of the copy that brought the piece.
         transfer: The read from a file that does; None once it has landed.
         released: Events behind the last kernels that read what was there before.
     """

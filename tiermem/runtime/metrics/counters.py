@@ -113,7 +113,7 @@ class Stats:
         limit: Which of them it is: ``"compute"`` or a link.
         losses: Where the measured time went that was not compute, in seconds. Waits of the
             compute for blocks by link, such as ``"dram->hbm"`` (where a link is the limit, some
-            of that cannot be had back: its time beyond the compute); ``"host wait"``: for room,
+            of that cannot be avoided: its time beyond the compute); ``"host wait"``: for room,
             or for files besides; ``"host"``: launches, hooks, and compute that took longer than
             it usually does.
         efficiency: Share of the passes' time that was not spent waiting or copying on the

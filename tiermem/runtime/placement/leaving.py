@@ -189,7 +189,7 @@ class LeavingOrder:
         return self._queue.last(most, beyond, accept)
 
     def catch_up(self) -> None:
-        """Orders what is in HBM by the schedule of now."""
+        """Orders the blocks in HBM by the present schedule."""
         queue, planner, residents = self._queue, self._planner, self._regions.residents
         if queue.schedule is planner.schedule and planner.cursor >= self._reached:
             for block_id in self._stale:

@@ -342,9 +342,9 @@ class ReadAhead:
         return done
 
     def look(self, record: Record) -> Staged | None:
-        """Returns what there is of a block, unless it is of no use any more.
+        """Returns the staged copy of a block, if it is usable.
 
-        It is of none when its read failed, or its home has been written since.
+        It is not when its read failed, or the home has been written since.
         """
         entry = self.staged.get(record.block.id)
         if entry is None:

@@ -116,7 +116,7 @@ class Pieces:
         self._finish_if_over(job)
 
     def land(self, job: Job, tensor: torch.Tensor, after: Sequence[Signal], urgent: bool) -> None:
-        """Gives a read its target; what there is of it is copied on."""
+        """Gives a read its target; pieces that were read already are copied there."""
         job.tensor, job.after, job.urgent = tensor, after, urgent
         if job.rests_ns:
             job.transfer.rested_ns = time.perf_counter_ns() - job.rests_ns
