@@ -118,16 +118,16 @@ class Late:
         """Delays an engine's copies from now on."""
         if not self._on or not self._share:
             return
-        for way in ("up", "down"):
-            setattr(engine, f"copy_{way}", self._late(engine, way))
+        up, down = engine.up_stream, engine.down_stream
+        files = torch.cuda.ExternalStream(engine._files, up.device)
+        for name, stream in (("up", up), ("copy_up", files), ("down", down), ("copy_down", down)):
+            setattr(engine, name, self._late(getattr(engine, name), stream))
 
-    def _late(self, engine: Any, way: str) -> Callable[[torch.Tensor, torch.Tensor], Any]:
-        inner, stream = getattr(engine, f"copy_{way}"), getattr(engine, f"{way}_stream")
-
-        def late(target: torch.Tensor, source: torch.Tensor) -> Any:
+    def _late(self, inner: Callable[..., Any], stream: torch.cuda.Stream) -> Callable[..., Any]:
+        def late(*arguments: Any, **named: Any) -> Any:
             with torch.cuda.stream(stream):
                 self.sleep(self._share)
-            return inner(target, source)
+            return inner(*arguments, **named)
 
         return late
 

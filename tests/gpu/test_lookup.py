@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 ROWS, WIDTH, DEPTH = 32_000, 256, 6
 BLOCK = ROWS * WIDTH * 2
-LATE = 100_000_000
+LATE = 1_000_000_000
 """Cycles of the device that a stream is held up for: far longer than the host takes to write."""
 
 
