@@ -595,7 +595,7 @@ def tried_once() -> Iterator[None]:
 def record(
     program: Program, folder: Path, phases: Collection[str] = PHASES
 ) -> tuple[Any, dict[str, Counter[Any]]]:
-    """Runs a program that nobody cuts short.
+    """Runs a program that is not cut short.
 
     Args:
         program: What runs.

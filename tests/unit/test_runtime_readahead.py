@@ -153,7 +153,7 @@ def test_bytes_that_were_written_since_are_not_used(
 
 
 def test_a_write_below_hbm_makes_the_copy_stale(opened: Callable[..., Any], tmp_path: Path) -> None:
-    """Whoever writes a home says so to nobody: the file's version tells."""
+    """A write of a home is not announced: the file's version shows it."""
     with opened(2, BLOCKS, nvme=tmp_path, dram=8) as made:
         manager = made.manager
         loop(made, [*range(8)], 3)
@@ -425,7 +425,7 @@ def test_a_slot_waits_for_the_copy_out_of_it(tmp_path: Path) -> None:
 
 
 def test_reads_that_a_plan_has_no_use_for_are_given_up(tmp_path: Path) -> None:
-    """Behind others that somebody waits for they might never end, and hold its places up."""
+    """Behind urgent ones they might never end, and keep their places taken."""
     with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
         begin = shared(made, [], 4)
         manager = made.manager

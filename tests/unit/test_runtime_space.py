@@ -179,7 +179,7 @@ def test_what_is_seen_stays() -> None:
 
 
 def test_what_a_parameter_hid_is_found_once_it_points_elsewhere() -> None:
-    """A parameter was given other data while pointed: the view somebody has counts in its place."""
+    """A parameter was given other data while pointed: a user's view counts in its place."""
     with rig(2, [(2, "dram"), (2, "dram")]) as made:
         owner = Owner(made.manager, made.blocks[0])
         slot = owner.hold()
