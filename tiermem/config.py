@@ -94,7 +94,7 @@ def parse_budget(value: int | str | None, name: str, total: Callable[[], int]) -
 
 
 def _short(text: str) -> str:
-    """Returns what a message can hold of a text."""
+    """Returns a text, shortened for a message."""
     return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"
 
 

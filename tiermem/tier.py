@@ -589,7 +589,7 @@ def default_hbm(device: torch.device) -> int:
 
 
 def _most_hbm(device: torch.device) -> int:
-    """Returns what a budget that is to be found out never passes; on the CPU it is that."""
+    """Returns the bytes that ``hbm="auto"`` never passes; on the CPU its default."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return default_hbm(device)

@@ -101,7 +101,7 @@ class Allocator:
         return [Extent(offset, size) for offset, size in self._gaps]
 
     def gaps_in(self, low: int, high: int) -> list[Extent]:
-        """Returns what is free within ``[low, high)``, by address."""
+        """Returns the free runs within ``[low, high)``, by address."""
         first = max(0, bisect_left(self._gaps, (low,)) - 1)
         found = []
         for offset, size in self._gaps[first:]:
@@ -474,7 +474,7 @@ class Allocator:
     def _segments(
         self, cost: Callable[[int], float | None], low: int, high: int
     ) -> list[tuple[int, int, int | None, int]]:
-        """Returns what lies within bounds, by address.
+        """Returns the gaps and extents within bounds, by address.
 
         Returns:
             First byte, length and price of every gap and extent as far as it is inside, and the

@@ -121,7 +121,7 @@ class AdaptedEmbedding(Adapted):
 
 
 def _scale_of(module: nn.Module) -> torch.Tensor | None:
-    """Returns what an embedding multiplies its output by (Gemma's), None for nothing."""
+    """Returns the factor of an embedding's output (Gemma's), None for none."""
     scale = getattr(module, "embed_scale", None)
     if isinstance(scale, int | float):
         weight: Any = module.weight

@@ -182,7 +182,7 @@ class Lora:
         return cls(**given)
 
     def peft_options(self) -> dict[str, Any]:
-        """Returns the same in peft's names, as ``adapter_config.json`` holds it."""
+        """Returns the options by peft's names, as ``adapter_config.json`` holds them."""
         found: dict[str, Any] = {"peft_type": "LORA"}
         inits: dict[Any, Any] = {ours: peft for peft, ours in _INITS.items()}
         for each in fields(self):

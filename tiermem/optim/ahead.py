@@ -370,7 +370,7 @@ class StepsAhead:
 
 
 def _load_of(group: Group, units: Sequence[StepUnit]) -> Load:
-    """Returns what moves with a block and its step; what stays in HBM does not move."""
+    """Returns the bytes that move with a block and its step; residents do not move."""
     stay = group.manager.parts.evictor.residents
     kept = [block for unit in units for block in unit.kept_blocks() if block.id not in stay]
     gradients = [grads.block for unit in units for grads in unit.grad_units()]

@@ -177,7 +177,7 @@ class AutoOverlap:
         return all(get[block.id].usable for unit in units for block in unit.blocks())
 
     def _room(self) -> int:
-        """Returns what HBM has for a step beside what a forward may hold, in bytes.
+        """Returns the bytes of HBM for a step beside what a forward may hold.
 
         What others hold cannot be moved either, so that the rest may lie in pieces.
         """

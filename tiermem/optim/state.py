@@ -208,7 +208,7 @@ def export_all(
 
 
 def _as_class(plain: dict[str, Any], owns: dict[int, torch.Tensor], make: Make) -> dict[str, Any]:
-    """Returns what a class with a ``state_dict`` of its own makes of a plain one.
+    """Converts a plain state dict by the ``state_dict`` of a class that has its own.
 
     Args:
         plain: As torch's own makes it.

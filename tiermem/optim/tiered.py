@@ -689,7 +689,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         )
 
     def contents_to_replace(self, numbered: dict[str, Any]) -> Contents:
-        """Returns the same to be replaced; a step that was cut short is given up.
+        """Returns its contents, to be replaced; a step that was cut short is given up.
 
         Args:
             numbered: A state dict whose state and masters have keys and no values: parameters that
@@ -926,7 +926,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         return [place for room in self._rooms() for place in room.owned()]
 
     def _rooms(self) -> list[HostRoom]:
-        """Returns what steps on the host have in DRAM."""
+        """Returns the DRAM reserved for steps on the host."""
         found = rooms_of(self._all_units())
         if self._movable is not None:
             found += [room for room in self._movable.rooms() if room not in found]

@@ -111,7 +111,7 @@ class MasterSource:
     block: Block | None = None
 
     def plain(self) -> BlockSource | None:
-        """Returns them as tensors of their block, where all of them are there."""
+        """Returns the masters as tensors of their block, where all of them are in it."""
         found = [self.masters.index_of(param) for param, _, _ in self.picks]
         picks = [
             (index, key, begin)
@@ -224,7 +224,7 @@ class ModelNames:
         return {id(m.tensor): (g, m.index) for g, m in members if not m.materialized}
 
     def keys(self) -> dict[int, str]:
-        """Returns what each parameter is called in the whole checkpoint, by its id."""
+        """Returns each parameter's name in the whole checkpoint, by its id."""
         found: dict[int, str] = {}
         for name, param in self._all_params():
             found.setdefault(id(param), self.folder + name)
@@ -260,7 +260,7 @@ def optimizers_of(runtime: ModuleRuntime) -> list[TieredOptimizer]:
 
 
 def keys_of(models: Sequence[ModelNames], optimizers: Sequence[Contents]) -> dict[int, str]:
-    """Returns what each parameter is called, by its id; also those that are in no model."""
+    """Returns each parameter's name, by its id; also of those that are in no model."""
     found: dict[int, str] = {}
     for model in models:
         found = {**model.keys(), **found}
@@ -342,7 +342,7 @@ class Collector:
 
     @staticmethod
     def _file_key(model: ModelNames, named: Named) -> str:
-        """Returns what a tensor of a model is called in the whole checkpoint."""
+        """Returns the name of a model's tensor in the whole checkpoint."""
         return f"{'' if named.persistent else 'buffer.'}{model.folder}{named.name}"
 
     def _describe(self, model: ModelNames) -> dict[str, Any]:

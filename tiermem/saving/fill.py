@@ -108,7 +108,7 @@ def fill_group(group: Group, picks: Sequence[tuple[int, Run]], reader: TensorRea
 
 
 def state_runs(saved: Sequence[ParamState]) -> list[Run]:
-    """Returns what :func:`fill_state` reads, in order."""
+    """Returns the runs that :func:`fill_state` reads, in order."""
     return [run for each in saved for run in each.runs.values()]
 
 

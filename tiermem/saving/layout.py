@@ -96,7 +96,7 @@ class FilePlan:
 
 
 def dtype_name(dtype: torch.dtype, what: str) -> str:
-    """Returns what safetensors calls a dtype.
+    """Returns safetensors' name of a dtype.
 
     Raises:
         CheckpointError: If it has no word for it; ``what`` says whose dtype it is.

@@ -94,7 +94,7 @@ def make_plan(runtime: ModuleRuntime, path: str | os.PathLike[str], extra: Any) 
 
 
 def _configurations(model: ModelNames) -> dict[str, bytes]:
-    """Returns what transformers' ``from_pretrained`` wants beside weights, of a model of its."""
+    """Returns the files that transformers' ``from_pretrained`` needs beside weights."""
     found = {}
     for attribute, name in (("config", "config.json"), ("generation_config", None)):
         value = getattr(model.wrapped.model, attribute, None)

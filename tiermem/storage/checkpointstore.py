@@ -241,7 +241,7 @@ class CheckpointStore:
         )
 
     def written(self, extent: Extent, piece: Piece) -> PieceSum:
-        """Returns what the index knows of a piece; its checksum is that of its first read."""
+        """Returns the index entry of a piece; its checksum is that of its first read."""
         key = (piece.file, piece.file_offset, piece.nbytes)
         with self._lock:
             entry = self._sums.get(key)

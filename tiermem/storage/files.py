@@ -94,7 +94,7 @@ class FileStore(Protocol):
         """Returns why a piece cannot be read; empty where it can."""
 
     def written(self, extent: Extent, piece: Piece) -> PieceSum | None:
-        """Returns what the index knows of a piece; None where the file has nothing whole."""
+        """Returns the index entry of a piece; None where it was not written in whole."""
 
     def keep_sum(self, extent: Extent, piece: Piece, checksum: int) -> None:
         """Keeps the checksum of a piece's first read, where the index ``learns``."""

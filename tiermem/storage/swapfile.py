@@ -292,7 +292,7 @@ class SwapFile:
                 entry.written = True
 
     def written(self, extent: Extent, piece: Piece) -> PieceSum | None:
-        """Returns what was written there, or ``None`` if that is nothing whole."""
+        """Returns the index entry of a piece, or ``None`` if it was not written in whole."""
         entry = self.sums.get(extent.offset + piece.extent_offset)
         if entry is None or not entry.written or entry.nbytes != piece.nbytes:
             return None

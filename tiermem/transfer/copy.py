@@ -104,7 +104,7 @@ class CopyEngine(Protocol):
         ...
 
     def guards(self, extent: Extent) -> tuple[Event, ...]:
-        """Returns what a copy into ``extent`` that is submitted later has to wait for."""
+        """Returns the events that a copy into ``extent``, submitted later, has to wait for."""
         ...
 
     def landed(self, extent: Extent, event: Event) -> None:

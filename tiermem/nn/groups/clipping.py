@@ -54,7 +54,7 @@ class Clippable:
         return found[0], found[1].unit, found[1]
 
     def _current(self, stand_in: LazyTensor) -> tuple[GradStore, Entry] | None:
-        """Returns what has the gradient, if the stand-in is that of ``param.grad``."""
+        """Returns store and entry of the gradient, if the stand-in is that of ``param.grad``."""
         grads, entry = self._grads(), self._entry()
         if grads is None or entry is None or entry.lazy is not stand_in:
             return None

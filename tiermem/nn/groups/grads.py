@@ -97,7 +97,7 @@ class Pending:
             self.note_written()
 
     def copy(self) -> Pending:
-        """Returns the same change, for bytes read anew, which lack what is made of them now."""
+        """Returns an independent copy, for gradients read anew, without the change under way."""
         found = Pending(self.entries, self.change)
         found._done = list(self._done)
         return found
@@ -432,7 +432,7 @@ class GradStore:
         return self.dtype_for(entry.param)
 
     def dtype_for(self, param: torch.Tensor) -> torch.dtype:
-        """Returns the same for a parameter that may not be managed yet."""
+        """Returns the dtype of gradients of a parameter that may not be managed yet."""
         return self._dtypes.get(id(param), param.dtype)
 
     @inside

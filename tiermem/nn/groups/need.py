@@ -229,7 +229,7 @@ class Program:
         return Kept(frozenset(trained), lambda _param, shape: [shape, shape])
 
     def _most(self) -> Kept:
-        """Returns the same with a third state, float32 masters and gradients, and overlap."""
+        """Returns AdamW's needs with a third state, float32 masters and gradients, and overlap."""
 
         def wide(shape: TensorShape) -> TensorShape:
             return _of_itemsize(shape, max(shape.itemsize, torch.float32.itemsize))

@@ -324,7 +324,7 @@ def _hooks_of(pair: Pair) -> SavedHooks | None:
 
 
 def _covered(pair: Pair) -> Pair:
-    """Returns what is pushed for a pair: one that covers it, if there are wrapped modules.
+    """Returns the pair to push for another: one that covers it, if there are wrapped modules.
 
     Checkpoints save nothing there, and have to see the same tensors when they recompute outside.
     """

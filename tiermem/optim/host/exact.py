@@ -59,7 +59,7 @@ def kind_of_step(
     weight: torch.dtype,
     device: torch.device,
 ) -> Kind | str:
-    """Returns what a step on a device is made of, or why the host has no such step.
+    """Returns the kind of a step on a device, or why the host has no such step.
 
     Args:
         cls: The optimizer class.
@@ -227,7 +227,7 @@ class ExactCalls(TorchFunctionMode):
     def _fused_numbers(
         self, settings: Mapping[str, Any], step: float, *, decoupled: bool
     ) -> tuple[bool, list[float]]:
-        """Returns what the kernel computes of settings before it begins, all in float32."""
+        """Returns the numbers that the kernel derives from settings first, all in float32."""
         lr, eps, decay = (_f32(settings[name]) for name in ("lr", "eps", "weight_decay"))
         betas = [_f32(settings[name]) for name in ("beta1", "beta2")]
         with np.errstate(all="ignore"):
@@ -287,7 +287,7 @@ _NOTHING = Beside()
 def _foreach_numbers(
     settings: Mapping[str, Any], step: float, *, decoupled: bool
 ) -> tuple[bool, list[float]]:
-    """Returns what torch's Python computes of settings, in double, and its kernels round."""
+    """Returns the numbers that torch's Python derives from settings, in double precision."""
     lr, beta1, beta2 = (settings[name] for name in ("lr", "beta1", "beta2"))
     decay = settings["weight_decay"]
     size = (lr / (1 - beta1**step)) * -1

@@ -28,8 +28,8 @@ _COUNTS = (*range(1, 193), *(round(200 * 1.15**n) for n in range(64)))
 _FEW = 4  # elements to each of these
 _SPECIAL = (0.0, -0.0, 1.0, -1.0, float("inf"), -float("inf"), float("nan"), 1e-45, -1e-45, 3.4e38)
 _MOST_BETAS = 16
-"""So many pairs of betas are tried on a device; a schedule that changes them each step is left to
-the device, as trying one waits for it."""
+"""Most pairs of betas tried on a device; a schedule that changes them each step is left to the
+device, as trying one waits for it."""
 
 _kinds: dict[tuple[Kind, str], bool | str] = {}
 _nans: dict[str, int] = {}

@@ -162,7 +162,7 @@ class StateProbe:
 
 
 def _kept(state: dict[str, Any]) -> dict[str, StateTensor]:
-    """Returns those tensors of a state that are worth a home.
+    """Returns those tensors of a state that get a home in the tiers.
 
     Raises:
         StepError: If one is of a class that cannot be unwrapped.

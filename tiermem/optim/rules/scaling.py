@@ -24,7 +24,7 @@ class Scaling:
 
     @classmethod
     def of(cls, optimizer: object) -> Scaling | None:
-        """Returns what was put on an optimizer for the step under way."""
+        """Returns the scale set as attributes of an optimizer for the step under way."""
         names = ("grad_scale", "found_inf", "grad_factor")
         put = [getattr(optimizer, name, None) for name in names]
         return None if all(value is None for value in put) else cls(*put)
@@ -35,7 +35,7 @@ class Scaling:
         return Scaling(*(None if t is None else t.clone() for t in put))
 
     def on_host(self) -> Scaling:
-        """Returns what the host's steps need of it, in host memory."""
+        """Returns a copy in host memory, as the host's steps need it."""
         scale, factor = (None if t is None else t.cpu() for t in (self.grad_scale, self.factor))
         return Scaling(scale, None, factor)
 

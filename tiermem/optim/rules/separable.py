@@ -135,7 +135,7 @@ class Counter:
     def after(
         self, settings: dict[str, Any], *, has_gradients: bool, method: Any = None
     ) -> dict[str, Any]:
-        """Returns those of a group's settings that are others after a step.
+        """Returns those of a group's settings that a step changes.
 
         Args:
             settings: As they are before it; not written.
@@ -239,7 +239,7 @@ class _Trial:
         self.counts = False
 
     def run(self, *, private: bool) -> str:
-        """Returns what is odd about the class, or nothing.
+        """Returns why the class cannot be stepped one by one, or "".
 
         Args:
             private: Whether each parameter is given copies of the settings.
@@ -327,7 +327,7 @@ class _Trial:
 
 
 def _odd_state(optimizer: torch.optim.Optimizer) -> str:
-    """Returns what is odd about an optimizer's state, or nothing."""
+    """Returns why an optimizer's state cannot be kept in the tiers, or ""."""
     for state in optimizer.state.values():
         if not isinstance(state, dict):
             return "its state is not one dictionary per parameter"

@@ -181,11 +181,11 @@ class PartedUnit(StepUnit):
             yield self._param, place.key, f"{entry.name}.{place.key}", tuple(self._param.shape)
 
     def begins_with(self) -> list[Block]:
-        """Returns what the first part needs."""
+        """Returns the blocks of the first part."""
         return [*self._whole_blocks(), *self.parts[0].unit.kept_blocks()]
 
     def at_once(self) -> list[Block]:
-        """Returns what the largest part needs, three times.
+        """Returns the blocks of the largest part, three times.
 
         Weights and gradient stay where they are while parts come and go, and the rest of HBM may be
         on both sides of either: one of three runs has room for a part then.
@@ -543,5 +543,5 @@ class PartedUnit(StepUnit):
 
 
 def _numbers(state: State) -> State:
-    """Returns what is not in the tiers, as it is now."""
+    """Returns the state values outside the tiers, as they are now."""
     return frozen({k: value for k, value in state.items() if not isinstance(value, LazyTensor)})

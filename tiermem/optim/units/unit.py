@@ -487,7 +487,7 @@ class StepUnit(UnitGradients):
                 state[param] = kept
 
     def stand_in(self, runtime: ModuleRuntime, place: Place, dtype: torch.dtype) -> LazyTensor:
-        """Returns what stands for a tensor of the state between its uses.
+        """Returns the stand-in for a tensor of the state between its uses.
 
         It is the same object every time, and always shows the present state.
         """

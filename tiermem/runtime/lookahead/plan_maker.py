@@ -23,17 +23,17 @@ _MARGIN = 1.25
 _LATENCY = 1e-3
 _SLOT_LATENCY = 50e-6
 _STAY = 1.25
-"""So many times as long as the compute the disk may take before the way by DRAM is given up,
-and so many times shorter it has to be before that way is taken again."""
+"""The disk's time over the compute's at which reads by way of DRAM are given up; they are taken
+up again where it is shorter by the same factor."""
 _MORE_DRAM = 1.125
-"""So many times the spare DRAM that a plan was made for is worth another one."""
+"""Factor of spare DRAM, over what a plan was made for, that is worth another plan."""
 _MOST_LEFT = 3
-"""So many times lanes are given up because the order of use is no simple round any more. Then they
+"""How often lanes are given up because the order of use is no simple round any more, before they
 are not taken again: blocks that stay would come and go."""
 _OF_A_TURN = 0.5
-"""Of the uses in which a loop fills HBM once: what comes again within them stays."""
+"""Share of the uses in which a loop fills HBM once: what is used again within it stays."""
 _FASTER = 1.05
-"""A link this many times as fast as it was thought to be has what stays decided anew."""
+"""Residents are chosen anew where a link is this many times as fast as it was thought to be."""
 _AS_GOOD = 1.01
 """A plan that moves less to come into force may be so many times as slow."""
 _NOTHING = 2e-3
@@ -372,7 +372,7 @@ class PlanMaker:
         fetch: dict[int, tuple[str, float] | None],
         spare: int,
     ) -> Loop:
-        """Returns what is to be planned for, in a loop of which all times are known."""
+        """Returns the :class:`Loop` to plan for, of which all times are known."""
         of_loose = [(b, s) for s, b in zip(compute, schedule.order, strict=True) if b in sizes]
         blocks, seconds = [b for b, _ in of_loose], [s for _, s in of_loose]
         transfer = {block: seconds[1] for block, seconds in fetch.items() if seconds}
@@ -467,7 +467,7 @@ class PlanMaker:
         return link, self._parts.pass_timer.estimates.transfer(link, block.id, block.nbytes)
 
     def _from_dram(self, record: Record) -> tuple[str, float]:
-        """Returns the same for one whose copy is in DRAM by then."""
+        """Returns link and seconds of a fetch of a block whose copy is in DRAM by then."""
         link, block = LINK_UP[Tier.DRAM], record.block
         return link, self._parts.pass_timer.estimates.transfer(link, block.id, block.nbytes)
 

@@ -299,7 +299,7 @@ class Replay:
         return self.perform(step)
 
     def perform(self, step: Step) -> bool:
-        """Does what is done at one place of the schedule.
+        """Performs the swaps recorded for one place of the schedule.
 
         Returns:
             False where that is no longer possible: it is to be decided, and so is the rest.
@@ -443,7 +443,7 @@ class Replay:
         tape.done, tape.steps = done, self._steps_of(noted) if again else None
 
     def _steps_of(self, noted: _Pass) -> list[Step]:
-        """Returns what was done at each place of a pass."""
+        """Returns the steps that repeat a recorded pass, one for each place of the schedule."""
         schedule, table = noted.schedule, self._parts.table
         passes = schedule.passes
         end = passes[1][0] if len(passes) > 1 else len(schedule)

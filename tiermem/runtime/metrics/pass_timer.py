@@ -268,7 +268,7 @@ class PassTimer:
         return Efficiency(totals.seconds, bounds[limit], limit, losses)
 
     def rows(self, records: Iterable[Record]) -> list[PaceRow]:
-        """Returns what was learned of these blocks."""
+        """Returns the measured times of these blocks."""
         self.harvest(_ALL)
         by_id = {record.block.id: record for record in records}
         found = []

@@ -31,7 +31,7 @@ from tiermem.storage.checkpointstore import SourceRange
 _ROOM = "expert room"
 _LEAST_SEATS = 3
 _GUESS_FROM = 0.6
-"""So often a guess has to have come true lately to be worth a copy."""
+"""Share of recent guesses that must have been right for a guess to be worth a copy."""
 _WORTH_WHOLE = 2.0  # more than any expert's
 _SHRINK = 0.5
 

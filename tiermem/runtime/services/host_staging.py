@@ -181,7 +181,7 @@ class HostStage:
     # -- under the manager's lock ----------------------------------------
 
     def order(self, load: Load) -> Order:
-        """Returns what :meth:`announce` takes; the blocks of the load are lent."""
+        """Returns the order of a load for :meth:`announce`; the blocks of the load are lent."""
         host_loans, table = self._manager.host_loans, self._manager.parts.table
         homes: dict[int, tuple[Extent, bool]] = {}
         for block in load.blocks:

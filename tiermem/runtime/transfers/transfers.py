@@ -310,7 +310,7 @@ class Transfers:
     def _reading(
         self, move: Move, parked: FileTransfer | None, urgent: bool
     ) -> Callable[..., FileTransfer]:
-        """Returns what begins the read of a block from its file, or goes on with a parked one."""
+        """Returns a function that begins to read a block from its file, or lands a parked read."""
         mover = self.need_mover()
         if parked is not None:
             return partial(mover.land, parked, urgent=urgent)
