@@ -16,7 +16,7 @@ from tiermem.tier import TierManager
 
 @dataclass(frozen=True)
 class Saving:
-    """What was asked for.
+    """The options ``--save``, ``--save-every`` and ``--resume``.
 
     Attributes:
         path: Where checkpoints go.

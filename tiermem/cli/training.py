@@ -89,7 +89,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gave.
+    """The results of a run.
 
     Attributes:
         losses: Loss of each step, exactly.

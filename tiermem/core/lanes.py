@@ -70,7 +70,7 @@ def all_fit(sizes: Iterable[int], runs: Iterable[int]) -> bool:
 
 
 class Lanes:
-    """What goes by which lane in one pass, and after it the first block of the next one.
+    """The uses of each lane in one pass, and after it the first block of the next one.
 
     The rest of the next pass is left to its begin. Before the host has come to its layers nothing
     is used and no slot comes free: had all been fetched before, the link would stand still.

@@ -59,7 +59,7 @@ class Recent:
 
 @dataclass(slots=True)
 class _Pass:
-    """What is known of the passes of one name."""
+    """The estimates of the passes of one name."""
 
     blocks: dict[int, Recent] = field(default_factory=dict)
     samples: int = 0
@@ -155,7 +155,7 @@ class Estimates:
         flows: Mapping[str, tuple[int, float]],
         fills: Collection[tuple[str, int, float]],
     ) -> None:
-        """Takes up one measured pass.
+        """Enters one measured pass.
 
         Args:
             key: Name of the pass.

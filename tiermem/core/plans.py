@@ -72,7 +72,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What there is below HBM for blocks whose home is a file.
+    """The disk's times and spare DRAM, for blocks whose home is a file.
 
     Attributes:
         seconds: Seconds that a disk takes for a block, by id.

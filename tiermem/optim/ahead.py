@@ -38,7 +38,7 @@ _FIRST_LOOK = 4  # rounds with steps ahead, until passes are measured; then afte
 
 
 class Habit:
-    """What the loop did from one ``step()`` to the next, which it will do again.
+    """Tracks what the loop does between two calls of ``step()``, to predict the next round.
 
     Attributes:
         backwards: How many there were since the last step.
@@ -89,7 +89,7 @@ class Others(Protocol):
         ...
 
     def may_have(self, unit: StepUnit) -> bool:
-        """Whether it could be."""
+        """Whether a unit could be stepped there."""
         ...
 
     def rest(self, units: Iterable[StepUnit]) -> None:

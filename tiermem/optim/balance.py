@@ -24,7 +24,7 @@ _WORTH = 0.98  # of the time that there would be otherwise, at most
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What moves with one block of weights, in bytes.
+    """The bytes that move with one block of weights.
 
     Attributes:
         weights: Of the weights.

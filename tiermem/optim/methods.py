@@ -24,7 +24,7 @@ class Counts:
     """
 
     def __init__(self) -> None:
-        """Knows no group yet."""
+        """Starts without groups."""
         self._counters: dict[int, tuple[Counter, bool]] = {}
         self._private: set[int] = set()
         self._uncounted: set[int] = set()

@@ -82,7 +82,7 @@ class _Taking:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contents:
-    """What a checkpoint has of an optimizer.
+    """The parts of an optimizer that a checkpoint has.
 
     Attributes:
         cls: The class that makes the steps.

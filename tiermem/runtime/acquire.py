@@ -14,7 +14,7 @@ from tiermem.runtime.parts import Parts
 
 
 class Acquirer:
-    """What :meth:`BlockManager.acquire` does under the manager's lock."""
+    """Implements :meth:`BlockManager.acquire`, under the manager's lock."""
 
     def __init__(
         self, parts: Parts, gate: CallGate, prefetcher: Prefetcher, replay: Replay

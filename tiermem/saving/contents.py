@@ -181,7 +181,7 @@ def names_of(model: nn.Module) -> tuple[list[Named], dict[str, str]]:
 
 @dataclass(slots=True, eq=False)
 class ModelNames:
-    """What a wrapped model has, by name.
+    """The tensors of a wrapped model, by name.
 
     Attributes:
         wrapped: The model.
@@ -528,7 +528,7 @@ class Collector:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Weights:
-    """Gives the weights of a unit's parameters."""
+    """Returns the weights of a unit's parameters."""
 
     manager: BlockManager
     unit: StepUnit
@@ -542,7 +542,7 @@ class _Weights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _WeightRun:
-    """Gives a run of the weight of a unit that is stepped in parts."""
+    """Returns a run of the weight of a unit that is stepped in parts."""
 
     manager: BlockManager
     unit: StepUnit

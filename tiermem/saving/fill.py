@@ -45,7 +45,7 @@ class Run:
 
     @property
     def need(self) -> Need:
-        """What is read for it."""
+        """The bytes that are read for it."""
         itemsize = self.spec.dtype.itemsize
         return Need(self.spec.key, self.begin * itemsize, self.end * itemsize)
 

@@ -64,7 +64,7 @@ class Spec:
 
     @property
     def key(self) -> str:
-        """What it is called in the whole checkpoint."""
+        """Its name in the whole checkpoint."""
         return self.folder + self.name
 
     @property

@@ -139,7 +139,7 @@ def write_source(runtime: ModuleRuntime, source: Source, writer: TensorWriter) -
 
 @contextmanager
 def writing(plan: Plan) -> Iterator[TensorWriter]:
-    """Gives what takes the tensors; at the end, the checkpoint takes the former one's place.
+    """Yields the tensor writer; at the end, the checkpoint takes the former one's place.
 
     Raises:
         CapacityError: If the file system has no room.

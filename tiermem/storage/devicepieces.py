@@ -62,7 +62,7 @@ class Access(ctypes.Structure):
 
 
 class _Thread(threading.local):
-    """What is known of each thread: whether it has a context."""
+    """State of each thread: whether it has a context."""
 
     bound = False
 

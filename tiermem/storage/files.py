@@ -50,7 +50,7 @@ class Piece:
 
 @dataclass(slots=True)
 class PieceSum:
-    """What the index knows of one piece.
+    """The index entry of one piece.
 
     Attributes:
         generation: Number of the write that counts; a later one outdates it.

@@ -81,7 +81,7 @@ def _whole(call: Callable[[], object]) -> None:
 
 
 class Pieces:
-    """Knows which chunks of a run of addresses have memory behind them.
+    """Maps and unmaps memory behind a run of addresses, chunk by chunk.
 
     Memory and addresses are freed with this object; tensors over the bytes keep it alive.
 

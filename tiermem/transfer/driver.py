@@ -71,7 +71,7 @@ def _destroy(library: Any, events: Iterable[int], process: int) -> None:
 
 
 class _Thread(threading.local):
-    """What is known of each thread: whether it has a context."""
+    """State of each thread: whether it has a context."""
 
     bound = False
 
@@ -91,7 +91,7 @@ class Signal(Protocol):
 
 
 class StreamCalls(Protocol):
-    """What the copy engine asks of a device. Streams are named by their handles."""
+    """The stream and event calls that the copy engine needs. Streams are named by handles."""
 
     def current(self) -> int:
         """Returns the calling thread's compute stream."""

@@ -35,7 +35,7 @@ _LARGE_BUFFER = 1 << 18
 
 
 class Inventory:
-    """What is known of a model before its blocks are chosen.
+    """The tensors of a model, before its blocks are chosen.
 
     Attributes:
         model: The model.

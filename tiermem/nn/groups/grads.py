@@ -60,7 +60,7 @@ class Norms(Protocol):
 
     @property
     def measure(self) -> Measure | None:
-        """What it has measured of them, or None."""
+        """The function measured of every gradient, or None."""
         ...
 
 

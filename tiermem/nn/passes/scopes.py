@@ -44,7 +44,7 @@ class PassScope(Protocol):
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """What the module's call needs."""
+        """The groups that the module's call needs."""
         ...
 
     @property

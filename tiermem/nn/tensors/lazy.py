@@ -64,7 +64,7 @@ class LazyTensor(StandIn, torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Gives what the class of the real tensor has beyond torch's own."""
+        """Returns an attribute that the class of the real tensor has beyond torch's own."""
         if not self._shelled or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         flush(self)

@@ -93,7 +93,7 @@ class Opened:
 
 
 class StandIn:
-    """What both kinds have in common. Comes before a tensor class among the bases."""
+    """Base of both kinds of stand-ins; comes before a tensor class among the bases."""
 
     __slots__ = ()
 

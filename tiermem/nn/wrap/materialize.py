@@ -240,7 +240,7 @@ def _close_block(runtime: ModuleRuntime, lending: Lending, group: Group, wrong: 
 
 
 def _show_gradient(use: Opened) -> None:
-    """Gives a gradient back as an ordinary tensor: it could not be taken into the tiers."""
+    """Makes a gradient an ordinary tensor, since it could not be taken into the tiers."""
     param = use.entry.param
     if use.gradient is not None and param.grad is None:
         param.grad = ordinary(use.gradient, param, param.device)

@@ -33,7 +33,7 @@ _ROOMS = (f"{_PACKAGE}nn{os.sep}", f"{_PACKAGE}optim{os.sep}", f"{_PACKAGE}tier.
 
 
 def repair(runtime: ModuleRuntime) -> None:
-    """Makes everything right, as far as nothing is under way.
+    """Repairs everything that is not under way.
 
     Called by every public entry point, before it does anything else. Inside another call of
     tiermem's (a model that caught the error goes on) only the blocks are repaired; leases that were

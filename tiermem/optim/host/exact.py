@@ -131,7 +131,7 @@ def _sgd_flags(settings: Mapping[str, Any], flavour: Flavour) -> tuple[Any, ...]
 
 @dataclass(slots=True)
 class Proven:
-    """What steps of one kind on the host need to have the device's bits.
+    """The facts about a device that host steps of one kind need to have its bits.
 
     Attributes:
         flavour: Of the device's kernels.
@@ -146,7 +146,7 @@ class Proven:
 
 @dataclass(slots=True)
 class Beside:
-    """What the loop uses beside what torch's call names, by the address of what is stepped.
+    """Further tensors for the loop, which torch's call does not name, of one parameter.
 
     Attributes:
         gradient: In its own dtype, where the one in the call is a stand-in.

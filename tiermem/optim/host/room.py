@@ -51,7 +51,7 @@ class HostRoom:
             raise
 
     def close(self) -> None:
-        """Gives it back; no step is under way, and none begins in it any more."""
+        """Frees the DRAM; no step is under way, and none begins in it any more."""
         if self.stage is not None:
             self.stage.close()
         while self._places:

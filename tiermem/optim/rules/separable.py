@@ -32,7 +32,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Nature:
-    """What a class was found to be.
+    """The properties of an optimizer class, as found by trying it.
 
     Attributes:
         sparse: Whether it takes sparse gradients only.

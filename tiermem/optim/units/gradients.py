@@ -44,7 +44,7 @@ class UnitGradients:
         return any(param.grad is not None for param, _ in self.members)
 
     def sync(self, runtime: ModuleRuntime) -> None:
-        """Takes up what a user did to the gradients."""
+        """Follows users' changes of the gradients."""
         for entry in self.entries:
             runtime.grads.sync(entry)
 

@@ -95,7 +95,7 @@ class Part:
         return tensor.detach().view(-1)[self.begin : self.end]
 
     def take_numbers(self, numbers: State) -> None:
-        """Gives it the numbers that all parts have (how many steps were made)."""
+        """Sets the state values that all parts share (the number of steps)."""
         kept = self.state.get(self.param)
         if kept is not None:
             kept.update(frozen(numbers))
@@ -355,7 +355,7 @@ class PartedUnit(StepUnit):
         self._ticket = self._numbers_then = None
 
     def begin(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State) -> None:
-        """Takes in the state that the class makes before any step."""
+        """Stores the state that the class makes before any step."""
         with torch.no_grad(), self._open(runtime):
             for part in self.parts:
                 with part.over(self._param):
@@ -383,7 +383,7 @@ class PartedUnit(StepUnit):
         return any(map(is_viewed, self._shown.values()))
 
     def flush(self) -> None:
-        """Takes in what was written through views of the state."""
+        """Stores what was written through views of the state."""
         for shown in self._shown.values():
             flush(shown)
 

@@ -36,7 +36,7 @@ Shown = tuple[torch.Tensor | None, torch.Tensor]
 
 
 class StepUnit(UnitGradients):
-    """What is stepped together.
+    """Parameters of one block that one optimizer steps together.
 
     Attributes:
         name: For messages.
@@ -324,7 +324,7 @@ class StepUnit(UnitGradients):
         slots: dict[int, Slot],
         state: State,
     ) -> list[Shown]:
-        """Does what follows the plain optimizer's step; cut short, it may be called again."""
+        """Completes the step after the plain optimizer's; cut short, it may be called again."""
         shown = self._take_in(runtime, optimizer, slots.get(id(self.block)))
         self.publish(optimizer, state)
         if self.masters is not None:
@@ -405,7 +405,7 @@ class StepUnit(UnitGradients):
         return False
 
     def flush(self) -> None:
-        """Takes in what was written through views of the state."""
+        """Stores what was written through views of the state."""
         for stand_in in self._stand_ins.values():
             flush(stand_in)
 
@@ -543,7 +543,7 @@ class StepUnit(UnitGradients):
             runtime.manager.release(self.block, dirty=True)
 
     def begin(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State) -> None:
-        """Takes in the state that the class makes before any step."""
+        """Stores the state that the class makes before any step."""
         with torch.no_grad(), self.held(runtime) as slots:
             optimizer = self.optimizer_for(groups)
             self.detach(runtime, optimizer, slots.get(id(self.block)), state)

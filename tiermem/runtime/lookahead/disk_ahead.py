@@ -64,7 +64,7 @@ class DiskAhead:
         self._read_to = self._parked_to = cursor
 
     def take_up(self, block_id: int, cursor: int) -> None:
-        """Takes up what the disk has done.
+        """Takes up the reads that the disk has finished.
 
         Args:
             block_id: The block used last.

@@ -49,7 +49,7 @@ _READ_ONLY = (Role.PARAM, Role.BUFFER, Role.QUANT)
 
 @dataclass(frozen=True, slots=True)
 class Staying:
-    """What stays in HBM in the loops that write.
+    """The blocks that stay in HBM in the loops that write.
 
     Attributes:
         known: Masters and state that have been seen in such loops.
@@ -66,7 +66,7 @@ class Staying:
 
 @dataclass(slots=True, eq=False)
 class StreamPlan:
-    """What was decided for one schedule.
+    """The plan for one schedule.
 
     Attributes:
         made_of: What it depends on, besides the schedule.

@@ -1,4 +1,4 @@
-"""What a loop that repeats did at each use, to be done again without being decided anew.
+"""Replay: repeats at each use what the last passes did there, without deciding anew.
 
 Where two passes in a row, with one plan, brought the same blocks into the places of the same
 others, the next one will as well: the decisions depend on the schedule, the plan and the places
@@ -100,7 +100,7 @@ class Swap:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """What is done at one place of a schedule.
+    """The swaps at one place of a schedule.
 
     Attributes:
         used: Record of the block that is used; None before the first.
@@ -115,7 +115,7 @@ class Step:
 
 @dataclass(slots=True, eq=False)
 class _Tape:
-    """What passes of one schedule and plan did.
+    """The recordings of the passes of one schedule and plan.
 
     Attributes:
         outlook: The plan.
@@ -282,7 +282,7 @@ class Replay:
         return step
 
     def advance(self) -> bool:
-        """Does what the passes before did at this use, which :meth:`foreseen` has not entered.
+        """Repeats what the passes before did at this use, which :meth:`foreseen` has not entered.
 
         Returns:
             False where it is to be decided, and so is the rest of the pass.

@@ -1,4 +1,4 @@
-"""What happened: counters that every mechanism feeds, and the rows users read."""
+"""Statistics: counters that every mechanism feeds, and the rows users read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TIERS = ("hbm", "dram", "nvme")
 
 @dataclass(frozen=True)
 class LinkStats:
-    """What moved over one link.
+    """Bytes, blocks and time moved over one link.
 
     Attributes:
         nbytes: Bytes.
@@ -27,7 +27,7 @@ class LinkStats:
 
 @dataclass(frozen=True)
 class ActivationStats:
-    """What became of tensors that were saved for backward.
+    """Counts of tensors that were saved for backward.
 
     Attributes:
         offloaded: Copies sent below HBM.
@@ -189,7 +189,7 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class PaceRow:
-    """What was learned of a block in one kind of pass.
+    """The measured times of a block in one kind of pass.
 
     Attributes:
         block: Its name.

@@ -68,7 +68,7 @@ class _Sample:
 
 @dataclass(slots=True, eq=False)
 class _Totals:
-    """What the measured passes add up to, without the first of each name.
+    """Sums over the measured passes, without the first of each name.
 
     Attributes:
         seconds: From begin to end.

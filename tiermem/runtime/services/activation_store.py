@@ -167,7 +167,7 @@ class ActivationStore:
 
     @property
     def counters(self) -> ActivationCounters:
-        """What is counted."""
+        """The counters."""
         return self.manager.parts.counters.activations
 
     # -- down ------------------------------------------------------------

@@ -170,7 +170,7 @@ class HostStage:
         return sum(extent.nbytes for extent in self._reserved)
 
     def close(self) -> None:
-        """Gives the memory back; nothing is in it."""
+        """Frees the memory; nothing is in it."""
         while self._reserved:
             self._manager.parts.homes.release(Tier.DRAM, self._reserved.pop())
 

@@ -46,7 +46,7 @@ class Shadows:
 
     @property
     def in_use(self) -> bool:
-        """Whether any block is."""
+        """Whether any block is changed provisionally."""
         return bool(self._turned)
 
     @property

@@ -324,7 +324,7 @@ class ReadAhead:
         self.parked.pop(block_id, None)
 
     def _unpark(self, block_id: int) -> None:
-        """Gives a read up that has no place."""
+        """Cancels the parked read of a block."""
         entry = self.parked.pop(block_id, None)
         if entry is not None:
             with suppress(ClosedError):  # closing ends it as well
@@ -388,7 +388,7 @@ class ReadAhead:
             self._bury()
 
     def drop_all(self) -> bool:
-        """Gives up the DRAM that it has; returns whether that was any.
+        """Frees its DRAM; returns whether there was any.
 
         What is under way is waited for only where there is nothing else to give up.
         """
@@ -423,7 +423,7 @@ class ReadAhead:
         self.nbytes = 0
 
     def cancel(self) -> None:
-        """Gives up the reads that have no place, which would otherwise never end."""
+        """Cancels the reads that have no place, which would otherwise never end."""
         for block_id in list(self.parked):
             self._unpark(block_id)
 
@@ -468,7 +468,7 @@ class ReadAhead:
         return entry is not None and entry.idle
 
     def _bury(self) -> None:
-        """Gives the places back of what was dropped and is over."""
+        """Frees the places of dropped entries whose transfers have ended."""
         for entry in [entry for entry in self._dying if entry.idle]:
             self._dying.remove(entry)
             self._give_back(entry.extent)

@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class MoverStats:
-    """What a file mover has done since it was made.
+    """Statistics of a file mover since it was made.
 
     Attributes:
         engine: Name of the I/O engine.

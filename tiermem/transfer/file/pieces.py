@@ -33,7 +33,7 @@ _FEW_CHUNKS = 8
 
 @dataclass(slots=True)
 class Counters:
-    """What was done; written by the pump's thread alone."""
+    """Counters, written by the pump's thread alone."""
 
     bytes_read: int = 0
     bytes_written: int = 0
@@ -162,7 +162,7 @@ class Pieces:
 
     @property
     def needs_helpers(self) -> bool:
-        """Whether something stands still until a helper is done.
+        """Whether a transfer cannot go on until a helper is done.
 
         Not while the disk has all it may have: its next completion comes soon enough.
         """
@@ -199,7 +199,7 @@ class Pieces:
     # Beginning -----------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Gives the disk as much as it may have."""
+        """Submits as much I/O to the disk as may be in flight."""
         requests: list[IoRequest] = []
         waiting = self.queue.without_target()
         all_begun = False

@@ -29,7 +29,7 @@ _LAST_LOOK = 2e-4
 
 
 class Message(enum.Enum):
-    """What another thread asks of the pump."""
+    """Requests of other threads to the pump."""
 
     START = "start"
     CANCEL = "cancel"
