@@ -306,7 +306,7 @@ class Bench:
         return max(copied, (time.perf_counter() - started) * moved / max(1, read))
 
     def _used(self) -> int:
-        """Returns the bytes of the device that are in use; it is nobody else's."""
+        """Returns the bytes of the device that are in use; no other process uses it."""
         if self.device.type != "cuda":
             return 0
         free, total = torch.cuda.mem_get_info(self.device)

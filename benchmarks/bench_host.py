@@ -74,7 +74,7 @@ def host_time(clock: Clock, call: Call) -> float:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Has Python's garbage collector wait."""
+    """Turns Python's garbage collector off, inside ``with``."""
     gc.collect()
     gc.disable()
     try:
@@ -136,7 +136,7 @@ class Ring:
             layer.forward = functools.partial(self._run, layer.forward, number)
 
     def _run(self, inner: Callable[..., Any], number: int, *args: Any, **settings: Any) -> Any:
-        """Waits for a layer's copy, computes, and has a later layer take its slot."""
+        """Waits for a layer's copy, computes, and begins a later layer's copy into its slot."""
         calls, compute = self._copy.calls, self._copy.calls.current()
         calls.wait(compute, self._events[number])
         result = inner(*args, **settings)

@@ -37,7 +37,7 @@ PEERS = ("torch", "dcp")
 
 
 def raw_write(path: Path, nbytes: int) -> None:
-    """Writes a file past the page cache, by threads, and has the disk keep it."""
+    """Writes a file past the page cache, by threads, and syncs it to the disk."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT)
     try:
         os.posix_fallocate(fd, 0, nbytes)

@@ -143,7 +143,7 @@ class Bench:
             notes["hbm"], notes["layers_nbytes"] = hbm, nbytes_of_blocks(tier)
             give_back(self.device)
             yield tier
-            tier.close(discard=True)  # nobody wants the weights back
+            tier.close(discard=True)  # the weights are not needed any more
 
     def rows(self, what: str, notes: dict[str, Any]) -> list[dict[str, Any]]:
         """Measures one kind of work."""

@@ -78,7 +78,7 @@ class Ids(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 class Marks:
-    """The ends of steps, on the device's own clock; nobody waits for it meanwhile.
+    """The ends of steps, on the device's own clock, without waits in between.
 
     Args:
         kind: Of the loop.

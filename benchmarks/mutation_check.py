@@ -142,7 +142,7 @@ class Trees:
 
     @contextmanager
     def one(self) -> Iterator[Path]:
-        """Yields one that nobody else has meanwhile."""
+        """Yields one that no other thread has meanwhile."""
         tree = self._free.get()
         try:
             yield tree

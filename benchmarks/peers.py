@@ -74,7 +74,7 @@ def with_tiermem(model: Any, device: torch.device, args: Any) -> Iterator[Any]:
     ) as tier:
         tier.wrap(model)
         yield tier
-        tier.close(discard=True)  # nobody wants the weights back
+        tier.close(discard=True)  # the weights are not needed any more
 
 
 @contextmanager

@@ -390,7 +390,7 @@ def opened(
 
 
 def settle_python() -> None:
-    """Has the garbage collector look at nothing there is by now, whoever is measured.
+    """Excludes all objects that exist by now from garbage collection, for every engine measured.
 
     A full collection of such a process takes a quarter of a second, and falls into one step of ten.
     """

@@ -47,10 +47,10 @@ _OWN = ("initial_lr", "name", "lr")
 
 
 def hand_over(old: torch.optim.Optimizer, new: TieredOptimizer) -> None:
-    """Has those that set learning rates of one optimizer (schedulers) set another's.
+    """Connects the learning-rate schedulers of one optimizer to another.
 
     Args:
-        old: What they were made for; from now on its groups are those of ``new``.
+        old: The optimizer that they were made for; from now on its groups are those of ``new``.
         new: What is stepped; its groups are in the same order.
     """
     for mine, theirs in zip(new.param_groups, old.param_groups, strict=True):

@@ -80,7 +80,7 @@ class PipelineTiers(TierManager):
             self.unwrap(model)
 
     def _patch(self) -> None:
-        """Has methods that change modules find ordinary ones."""
+        """Patches methods that change modules, so that these are ordinary ones meanwhile."""
         for name in _CHANGING:
             method = getattr(self.pipe, name, None)
             if method is not None:

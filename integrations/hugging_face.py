@@ -84,7 +84,7 @@ class TrainerTiers(TierManager):
 
 
 def _leave_placing_to_tiers() -> None:
-    """Has accelerate leave the state of tiered optimizers where it is.
+    """Keeps accelerate from moving the state of tiered optimizers.
 
     ``Accelerator.prepare`` would bring all of it to the device at once, masters too.
     """

@@ -39,10 +39,10 @@ def _repeated(model: nn.Module, *, composite: bool) -> list[nn.Module]:
 
 
 def recompute_layers(model: nn.Module) -> int:
-    """Has each layer save its input alone in forward, and compute the rest again in backward.
+    """Turns on activation checkpointing layer by layer.
 
-    A model with ``gradient_checkpointing_enable``, as those of transformers, is asked for it;
-    others have the calls of each layer go through :func:`torch.utils.checkpoint.checkpoint`
+    On a model with ``gradient_checkpointing_enable``, as those of transformers, that is called;
+    in others the calls of each layer go through :func:`torch.utils.checkpoint.checkpoint`
     (non-reentrant). Names of parameters and modules stay.
 
     Args:

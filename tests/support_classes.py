@@ -39,7 +39,7 @@ class Plain(torch.optim.Optimizer):
 
 
 class Counting(Plain):
-    """Has one counter for all parameters of a group, from the first step on."""
+    """Keeps one counter for all parameters of a group, from the first step on."""
 
     def count(self, group: dict[str, Any]) -> None:
         group["step"] = group.get("step", 0) + 1

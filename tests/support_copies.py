@@ -12,7 +12,7 @@ SECONDS = 30.0  # what never takes that long, however slow the machine
 
 
 class HeldFence:
-    """A fence that is done when the test says so; whoever waits for it waits for the test.
+    """A fence that is done when the test says so; a wait for it waits for the test.
 
     Attributes:
         waited: Set once somebody waits.

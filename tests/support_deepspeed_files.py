@@ -46,7 +46,7 @@ _HOMES = {
 
 @contextmanager
 def named_as_there() -> Iterator[None]:
-    """Has the classes carry DeepSpeed's names."""
+    """Gives the classes DeepSpeed's names, inside ``with``."""
     homes = {cls: cls.__module__ for cls in _HOMES.values()}
     parents = {name[:at] for name in _HOMES for at, c in enumerate(name + ".") if c == "."}
     before = {name: sys.modules.get(name) for name in parents}

@@ -31,7 +31,7 @@ class TimedAdamW(torch.optim.AdamW):
 
 
 class Later:
-    """An executor whose work is all done, in order, once somebody asks for a result."""
+    """An executor that does all its work, in order, at the first request for a result."""
 
     def __init__(self, *_: Any) -> None:
         self.todo: deque[Promise] = deque()

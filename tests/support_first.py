@@ -154,7 +154,7 @@ class Played:
 
 
 def scale_guesses(manager: BlockManager) -> None:
-    """Has what is fetched ahead unknown be as much less as everything else is."""
+    """Scales the bytes fetched ahead without measurements as everything else is scaled."""
     least = min((64 << 20) // BYTES * PAGE, manager.parts.table.hbm.capacity // 4)
     manager.prefetcher._reach = Reach(None, least)
     manager.prefetcher._maker._least = least

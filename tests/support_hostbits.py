@@ -160,7 +160,7 @@ def _write(tensor: torch.Tensor, values: Array) -> None:
 
 @contextmanager
 def device_of_numpy(kernels: Kernels | None = None) -> Iterator[Kernels]:
-    """Has torch's fused kernels on the CPU be those of a CUDA device."""
+    """Replaces torch's fused CPU kernels by ones with a CUDA device's bits, inside ``with``."""
     kernels = kernels or Kernels()
     library = torch.library.Library("aten", "IMPL")
     try:

@@ -29,7 +29,7 @@ class Gate:
         self._moved = threading.Condition()
 
     def let(self, steps: int) -> None:
-        """Lets so many more steps be made, of those begun, and waits for their ends."""
+        """Releases ``steps`` more of the steps begun, and waits for their ends."""
         self._let(min(self._open + steps, len(self.begun)))
 
     def _let(self, upto: int) -> None:

@@ -138,7 +138,7 @@ def depth_here() -> int:
 
 @dataclass
 class Recursion:
-    """Has a call run out of stack after so many frames of its own."""
+    """Makes a call run out of stack after ``headroom`` frames of its own."""
 
     headroom: int
 
@@ -571,7 +571,7 @@ _probes: dict[str, StateProbe] = {}
 
 @contextmanager
 def tried_once() -> Iterator[None]:
-    """Has each optimizer class be tried once for all runs, which is half of a run's time."""
+    """Caches the trials of optimizer classes for all runs: they are half of a run's time."""
 
     def nature(name: str, make: Any, settings: Any, dims: Any, dtype: Any, *rest: Any) -> Any:
         key = repr((name, settings, dims, dtype))
@@ -595,7 +595,7 @@ def tried_once() -> Iterator[None]:
 def record(
     program: Program, folder: Path, phases: Collection[str] = PHASES
 ) -> tuple[Any, dict[str, Counter[Any]]]:
-    """Runs a program that nobody cuts short.
+    """Runs a program that is not cut short.
 
     Args:
         program: What runs.
@@ -623,10 +623,10 @@ def record(
 
 
 class Signal:
-    """Has a signal come at a random time while a call is made, whose handler raises.
+    """Sends a signal at a random time during a call; its handler raises.
 
     Attributes:
-        raised: Whether it did.
+        raised: Whether the handler raised.
     """
 
     def __init__(self, rng: random.Random, longest: float) -> None:

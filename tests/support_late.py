@@ -50,13 +50,13 @@ class LateCopy:
             ctypes.memmove(self.target, self.source, self.nbytes)
         elif self.is_up:
             self.engine.harm.append("memory was let go while a copy was to be written there")
-        else:  # whoever has the memory now has written to it
+        else:  # the memory may have been reused and written
             ctypes.memset(self.target, POISON, self.nbytes)
         self.made = True
 
 
 class LateCopyEngine(HostCopyEngine):
-    """Makes copies from and to memory outside the arena when somebody waits, or by chance.
+    """Makes copies from and to memory outside the arena at a wait for them, or by chance.
 
     Attributes:
         harm: What must not happen and did.
@@ -145,7 +145,7 @@ class LateChunkCopier:
 
 
 def make_late(manager: BlockManager, engine: LateCopyEngine) -> None:
-    """Has a manager whose blocks all live in DRAM make the copies of saved tensors late."""
+    """Makes the copies of saved tensors late, in a manager whose blocks are all in DRAM."""
     manager.parts.transfers.copy = engine
     object.__setattr__(manager.parts, "copy", engine)  # a frozen bundle
     homes = manager.parts.homes

@@ -284,7 +284,7 @@ def made(pair: Twins) -> int:
 
 
 def stop_in_backward(pair: Twins, number: int) -> None:
-    """Has a backward of the tiered model end with an error at its first layer."""
+    """Runs a backward of the tiered model that ends with an error at its first layer."""
     loss = loss_of(pair.model, number)
 
     def stop(_gradient: torch.Tensor) -> None:

@@ -56,7 +56,7 @@ class _Program(ctypes.Structure):
 
 
 def refuse_calls(calls: Mapping[str, int]) -> None:
-    """Has the kernel refuse system calls to every thread of this process from now on.
+    """Makes the kernel refuse system calls to every thread of this process from now on.
 
     Args:
         calls: Names of calls and the error numbers that they get.
@@ -261,7 +261,7 @@ def _or_skip(command: list[str]) -> None:
 
 
 def shut_down(path: Path) -> None:
-    """Has every access to a file system fail from now on (EXT4_IOC_SHUTDOWN, XFS_IOC_GOINGDOWN)."""
+    """Shuts a file system down: every access fails (EXT4_IOC_SHUTDOWN, XFS_IOC_GOINGDOWN)."""
     file = os.open(path, os.O_RDONLY)
     try:
         fcntl.ioctl(file, 0x8004587D, (2).to_bytes(4, "little"))

@@ -45,7 +45,7 @@ class EvenClock(HostClock):
 
 
 def park_always(prefetcher: Prefetcher) -> None:
-    """Has every plan read straight into HBM, and begin before there is room."""
+    """Makes every plan read straight into HBM, and begin before there is room."""
     disk = prefetcher.disk
     plan = disk.plan
 

@@ -141,7 +141,7 @@ class World:
     # -- the disk --------------------------------------------------------
 
     def ask(self, transfer: FileTransfer, after: Sequence[Event], parked: bool = False) -> _Job:
-        """Has the disk read."""
+        """Starts a read of the disk."""
         transfer.submitted_ns = int(self.now * 1e9)
         if not self._jobs and self.now > self._disk:
             self._disk = self.now + self.machine.ramp
@@ -181,12 +181,12 @@ class World:
         self._taken.append(self._landed)
 
     def hurry(self, transfer: FileTransfer) -> None:
-        """Has the rest of a read go first."""
+        """Makes the rest of a read urgent."""
         for job in self._jobs:
             job.urgent |= job.transfer is transfer
 
     def cancel(self, transfer: FileTransfer) -> None:
-        """Has the disk leave out what it has not begun."""
+        """Cancels the parts of a read that have not begun."""
         for job in [j for j in [*self._jobs, *self._parked] if j.transfer is transfer]:
             (self._jobs if job in self._jobs else self._parked).remove(job)
             job.ends = max(self.now, self._disk)

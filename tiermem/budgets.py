@@ -140,7 +140,7 @@ def budgets_for(
 
 
 def _gradient_dtypes(wanted: torch.dtype | None) -> DtypeFor:
-    """Returns what gradients are kept in."""
+    """Returns a function of a parameter that returns the dtype of its gradient."""
 
     def dtype_for(param: torch.Tensor) -> torch.dtype:
         return wanted if wanted is not None and param.is_floating_point() else param.dtype
@@ -202,7 +202,7 @@ def _inventory(
     homes: Mapping[str, Home] | None,
     resident: Resident,
 ) -> Inventory:
-    """Returns what ``wrap`` will know of a model, of its stand-ins."""
+    """Returns the inventory that ``wrap`` will make of a model, made of stand-ins."""
     twin = twins.module(model)
     originals = find(model, "_parameters")
     link_shared(originals)
@@ -248,7 +248,7 @@ class _Stepped:
         return master_dtype_of(param, self._master_dtype) or param.dtype
 
     def kept(self, device: torch.device, *, overlap: bool, elementwise: bool) -> Kept:
-        """Returns what it will keep for each parameter."""
+        """Returns what the optimizer will keep for each parameter."""
         elementwise = elementwise and self._cls in ELEMENTWISE
 
         def found(*, sparse: bool) -> Kept:

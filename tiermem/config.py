@@ -69,7 +69,7 @@ def parse_size(value: int | str, name: str = "size", *, besides: str = "") -> in
 
 
 def parse_budget(value: int | str | None, name: str, total: Callable[[], int]) -> int | None:
-    """Reads a budget: a size, a share of what there is, or what is to be found out.
+    """Reads a budget: a size, a share of the memory there is, or "auto".
 
     Args:
         value: As for :func:`parse_size`, or text such as ``"80%"``, ``"auto"`` or None.
@@ -94,7 +94,7 @@ def parse_budget(value: int | str | None, name: str, total: Callable[[], int]) -
 
 
 def _short(text: str) -> str:
-    """Returns what a message can hold of a text."""
+    """Returns a text, shortened for a message."""
     return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"
 
 

@@ -30,7 +30,7 @@ class CapacityError(TierError, MemoryError):
     """
 
     def __init__(self, what: str, advice: str = "", hint: str = "") -> None:
-        """Says what does not fit, and what to do.
+        """Composes the message: what does not fit, and what to do.
 
         Args:
             what: What does not fit.

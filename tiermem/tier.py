@@ -46,7 +46,7 @@ class TierManager:
     """Three tiers of memory, and the models that live in them.
 
     Use it as a context manager, or call :meth:`close`; either gives the models back as ordinary
-    ones, and memory and disk space. Without either, the tiers are there as long as anybody has the
+    ones, and memory and disk space. Without either, the tiers are there as long as you keep the
     manager, a model wrapped in it, or an optimizer over one. Nothing is left behind even if the
     process is killed.
     """
@@ -184,7 +184,7 @@ class TierManager:
         wrapped = WrappedModel(model, self._runtime, blocks, self._wraps, homes, origins, resident)
         if on_device:
             torch.cuda.empty_cache()  # torch keeps what the model has left for tensors to come
-        self._runtime.owner = self  # who has the model has the tiers
+        self._runtime.owner = self  # a model keeps the tiers alive
         self._wraps += 1
         return wrapped
 
@@ -293,7 +293,7 @@ class TierManager:
             )
         except REFUSALS:
             raise
-        except BaseException as error:  # nobody has what was reserved
+        except BaseException as error:  # what was reserved has no owner
             for found, count in zip(lists, begun, strict=True):
                 del found[count:]
             if OUTSIDE not in error.__dict__:  # it may have come anywhere
@@ -345,7 +345,7 @@ class TierManager:
 
         Returns:
             With ``wait=False``, a handle: ``done()`` says whether it is over, ``result()`` waits
-            and raises what went wrong; an error that nobody asks for is raised by the next save.
+            and raises what went wrong; an error not raised there is raised by the next save.
 
         Raises:
             CheckpointError: If ``extra`` or a tensor cannot be saved, or ``path`` is something
@@ -365,7 +365,7 @@ class TierManager:
         return self._saving
 
     def _end_saving(self) -> None:
-        """Waits for a save under way; raises an error of it that nobody has been told of."""
+        """Waits for a save under way; raises an error of it that was not raised before."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.settle()
@@ -497,7 +497,7 @@ class TierManager:
 
     def __del__(self) -> None:
         if hasattr(self, "_manager"):
-            self._manager.close()  # nobody has a model of it any more
+            self._manager.close()  # no model is left
 
     def __repr__(self) -> str:
         settings = self._manager.parts.settings
@@ -589,7 +589,7 @@ def default_hbm(device: torch.device) -> int:
 
 
 def _most_hbm(device: torch.device) -> int:
-    """Returns what a budget that is to be found out never passes; on the CPU it is that."""
+    """Returns the bytes that ``hbm="auto"`` never passes; on the CPU its default."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return default_hbm(device)

@@ -238,14 +238,14 @@ class _Adapters:
     """
 
     def __init__(self, model: nn.Module, targets: list[str]) -> None:
-        """Notes what there is."""
+        """Notes the modules as they are, and which parameters are trained."""
         self.targets = targets
         self._model = model
         self._modules = {name: model.get_submodule(name) for name in targets}
         self._trained = [(param, param.requires_grad) for param in model.parameters()]
 
     def __call__(self) -> None:
-        """Puts the modules back, and has the same parameters trained as before."""
+        """Puts the modules back, and restores which parameters are trained."""
         for name, module in self._modules.items():
             parent, _, last = name.rpartition(".")
             setattr(self._model.get_submodule(parent), last, module)

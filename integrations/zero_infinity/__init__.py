@@ -83,7 +83,7 @@ __all__ = [
 
 
 def install() -> None:
-    """Has ``import deepspeed``, and imports from inside it, find this package in this process.
+    """Makes ``import deepspeed``, and imports from inside it, find this package in this process.
 
     For scripts with lines such as ``from deepspeed.ops.adam import DeepSpeedCPUAdam``; call it
     before them.

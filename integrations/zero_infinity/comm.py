@@ -65,7 +65,7 @@ def init_distributed(dist_backend: str | None = None, *ignored: Any, **also: Any
 
     Args:
         dist_backend: By default NCCL where there is CUDA, else Gloo.
-        *ignored: The rest of DeepSpeed's settings: there is nobody to find.
+        *ignored: The rest of DeepSpeed's settings: there are no other processes.
         **also: Likewise.
 
     Raises:

@@ -264,7 +264,7 @@ class DeepSpeedEngine(Queries):
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Says whether the next :meth:`step` steps, from now on until it is said again."""
+        """Sets whether :meth:`step` steps, until it is set again."""
         if not self._managed:
             raise StepError("with managed_gradient_accumulation=false every step() is a step")
         self._boundary = bool(is_boundary)
@@ -288,7 +288,7 @@ class DeepSpeedEngine(Queries):
     # -- what it made of the configuration -------------------------------
 
     def explain(self) -> Explanation:
-        """Says what each setting of the configuration became."""
+        """Returns what each setting of the configuration became."""
         return explained(self.plan)
 
     # -- data, saving, the end -------------------------------------------
@@ -383,7 +383,7 @@ class DeepSpeedEngine(Queries):
     # -- inside ----------------------------------------------------------
 
     def show_scale(self) -> None:
-        """Has the optimizer tell the loss scale, as DeepSpeed's does."""
+        """Sets the loss scale as attributes of the optimizer, as DeepSpeed does."""
         if self.optimizer is not None and self.scaler is not None:
             shown = {"loss_scale": self.scaler.scale, "cur_scale": self.scaler.scale}
             self.optimizer.__dict__.update(shown)

@@ -45,7 +45,7 @@ class Explanation:
         manager: Settings of ``tiermem.TierManager``; budgets that depend on the model are there
             where a model was given.
         optimizer: Settings of ``tier.optimizer``.
-        unknown: Keys that nobody knows, and the nearest known one or "".
+        unknown: Unknown keys, and the nearest known one or "".
         refused: Why ``initialize`` would refuse it here: a folder that is missing, batch numbers
             for several processes; or "".
     """

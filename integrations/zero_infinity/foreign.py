@@ -76,7 +76,7 @@ def _check(
 
 
 def take_state(engine: DeepSpeedEngine, found: Saved) -> None:
-    """Has an engine's optimizer and loss scale go on from a checkpoint; its weights are loaded."""
+    """Loads an engine's optimizer state and loss scale; its weights are loaded already."""
     optimizer = engine.optimizer
     if optimizer is None:
         return

@@ -240,7 +240,7 @@ class _Finder:
 
 
 def install(package: ModuleType, modules: Mapping[str, ModuleType]) -> None:
-    """Has ``import deepspeed``, and imports from inside it, find a package, in this process.
+    """Makes ``import deepspeed``, and imports from inside it, find a package, in this process.
 
     Args:
         package: What is found.

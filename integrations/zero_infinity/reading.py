@@ -40,7 +40,7 @@ class Config:
         name: The file, for messages.
         settings: By path; those that are not here have their default.
         sections: Parts that are taken as a whole, by key.
-        unknown: Keys that nobody knows, and the nearest known one or "".
+        unknown: Unknown keys, and the nearest known one or "".
         raw: As it is written.
     """
 
@@ -160,7 +160,7 @@ def converted(name: str, path: str, kind: kinds.Kind, value: Any) -> Any:
 
 
 def _flag(found: Config, path: str, value: Any) -> None:
-    """Has a deprecated switch set a section's device."""
+    """Sets a section's device by a deprecated switch."""
     if value is None or value == AUTO:
         return
     section = schema.OFFLOAD_FLAGS[path]

@@ -27,7 +27,7 @@ def size(
 ) -> None:
     """Sets ``hbm``, ``dram`` and the home of gradients of a plan, where the file does not.
 
-    Gradients of offloaded state stay in HBM where nobody has set its budget and it has room for
+    Gradients of offloaded state stay in HBM where its budget is not set and it has room for
     weights, gradients, masters and state together; else they are in DRAM. Host memory is what is
     at home there, the buffers that the file asks for, and a margin, no more than is available.
     What is missing goes to ``plan.refused``.

@@ -28,7 +28,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         checkpoint_dir: Folder.
         tag: Folder inside it; by default what ``latest`` names.
         exclude_frozen_parameters: Without parameters that were not trained.
-        lazy_mode: Has no effect: what need not be put together is mapped from the file anyway.
+        lazy_mode: Without effect: tensors that need no joining are mapped from the file anyway.
 
     Raises:
         CheckpointError: If there is none.

@@ -41,7 +41,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 
 @contextmanager
 def waiting_child() -> Iterator[int]:
-    """Has a forked child wait until the end, and do nothing; yields its process id."""
+    """Forks a child that waits until the end and does nothing; yields its process id."""
     out, into = os.pipe()
     ready, say = os.pipe()
     pid = os.fork()

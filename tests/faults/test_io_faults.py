@@ -399,7 +399,7 @@ def cut_short(call: Callable[[], object], number: int) -> bool:
 
 @pytest.fixture
 def quick_gc() -> Iterator[None]:
-    """Lets ``gc.collect`` look at what is made from now on only: thousands of times faster."""
+    """Limits ``gc.collect`` to objects made from now on: thousands of times faster."""
     gc.collect()
     gc.freeze()
     yield

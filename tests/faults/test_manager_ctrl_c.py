@@ -84,7 +84,7 @@ OPERATIONS: dict[str, Callable[[Rig], Any]] = {
 
 
 def only_while_waited_for(made: Rig) -> None:
-    """Has file transfers end while somebody waits for one of them, and at no other time."""
+    """Makes file transfers end only while one of them is waited for."""
     made.manager.flush()
     wait = made.manager.parts.mover.wait
 
@@ -100,7 +100,7 @@ def only_while_waited_for(made: Rig) -> None:
 
 
 def at_once(made: Rig) -> None:
-    """Has every file transfer end before anybody can look at it."""
+    """Makes every file transfer end before it is returned."""
     made.manager.flush()
     mover = made.manager.parts.mover
 

@@ -123,7 +123,7 @@ def expect_error(error: tiermem.StorageError, path: Path, number: int | None) ->
 
 
 def empty_hbm(tier: tiermem.TierManager) -> None:
-    """Has every clean block leave, whatever has been fetched ahead by now."""
+    """Evicts every clean block, prefetched ones as well."""
     manager = tier._manager
     with manager.lock:
         manager.flush()

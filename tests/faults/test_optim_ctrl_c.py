@@ -56,7 +56,7 @@ def twins(kind: str) -> Twins:
 
 
 def every_line(call: Callable[[int], str], check: Callable[[], None]) -> None:
-    """Has a call cut short before one line after the other, until it comes to no more."""
+    """Cuts a call short before one line after the other, until no line is left."""
     number, where = 1, "-"
     while where:
         where = call(number)

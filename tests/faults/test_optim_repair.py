@@ -42,7 +42,7 @@ PLACES = {
 
 @pytest.fixture
 def _broken(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Has taking back fail, as a disk does that has the bytes, until told otherwise."""
+    """Makes ``Undo.take_back`` fail as a disk does, until the first item is set to False."""
     real = Undo.take_back
     broken = [True]
 

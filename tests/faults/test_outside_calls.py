@@ -94,7 +94,7 @@ def test_where_no_thread_can_be_started(
 
 
 def train_for_ever(folder: Path, done: Path) -> None:
-    """Trains until somebody ends it; a byte of a file for each step."""
+    """Trains until it is killed; writes a byte to a file for each step."""
     with tiermem.TierManager("cpu", "80KiB", "2MiB", folder, policy="nvme") as tier:
         pair = Pair(tier)
         with done.open("ab", buffering=0) as file:

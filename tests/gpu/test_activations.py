@@ -62,7 +62,7 @@ def manager(home: str, folder: Path | None = None, **options: Any) -> tiermem.Ti
 
 
 def dirty_free_memory() -> None:
-    """Has the compute stream write NaN wherever the caching allocator has memory to spare.
+    """Writes NaN, on the compute stream, to all free memory of the caching allocator.
 
     Each free run is asked for in its own size, so that no more is taken from the device.
     """

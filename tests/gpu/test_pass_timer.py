@@ -47,7 +47,7 @@ def opened(
 
 
 def always(tier: tiermem.TierManager) -> None:
-    """Has every pass measured."""
+    """Measures every pass."""
     estimates = tier._manager.parts.pass_timer.estimates
     wants = estimates.wants
     estimates.wants = lambda key: wants(key) or True  # type: ignore[method-assign]

@@ -21,7 +21,7 @@ DRAM = Tiers("dram", policy=POLICY)
 
 @pytest.fixture
 def _as_written() -> Iterator[None]:
-    """Has what is compiled run as it is written: compiling is not what is tested, and slow."""
+    """Runs compiled functions eagerly: compiling is slow, and not what is tested."""
     torch.compiler.set_stance("force_eager")
     yield
     torch.compiler.set_stance("default")

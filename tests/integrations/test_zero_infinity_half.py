@@ -240,7 +240,7 @@ def test_inputs_are_cast_where_auto_cast_says_so() -> None:
 
 
 class WithBuffers(nn.Module):
-    """Has a table."""
+    """A model with a buffer, the table."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ class Model(nn.Module):
 
 @pytest.fixture
 def double(monkeypatch, tmp_path) -> Path:
-    """Has ``import deepspeed`` find the double; returns where it writes its log."""
+    """Makes ``import deepspeed`` find the double; yields the path of its log."""
     monkeypatch.syspath_prepend(str(DOUBLES))
     monkeypatch.setenv("FAKE_DEEPSPEED_LOG", str(tmp_path / "log.json"))
     yield tmp_path / "log.json"

@@ -208,7 +208,7 @@ def test_what_is_handed_out_has_memory(
         assert store.count == len(held)
         free = sum(gap.nbytes for gap in store.gaps())
         assert free + store.used + store.walled == store.capacity
-        if store.walled:  # what nobody can have is in nobody's way
+        if store.walled:  # walls are neither handed out nor cleared
             walls = [e for e in store.extents() if store.is_wall(e.offset)]
             assert not any(store.holds(wall) for wall in walls)
             price = store.cheapest_window(PAGE, lambda offset: None)

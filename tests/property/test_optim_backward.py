@@ -50,7 +50,7 @@ class Ways(Net):
 
 @contextmanager
 def faults(chance: float, number: int) -> Iterator[list[str]]:
-    """Has some steps inside backward fail as a disk does; yields their names."""
+    """Makes some steps inside backward fail as a disk does; yields their names."""
     found: list[str] = []
     draw = random.Random(number)
     real = StepUnit.held

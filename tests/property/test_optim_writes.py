@@ -47,7 +47,7 @@ class Writes:
 
 
 class SpoilingSGD(torch.optim.SGD):
-    """Writes the gradients that it is given, and nobody counts it."""
+    """Writes the gradients that it is given, uncounted by torch."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:

@@ -168,7 +168,7 @@ def test_paths_that_lead_to_nothing(tmp_path: Path) -> None:
     os.mkdir(tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model.safetensors: it is no file"):
         CheckpointFiles.open(tmp_path)
-    os.mkfifo(tmp_path / "pipe.safetensors")  # nobody writes into it
+    os.mkfifo(tmp_path / "pipe.safetensors")  # without a writer
     with pytest.raises(CheckpointError, match="it is no file"):
         CheckpointFiles.open(tmp_path / "pipe.safetensors")
 

@@ -21,7 +21,7 @@ PNG = b"\x89PNG"
 
 @pytest.fixture(autouse=True)
 def saved(tmp_path, monkeypatch):
-    """Keeps the profile of whoever runs the tests out of it."""
+    """Keeps the profile of the user who runs the tests out of it."""
     path = tmp_path / "cache" / "profile.json"
     monkeypatch.setenv(profile.VARIABLE, str(path))
     return path

@@ -507,7 +507,7 @@ def test_errors_name_everything(store: SwapFile) -> None:
 
 
 class Gate:
-    """Lets helper threads work only while it is open; counts who came and who went."""
+    """Blocks helper threads while it is closed; counts the chunks begun and done."""
 
     def __init__(self, count: int = 1) -> None:
         self.open = threading.Event()

@@ -103,7 +103,7 @@ def test_a_read_ends_when_streams_can_wait_for_the_rest_of_it(tmp_path: Path) ->
 
 
 def test_a_read_that_fails_ends_when_its_copies_are_over(tmp_path: Path) -> None:
-    """Then nobody writes to the target any more, whatever becomes of it."""
+    """No thread writes to the target afterwards, whatever becomes of it."""
     copier = LateCopier(streamed=True)
     reads: list[int] = []
 

@@ -50,7 +50,7 @@ def file() -> Iterator[int]:
 
 
 def refuse(engine: FallbackEngine, code: int) -> None:
-    """Has every entry of the kernel refused from now on."""
+    """Makes every entry into the kernel fail with ``code`` from now on."""
     ring: Any = engine._engine
     ring._lib.submit_and_get_events = lambda *_: -code
     ring._lib.submit_and_wait_timeout = lambda *_: -code

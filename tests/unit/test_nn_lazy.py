@@ -1,4 +1,4 @@
-"""Whether somebody has a gradient's stand-in is told by references, in every version of Python."""
+"""References to a gradient's stand-in are counted right in every version of Python."""
 
 from __future__ import annotations
 

@@ -365,7 +365,7 @@ def test_inference_mode_gives_what_it_gives() -> None:
 
 
 class Written(Model):
-    """Has its weight written in its forward, if it is told to."""
+    """Writes its weight in its forward, if it is told to."""
 
     def forward(self, ids: torch.Tensor, how: str = "") -> torch.Tensor:
         if how == "data":

@@ -1,4 +1,4 @@
-"""What autograd saved of a weight shows the bytes of then, whoever saved it, and however."""
+"""A saved weight shows the bytes from when it was saved, whichever code saved it, and however."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_a_torch_that_does_not_tell_trains_the_same_bits() -> None:
 
 
 def forget_hooks(model: nn.Module) -> None:
-    """Has torch forget the hooks that run before gradients of a model are accumulated."""
+    """Removes the hooks that run before gradients of a model are accumulated."""
     for param in model.parameters():
         torch.Tensor._backward_hooks.__set__(param, None)  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""Steps that are made ahead of ``step()``: confirmed where nobody looked, else dropped."""
+"""Steps that are made ahead of ``step()``: confirmed if there was no access, else dropped."""
 
 from __future__ import annotations
 

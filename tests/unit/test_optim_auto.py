@@ -200,7 +200,7 @@ def test_numbers_of_the_state_that_somebody_has_are_those_after_the_step(what: s
             assert float(shown) == expected
             expected += 1
         del kept, shown
-        assert ask(twins, 5) == units(twins)  # nobody has it any more
+        assert ask(twins, 5) == units(twins)  # there is no reference to it any more
         twins.check()
 
 

@@ -593,7 +593,7 @@ def test_an_exception_in_the_middle_of_backward() -> None:
 
 
 class Broken:
-    """Has the steps of one unit fail as a disk does, while it is on."""
+    """Makes the steps of one unit fail as a disk does, inside ``with``."""
 
     def __init__(self, unit: Any, path: Path) -> None:
         self.error = tiermem.StorageError("cannot read", block="state", path=str(path))

@@ -1,4 +1,4 @@
-"""Steps on the host that begin inside backward: the same bits, nothing waits, nobody can tell."""
+"""Steps on the host that begin inside backward: the same bits, no waits, no visible change."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class Failing(torch.optim.AdamW):
 
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_a_step_that_fails_inside_backward_is_made_again(times: int) -> None:
-    """Once: step() begins it anew, and nobody sees it. Later it says what is made and what not."""
+    """Once: step() begins it anew, unseen. Later the error says what is made and what is not."""
     with tried(chosen=(Failing, ADAMW[1])) as pair, gated() as gate:
         pair.check()
         pair.backward(1)
@@ -287,7 +287,7 @@ def test_state_and_weights_in_files(tmp_path: Path, grads: str) -> None:
             pair.backward(step)
             assert made(pair) == (units(pair) if grads == "dram" else 0)
             pair.step()
-        pair.check()  # weights that somebody may have written, for all we know
+        pair.check()  # weights that other code may have written
         pair.backward(4)
         assert made(pair) == 0
         pair.step()

@@ -166,7 +166,7 @@ def test_a_class_that_raises_where_steps_overlap(overlap: str, where: str, tmp_p
             if number == 4:
                 assert overlap == "forward" or pair.optimizer.stepped_in_backward > 0
         Fuse.left = -1
-        with suppress(Bang, tiermem.StepError):  # of a step on the host that nobody has seen yet
+        with suppress(Bang, tiermem.StepError):  # of a step on the host, not raised before
             pair.optimizer.finish()
         pair.check()
 
@@ -303,7 +303,7 @@ def test_a_fused_step_under_a_grad_scaler_is_taken_back(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("options", [{}, {"overlap": "forward"}, {"where": "host"}], ids=str)
 def test_a_step_that_cannot_be_made_is_given_up(options: dict[str, Any], tmp_path: Path) -> None:
-    """A class that always raises leaves nobody stuck."""
+    """A class that always raises blocks nothing else."""
     with twins("streaming", tmp_path, True, **options) as pair:
         pair.backward(0)
         pair.step()
@@ -356,7 +356,7 @@ def test_a_checkpoint_ends_a_step_that_was_cut_short(tmp_path: Path) -> None:
 def test_where_there_is_no_memory_to_keep_what_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step is made all the same; one that fails then is refused until somebody decides."""
+    """The step is made all the same; one that fails then is refused until it is decided upon."""
 
     def none(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("no memory")

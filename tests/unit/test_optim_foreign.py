@@ -1,4 +1,4 @@
-"""Who wrote a weight: steps of optimizers, or somebody whom its master has to follow."""
+"""Which code wrote a weight: an optimizer's step, or other code that its master has to follow."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def looks(model: Stack, optimizer: tiermem.TieredOptimizer) -> list[bool]:
 
 
 def value_of(weight: nn.Parameter) -> torch.Tensor:
-    """Returns a copy; an alias that somebody might write through would count as a write."""
+    """Returns a copy; an alias, through which it might be written, would count as a write."""
     with torch.no_grad():
         return weight.clone()
 

@@ -116,7 +116,7 @@ def test_a_group_is_added_as_torch_adds_it(how: str) -> None:
         }
         group = {"params": given[how](), "lr": 0.02}
         optimizer.add_param_group(group)
-        assert optimizer.param_groups[-1] is group  # whoever kept it sets its rate
+        assert optimizer.param_groups[-1] is group  # code that kept it sets its rate
         group["lr"] = 0.03
 
     with Both(params=lambda m: names(m[:2])) as both:

@@ -155,7 +155,7 @@ def test_what_the_host_would_round_otherwise_is_the_devices_for_that_step() -> N
         assert not any(unit.host is not None for unit in units)  # gradients awaited a factor
         twins.check()
         twins.backward(2)
-        for model in (twins.plain, twins.model):  # somebody puts an ordinary tensor there
+        for model in (twins.plain, twins.model):  # a user puts an ordinary tensor there
             weight = model.layers[0].up.weight
             weight.grad = weight.grad * 2
         twins.step()

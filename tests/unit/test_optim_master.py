@@ -279,7 +279,7 @@ def test_gradients_kept_in_more_bits_are_changed_in_them() -> None:
         param.grad = (param.grad * 2).to(param.dtype)
         twins.optimizer.zero_grad()
         assert same_bits(held.clone(), value) and held.dtype is torch.float32
-        bias.grad = held  # a stand-in that nobody keeps up any more
+        bias.grad = held  # a stand-in that is no longer kept up to date
         twins.tier.unwrap(twins.model)
         assert same_bits(bias.grad, value.bfloat16())
 

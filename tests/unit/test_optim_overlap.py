@@ -1,4 +1,4 @@
-"""Steps that are made in the next forward: nobody can tell, save by the clock."""
+"""Steps that are made in the next forward: no difference but in time."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def in_parts(twins: Twins) -> list[PartedUnit]:
 
 
 def unreadable(part: parted.Part) -> Any:
-    """Has the disk not read a part; returns its unit, whose ``held`` is to be deleted again."""
+    """Makes reads of a part fail; returns its unit, whose ``held`` is to be deleted again."""
     error = tiermem.StorageError("cannot read", block="state", path="swap")
 
     def held(*_: object) -> Any:

@@ -1,4 +1,4 @@
-"""A plain optimizer's step without torch's wrapper, and with it where somebody would see it."""
+"""A plain optimizer's step without torch's wrapper, and with it where it has an effect."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_nothing_is_compiled_for_a_trial() -> None:
         p.sub_(lr * mean)
 
     class Compiled(Plain):
-        """Has its update compiled, as a whole."""
+        """Compiles its update, as a whole."""
 
         def update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
             whole = torch.compile(move, backend=backend, fullgraph=True, dynamic=False)

@@ -258,13 +258,13 @@ def test_bytes_are_right_in_a_loop_of_modules_that_repeats(hbm: int) -> None:
         for _ in range(4):
             assert torch.equal(model(x), expected)
         assert manager.replay.swift
-        with torch._C.DisableTorchFunctionSubclass():  # a use that nobody sees
+        with torch._C.DisableTorchFunctionSubclass():  # a use that is not intercepted
             seen = [_cannot_be_read(weight) for weight in model.parameters()]
         gone = [r.in_hbm is State.ABSENT for r in manager.parts.table for _ in ("weight", "bias")]
         assert any(gone) and all(nan for nan, left in zip(seen, gone, strict=True) if left)
         assert tier.stats().write_backs == 0
         assert not [row for row in tier.residency() if "dirty" in row.tiers.values()]
-        kept = [model[i].weight.detach() for i in (2, 6)]  # somebody looks at these bytes
+        kept = [model[i].weight.detach() for i in (2, 6)]  # aliases of these bytes
         for _ in range(4):
             assert torch.equal(model(x), expected)
             assert torch.equal(kept[0], plain[2].weight) and torch.equal(kept[1], plain[6].weight)

@@ -36,7 +36,7 @@ def opened(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 
 def unplanned(made: Rig, *, through_dram: bool) -> None:
-    """Has the order of use alone decide what is in DRAM, whatever the loop measures."""
+    """Makes the order of use alone decide what is in DRAM, whatever the loop measures."""
     maker = made.manager.prefetcher._maker
     maker._compute = lambda _, order: [None] * len(order)  # type: ignore[method-assign]
     maker._by_way_of_dram = lambda *_: through_dram  # type: ignore[method-assign]
@@ -56,7 +56,7 @@ def staged(made: Rig) -> set[int]:
 
 
 def forgotten(made: Rig, number: int) -> int:
-    """Has a loop learned and all that was read ahead given up; returns where a block is at home."""
+    """Runs a loop until it is learned, and drops all read ahead; returns a block's home offset."""
     loop(made, [*range(8)], 3)
     made.manager.flush()
     made.manager.parts.transfers.ahead.drop_all()
@@ -153,7 +153,7 @@ def test_bytes_that_were_written_since_are_not_used(
 
 
 def test_a_write_below_hbm_makes_the_copy_stale(opened: Callable[..., Any], tmp_path: Path) -> None:
-    """Whoever writes a home says so to nobody: the file's version tells."""
+    """A write of a home is not announced: the file's version shows it."""
     with opened(2, BLOCKS, nvme=tmp_path, dram=8) as made:
         manager = made.manager
         loop(made, [*range(8)], 3)
@@ -425,7 +425,7 @@ def test_a_slot_waits_for_the_copy_out_of_it(tmp_path: Path) -> None:
 
 
 def test_reads_that_a_plan_has_no_use_for_are_given_up(tmp_path: Path) -> None:
-    """Behind others that somebody waits for they might never end, and hold its places up."""
+    """Behind urgent ones they might never end, and keep their places taken."""
     with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
         begin = shared(made, [], 4)
         manager = made.manager

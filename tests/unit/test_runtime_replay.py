@@ -131,7 +131,7 @@ def loop(blocks: int, slots: int, *, depth: Any = 1, large: int = 0) -> Iterator
 
 
 def decide_always(made: Loop) -> None:
-    """Has every pass decided anew."""
+    """Turns replay off: every pass is decided anew."""
     made.manager.replay.begin = lambda *_: False  # type: ignore[method-assign]
 
 
@@ -216,7 +216,7 @@ def look(made: Loop, number: int) -> Callable[[], None]:
 def point(made: Loop, number: int) -> Callable[[], None]:
     slot = made.manager.slot_at_hand(made.blocks[number])
     if slot is not None:
-        slot.pointed = 0  # nobody is there: who wants it is asked about, and finds nothing
+        slot.pointed = 0  # as if no parameter pointed there
     return lambda: None
 
 
@@ -241,7 +241,7 @@ def discard(made: Loop, number: int) -> Callable[[], None]:
 
 
 def keep_out(made: Loop, number: int) -> Callable[[], None]:
-    """Uses another block at a moment when nobody foresees it."""
+    """Uses another block at a moment when it is not foreseen."""
     made.use(number)
     return lambda: None
 
@@ -371,7 +371,7 @@ def test_a_manager_that_is_closed_in_between_is_not_used() -> None:
 
 
 def test_a_child_that_is_forked_in_between_is_refused() -> None:
-    """In the middle of a pass nobody asks for every block who it is that uses it."""
+    """In the middle of a pass, uses do not check each time which process they are in."""
     with loop(7, 3) as made:
         swift(made, 2)
         child = os.fork()
@@ -469,7 +469,7 @@ def test_a_pass_that_repeats_is_measured_as_one_that_is_decided() -> None:
         observed = observed[-8:]
         assert len(observed) == 8 and True in decided and False in decided
         assert all(entry == observed[0] for entry in observed)
-        ids = [block.id for block in made.blocks[:-1]]  # nobody says when the last one ends
+        ids = [block.id for block in made.blocks[:-1]]  # the end of the last one is not announced
         assert observed[0][0] == ids and observed[0][1] == ["dram->hbm"] and observed[0][2] > 0
 
 

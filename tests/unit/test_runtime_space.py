@@ -179,7 +179,7 @@ def test_what_is_seen_stays() -> None:
 
 
 def test_what_a_parameter_hid_is_found_once_it_points_elsewhere() -> None:
-    """A parameter was given other data while pointed: the view somebody has counts in its place."""
+    """A parameter was given other data while pointed: a user's view counts in its place."""
     with rig(2, [(2, "dram"), (2, "dram")]) as made:
         owner = Owner(made.manager, made.blocks[0])
         slot = owner.hold()
@@ -209,7 +209,7 @@ def test_a_cycle_that_holds_the_last_view_is_collected() -> None:
 
 
 def in_the_middle(made: Rig) -> tuple[Block, Block]:
-    """Has block 1 in the middle of ten pages: 4 free, 2 taken, 4 free."""
+    """Puts block 1 into the middle of ten pages: 4 free, 2 taken, 4 free."""
     for block in made.blocks[:2]:
         made.use(block)
     assert where(made) == {0: 0, 1: 4}

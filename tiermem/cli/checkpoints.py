@@ -16,7 +16,7 @@ from tiermem.tier import TierManager
 
 @dataclass(frozen=True)
 class Saving:
-    """What was asked for.
+    """The options ``--save``, ``--save-every`` and ``--resume``.
 
     Attributes:
         path: Where checkpoints go.
@@ -46,7 +46,7 @@ def read_saving(path: str | None, every: int | None, resume: bool) -> Saving | N
 
 
 class Checkpoints:
-    """Saves a run as it goes, and has it go on; one for each run."""
+    """Saves a run as it goes, and resumes it; one for each run."""
 
     def __init__(self, tier: TierManager, saving: Saving, described: dict[str, Any]) -> None:
         """Saves nothing yet.

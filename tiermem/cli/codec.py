@@ -117,7 +117,7 @@ def break_even(what: str, way: str, link: float, codec: float, ratio: float) -> 
 
 
 def break_evens(packing: Packing, link_speeds: Mapping[str, float]) -> list[BreakEven]:
-    """Returns it for disks and the host link, with the number of threads that does best.
+    """Returns the break-evens for disks and the host link, with the best number of threads.
 
     Args:
         packing: What was measured.

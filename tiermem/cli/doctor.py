@@ -67,7 +67,7 @@ def examine(paths: list[str]) -> dict[str, Any]:
 
 
 def _space(path: dict[str, Any]) -> str:
-    """Returns what becomes of reserved space, as part of a sentence."""
+    """Describes how space is reserved on a path, as part of a sentence."""
     if path["file_system"] in ("tmpfs", "ramfs"):
         return "in host memory, on top of dram="
     if path["promises"]:

@@ -299,7 +299,7 @@ def _with_adapters(folder: Folder, lora: tiermem.Lora) -> tuple[Any, list[Any]]:
 
 @contextlib.contextmanager
 def capped(tier: tiermem.TierManager, tiers: Tiers, device: str) -> Iterator[None]:
-    """Has torch refuse more of the device than the cap, within the ``with`` block.
+    """Limits torch's allocator so that the device's cap is kept, inside ``with``.
 
     The tiers' memory is the driver's, and not counted by torch, or one allocation of torch's,
     where a driver cannot map it; nor does torch count what CUDA itself has.

@@ -333,20 +333,20 @@ class Progress(AbstractContextManager["Progress"]):
         self.stop()
 
     def say(self, text: str) -> None:
-        """Says what goes on now."""
+        """Shows the present stage."""
         if self._status is None:
             self.print(text)
         else:
             self._status.update(text)
 
     def part(self, what: str, done: int, whole: int) -> None:
-        """Says how far something is."""
+        """Shows how far a stage is."""
         every = max(1, whole // _PLAIN_LINES)
         if self._status is not None or done % every == 0 or done == whole:
             self.say(f"{what} {done}/{whole}")
 
     def token(self, count: int, most: int, speed: float) -> None:
-        """Says that there is a token."""
+        """Shows that there is a token."""
         if self._status is None:
             return
         if self._apart:
@@ -369,7 +369,7 @@ class Watch(AbstractContextManager["Watch"]):
 
     Args:
         model: The model, loaded.
-        progress: Who is told.
+        progress: Notified of each stage.
     """
 
     def __init__(self, model: nn.Module, progress: Progress) -> None:

@@ -69,7 +69,7 @@ def _bytes(
 def _transformers(
     model: Any, prompt: Sequence[int], device: str, sampling: Sampling, on_token: OnToken
 ) -> None:
-    """Lets transformers' ``generate`` do it, with what the folder's configuration says besides."""
+    """Generates with transformers' ``generate`` and the rest of the folder's configuration."""
     ids = torch.tensor([list(prompt)], device=device)
     config = model.generation_config
     end = config.eos_token_id

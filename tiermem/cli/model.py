@@ -20,7 +20,7 @@ _HEADS = 6
 
 
 def usual_heads(width: int) -> int:
-    """Returns how many attention heads a layer of this width has where nobody says a number."""
+    """Returns how many attention heads a layer of this width has by default."""
     return next(heads for heads in range(_HEADS, 0, -1) if width % heads == 0)
 
 

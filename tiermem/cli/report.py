@@ -27,7 +27,7 @@ _SHOWN_STEPS = 2
 def print_plan(
     console: Console, settings: Settings, source: str, budgets: dict[str, int], folders: list[str]
 ) -> None:
-    """Says what is about to be trained and where its tensors may be."""
+    """Prints what is about to be trained and where its tensors may be."""
     weights = settings.weight_bytes
     shape = settings.shape
     table = Table.grid(padding=(0, 2))
@@ -49,7 +49,7 @@ def print_plan(
 
 
 def print_raised(console: Console, tier: str, nbytes: int) -> None:
-    """Says that a default budget was too small."""
+    """Prints that a default budget was too small."""
     console.print(f"{tier}: this model needs {format_size(nbytes)}, which it gets", highlight=False)
 
 
@@ -125,7 +125,7 @@ def print_roles(console: Console, roles: dict[str, dict[str, int]]) -> None:
 
 
 def print_rounding(console: Console, tiered: Outcome, resident: Outcome) -> None:
-    """Says how far two runs are apart of which one is not all on the device."""
+    """Prints how far two runs are apart of which one is not all on the device."""
     apart = largest_loss_difference(tiered, resident)
     console.print(
         f"tiered {tiered.seconds:.1f} s, resident {resident.seconds:.1f} s; steps on the host "
@@ -137,7 +137,7 @@ def print_rounding(console: Console, tiered: Outcome, resident: Outcome) -> None
 def print_verdict(
     console: Console, tiered: Outcome, resident: Outcome, difference: str | None, tokens: int
 ) -> None:
-    """Says whether the two runs are equal bit for bit."""
+    """Prints whether the two runs are equal bit for bit."""
     made = tokens * tiered.steps / len(tiered.losses)
     console.print(
         f"tiered {made / max(tiered.seconds, 1e-9):,.0f} tokens/s in {tiered.seconds:.1f} s, "

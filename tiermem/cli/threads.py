@@ -67,7 +67,7 @@ def best(most: int, timed: Callable[[int], float], limit: float = _SECONDS) -> i
 
 @contextmanager
 def threads(asked: int | None, device: str, work: Callable[[], object]) -> Iterator[int]:
-    """Has torch's kernels take a number of threads that helps; all as before afterwards.
+    """Sets torch's number of kernel threads to a fast one, inside ``with``.
 
     Args:
         asked: The number; None for what a short trial finds best. The trial is left out where the

@@ -122,7 +122,7 @@ class TokenCorpus:
     """A run of tokens, and random windows of it.
 
     Args:
-        tokens: They.
+        tokens: The tokens.
         source: Where they came from, for people.
     """
 

@@ -68,7 +68,7 @@ class Tiers:
     activations: dict[str, Any]
 
     def of_at_least(self, least: Mapping[str, int]) -> Tiers:
-        """Returns the same with larger budgets, where ``least`` has a larger one for a tier."""
+        """Returns settings with larger budgets, where ``least`` has a larger one for a tier."""
         return replace(
             self,
             hbm=max(self.hbm, least.get("hbm", 0)),

@@ -89,7 +89,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gave.
+    """The results of a run.
 
     Attributes:
         losses: Loss of each step, exactly.
@@ -189,7 +189,7 @@ def run_steps(
         settings: How.
         on_step: Called after each step with its number and its loss.
         progress: Where to keep what has come of it.
-        checkpoints: Saves the run, and has it go on; None for neither.
+        checkpoints: Saves and resumes the run; None for neither.
 
     Returns:
         The same, at the end.

@@ -1,1 +1,1 @@
-"""Decides what goes where and when. Pure: no file, no CUDA call, no clock, no thread."""
+"""Decides which block is where and when. Pure: no file, no CUDA call, no clock, no thread."""

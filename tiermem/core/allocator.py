@@ -33,7 +33,7 @@ class Backing(Protocol):
     """The memory behind a store, of which there may be less than the store has addresses."""
 
     def back(self, extent: Extent) -> bool:
-        """Sees to it that there is memory behind an extent; returns whether there is."""
+        """Maps memory behind an extent where there is none; returns whether it has memory now."""
         ...
 
     def missing(self) -> Sequence[Extent]:
@@ -48,8 +48,8 @@ class Allocator:
     the same addresses again.
 
     Where memory comes behind the addresses only as they are handed out, it may be refused. From
-    then on the runs without memory are *walls*: nobody gets them, and nobody can clear them,
-    until :meth:`open_walls`.
+    then on the runs without memory are *walls*: they are neither handed out nor part of a window
+    to clear, until :meth:`open_walls`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Allocator:
 
     @property
     def walled(self) -> int:
-        """Bytes that nobody gets, since there is no memory for them."""
+        """Bytes that are not handed out, since there is no memory for them."""
         return sum(self._walls.values())
 
     def has_gap(self, nbytes: int) -> bool:
@@ -101,7 +101,7 @@ class Allocator:
         return [Extent(offset, size) for offset, size in self._gaps]
 
     def gaps_in(self, low: int, high: int) -> list[Extent]:
-        """Returns what is free within ``[low, high)``, by address."""
+        """Returns the free runs within ``[low, high)``, by address."""
         first = max(0, bisect_left(self._gaps, (low,)) - 1)
         found = []
         for offset, size in self._gaps[first:]:
@@ -165,7 +165,7 @@ class Allocator:
         return None if best is None else best[0]
 
     def back(self, extent: Extent) -> bool:
-        """Sees to it that there is memory behind bytes that are taken, or about to be."""
+        """Maps memory behind bytes that are taken, or about to be; returns whether it could."""
         return self._backing is None or self._backing.back(extent)
 
     def take(self, extent: Extent) -> Extent:
@@ -264,14 +264,14 @@ class Allocator:
         self.capacity = end
 
     def open_walls(self) -> bool:
-        """Has memory be asked for again where it was refused; returns whether it was anywhere."""
+        """Turns all walls into gaps, to ask for memory again; returns whether there were any."""
         walls, self._walls = self._walls, {}
         for offset, nbytes in walls.items():
             self._open(offset, nbytes)
         return bool(walls)
 
     def _backed(self, extent: Extent) -> bool:
-        """Has memory be there for an extent that is about to be taken; builds walls if not."""
+        """Maps memory behind an extent about to be taken; makes walls where that is refused."""
         backing = self._backing
         if backing is None or backing.back(extent):
             return True
@@ -290,7 +290,7 @@ class Allocator:
         return one.offset < other.end and other.offset < one.end
 
     def rebuild(self, extents: Iterable[Extent]) -> None:
-        """Makes just these be handed out, whatever was before; walls are opened.
+        """Sets which extents are handed out, whatever was before; walls are opened.
 
         Args:
             extents: No two of them overlap.
@@ -474,7 +474,7 @@ class Allocator:
     def _segments(
         self, cost: Callable[[int], float | None], low: int, high: int
     ) -> list[tuple[int, int, int | None, int]]:
-        """Returns what lies within bounds, by address.
+        """Returns the gaps and extents within bounds, by address.
 
         Returns:
             First byte, length and price of every gap and extent as far as it is inside, and the

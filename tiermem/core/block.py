@@ -1,4 +1,4 @@
-"""The nouns of the project: tiers, roles, extents, tensor specs, blocks."""
+"""The basic data types: tiers, roles, extents, tensor specs, blocks."""
 
 from __future__ import annotations
 

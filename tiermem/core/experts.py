@@ -2,10 +2,10 @@
 
 A *seat* has room for one *piece*: what one stacked tensor has of one expert. Pieces of one size
 share a bank of seats. Most of what is seated has *settled*: it leaves only for what is worth
-clearly more. The other seats are for what passes through, each used again as soon as nobody looks
-at it. So a round that uses every piece once (many tokens) finds the settled ones there each time,
-where a cache of those used last would find none; and where few are chosen, those chosen often
-settle.
+clearly more. The other seats are for what passes through, each used again as soon as there is no
+view of it. So a round that uses every piece once (many tokens) finds the settled ones there each
+time, where a cache of those used last would find none; and where few are chosen, those chosen
+often settle.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Popularity:
 
 
 class Seats:
-    """Who sits where in one bank.
+    """Assigns pieces to the seats of one bank.
 
     Attributes:
         seated: Seat of each piece.
@@ -95,7 +95,7 @@ class Seats:
         self._order: list[Hashable] = []  # settled ones, some of them gone, the worthiest first
 
     def used(self, piece: Hashable) -> None:
-        """Says that a seated piece is used: if it passes through, others leave sooner."""
+        """Notes a use of a seated piece: if it passes through, others leave sooner."""
         if piece in self._passing:
             del self._passing[piece]
             self._passing[piece] = None
@@ -108,7 +108,7 @@ class Seats:
         return seat
 
     def rename(self, piece: Hashable, name: Hashable) -> None:
-        """Has who sits in a seat be known by another name, and leave soon."""
+        """Gives a seated piece another name, and marks it as one of the next to leave."""
         self._passing.pop(piece, None)
         self.seated[name] = self.seated.pop(piece)
         self._passing[name] = None
@@ -119,10 +119,10 @@ class Seats:
         """Gives a piece a seat, for which another may have to leave.
 
         Args:
-            piece: Who needs it; it has none.
+            piece: The piece; it has no seat.
             stays: Whether a seated piece cannot leave now.
             urgent: Whether it is needed now: a settled one leaves where no other can.
-            guessed: Whether nobody has asked for it: it does not settle in the place of another.
+            guessed: Whether no call has asked for it: it does not settle in the place of another.
 
         Returns:
             The seat; None where all that could leave has to stay.
@@ -146,7 +146,7 @@ class Seats:
         return seat
 
     def _balance(self, stays: Callable[[Hashable], bool]) -> None:
-        """Has as many pass through as shall: the settled ones that are worth least, or fewer."""
+        """Keeps the number that pass through: adds settled pieces worth least, or settles some."""
         while len(self._passing) > self._most:
             self._passing.popitem()  # the one used last settles
         while len(self._passing) < self._most:

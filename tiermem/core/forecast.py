@@ -14,9 +14,9 @@ _LEAST = 8e-6
 _PER_ELEMENT = 2.0
 """Operations for each element of a weight and each token: a multiplication and an addition."""
 _BACKWARD = 2.0
-"""So many times as many in backward: the gradients of what came in, and of the weight."""
+"""Factor of backward's operations over forward's: the gradients of the input and of the weight."""
 _PRECISE = 8.0
-"""So many times as long as in halves takes an operation on elements of four bytes."""
+"""Factor of the time of an operation on 4-byte elements over that on 2-byte ones."""
 _TALL = 6
 _LOOKED_UP = 8192
 _STEPS = 2
@@ -100,7 +100,7 @@ class Forecast:
     def _shapes(
         self, key: Hashable, load: int, order: Sequence[tuple[int, Block | None]]
     ) -> list[float]:
-        """Returns what shapes and the device's speed say."""
+        """Returns seconds estimated from shapes and the device's speed."""
         often = _PER_ELEMENT * load / self._estimates.flops
         if isinstance(key, tuple) and key[:1] == ("backward",):
             often *= _BACKWARD

@@ -1,4 +1,4 @@
-"""How long a loop takes of whose blocks some come from a disk, use by use. Pure.
+"""How long a loop takes in which some blocks are read from a disk, use by use. Pure.
 
 A model of what the room ``runtime`` does with a plan: the host runs ahead of the device, asks
 for what comes next, and waits for nothing but reads that are needed now. It is played for a few
@@ -53,7 +53,7 @@ class Round:
 
 
 def play(one: Round) -> tuple[float, float]:
-    """Returns the seconds of a round, once it goes as ever, and those in which the disk reads."""
+    """Returns the seconds of a round in the steady state, and those in which the disk reads."""
     player = _Player(one)
     if not player.uses:
         return math.fsum(one.compute), 0.0
@@ -160,7 +160,7 @@ class _Player:
             ahead += one.taken[other]
 
     def _read_on(self, now: int, at: int) -> None:
-        """Has the disk read into slots what comes after a use, as far as there are slots."""
+        """Starts the disk's reads into DRAM slots for the uses after one, while slots are free."""
         if not self._one.slots:
             return
         length = len(self.uses)
@@ -172,7 +172,7 @@ class _Player:
                 break
 
     def _park(self, at: int) -> None:
-        """Has the disk begin with the next block that it reads straight into HBM."""
+        """Starts the disk's next read straight into HBM, before the block has room there."""
         if not self._one.parks:
             return
         for position in self._reads_after(at):
@@ -267,7 +267,7 @@ class _Player:
         return self._disk if self._disk >= self._host else self._host + _IDLE
 
     def _stage(self, block: int, position: int) -> bool:
-        """Has the disk read a block into a slot, if one is free or is wanted later."""
+        """Starts the disk's read of a block into a slot that is free or is wanted later, if any."""
         staged = self._staged
         if len(staged) >= self._one.slots:
             leaves, last = None, position
@@ -284,7 +284,7 @@ class _Player:
         return True
 
     def _wait_for_slot(self) -> None:
-        """Has the host wait until what is in a slot has gone up, or gives one up at last."""
+        """Makes the host wait until a slot's block is in HBM; as a last resort empties a slot."""
         staged = self._staged
         for entry in staged.values():
             if entry.there <= self._host < entry.gone < math.inf:

@@ -70,7 +70,7 @@ def all_fit(sizes: Iterable[int], runs: Iterable[int]) -> bool:
 
 
 class Lanes:
-    """What goes by which lane in one pass, and after it the first block of the next one.
+    """The uses of each lane in one pass, and after it the first block of the next one.
 
     The rest of the next pass is left to its begin. Before the host has come to its layers nothing
     is used and no slot comes free: had all been fetched before, the link would stand still.
@@ -127,7 +127,7 @@ class LaneWalk:
             self._next[lane] = bisect_left(positions, cursor - 1)
 
     def move_on(self, cursor: int) -> None:
-        """Says which use comes next; the one before it goes on, and those before that are over."""
+        """Sets the next use; the one before it goes on, and those before that are over."""
         for lane, held in enumerate(self._held):
             while held and held[0] < cursor - 1:
                 held.popleft()
@@ -159,7 +159,7 @@ class LaneWalk:
         return best
 
     def take(self, lane: int, position: int) -> None:
-        """Says that the block of that use is in a slot, or on its way there."""
+        """Notes that the block of that use is in a slot, or on its way there."""
         self._held[lane].append(position)
         self._next[lane] += 1
 
@@ -196,7 +196,7 @@ def laned_time(
 def one_ahead_time(
     moving: Sequence[bool], compute: Sequence[float], transfer: Sequence[float], latency: float
 ) -> float:
-    """Returns the same for two slots, in one of which what is needed next waits for its use.
+    """Returns the seconds one pass takes with two slots: one block in use, one fetched ahead.
 
     Args:
         moving: Which uses need a fetch.

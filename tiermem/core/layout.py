@@ -13,7 +13,7 @@ TENSOR_ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """What must be known of a tensor to pack it.
+    """The facts about a tensor that packing needs.
 
     Attributes:
         name: For messages.

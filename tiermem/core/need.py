@@ -43,7 +43,7 @@ def unit_limit(hbm: int, block: int, sizes: Sequence[int], layer: int = 0) -> in
 
 @dataclass(frozen=True, slots=True)
 class StepNeed:
-    """What one unit of an optimizer step has in HBM at once, in bytes, less what is fixed there.
+    """The bytes that one unit of an optimizer step has in HBM at once, less what is fixed there.
 
     Attributes:
         nbytes: All of it.

@@ -1,4 +1,4 @@
-"""Estimates from what was measured: compute, links, and what fetching ahead paid. Pure."""
+"""Estimates from measurements: compute, links, and which prefetches were of use. Pure."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Recent:
 
 @dataclass(slots=True)
 class _Pass:
-    """What is known of the passes of one name."""
+    """The estimates of the passes of one name."""
 
     blocks: dict[int, Recent] = field(default_factory=dict)
     samples: int = 0
@@ -105,7 +105,7 @@ class Estimates:
     # -- sampling --------------------------------------------------------
 
     def wants(self, key: Hashable) -> bool:
-        """Says that a pass begins; returns whether it is to be measured."""
+        """Notes that a pass begins; returns whether it is to be measured."""
         known = self._passes.pop(key, None) or _Pass()
         self._passes[key] = known
         if len(self._passes) > _MOST_PASSES:
@@ -121,7 +121,7 @@ class Estimates:
         return True
 
     def took(self, key: Hashable, seconds: float) -> None:
-        """Says how long it was from the begin of a pass that was not measured to that of the next.
+        """Enters the time from the begin of a pass that was not measured to that of the next.
 
         One that took a quarter more or less than usual may be chance; with the next it is a change.
 
@@ -144,7 +144,7 @@ class Estimates:
         known.whole.add(seconds)
 
     def ask_again(self) -> None:
-        """Has the next pass of every name measured."""
+        """Makes :meth:`wants` ask for a measurement of the next pass of every name."""
         for known in self._passes.values():
             known.since = _EVERY
 
@@ -155,7 +155,7 @@ class Estimates:
         flows: Mapping[str, tuple[int, float]],
         fills: Collection[tuple[str, int, float]],
     ) -> None:
-        """Takes up one measured pass.
+        """Enters one measured pass.
 
         Args:
             key: Name of the pass.
@@ -311,24 +311,24 @@ class Waste:
         self._stopped: dict[Hashable, dict[int, int]] = {}
 
     def fetched(self, block: int, number: int, key: Hashable) -> None:
-        """Says that a block is fetched ahead, for a pass of that number and name."""
+        """Notes that a block is fetched ahead, for a pass of that number and name."""
         self.pending[block] = (number, key)
 
     def used(self, block: int) -> None:
-        """Says that a block is used."""
+        """Notes that a block is used."""
         entry = self.pending.pop(block, None)
         if entry is not None and self.outcomes:
             self._judge(entry[1], block, wasted=False)
 
     def left(self, block: int) -> bool:
-        """Says that a block leaves HBM; returns whether fetching it was a waste."""
+        """Notes that a block leaves HBM; returns whether fetching it was a waste."""
         entry = self.pending.pop(block, None)
         if entry is not None:
             self._judge(entry[1], block, wasted=True)
         return entry is not None
 
     def end(self, number: int, key: Hashable, used: Collection[int]) -> int:
-        """Says that a pass has ended; returns how many fetches for it were wasted.
+        """Notes that a pass has ended; returns how many fetches for it were wasted.
 
         Args:
             number: Of the pass.

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 _MOST = 0.8
-"""So much of what weights and gradient leave of HBM may a parameter's state and master take before
-they are parted. With an eighth, training at 16,384 tokens was some percent slower on an H200, not
+"""Share of the HBM beside weights and gradient above which a parameter's state and master are
+stepped in parts. With an eighth, training at 16,384 tokens was some percent slower on an H200, not
 faster as simulated."""
 _EACH = 16
-"""And a part takes one of so many parts of it: three of them fit beside what else streams."""
+"""A part takes one in so many of that room: three parts fit beside what else streams."""
 _PARTS = 256
-"""No parameter has more: where there is next to no room, HBM is refused and the least asked for."""
+"""Most parts of a parameter: where there is next to no room, HBM is refused, with the least."""
 _LEAST = 64 << 20
-"""Bytes: what is smaller is up and down in milliseconds, and is stepped as a whole."""
+"""Bytes below which a parameter is stepped as a whole: its copies take milliseconds."""
 _ALIGNED = 1024
 """Elements. Runs begin and end where vectors and cache lines do, so that every element goes through
 the same instructions as in the whole."""

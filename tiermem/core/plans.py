@@ -22,17 +22,17 @@ _AS_GOOD = 1.002
 _FORGIVING = 4
 """Slots that are room enough for what the model of the links does not know."""
 _SLOWER = 1.1
-"""Compute is taken to be so much slower: where it takes about as long as the copies, the model
-knows too little of how room comes free to tell by which of them each block is held up."""
+"""Factor on compute times: where compute takes about as long as the copies, the model knows too
+little of how room comes free to tell which of them delays each block."""
 _WORTH_IT = 1.02
-"""A plan in force has to be that much slower than the best one to be given up."""
+"""A plan in force is replaced if it is slower than the best one by this factor."""
 _WORTH_IT_BY_LANES = 1.01
-"""The same for one with lanes: where compute takes longer they have little room to forgive it."""
+"""As ``_WORTH_IT``, for a plan with lanes, which has little spare room for errors of the model."""
 _SLOTS_IN_DRAM = (0, 2, 3, 4)
 _AT_ENDS = (0, 1, 2)
-"""So many blocks at either end of a loop that turns are read from the disk before any other."""
+"""Numbers of blocks tried, at either end of a loop that turns, to be read before any other."""
 _WAITED = 1.02
-"""So many times its compute a loop takes that waits for its disk."""
+"""A loop that takes this many times its compute counts as waiting for its disk."""
 _MOST_PLAYED = 512
 """Uses in a round up to which all plans are played that there may be; else a few."""
 _IN_DRAM = 1.1
@@ -45,7 +45,7 @@ _MOST_PAIRED = 4
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How HBM, and DRAM that nobody else needs, are shared between what stays and what streams.
+    """How HBM, and spare DRAM, are shared between blocks that stay and blocks that stream.
 
     Attributes:
         residents: Blocks that stay in HBM.
@@ -72,7 +72,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What there is below HBM for blocks whose home is a file.
+    """The disk's times and spare DRAM, for blocks whose home is a file.
 
     Attributes:
         seconds: Seconds that a disk takes for a block, by id.
@@ -167,7 +167,7 @@ class Loop:
         )
 
     def at_least(self, plan: Plan) -> float:
-        """Returns what it takes in any case, where the same blocks are used once in each round."""
+        """Returns a lower bound of the seconds, where each block is used once in each round."""
         order, compute, fetch = self._round()
         copies = sum(f for b, f in zip(order, fetch, strict=True) if b not in plan.residents)
         return max(copies, sum(compute)) * len(self.order) / len(order)
@@ -292,7 +292,7 @@ def _all_in_dram(loop: Loop, files: Files, settled: Plan | None) -> Plan | None:
 
 
 def _share_from_disk(loop: Loop, files: Files, settled: Plan | None) -> Plan:
-    """Does the same for a loop some of whose blocks have files for homes."""
+    """Chooses a plan for a loop some of whose blocks have files for homes."""
     all_of_them = loop.length <= _MOST_PLAYED
     turns = loop.length > len(set(loop.order))
     found = []

@@ -1,4 +1,4 @@
-"""The table of who is where: the one place that residency is written.
+"""The residency table: the state of every block in every tier, and the only place it is changed.
 
 Rules that every transition keeps (:meth:`ResidencyTable.check` states them):
 a block that holds data has a valid copy somewhere at all times; at most one
@@ -60,9 +60,9 @@ class Record:
         at_home: State of the home copy.
         in_hbm: State of the HBM copy.
         extent: Address in HBM, or None.
-        leases: How many hold the HBM copy against eviction.
+        leases: How many leases hold the HBM copy against eviction.
         defined: Whether the block holds data at all (a gradient may not yet).
-        writes: How often the HBM copy was said to be written.
+        writes: How often the HBM copy was marked as written.
         home_writes: How often the home copy was written directly.
     """
 
@@ -236,7 +236,7 @@ class ResidencyTable:
         record.leases -= 1
 
     def mark_dirty(self, block_id: int) -> None:
-        """Says that the leased HBM copy was written: the home copy is stale from now on."""
+        """Marks the leased HBM copy as written: the home copy is stale from now on."""
         record = self._records[block_id]
         if not record.usable or not record.leases:
             raise self._wrong(record, "written")
@@ -354,7 +354,7 @@ class ResidencyTable:
         ]
 
     def reclaim(self, extent: Extent) -> None:
-        """Frees an orphan: an extent whose block has gone and that something still looked at.
+        """Frees an orphan: an extent that was kept for its aliases after its block had gone.
 
         Raises:
             InvariantError: If it is none.
@@ -369,7 +369,7 @@ class ResidencyTable:
         self._orphans[extent.offset] = self.hbm.take(extent)
 
     def home_written(self, block_id: int) -> None:
-        """Says that the home copy was written directly, there being none in HBM."""
+        """Marks the home copy as written directly, there being none in HBM."""
         record = self._records[block_id]
         if record.in_hbm is not State.ABSENT or record.home_extent is None:
             raise self._wrong(record, "written at home")
@@ -394,7 +394,7 @@ class ResidencyTable:
         record.home, record.home_extent = home, extent
 
     def put_back(self, block_id: int, extent: Extent) -> None:
-        """Has a block hold what a former home of it has, and not what it has held since.
+        """Restores a block's former home, and with it the contents from before :meth:`rehome`.
 
         Args:
             block_id: The block; it is not in HBM, and :meth:`rehome` gave it its present home.
@@ -413,12 +413,12 @@ class ResidencyTable:
     def repair(self, orphans: Iterable[Extent] = ()) -> None:
         """Makes everything agree again after an operation that an exception cut short anywhere.
 
-        What is believed are the records: whether a block has an extent in HBM, and whether that
-        copy is the only one. The rest is made anew from them. A block that was being dropped or
+        The records are trusted: whether a block has an extent in HBM, and whether that copy is the
+        only one. The rest is rebuilt from them. A block that was being dropped or
         discarded when it happened is either there still or gone.
 
         Args:
-            orphans: Extents that something looks at still, although their block has gone.
+            orphans: Extents that still have aliases, although their block has gone.
         """
         self._at.clear()
         for record in self._records.values():

@@ -55,7 +55,7 @@ def adjust_residents(
     sizes: Mapping[int, int],
     room: int,
 ) -> frozenset[int]:
-    """Changes what stays as little as it takes for another room: whoever stays is not moved.
+    """Changes the residents as little as another size of room takes: those that stay do not move.
 
     Args:
         kept: Ids of blocks that stay; where some have to go, the first ones do.
@@ -132,7 +132,7 @@ def _ranks(blocks: Sequence[int], sizes: Mapping[int, int], large: int) -> list[
 
 
 def _ends(blocks: Sequence[int], count: int) -> set[int]:
-    """Takes so many of some blocks, evenly from the first to the last."""
+    """Returns ``count`` of some blocks, evenly from the first to the last."""
     steps = max(1, count - 1)
     return {blocks[(2 * n * (len(blocks) - 1) + steps) // (2 * steps)] for n in range(count)}
 

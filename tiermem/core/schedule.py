@@ -249,7 +249,7 @@ class Planner:
         return list(self.schedule.order[: self.cursor]) if trace.blocks is None else trace.blocks
 
     def _learn(self, context: tuple[Hashable, ...], key: Hashable) -> None:
-        """Remembers what followed; contexts that have not been met for long are let go."""
+        """Remembers what followed; contexts that have not been met for long are dropped."""
         self._after.pop(context, None)
         self._after[context] = key
         if len(self._after) > _MOST_CONTEXTS:

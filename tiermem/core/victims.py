@@ -1,4 +1,4 @@
-"""Who is needed last: blocks in HBM ordered by next use, without looking at all of them."""
+"""Which block is needed last: blocks in HBM by next use, without a look at all of them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class NextUseQueue:
         heapify(self._heap)
 
     def put(self, block: int, cursor: int) -> None:
-        """Enters a block, or says that it was used and its next use is another."""
+        """Enters a block, or its new next use after it was used."""
         use = NEVER if self.schedule is None else self.schedule.next_use(block, cursor)
         if self._use.get(block) != use:
             self._use[block] = use

@@ -242,7 +242,7 @@ class IoEngine(ABC):
         """
 
     def forked(self) -> None:
-        """Lets go of the parent's descriptors; for a forked child, before it opens its own."""
+        """Closes the parent's descriptors; for a forked child, before it opens its own."""
         return
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""io_uring as long as the kernel lets us, then threads."""
+"""io_uring as long as the kernel permits it, then threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FallbackEngine(IoEngine):
     change before its completion. It is not done again before the kernel has ended it.
 
     Attributes:
-        note: Why threads do it, or "".
+        note: Why threads have taken over, or "".
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class FallbackEngine(IoEngine):
         self._engine.forked()
 
     def describe(self) -> str:
-        """Returns how the engine of now runs."""
+        """Returns how the engine in use runs."""
         return self._engine.describe()
 
     def _opened(self, error: Exception) -> IoEngine:

@@ -1,4 +1,4 @@
-"""File I/O through threads that call preadv and pwritev: for where io_uring is not to be had."""
+"""File I/O through threads that call preadv and pwritev: where io_uring is not available."""
 
 from __future__ import annotations
 

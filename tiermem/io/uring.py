@@ -421,7 +421,7 @@ class UringEngine(IoEngine):
             if "io_uring" in os.readlink(f"/proc/self/fd/{ring_file}"):
                 os.close(ring_file)
         except OSError:
-            return  # no such descriptor, or nobody to say what it is: then it stays open
+            return  # no such descriptor, or no way to tell what it is: then it stays open
 
     def _drain(self) -> None:
         self.cancel()

@@ -60,7 +60,7 @@ def sources_of(model: nn.Module, files: CheckpointFiles, names: Names | None) ->
         found = {name: view_of(files, name) for name in wanted if name in files.tensors}
         used = set(found)
     _check_missing(wanted, found, files)
-    if names is None:  # whoever names what to take leaves the rest
+    if names is None:  # with names given, the other tensors are left out
         used.update(name for name, _ in model.named_buffers(remove_duplicate=False))
         unexpected = files.tensors.keys() - used
         if unexpected and of_transformers:
@@ -150,7 +150,7 @@ def _by_transformers(
 def _conversion(
     model: Any, target: str, rule: Any, sources: dict[str, list[str]], files: CheckpointFiles
 ) -> dict[str, Source]:
-    """Returns what a rule of transformers makes of tensors, by the model's names."""
+    """Returns the tensors that a conversion rule of transformers makes, by the model's names."""
 
     def run(tensors: dict[str, list[Any]]) -> dict[str, Any]:
         own = deepcopy(rule)
@@ -240,7 +240,7 @@ def _check_missing(
 
 
 def _complained_of(model: Any, names: set[str]) -> set[str]:
-    """Returns those of the names that transformers would not leave out in silence, either."""
+    """Returns those of the names of which transformers would warn as well."""
     info = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
     model._adjust_missing_and_unexpected_keys(info)
     return names & set(info.unexpected_keys)

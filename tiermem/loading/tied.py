@@ -1,4 +1,4 @@
-"""Weights that a model ties and its checkpoint has twice."""
+"""Weights that a model ties, and that its checkpoint stores twice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PART = 8 << 20
 
 
 def untie(model: nn.Module, sources: Mapping[str, Source], files: CheckpointFiles) -> None:
-    """Parts weights that a model ties and whose values in the files differ.
+    """Unties weights whose values in the files differ.
 
     ``from_pretrained`` does so with a model that it has made, and says that its configuration is
     wrong. A module of the user's own is left as it is.
@@ -65,7 +65,7 @@ def _same(first: Source, second: Source, files: CheckpointFiles) -> bool:
 
 
 def _part(model: Any, name: str) -> None:
-    """Gives a name a parameter of its own, without a value."""
+    """Unties a name: gives it a parameter of its own, without a value."""
     parent, _, own = name.rpartition(".")
     module = model.get_submodule(parent)
     param = module._parameters[own]

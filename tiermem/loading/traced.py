@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that have not been read, and what rearranging them comes to.
+"""Tensors of a checkpoint that have not been read, and rearrangements of them.
 
 Stacking, concatenating and splitting only say which bytes come after which. So the code that
 converts a checkpoint is run on :class:`StoredView` objects: the result says where in the files

@@ -51,7 +51,7 @@ def _like(tensor: torch.Tensor, data: torch.Tensor) -> Any:
 
 
 class Untouched:
-    """Gives a model's meta tensors addresses of memory that nobody has touched.
+    """Gives a model's meta tensors addresses of memory that was never touched.
 
     Args:
         model: Its meta parameters and buffers are replaced, tied ones by one; :meth:`undo` takes

@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA) around the layers of a frozen model, in peft's arithmetic and files.
 
-``config`` says what is wanted and refuses what cannot be had; ``targets`` chooses the modules;
+``config`` checks the options and refuses those not supported; ``targets`` chooses the modules;
 ``adapters`` puts adapters into them; ``files`` saves and loads. It works on plain modules, and on
 wrapped ones by what every module has; it needs neither the tiers nor peft.
 

@@ -44,7 +44,7 @@ class Adapted(nn.Module):
     lora_dropout: nn.Module
 
     def extra_repr(self) -> str:
-        """Says what was added."""
+        """Shows the adapters' settings."""
         return f"{super().extra_repr()}, lora_r={self.lora_r}, lora_scaling={self.lora_scaling:g}"
 
     def factors(self) -> dict[str, nn.Parameter]:
@@ -121,7 +121,7 @@ class AdaptedEmbedding(Adapted):
 
 
 def _scale_of(module: nn.Module) -> torch.Tensor | None:
-    """Returns what an embedding multiplies its output by (Gemma's), None for nothing."""
+    """Returns the factor of an embedding's output (Gemma's), None for none."""
     scale = getattr(module, "embed_scale", None)
     if isinstance(scale, int | float):
         weight: Any = module.weight
@@ -156,7 +156,7 @@ def add_adapters(model: nn.Module, lora: Any) -> list[str]:
         The qualified names of the parameters that were added.
 
     Raises:
-        ConfigError: If an option or a module cannot be had; the model is as it was.
+        ConfigError: If an option or a module is not supported; the model is as it was.
         WrapError: If it is wrapped already.
     """
     wish = Lora.of(lora)
@@ -204,7 +204,7 @@ def check_plain(model: nn.Module) -> None:
 
 
 def settings_of(model: nn.Module) -> Lora | None:
-    """Returns what a model's adapters were asked for with, None where it has none."""
+    """Returns the settings of a model's adapters, None where it has none."""
     found = model.__dict__.get(_SETTINGS)
     return found if isinstance(found, Lora) else None
 
@@ -299,7 +299,7 @@ def _embedding_factors(module: Any, r: int, lora: Lora) -> dict[str, Part]:
 
 
 def peft_options(model: nn.Module, lora: Lora) -> dict[str, Any]:
-    """Returns what ``adapter_config.json`` says of a model's adapters."""
+    """Returns the content of ``adapter_config.json`` for a model's adapters."""
     options = lora.peft_options()
     options["target_modules"] = resolved(model, lora)
     options["fan_in_fan_out"] = any(is_conv1d(module) for module in adapted(model).values())

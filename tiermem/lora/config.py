@@ -1,4 +1,4 @@
-"""What is wanted of adapters, said in our words or in peft's."""
+"""Options of adapters, by tiermem's names or by peft's."""
 
 from __future__ import annotations
 
@@ -144,14 +144,14 @@ class Lora:
 
     @classmethod
     def of(cls, config: Any) -> Lora:
-        """Returns the same wish in our words.
+        """Returns a configuration as a :class:`Lora`.
 
         Args:
             config: A :class:`Lora`; a ``peft.LoraConfig``, or anything with its attributes; or a
                 mapping with its names, as ``adapter_config.json`` holds it.
 
         Raises:
-            ConfigError: Naming an option that cannot be had here, or no such configuration.
+            ConfigError: Naming an option that is not supported, or no such configuration.
         """
         if isinstance(config, cls):
             return config
@@ -182,7 +182,7 @@ class Lora:
         return cls(**given)
 
     def peft_options(self) -> dict[str, Any]:
-        """Returns the same in peft's names, as ``adapter_config.json`` holds it."""
+        """Returns the options by peft's names, as ``adapter_config.json`` holds them."""
         found: dict[str, Any] = {"peft_type": "LORA"}
         inits: dict[Any, Any] = {ours: peft for peft, ours in _INITS.items()}
         for each in fields(self):
@@ -244,7 +244,7 @@ def _plain(value: Any) -> Any:
 
 
 def _init(value: Any) -> str:
-    """Returns our name of a way to begin."""
+    """Returns tiermem's name of an initialization."""
     if isinstance(value, bool | str) and value in _INITS:
         return _INITS[value]
     if isinstance(value, str) and value.lower() in ("true", "gaussian"):

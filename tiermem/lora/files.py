@@ -198,7 +198,7 @@ def _planned(model: nn.Module, lora: Lora) -> dict[str, tuple[int, ...]]:
 
 
 def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns what a module's state dict has, without its values."""
+    """Returns a module's state dict without values."""
     found: dict[str, torch.Tensor] = {}
     for prefix, each in module.named_modules():
         start = f"{prefix}." if prefix else ""

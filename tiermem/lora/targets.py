@@ -199,7 +199,7 @@ def _check_experts(model: nn.Module, lora: Lora, names: Iterable[str]) -> None:
 
 
 def _places(model: nn.Module) -> dict[int, set[tuple[int, str]]]:
-    """Returns where each module hangs: the modules that have it, and its name there."""
+    """Returns the places of each module: the modules that have it, and its name there."""
     found: dict[int, set[tuple[int, str]]] = {}
     for module in model.modules():
         for name, child in module.named_children():

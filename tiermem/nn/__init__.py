@@ -1,1 +1,1 @@
-"""nn.Module on tiered blocks: which parameters form a block, and when they are in HBM."""
+"""``nn.Module`` on tiered blocks: which parameters form a block, and when it is in HBM."""

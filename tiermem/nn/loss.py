@@ -8,7 +8,7 @@ a time, in forward and in backward.
 Backward computes a chunk's logits once more instead of keeping gradients from
 forward on. That costs one more matmul of the head; it lets a loss scale reach the
 gradient before it is rounded, holds no gradient of the head between forward and
-backward, and computes nothing for who never asks for gradients.
+backward, and computes nothing where gradients are never asked for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Steps inside backward that nobody can tell from steps in ``step()`` (``overlap="auto"``).
+"""Provisional steps inside backward, equal to those that ``step()`` makes (``overlap="auto"``).
 
 As soon as the gradients of a block are final, its step is made for the time being
 (:mod:`tiermem.optim.provisional`): the weights are in HBM then, and the copies of state and masters
@@ -38,14 +38,14 @@ _FIRST_LOOK = 4  # rounds with steps ahead, until passes are measured; then afte
 
 
 class Habit:
-    """What the loop did from one ``step()`` to the next, which it will do again.
+    """Tracks what the loop does between two calls of ``step()``, to predict the next round.
 
     Attributes:
         backwards: How many there were since the last step.
     """
 
     def __init__(self) -> None:
-        """Knows nothing, and has no step be made ahead."""
+        """Starts without a habit: no step is made ahead."""
         self.backwards = 0
         self._usual = 0
         self._scales = False
@@ -113,10 +113,10 @@ class StepsAhead:
 
         Args:
             runtime: The modules' runtime.
-            auto: Knows whose step is made at once.
+            auto: Knows which steps are made at once.
             owed: Ids of the units that wait for a step that was asked for.
-            is_begun: Says whether a ``step()`` with some ticket has begun.
-            may_begin: Says whether any steps of the optimizer may be made ahead just now.
+            is_begun: Returns whether a ``step()`` with some ticket has begun.
+            may_begin: Returns whether any steps of the optimizer may be made ahead just now.
             others: What the host steps.
         """
         self.provisional = Provisional(runtime, is_begun)
@@ -159,7 +159,7 @@ class StepsAhead:
         self._arrivals.add(units)
 
     def close(self) -> None:
-        """Watches no backward any more; what was made ahead is dropped."""
+        """Stops watching backwards; steps made ahead are dropped."""
         self.provisional.close()
         self._runtime.backwards.remove(self)
         self._runtime.grads.watchers.remove(self)
@@ -167,7 +167,7 @@ class StepsAhead:
     # -- what the user calls ---------------------------------------------
 
     def before_step(self, scaling: Scaling | None) -> None:
-        """A step is asked for: drops what is not what it would make."""
+        """Prepares for ``step()``: drops steps made ahead that differ from what it would make."""
         made = bool(self.provisional)
         if made and (
             scaling is not None
@@ -179,17 +179,17 @@ class StepsAhead:
         self._ends_round(scales=scaling is not None)
 
     def thrown_away(self) -> None:
-        """Gradients are forgotten, or set to zero."""
+        """Called when gradients are cleared or set to zero."""
         self.provisional.drop()
         if self._habit.backwards:
             self._ends_round()
 
     def settle(self) -> None:
-        """Has everybody see everything as it is without the steps."""
+        """Drops the steps made ahead, so that blocks and gradients are as before them."""
         self.provisional.drop()
 
     def repair(self) -> None:
-        """Drops all that was made, after an exception at a line of ours; nothing is under way."""
+        """Drops all steps, after an exception at a line of tiermem's; nothing is under way."""
         self._steps = False
         self.provisional.repair()
 
@@ -202,20 +202,20 @@ class StepsAhead:
     # -- what backward calls ---------------------------------------------
 
     def begins(self) -> bool:
-        """A backward begins; returns whether steps are likely to be made in it."""
+        """Called as a backward begins; returns whether steps are likely to be made in it."""
         self._task = torch._C._current_graph_task_id()
         self._counted = self._steps = False
         self._arrivals.forget()
         return self._made_any and self._is_last(self._habit.backwards + 1)
 
     def ends(self) -> None:
-        """It is over."""
+        """Called as a backward ends."""
         self._task = -1
         self._steps = False
         self._arrivals.forget()
 
     def arriving(self, entry: Entry) -> bool:
-        """A gradient is about to be accumulated, or to be caught by ``autograd.grad``."""
+        """Called before a gradient is accumulated, or caught by ``autograd.grad``."""
         if not self._counted and id(entry.param) in self._arrivals.entries:
             task = torch._C._current_graph_task_id()
             if task == self._task and accumulates(entry) and not is_nested():
@@ -223,7 +223,7 @@ class StepsAhead:
         return False
 
     def arrived(self, entry: Entry) -> None:
-        """A gradient is in the tiers; if it is the last of its block, that is stepped."""
+        """Called when a gradient is in the tiers; steps its block if it was the last of that."""
         if not self._steps or id(entry.param) not in self._arrivals.entries:
             return
         if torch._C._current_graph_task_id() != self._task:
@@ -232,10 +232,10 @@ class StepsAhead:
             self._step(entry.group)
 
     def edited(self, entry: Entry) -> None:
-        """Somebody else has written a gradient; whoever did has had the steps dropped."""
+        """Called when other code has written a gradient; that has dropped the steps already."""
 
     def has_used(self, entry: Entry) -> bool:
-        """Whether a step has used a gradient that is there, and is dropped where it changes."""
+        """Whether a step has used this gradient, so that a change of it drops the step."""
         return self.provisional.has_used(entry)
 
     # -- inside ----------------------------------------------------------
@@ -245,7 +245,7 @@ class StepsAhead:
         return self._habit.is_last(number) and self._may_begin() and self._auto.has_room_behind()
 
     def _first(self) -> None:
-        """The first gradient of a backward arrives: decides whether steps are made in it."""
+        """Decides, at the first gradient of a backward, whether steps are made in it."""
         habit = self._habit
         self._counted = True
         habit.backwards += 1
@@ -342,7 +342,7 @@ class StepsAhead:
             return
         except Exception as error:
             if OUTSIDE not in error.__dict__:
-                raise  # a signal handler's, or no memory, at a line of ours
+                raise  # a signal handler's, or no memory, at a line of tiermem's
             self._steps = False  # step() meets with it, too
             return
         self._manager.parts.timeline.add(
@@ -369,7 +369,7 @@ class StepsAhead:
 
 
 def _load_of(group: Group, units: Sequence[StepUnit], host: float | None) -> Load:
-    """Returns what moves with a block and its step; what stays in HBM does not move.
+    """Returns what moves with a block and its step; residents do not move.
 
     Args:
         group: Of the block.

@@ -1,6 +1,6 @@
 """Which steps may wait for the next forward where no program can see it (``overlap="auto"``).
 
-What is owed to a block is done before anybody looks at it, so a step that waits is seen in few
+Deferred work of a block is done before any look at it, so a step that waits is seen in few
 ways: where its update raises, where it needs room that the forward has taken, in the numbers of
 the state that have no home in the tiers, and in a CUDA graph. Each of these has a rule here; what
 meets one is stepped at once.
@@ -37,7 +37,7 @@ class AutoOverlap:
     """
 
     def __init__(self, runtime: ModuleRuntime, cls: type[torch.optim.Optimizer]) -> None:
-        """Has every group be stepped at once first.
+        """Starts with no unit waiting: every group is stepped at once first.
 
         Args:
             runtime: The modules' runtime.
@@ -58,12 +58,12 @@ class AutoOverlap:
         self._pause = self._last_pause = 0
 
     def begin(self, state: State) -> None:
-        """Watches backwards from now on; nobody else has the tiered optimizer's state yet."""
+        """Begins to watch backwards; no user has seen the tiered optimizer's state yet."""
         self._holders = sys.getrefcount(state)
         self._runtime.on_backward.append(self.backward_begins)
 
     def close(self) -> None:
-        """Watches no backward any more."""
+        """Stops watching backwards."""
         self._runtime.on_backward.remove(self.backward_begins)
 
     def choose(
@@ -78,7 +78,7 @@ class AutoOverlap:
         """Sets ``waiting`` for a step.
 
         Args:
-            units: What is to be stepped; nothing is owed to them.
+            units: What is to be stepped; none of them has deferred work.
             groups: Settings of the parameter groups.
             state: The tiered optimizer's.
             looked_into: Whether users were given the state.
@@ -119,16 +119,16 @@ class AutoOverlap:
         return self._known and not (self._failed or looked_into or draws or capturing)
 
     def has_room_behind(self) -> bool:
-        """Whether nobody but tiermem holds any of HBM in backward, so that blocks can be moved."""
+        """Whether no alias holds any of HBM in backward, so that blocks can be moved."""
         return not max(self._seen_nbytes, self._seen_now())
 
     def is_steady(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether a unit was stepped before with settings such as those of now."""
+        """Whether a unit was stepped before with settings such as the present ones."""
         numbers = {number for _, number in unit.members}
         return all(self._tried.get(number) == kind_of(groups[number]) for number in numbers)
 
     def made(self, units: Iterable[StepUnit], groups: Sequence[dict[str, Any]]) -> None:
-        """Notes that a step was made, or owed as it was chosen.
+        """Notes that a step was made, or deferred as it was chosen.
 
         Args:
             units: All of it.
@@ -144,7 +144,7 @@ class AutoOverlap:
         self._early += not self._runtime.here.depth
 
     def failed(self, error: BaseException) -> None:
-        """Notes that one was not, save by an exception from elsewhere: no other waits."""
+        """Notes that a deferred step failed, unless by an outside exception: no other waits."""
         self._failed = self._failed or isinstance(error, Exception)
 
     @property
@@ -153,7 +153,7 @@ class AutoOverlap:
         return self._failed
 
     def backward_begins(self) -> None:
-        """Looks how much of HBM users and autograd hold, for the next forward will be alike."""
+        """Measures how much of HBM users and autograd hold; the next forward will be alike."""
         if self._known:
             self._seen_nbytes = max(self._seen_nbytes, self._seen_now())
 
@@ -177,7 +177,7 @@ class AutoOverlap:
         return all(get[block.id].usable for unit in units for block in unit.blocks())
 
     def _room(self) -> int:
-        """Returns what HBM has for a step beside what a forward may hold, in bytes.
+        """Returns the bytes of HBM for a step beside what a forward may hold.
 
         What others hold cannot be moved either, so that the rest may lie in pieces.
         """
@@ -201,7 +201,7 @@ class AutoOverlap:
 
 
 def kind_of(group: dict[str, Any]) -> Any:
-    """Returns what tells whether a class steps with some settings as it did with others.
+    """Returns a key that is equal for settings with which a class steps in the same way.
 
     What schedulers write counts as the same as long as it is in range.
     """
@@ -229,13 +229,13 @@ def _as_is(value: Any) -> Any:
 
 
 def _is_seen(unit: StepUnit, state: State) -> bool:
-    """Whether somebody may have a part of a unit's state that leads past the tiers."""
+    """Whether users may hold a tensor of a unit's state, which would bypass the tiers."""
     parted = isinstance(unit, PartedUnit)
     for param, _ in unit.members:
         kept = state.get(param)
         if kept is None:
             continue
-        # in the tiered optimizer's state and the plain one's; of parts it is put together
+        # in the tiered optimizer's state and the plain one's; of parts it is concatenated
         if is_held(kept, besides=2 - parted):
             return True
         for value in kept.values():

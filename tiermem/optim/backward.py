@@ -5,9 +5,9 @@ no other follows before ``step()``. Then its block of weights is in HBM, so is t
 nothing of it has to leave: state and masters come up, the step is made, and the gradient is gone.
 Where the host steps the block, the gradient goes home, and the host's thread begins.
 
-Nobody may see a difference to a step made by ``optimizer.step()``. So from the step inside
-backward until ``optimizer.step()`` is called, whoever reaches for the block's weights, state or
-masters is refused (by a debt that raises), and so is every call that would have used the gradient.
+A step inside backward must not differ from one made by ``optimizer.step()``. So until
+``optimizer.step()`` is called, access to the block's weights, state or masters is refused (by
+deferred work that raises), and so is every call that would have used the gradient.
 The first two steps are made after backward and only watched, as a loop has come round once then:
 one that clips, scales, changes rates in between, throws gradients away or uses weights once more
 after their gradients is refused, or served otherwise, before anything is stepped wrongly.
@@ -111,7 +111,7 @@ class InBackward:
         self._arrivals.add(units)
 
     def close(self) -> None:
-        """Watches no backward any more."""
+        """Stops watching backwards."""
         self._runtime.backwards.remove(self)
         self._runtime.grads.watchers.remove(self)
 
@@ -203,10 +203,10 @@ class InBackward:
         self.ticket = object()
 
     def forgotten(self, *, set_to_none: bool) -> None:
-        """The gradients are forgotten, or set to zero; so are those that are gone already.
+        """Called when gradients are cleared or set to zero, those already used included.
 
         Args:
-            set_to_none: Whether they are forgotten.
+            set_to_none: Whether they are cleared.
         """
         self.count = 0
         self.failure = None
@@ -228,19 +228,19 @@ class InBackward:
         return self._trials >= _TRIALS
 
     def settle(self) -> None:
-        """Lets everybody look at all blocks again."""
+        """Permits access to all blocks again."""
         with self._manager.lock:
             for debt in self._deferred:
                 self._manager.parts.deferred.cancel(debt)
             self._deferred.clear()
 
     def repair(self) -> None:
-        """After an exception at a line of ours: what is stepped stays stepped."""
+        """After an exception at a line of tiermem's: blocks that were stepped stay stepped."""
 
     # -- what backward calls ---------------------------------------------
 
     def begins(self) -> bool:
-        """A backward begins; returns whether steps are likely to be made in it."""
+        """Called as a backward begins; returns whether steps are likely to be made in it."""
         self._account()
         self._task = torch._C._current_graph_task_id()
         self._counted = self._steps = self._watches = False
@@ -248,7 +248,7 @@ class InBackward:
         return self._tried and self.count + 1 == self._micro_batches
 
     def ends(self) -> None:
-        """It is over."""
+        """Called as a backward ends."""
         self._task = -1
         self._arrivals.forget()
         if self._watches:
@@ -257,7 +257,7 @@ class InBackward:
         self._steps = self._watches = False
 
     def arriving(self, entry: Entry) -> bool:
-        """A gradient is about to be accumulated, or to be caught by ``autograd.grad``.
+        """Called before a gradient is accumulated, or caught by ``autograd.grad``.
 
         Returns:
             Whether ``param.grad`` is to be left as it is.
@@ -283,7 +283,7 @@ class InBackward:
         return False
 
     def arrived(self, entry: Entry) -> None:
-        """A gradient is in the tiers; if it is the last of its block, that is stepped."""
+        """Called when a gradient is in the tiers; steps its block if it was the last of that."""
         if not (self._steps or self._watches) or id(entry.param) not in self._entries:
             return
         if torch._C._current_graph_task_id() != self._task:
@@ -299,7 +299,7 @@ class InBackward:
         self._owe(group.block.name, [group.block.id], late)
 
     def edited(self, entry: Entry) -> None:
-        """Somebody else has written a gradient."""
+        """Called when other code has written a gradient."""
         self._edited.add(id(entry.param))
 
     def has_used(self, entry: Entry) -> bool:
@@ -309,7 +309,7 @@ class InBackward:
     # -- inside ----------------------------------------------------------
 
     def _first(self) -> None:
-        """The first gradient of a backward arrives: decides whether steps are made in it."""
+        """Decides, at the first gradient of a backward, whether steps are made in it."""
         for param in (*self._spent, *self._consumed):
             entry = self._entries[param]
             if (param in self._consumed or self._is_gone(entry)) and accumulates(entry):
@@ -370,7 +370,7 @@ class InBackward:
             pass
         except Exception as error:
             if OUTSIDE not in error.__dict__:
-                raise  # a signal handler's, or no memory, at a line of ours
+                raise  # a signal handler's, or no memory, at a line of tiermem's
             self.failure = error
             self._steps = False
         finally:
@@ -381,7 +381,7 @@ class InBackward:
                 self._close_off(group, made)
 
     def _close_off(self, group: Group, made: Sequence[StepUnit]) -> None:
-        """Refuses looks at a block that is stepped, and has it written home in time."""
+        """Refuses access to a block that is stepped, and writes it home in time."""
         blocks = [group.block, *(block for unit in made for block in unit.kept_blocks())]
         ids = [block.id for block in blocks]
         self._owe(group.block.name, ids, partial(self._refuse_look, group))
@@ -391,14 +391,14 @@ class InBackward:
             self._pipeline.write(blocks)
 
     def _account(self) -> None:
-        """Finds units that were stepped where nobody could say so (Ctrl-C at that moment)."""
+        """Finds units that were stepped without a note of it (Ctrl-C at that moment)."""
         for units in self._units.values():
             for unit in units:
                 if unit.made is self.ticket and id(unit) not in self.made:
                     self._account_for(unit)
 
     def _account_for(self, unit: StepUnit) -> None:
-        """Says that a unit was stepped, and forgets its gradients; it may be called again."""
+        """Notes that a unit was stepped, and clears its gradients; it may be called again."""
         if id(unit) not in self.made:
             if unit.host is None:
                 self._spend(unit)
@@ -406,10 +406,10 @@ class InBackward:
             self.total += 1
 
     def _begin(self, group: Group, units: Sequence[StepUnit]) -> None:
-        """Has the host begin the steps of a block, if they are all the host's.
+        """Begins the steps of a block on the host, if the host steps all of its units.
 
-        The gradients stay until they have been used. What cannot be begun here (somebody sees a
-        tensor, a file is to be written first) is left to ``step()``.
+        The gradients stay until they have been used. What cannot be begun here (a tensor has an
+        alias, a file is to be written first) is left to ``step()``.
         """
         host = self._host
         if host is None or not all(host.can_begin(u, self._settings) for u in units):
@@ -430,7 +430,7 @@ class InBackward:
                 self._owe(group.block.name, ids, refuse, first=True)
 
     def _spend(self, unit: StepUnit) -> None:
-        """Forgets the gradients that a step has used, and leaves stand-ins that say so."""
+        """Replaces the gradients that a step has used by stand-ins that raise."""
         with torch._C.DisableTorchFunctionSubclass():
             for entry in unit.entries:
                 param = id(entry.param)
@@ -508,7 +508,7 @@ class InBackward:
 
 
 def _gone(name: str, *_: object) -> Any:
-    """Answers whoever looks at a gradient that a step inside backward has used up."""
+    """Raises the error for access to a gradient that a step inside backward has used up."""
     raise StepError(
         f"the gradient of parameter {name!r} was used up by a step inside backward "
         "(overlap='backward') and is kept nowhere; look at it with overlap='forward', or read it "

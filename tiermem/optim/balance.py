@@ -24,7 +24,7 @@ _WORTH = 0.98  # of the time that there would be otherwise, at most
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What moves with one block of weights, in bytes.
+    """The bytes that move with one block of weights.
 
     Attributes:
         weights: Of the weights.
@@ -64,7 +64,7 @@ def best_left(
     Args:
         loads: Of each block, in the order of forward.
         speed: As measured.
-        now: Those of now; others are returned only if that is worth it.
+        now: The present ones; others are returned only if that is worth it.
     """
     able = [number for number, load in enumerate(loads) if load.host is None]
     choices = [

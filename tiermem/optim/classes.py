@@ -1,4 +1,4 @@
-"""What an optimizer class must be, and be given, to be streamed."""
+"""Checks of the optimizer class and its parameters before its state is streamed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EXAMPLE = "tier.optimizer(model, torch.optim.AdamW, lr=1e-4)"
 
 
 def optimizer_class(cls: Any) -> type[torch.optim.Optimizer]:
-    """Returns what was given as a class, if it is one.
+    """Returns ``cls``, checked to be an optimizer class.
 
     Raises:
         StepError: If it is not, with what to give instead.
@@ -49,7 +49,7 @@ def optimizer_class(cls: Any) -> type[torch.optim.Optimizer]:
 
 
 def check_wrapped(runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], given: Any) -> None:
-    """Refuses parameters none of which is in the tiers; some beside those that are may be.
+    """Raises where none of the parameters is in the tiers; some others beside those are allowed.
 
     Args:
         runtime: The modules' runtime.
@@ -75,7 +75,7 @@ def check_wrapped(runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], give
 def refuse_others(
     runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], names: dict[int, str] | None = None
 ) -> None:
-    """Refuses parameters that are in the tiers of another manager: they are placeholders here.
+    """Raises for parameters in the tiers of another manager: they are placeholders here.
 
     Args:
         runtime: The modules' runtime.

@@ -60,7 +60,7 @@ def clamp(tensors: Sequence[torch.Tensor], limit: float) -> None:
 
 
 def change_all(runtime: ModuleRuntime, units: Sequence[StepUnit], change: Change) -> None:
-    """Has all gradients of some units changed, or those in the tiers not at all (Ctrl-C)."""
+    """Changes all gradients of some units; cut short (Ctrl-C), none of those in the tiers."""
     try:
         for unit in units:
             unit.change(runtime, change)
@@ -99,7 +99,7 @@ class Norms:
         runtime.grads.add_norms(self)
 
     def close(self, units: Sequence[StepUnit]) -> None:
-        """Has nothing measured any more, but for what another optimizer asks for as well."""
+        """Ends this optimizer's norms; those that another optimizer asks for as well go on."""
         self._runtime.grads.remove_norms(self, [e for unit in units for e in unit.entries])
 
     def forget(self, units: Sequence[StepUnit]) -> None:
@@ -182,7 +182,7 @@ class Norms:
         return total_norm([norms[id(p)] for p in found], like, kind[0])
 
     def _measure_for(self, units: Sequence[StepUnit], kind: Kind) -> Measure:
-        """Returns what takes a norm, and has it taken of all gradients to come."""
+        """Returns the function that takes a norm, and registers it for all gradients to come."""
         self.measure = measure_of(kind)
         self._runtime.grads.measure((e for u in units for e in u.entries), self.measure)
         return self.measure

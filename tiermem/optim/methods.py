@@ -24,7 +24,7 @@ class Counts:
     """
 
     def __init__(self) -> None:
-        """Knows no group yet."""
+        """Starts without groups."""
         self._counters: dict[int, tuple[Counter, bool]] = {}
         self._private: set[int] = set()
         self._uncounted: set[int] = set()
@@ -47,9 +47,10 @@ class Counts:
             self._uncounted.add(number)
 
     def prepare(self, units: Sequence[StepUnit]) -> None:
-        """Has units whose class writes settings of its group in place be given copies.
+        """Marks units whose class writes settings in place, so that they step with copies.
 
-        And those whose class writes weights past torch's counters are not counted either.
+        Marks also those whose class writes weights without torch's version counters: they are not
+        counted by these.
         """
         for unit in units:
             unit.counted.uncounted |= self._uncounted
@@ -73,7 +74,7 @@ class Counts:
     def after_step(
         self, before: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]
     ) -> None:
-        """Steps on what the class counts; called again, it makes the same of it.
+        """Advances what the class counts in its groups; called again, it gives the same result.
 
         Args:
             before: Settings that the step was made with.
@@ -89,7 +90,7 @@ class Counts:
     def after_call(
         self, groups: Sequence[dict[str, Any]], call: Callable[[torch.optim.Optimizer], None]
     ) -> None:
-        """Has settings be what a method makes of them."""
+        """Updates the groups' settings as a method of the class changes them."""
         for number, (counter, _) in self._counters.items():
             with trial():
                 settings = settings_of(groups[number])
@@ -105,12 +106,12 @@ class Methods:
     """
 
     def __init__(self, cls: type[torch.optim.Optimizer], check: Check, counts: Counts) -> None:
-        """Has called nothing yet.
+        """Starts with no call begun.
 
         Args:
             cls: The class.
-            check: Makes sure, for a group and a name, that a method may be called for
-                one parameter after the other.
+            check: Raises unless a method, by group and name, may be called for one parameter
+                after the other.
             counts: What the class counts.
         """
         self._cls, self._check, self._counts = cls, check, counts

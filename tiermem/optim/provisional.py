@@ -1,9 +1,9 @@
-"""Steps that are made before anybody has asked for them: confirmed by ``step()``, or dropped.
+"""Steps that are made before ``step()`` is called: confirmed by it, or dropped.
 
 What such a step writes goes to shadows of its blocks (:mod:`tiermem.runtime.services.shadows`),
-so that their homes keep what they were. Until ``step()`` confirms it, it is owed to every block
-that it has to do with to drop all of these steps: whoever looks at one sees it as it was, and the
-steps are made when they are asked for, as if nothing had been.
+so that their homes keep the bytes from before. Until ``step()`` confirms it, every block that it
+has to do with has deferred work that drops all of these steps: an access sees the block as it was,
+and the steps are made when they are asked for, as if there had been none.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Provisional:
     """
 
     def __init__(self, runtime: ModuleRuntime, is_begun: Callable[[object], bool]) -> None:
-        """Has made none.
+        """Starts without steps.
 
         Args:
             runtime: The modules' runtime.
-            is_begun: Says whether a ``step()`` with some ticket has begun: that confirms.
+            is_begun: Returns whether a ``step()`` with some ticket has begun: that confirms.
         """
         self.ticket = object()
         self.drops = self.total = 0
@@ -78,12 +78,12 @@ class Provisional:
 
     @property
     def whole(self) -> bool:
-        """Whether there are any, and all of them can be confirmed."""
+        """Whether there are provisional steps, and all of them can be confirmed."""
         return bool(self._made) and not self._broken
 
     @property
     def units(self) -> list[StepUnit]:
-        """Returns those that are stepped."""
+        """Returns the units that are stepped."""
         return [made.unit for made in self._made.values()]
 
     def has_room(self, group: Group, units: Sequence[StepUnit]) -> bool:
@@ -135,9 +135,9 @@ class Provisional:
         return done
 
     def drop(self) -> None:
-        """Has everything be as before the steps; cut short, it may be called again.
+        """Undoes the steps; cut short, it may be called again.
 
-        A step that is under way just now goes the same way once it has let go of its blocks.
+        A step that is under way just now is undone once it has released its blocks.
         """
         if not self:
             return
@@ -159,7 +159,7 @@ class Provisional:
             self.drops += 1
 
     def confirm(self) -> None:
-        """Has the steps be made, if ``step()`` has asked for them; it may be called again."""
+        """Makes the steps final if ``step()`` has begun; it may be called again."""
         if not self or self._broken or not self._is_begun(self.ticket):
             return
         with self._manager.lock:
@@ -170,7 +170,7 @@ class Provisional:
             self._end()
 
     def repair(self) -> None:
-        """Drops all, after an exception at a line of ours; nobody holds any of their blocks."""
+        """Drops all, after an exception at a line of tiermem's; their blocks have no leases."""
         self._making = False
         self.drop()
 
@@ -179,7 +179,7 @@ class Provisional:
         return id(entry) in self._used
 
     def close(self) -> None:
-        """Gives the shadows back."""
+        """Frees the shadows."""
         self.drop()
         self._shadows.close()
 
@@ -199,7 +199,7 @@ class Provisional:
         self._broken, self.ticket = False, object()
 
     def _give_up(self) -> bool:
-        """A home needs room: the shadows go, and with them what they are for."""
+        """Frees the shadows, and drops their steps, where a home needs room."""
         if self._making:
             return False
         self.drop()

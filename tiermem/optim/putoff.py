@@ -19,10 +19,10 @@ from tiermem.runtime.transfers.deferred import Deferred
 
 
 class PutOff:
-    """Owes steps to blocks, which have them made before anybody looks.
+    """Registers steps as deferred work of their blocks: made before the blocks' next use.
 
     Attributes:
-        failed: Whether one of those that are owed met with an error when it was to be made.
+        failed: Whether one of the deferred steps failed when it was to be made.
     """
 
     def __init__(
@@ -33,14 +33,14 @@ class PutOff:
         explain: Callable[[BaseException], None],
         auto: AutoOverlap | None = None,
     ) -> None:
-        """Owes nothing yet.
+        """Starts without deferred steps.
 
         Args:
             runtime: The modules' runtime.
-            owed: Ids of the units whose step is still to be made; kept up to date.
+            owed: Ids of the units whose step is deferred; kept up to date.
             state: The tiered optimizer's, to be kept up to date.
-            explain: Has an error say how far a step got.
-            auto: Is told how steps that were put off went; None for nobody.
+            explain: Adds to an error how far a step got.
+            auto: Notified how deferred steps went; None for no notification.
         """
         self._runtime = runtime
         self._manager = runtime.manager
@@ -52,7 +52,7 @@ class PutOff:
         self.failed = False
 
     def owe(self, units: Sequence[StepUnit], current: Round) -> list[StepUnit]:
-        """Puts off the step of every unit that can wait, settings as now; returns the others."""
+        """Defers the step of every unit that can wait, settings as now; returns the others."""
         settings = frozen_settings(current.groups)
         scaling = None if current.scaling is None else current.scaling.frozen()
         now = []
@@ -62,7 +62,7 @@ class PutOff:
                 for gradients in unit.grad_units():  # another optimizer's: one may clear them
                     self._runtime.grads.pay(gradients)
                 if unit.made is current.ticket:
-                    continue  # it was owed already, and is paid
+                    continue  # it was deferred already, and has been made
                 if unit.group is None or not unit.can_wait(self._runtime):
                     now.append(unit)
                     continue
@@ -78,10 +78,10 @@ class PutOff:
         return now
 
     def cancel(self, unit: StepUnit) -> bool:
-        """Owes the step of a unit no more: it is made now, owed anew, or given up.
+        """Takes back the deferred step of a unit: it is made now, deferred anew, or given up.
 
         Returns:
-            Whether it was owed.
+            Whether it was deferred.
         """
         found = self._deferred.get(id(unit), ())
         for debt in found:
@@ -98,7 +98,7 @@ class PutOff:
         ticket: object,
         pipeline: BlockSweep,
     ) -> None:
-        """Makes a step that was put off, wherever we are by now."""
+        """Makes a deferred step, whatever call is under way by now."""
         began = time.perf_counter_ns()
         with quiet(self._manager.parts.device), pipeline.sweeping():
             step = uncompiled(type(unit).step)  # the call around it may be a compiled one

@@ -1,4 +1,4 @@
-"""A step that was asked for, until all of it is made or owed."""
+"""A call of ``step()``, until all of its units are stepped or deferred."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiermem.optim.units.unit import StepUnit
 
 @dataclass(slots=True, eq=False)
 class Round:
-    """What one call of ``step()`` has to do; one that is cut short is gone on with by the next.
+    """What one call of ``step()`` has to do; the next call finishes one that was cut short.
 
     Attributes:
         ticket: Given to every unit that is stepped, so that none is stepped twice.
@@ -21,7 +21,7 @@ class Round:
         groups: Settings of the parameter groups.
         scaling: What a GradScaler left to the step, or None.
         loss: What the closure returned.
-        error: To be raised before anything else is done: a step inside backward met with it.
+        error: Raised first of all: a step inside backward failed with it.
         failed: What cut it short, for messages.
     """
 
@@ -39,7 +39,7 @@ class Round:
         return [unit for unit in self.units if unit.made is not self.ticket]
 
     def cut_short(self, error: BaseException) -> None:
-        """Notes why it could not be finished; settings and scale are those of now from now on."""
+        """Notes why it could not be finished; freezes the present settings and scale."""
         left = self.left()
         self.failed = f"{type(error).__name__} at {left[0].name!r}" if left else ""
         if not self._frozen:

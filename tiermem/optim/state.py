@@ -1,4 +1,4 @@
-"""An optimizer's state dict, out of the tiers and into them, unit by unit."""
+"""Saves and loads an optimizer's state dict, unit by unit."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _take_part(
     state: State,
     share: dict[int, State],
 ) -> None:
-    """Has the unit of a part take its share of a parameter's state."""
+    """Loads into the unit of a part its share of a parameter's state."""
     import_state(unit, runtime, groups, state, _cast(unit, groups, share))
 
 
@@ -208,7 +208,7 @@ def export_all(
 
 
 def _as_class(plain: dict[str, Any], owns: dict[int, torch.Tensor], make: Make) -> dict[str, Any]:
-    """Returns what a class with a ``state_dict`` of its own makes of a plain one.
+    """Converts a plain state dict by the ``state_dict`` of a class that has its own.
 
     Args:
         plain: As torch's own makes it.
@@ -238,11 +238,11 @@ def take_in_edits(
     groups: Sequence[dict[str, Any]],
     state: State,
 ) -> None:
-    """Has units step with the state that is shown, where a user put or deleted any there.
+    """Copies users' edits of the shown state into the units' state.
 
     Args:
         runtime: The modules' runtime.
-        units: Those that are owed no step.
+        units: Units without a deferred step.
         groups: The parameter groups.
         state: The tiered optimizer's, as the user has left it.
     """

@@ -65,11 +65,11 @@ Overlap = bool | Literal["auto", "forward", "backward"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Taking:
-    """Units that an optimizer takes on.
+    """Units that are being added to an optimizer.
 
     Attributes:
-        planned: They.
-        units: All units that it has then, in order.
+        planned: The new units.
+        units: All units of the optimizer, with the new ones, in order.
         members: The parameters of the planned ones.
         kept: What the optimizer keeps for them.
     """
@@ -82,7 +82,7 @@ class _Taking:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contents:
-    """What a checkpoint has of an optimizer.
+    """The parts of an optimizer that a checkpoint has.
 
     Attributes:
         cls: The class that makes the steps.
@@ -175,7 +175,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 f"host_share={host_share!r}, where={where!r}: it is a share from 0 to 1 of what "
                 "where='both' has the host step"
             )
-        # where nothing is said, the host only steps what nobody can tell from the device's
+        # by default the host only steps units where it has the device's bits
         self._where = "device" if where == "auto" else where
         self._bits = DeviceBits(self._cls, self.make, self._manager.parts.device)
         self._movable: Movable | None = None
@@ -255,7 +255,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         return self._go_on(self._rounds[-1])
 
     def _begin_round(self, loss: Any) -> bool:
-        """Sees what there is to step; returns whether a step is to be made at all."""
+        """Collects the units to step; returns whether a step is to be made at all."""
         self._runtime.end_backward()
         scaling, inside, ahead = Scaling.of(self), self._inside, self._ahead
         if inside is not None:
@@ -321,7 +321,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         self._refuse_if_closed("abandon_step()")
         self._confirm_ahead()
-        cut_short = self._rounds or self._put_off.failed  # else what is owed can be made
+        cut_short = self._rounds or self._put_off.failed  # else deferred steps can be made
         with self._manager.lock, torch.no_grad():
             for unit in self._units:
                 unit.abandon()
@@ -336,7 +336,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._rounds.clear()
 
     def _tell_others(self, units: Sequence[StepUnit]) -> None:
-        """Has no other optimizer use gradients inside backward that this one uses, too."""
+        """Tells other optimizers not to step units inside backward whose gradients it uses too."""
         for other in self._runtime.backwards:
             if isinstance(other, InBackward) and other is not self._inside:
                 other.leave(units)
@@ -401,7 +401,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @entrance
     def finish(self) -> None:
-        """Makes what is left of the last step (``overlap``); whoever looks has it made anyway."""
+        """Makes what is left of the last step (``overlap``), as an access to its blocks would."""
         self._finish()
 
     def _finish(self) -> None:
@@ -434,12 +434,12 @@ class TieredOptimizer(torch.optim.Optimizer):
         return self._overlap or (self._auto is not None and id(unit) in self._auto.waiting)
 
     def _unfinished(self) -> set[int]:
-        """Returns units that are owed a step, of those that were asked for."""
+        """Returns the ids of units whose step was asked for and is still deferred."""
         return self._owed if self._inside is None else self._owed - self._inside.made.keys()
 
     @entrance
     def accumulate(self, micro_batches: int) -> None:
-        """Says how many backwards there are for each step, from the next step on.
+        """Sets how many backwards there are for each step, from the next step on.
 
         Only ``overlap="backward"`` has to know: it steps blocks in the last of them. A step may
         be asked for sooner (then it is made like any other); one backward more is refused.
@@ -493,13 +493,13 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._state = value
             return
         shown = self.state
-        if value is not shown:  # which others have as well
+        if value is not shown:  # which other code may hold as well
             given = dict(value)
             shown.clear()
             shown.update(given)
 
     def _take_in_edits(self) -> None:
-        """Has blocks that are owed no step be stepped with the state as users have left it."""
+        """Copies users' edits of the state into the units that have no deferred step."""
         if not self._looked_into:
             return
         units = [unit for unit in self._units if id(unit) not in self._owed]
@@ -508,7 +508,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @entrance
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients, or sets them to zero."""
+        """Clears the gradients, or sets them to zero."""
         self._refuse_if_closed("zero_grad()")
         if self._inside is not None:
             self._inside.refuse("zero_grad()")
@@ -595,7 +595,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             CapacityError: If a budget cannot hold their state or a step; nothing is changed.
         """
         if not getattr(self, "_ready", False) or not isinstance(param_group, dict):
-            outside(super().add_param_group, param_group)  # or says what it wants
+            outside(super().add_param_group, param_group)  # raises for what torch refuses
             return
         self._settle("add_param_group()")
         count = len(self.param_groups)
@@ -664,12 +664,12 @@ class TieredOptimizer(torch.optim.Optimizer):
         return self._cls, self._master_dtype, self._grad_dtype
 
     def contents(self, what: str) -> Contents:
-        """Returns all that a checkpoint has of it; every step that is owed is made.
+        """Returns all that a checkpoint has of it; every deferred step is made first.
 
         For :mod:`tiermem.saving`.
 
         Args:
-            what: Is to be done, for messages.
+            what: The operation, for messages.
 
         Raises:
             StepError: If a step is unfinished, or made in part inside backward.
@@ -689,7 +689,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         )
 
     def contents_to_replace(self, numbered: dict[str, Any]) -> Contents:
-        """Returns the same to be replaced; a step that was cut short is given up.
+        """Returns its contents, to be replaced; a step that was cut short is given up.
 
         Args:
             numbered: A state dict whose state and masters have keys and no values: parameters that
@@ -707,7 +707,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         return self.contents("tier.load()")
 
     def replaced(self, grad_factor: torch.Tensor | None, backwards: int) -> None:
-        """Goes on from what was put in the place of its contents.
+        """Ends the replacement of its contents: goes on from the new ones.
 
         Args:
             grad_factor: Of its next step.
@@ -721,14 +721,14 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @entrance
     def close(self) -> None:
-        """Gives the room of state and masters back; what it has not stepped is stepped first.
+        """Frees state and masters; deferred steps are made first.
 
         Weights and gradients stay as they are. Without it, the room is taken until the manager is
         closed. Closed, it refuses to be used; closing it once more does nothing.
 
         Raises:
             StepError: If a step was cut short, or is to be asked for by ``step()``; it stays open.
-            StorageError: If a step that was put off fails; likewise.
+            StorageError: If a deferred step fails; likewise.
         """
         if self._closed or self._manager.gate.closed:
             return
@@ -837,7 +837,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         return master_dtype_of(param, self._master_dtype) or param.dtype
 
     def _keep_gradients(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Has gradients kept in the dtype asked for, also of what is frozen and may be thawed."""
+        """Sets the dtype in which gradients are kept, of frozen parameters as well."""
         params = [param for group in groups for param in group["params"]]
         self._runtime.grads.keep_in(self._grad_dtype, params)
 
@@ -889,11 +889,11 @@ class TieredOptimizer(torch.optim.Optimizer):
             if isinstance(error, StepError):
                 raise
             raise program.refuse_optimizer(error, kept) from None
-        self._taking = _Taking(planned, units, members, kept)  # now it is done, whatever comes
+        self._taking = _Taking(planned, units, members, kept)  # from here on it is completed
         self._end_taking()
 
     def _end_taking(self) -> None:
-        """Has units be the optimizer's that are planned; goes on where that was cut short."""
+        """Adds the planned units to the optimizer; goes on where that was cut short."""
         taking = self._taking
         if taking is None:
             return
@@ -918,7 +918,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._taking = None
 
     def _all_units(self) -> list[StepUnit]:
-        """Returns the units, also those that are being taken on."""
+        """Returns the units, also those that are being added."""
         return self._units if self._taking is None else self._taking.units
 
     def _owned(self) -> list[tuple[Tier, Extent]]:
@@ -926,7 +926,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         return [place for room in self._rooms() for place in room.owned()]
 
     def _rooms(self) -> list[HostRoom]:
-        """Returns what steps on the host have in DRAM."""
+        """Returns the DRAM reserved for steps on the host."""
         found = rooms_of(self._all_units())
         if self._movable is not None:
             found += [room for room in self._movable.rooms() if room not in found]
@@ -963,14 +963,14 @@ class TieredOptimizer(torch.optim.Optimizer):
     def _before_forward(self, training: bool) -> None:
         self._drop_ahead()
         if self._auto is not None and self._auto.has_failed:
-            self._finish()  # here, and not in the middle, where it had no room, say
+            self._finish()  # here, not in the middle of the forward, where it might have no room
         if training:
             self._refuse_if_pending("a training forward")
             if self._inside is None or not self._inside.made:
                 self._take_on(self._members.thawed())
 
     def _explain(self, error: BaseException, left: Sequence[str]) -> None:
-        """Has an error of the disk, or of the host, say how far the step got."""
+        """Adds to an error of the disk, or of the host, how far the step got."""
         again = "optimizer.step() goes on there"
         if self._owed:
             again = "the next use of them makes it, or optimizer.step()"
@@ -980,17 +980,17 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._explain(error, [unit.name for unit in self._units if id(unit) in self._owed])
 
     def _confirm_ahead(self) -> None:
-        """Has what was made ahead of the step that is begun be made."""
+        """Confirms the steps made ahead of the one that is begun."""
         if self._ahead is not None:
             self._ahead.provisional.confirm()
 
     def _drop_ahead(self) -> None:
-        """Has nobody see what was made ahead of ``step()``."""
+        """Drops the steps made ahead of ``step()``."""
         if self._ahead is not None:
             self._ahead.settle()
 
     def _settle(self, what: str, *, drop: bool = True) -> None:
-        """Makes sure that no step is unfinished, and drops what was made ahead."""
+        """Raises if a step is unfinished, and drops steps made ahead."""
         self._refuse_if_closed(what)
         if self._inside is not None:
             self._inside.refuse(what)
@@ -1026,6 +1026,6 @@ class TieredOptimizer(torch.optim.Optimizer):
                 "to leave them unstepped"
             )
         self._confirm_ahead()
-        if self._inside is not None:  # all is made or owed, only the end was cut off
+        if self._inside is not None:  # all is made or deferred, only the end was cut off
             self._inside.after_step()
         self._rounds.clear()

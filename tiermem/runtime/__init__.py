@@ -1,1 +1,1 @@
-"""Joins the table that decides with the mover that copies; knows nothing of modules."""
+"""Connects the residency table with the movers that copy bytes; knows no modules."""

@@ -1,4 +1,4 @@
-"""A block is used: it is brought into HBM if need be, leased, and what comes next is fetched."""
+"""Acquires a block: fetches it if need be, leases it, and begins the next prefetches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiermem.runtime.parts import Parts
 
 
 class Acquirer:
-    """What :meth:`BlockManager.acquire` does under the manager's lock."""
+    """Implements :meth:`BlockManager.acquire`, under the manager's lock."""
 
     def __init__(
         self, parts: Parts, gate: CallGate, prefetcher: Prefetcher, replay: Replay
@@ -94,11 +94,11 @@ class Acquirer:
         self._prefetcher.run()
 
     def place_blank(self, record: Record) -> None:
-        """Gives a block without data a place, to be written there."""
+        """Allocates HBM for a block without data, which the caller is about to write."""
         self._transfers.blank(record, self._place(record.block))
 
     def _let_in(self, block_id: int) -> Record:
-        """Returns the record of a block that may be used now, with nothing owed to it.
+        """Returns the record of a block that may be used now, its deferred work done.
 
         Raises:
             ClosedError: If blocks can no longer be used.

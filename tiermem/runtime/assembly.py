@@ -30,9 +30,9 @@ from tiermem.transfer.file.mover import FileMover
 
 
 class OpenTiers:
-    """What of a manager holds memory, files or threads, as far as it has been opened.
+    """The parts of a manager that hold memory, files or threads.
 
-    Each is None until it is open.
+    Each is None until it has been opened.
 
     Attributes:
         homes: Space below HBM.
@@ -111,10 +111,10 @@ class OpenTiers:
         return name, note or reason
 
     def close(self, first: ExitStack) -> None:
-        """Closes whatever was opened, each thing however the others fare.
+        """Closes everything that was opened, also where closing one of them fails.
 
         Args:
-            first: Holds what is to be done before, last first.
+            first: Callbacks to run before, in reverse order.
         """
         with ExitStack() as steps:  # runs them last first
             if self.homes is not None:

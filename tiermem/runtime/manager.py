@@ -1,9 +1,9 @@
-"""The one that joins the residency table and the movers.
+"""The block manager: joins the residency table, the memories and the movers.
 
 All blocks, whatever their role, go through here: :meth:`BlockManager.acquire`
 brings a block into HBM and leases it, :meth:`BlockManager.release` gives the
-lease back. The table is written by nobody else. Completions come up only when
-something here polls; no transfer calls back.
+lease back. The residency table is written by the manager's parts alone. A completed transfer is
+noticed when the manager polls; no transfer calls back.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _IN_BACKWARD = (Role.GRAD, Role.ACTIVATION)
 
 
 class BlockManager:
-    """Blocks in three tiers, under one roof and one lock."""
+    """Manages the blocks of three tiers under one lock."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class BlockManager:
         """
         self.lock = threading.RLock()
         self.gate = CallGate(self._repair)
-        self.closers: list[Callable[[], object]] = []  # of what others have open
+        self.closers: list[Callable[[], object]] = []  # called by close(), for other components
         self._opened = OpenTiers(settings, engine)
         self._given_back = False
         self._forking = False
@@ -136,7 +136,7 @@ class BlockManager:
                 self.remove_blocks(blocks)
                 for tier, extent in places:
                     if extent is not None and self.parts.homes.holds(tier, extent):
-                        self.parts.homes.release(tier, extent)  # no block of the table had it yet
+                        self.parts.homes.release(tier, extent)  # no block of the table has it yet
                 raise
             return blocks
 
@@ -193,7 +193,7 @@ class BlockManager:
                         self.parts.transfers.rehome(record, tier, extent)
                     finally:
                         self.parts.table.release(record.block.id)
-            except REFUSALS:  # any other may have come anywhere: a repair frees what nobody has
+            except REFUSALS:  # any other may be raised anywhere: a repair frees unowned space
                 for record, (tier, extent) in zip(records, places, strict=True):
                     if extent is not None and record.home_extent != extent:
                         self.parts.homes.release(tier, extent)
@@ -274,7 +274,7 @@ class BlockManager:
     def acquire_all(self, blocks: Sequence[Block]) -> list[Slot]:
         """Acquires several blocks that are used together, or none.
 
-        Until all are there nobody has seen an address of theirs, so they may be moved to make
+        Until all are there no caller has seen an address of theirs, so they may be moved to make
         room for each other.
         """
         self.gate.guard()
@@ -301,7 +301,7 @@ class BlockManager:
             self.parts.table.release(block.id, dirty=dirty)
 
     def mark_dirty(self, block: Block) -> None:
-        """Says that a leased block was written."""
+        """Marks a leased block as written."""
         with self.lock:
             self.parts.table.mark_dirty(block.id)
 
@@ -312,7 +312,7 @@ class BlockManager:
             return self.parts.slots.current[block.id] if self.parts.table[block.id].usable else None
 
     def discard(self, block: Block) -> None:
-        """Forgets what a block holds; who still looks at its bytes keeps them as they were."""
+        """Discards a block's contents; aliases of its bytes keep them as they were."""
         with self.lock:
             self.parts.deferred.pay(block.id)
             self.parts.transfers.settle(block.id)
@@ -381,7 +381,7 @@ class BlockManager:
     def begin_pass(
         self, key: Hashable, guess: Sequence[int] = (), *, load: int = 0, again: bool = False
     ) -> None:
-        """Says that a new sweep begins; see :class:`~tiermem.core.schedule.Planner`.
+        """Begins a pass; see :class:`~tiermem.core.schedule.Planner`.
 
         Args:
             key: Which pass this is.
@@ -408,7 +408,7 @@ class BlockManager:
                 self.prefetcher.run()
 
     def end_pass(self) -> None:
-        """Says that the pass under way has ended; without it, it ends when the next begins."""
+        """Ends the pass under way; without this call it ends when the next begins."""
         if self.parts.pass_timer.sampling:
             with self.lock:
                 self.parts.pass_timer.ended()
@@ -508,7 +508,7 @@ class BlockManager:
             steps.callback(self.parts.deferred.wait)
 
     def _give_back(self) -> None:
-        """Closes whatever was opened, each thing however the others fare."""
+        """Closes everything that was opened, also where closing one of them fails."""
         first = ExitStack()  # runs them last first
         if hasattr(self, "parts"):
             for holder in list(self.parts.holders.values()):
@@ -522,12 +522,12 @@ class BlockManager:
         self._opened.close(first)
 
     def before_fork(self) -> None:
-        """Lets a child see what somebody else looks at in HBM (CPU); the rest it will not have."""
+        """Shares with forked children the HBM bytes that have aliases (CPU), and no others."""
         self._forking = self.lock.acquire(blocking=False)
         if self._forking:
             seen = [slot.extent for slot in self.parts.slots.current.values() if slot.aliased]
             self.parts.slots.arena.show_to_children([*seen, *self.parts.table.orphans()])
-        else:  # another thread is at it: nobody knows what is looked at
+        else:  # another thread has the lock: which bytes have aliases is unknown
             self.parts.slots.arena.show_to_children(None)
 
     def after_fork(self) -> None:
@@ -538,7 +538,7 @@ class BlockManager:
             self.lock.release()
 
     def forked(self) -> None:
-        """Sees to it that a forked child is refused, waits for nobody and keeps no file open."""
+        """In a forked child: refuses further calls, closes the files and waits for no thread."""
         # another thread of the parent may have had the lock, and will never give it back here
         self.lock = threading.RLock()
         self.gate.closed = self.gate.forked = True
@@ -552,12 +552,12 @@ class BlockManager:
             holder.forked()
 
     def cut_short(self) -> None:
-        """Says that an exception has passed that came at a line of ours: anything may be half done.
+        """Notes that an exception was raised at a line of tiermem's own: anything may be half done.
 
         The next call from outside has :mod:`tiermem.runtime.repair` put it right.
         """
         self.gate.torn = self.gate.unsure = True
-        self.replay.interrupt()  # so that the next use asks whether anything is torn
+        self.replay.interrupt()  # so that the next use checks the gate
 
     def repair_blocks(self) -> None:
         """Makes table, slots and transfers agree; see :mod:`tiermem.runtime.repair`."""
@@ -575,7 +575,7 @@ class BlockManager:
                 self.gate.torn = False
 
     def _fix(self, blocks: Sequence[Block]) -> None:
-        """Gives blocks whose home is HBM their place for good.
+        """Allocates the permanent places of blocks whose home is HBM.
 
         Raises:
             CapacityError: If it has no room for all of them.

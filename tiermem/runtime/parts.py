@@ -1,4 +1,4 @@
-"""What a manager is made of, for those who work on it from below the manager."""
+"""The parts of a manager, for the components below it that work on them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Parts:
         pass_timer: Times of passes, links and blocks.
         counters: What happened.
         timeline: When it did.
-        holders: Who points at blocks in HBM, by the id of the block.
-        deferred: Work that is owed to blocks.
+        holders: The holders that point parameters at blocks in HBM, by the id of the block.
+        deferred: Deferred work of blocks.
         transfers: Transfers under way.
         evictor: Places in HBM.
         limit: How many bytes of HBM there are.

@@ -1,13 +1,13 @@
 """Makes a manager consistent again after an exception that came at a line of its own.
 
 Ctrl-C, a signal handler of the user's, a RecursionError or a MemoryError may come between any two
-lines. No order of assignments makes every operation whole for all of them. So whoever lets users
-in notes that such an exception has passed (:attr:`CallGate.torn`), and the next who comes in
-has this called first, before anything is looked at.
+lines. No order of assignments makes every operation atomic for all of them. So the public entry
+points note that such an exception has passed (:attr:`CallGate.torn`), and the next call runs this
+repair first, before it looks at any state.
 
-Believed is what one assignment says and what holds the only copy of something: the records of the
-blocks, the transfers under way, the tensors' own bytes. All else (who lies where in HBM, what is
-free, what was read ahead, what was learned of the order of use) is made anew from that.
+Trusted is state that changes by one assignment, or is the only copy of something: the records of
+the blocks, the transfers under way, the tensors' own bytes. All else (the places in HBM, what is
+free, what was read ahead, what was learned of the order of use) is rebuilt from that.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tiermem.runtime.parts import Parts
 def repair_blocks(
     parts: Parts, host_loans: HostLoans, zero_copy: ZeroCopy, prefetcher: Prefetcher, replay: Replay
 ) -> None:
-    """Makes table, slots and transfers agree; leases and whoever has them are left alone.
+    """Makes table, slots and transfers agree; leases and their holders are left alone.
 
-    Called under the manager's lock by whoever has just taken it, so that no operation on blocks is
+    Called under the manager's lock right after it was taken, so that no operation on blocks is
     under way. It waits for the disk. Cut short itself, it can be called again.
     """
     parts.evictor.repair()
@@ -44,7 +44,7 @@ def repair_blocks(
 
 
 def repair_homes(parts: Parts) -> None:
-    """Frees the space below HBM that nobody has; nothing else may be under way in any thread."""
+    """Frees unowned space below HBM; nothing else may be under way in any thread."""
     homes = [(r.home, r.home_extent) for r in parts.table if r.home_extent is not None]
     parts.homes.repair(homes)
 
@@ -52,13 +52,13 @@ def repair_homes(parts: Parts) -> None:
 def end_leases(parts: Parts, kept: Mapping[int, int]) -> None:
     """Ends every lease that no holder of the block counts as its own.
 
-    What was leased may have been written, by somebody who did not come to say so: the copy in HBM
-    is the newer one in any case, and counts from now on. Nothing else may be under way.
+    A leased block may have been written without being marked dirty: the copy in HBM is the newer
+    one in any case, and counts from now on. Nothing else may be under way.
 
     Args:
         parts: Of the manager.
-        kept: Leases that stay, by the id of the block: of a step that could not be taken back, and
-            that knows itself what it has written.
+        kept: Leases that stay, by the id of the block: those of a step that could not be taken
+            back, which marks itself what it has written.
     """
     for record in parts.table:
         if record.block.id in kept:

@@ -1,7 +1,7 @@
 """Files of the user's own in a checkpoint's folder: which are kept, and how they are.
 
-Who puts ``config.json`` and the tokenizer beside weights can give the folder to transformers, and
-expects to find them there after the next save. A save makes a new folder, so they go over to it:
+Users who put ``config.json`` and the tokenizer beside weights can give the folder to transformers,
+and expect to find them there after the next save. A save makes a new folder, so they go over to it:
 as second names of the same files (hard links), before the folders are exchanged, so that at any
 instant they are there. A file system that has no such links gets copies.
 """
@@ -20,7 +20,7 @@ _BESIDE_WEIGHTS = re.compile(
     r"added_tokens\.json|vocab\b.*|merges\.txt|.*\.(model|jinja|py|md)|chat_template.*|"
     r".*processor.*\.json|(README|LICENSE|NOTICE|USE_POLICY)\b.*|\.git(attributes|ignore)"
 )
-"""What is put beside weights by whoever is going to save them there."""
+"""Names of files that other code puts beside weights, in a folder to be saved to."""
 _OF_A_CHECKPOINT = re.compile(
     r"(model-\d+/)?(model|optimizer)\b.*\.safetensors(\.index\.json)?|tiermem\.json.*"
 )
@@ -52,13 +52,13 @@ def walk(folder: str) -> Iterator[str]:
 
 
 def take_over(files: FileOperations, names: Sequence[str], source: str, target: str) -> None:
-    """Gives files of one folder the same names in another, and has the disk keep them.
+    """Gives files of one folder the same names in another, and syncs them to the disk.
 
     Args:
         files: The file system.
         names: Paths in both folders.
         source: The folder that has them.
-        target: The other; what is there already stays.
+        target: The other; files that it has already stay.
 
     Raises:
         OSError: If the file system fails.

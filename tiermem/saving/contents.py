@@ -1,4 +1,4 @@
-"""Which bytes of the tiers are which tensor of a checkpoint.
+"""The mapping between blocks in the tiers and tensors of a checkpoint.
 
 Tensors of models have the names of ``state_dict()``. The others are called
 ``optimizer.0.exp_avg.PARAMETER``, ``optimizer.0.master.PARAMETER``, ``gradient.PARAMETER``,
@@ -43,7 +43,7 @@ class Source(Protocol):
     block: Block | None
 
     def runs(self) -> Iterator[Run]:
-        """Yields them as they are now; the manager's lock is held, and none is kept."""
+        """Yields the tensors as they are now; the manager's lock is held, and none is kept."""
         ...
 
 
@@ -76,7 +76,7 @@ class LooseSource:
 
     Attributes:
         key: In the checkpoint.
-        tensor: It.
+        tensor: The tensor.
         block: None.
     """
 
@@ -93,12 +93,12 @@ class LooseSource:
 class MasterSource:
     """The masters of a unit, or of a part of one.
 
-    Where somebody else wrote the weights they are saved as they are, and follow them at the next
+    Where other code wrote the weights they are saved as they are, and follow them at the next
     step, before or after a load.
 
     Attributes:
         manager: Of the blocks.
-        masters: They.
+        masters: The masters.
         weight: Returns the elements of the weight of one of the unit's parameters.
         picks: Parameter, key of its master, and its first byte there.
         block: The block of the masters; None where they are in ordinary memory.
@@ -111,7 +111,7 @@ class MasterSource:
     block: Block | None = None
 
     def plain(self) -> BlockSource | None:
-        """Returns them as tensors of their block, where all of them are there."""
+        """Returns the masters as tensors of their block, where all of them are in it."""
         found = [self.masters.index_of(param) for param, _, _ in self.picks]
         picks = [
             (index, key, begin)
@@ -123,7 +123,7 @@ class MasterSource:
         return BlockSource(self.manager, self.block, picks)
 
     def runs(self) -> Iterator[Run]:
-        """Yields the masters; those that are just the weight, cast, by now, as that."""
+        """Yields the masters; one that is only the cast of its weight is made from that."""
         masters = self.masters
         stored: Sequence[torch.Tensor] = ()
         if self.block is not None and masters.made:
@@ -151,7 +151,7 @@ class Named:
 
     Attributes:
         name: In ``state_dict()``.
-        tensor: It; bytes of a managed one may be anywhere.
+        tensor: The tensor; bytes of a managed one may be in any tier.
         persistent: Whether it is in ``state_dict()`` at all.
     """
 
@@ -181,7 +181,7 @@ def names_of(model: nn.Module) -> tuple[list[Named], dict[str, str]]:
 
 @dataclass(slots=True, eq=False)
 class ModelNames:
-    """What a wrapped model has, by name.
+    """The tensors of a wrapped model, by name.
 
     Attributes:
         wrapped: The model.
@@ -224,7 +224,7 @@ class ModelNames:
         return {id(m.tensor): (g, m.index) for g, m in members if not m.materialized}
 
     def keys(self) -> dict[int, str]:
-        """Returns what each parameter is called in the whole checkpoint, by its id."""
+        """Returns each parameter's name in the whole checkpoint, by its id."""
         found: dict[int, str] = {}
         for name, param in self._all_params():
             found.setdefault(id(param), self.folder + name)
@@ -260,7 +260,7 @@ def optimizers_of(runtime: ModuleRuntime) -> list[TieredOptimizer]:
 
 
 def keys_of(models: Sequence[ModelNames], optimizers: Sequence[Contents]) -> dict[int, str]:
-    """Returns what each parameter is called, by its id; also those that are in no model."""
+    """Returns each parameter's name, by its id; also of those that are in no model."""
     found: dict[int, str] = {}
     for model in models:
         found = {**model.keys(), **found}
@@ -283,12 +283,12 @@ class Collector:
         models: The wrapped models.
         model_specs: Tensors of each model's own files.
         specs: All other tensors.
-        sources: Who has them.
+        sources: What holds them.
         manifest: What is no tensor.
     """
 
     def __init__(self, runtime: ModuleRuntime) -> None:
-        """Sees which models there are; the rest is for :meth:`collect`."""
+        """Lists the wrapped models; the rest is for :meth:`collect`."""
         self._runtime = runtime
         self._manager = runtime.manager
         self.models = models_of(runtime)
@@ -303,7 +303,7 @@ class Collector:
         """Lists models, optimizers, gradients and values.
 
         Args:
-            optimizers: Theirs.
+            optimizers: The contents of the optimizers.
             **values: Plain values and tensors, each by its name.
 
         Raises:
@@ -342,7 +342,7 @@ class Collector:
 
     @staticmethod
     def _file_key(model: ModelNames, named: Named) -> str:
-        """Returns what a tensor of a model is called in the whole checkpoint."""
+        """Returns the name of a model's tensor in the whole checkpoint."""
         return f"{'' if named.persistent else 'buffer.'}{model.folder}{named.name}"
 
     def _describe(self, model: ModelNames) -> dict[str, Any]:
@@ -528,7 +528,7 @@ class Collector:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Weights:
-    """Gives the weights of a unit's parameters."""
+    """Returns the weights of a unit's parameters."""
 
     manager: BlockManager
     unit: StepUnit
@@ -542,7 +542,7 @@ class _Weights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _WeightRun:
-    """Gives a run of the weight of a unit that is stepped in parts."""
+    """Returns a run of the weight of a unit that is stepped in parts."""
 
     manager: BlockManager
     unit: StepUnit

@@ -11,7 +11,7 @@ import torch
 _PART = 8 << 20
 _MOST_THREADS = 4
 _CORES_FOR_EACH = 4
-"""So many cores for each thread: the others are for the training that goes on."""
+"""Cores for each thread: the others are for the training that goes on."""
 
 
 class MemoryCopier:

@@ -44,7 +44,7 @@ class FileOperations:
         return os.pwrite(fd, data, offset)
 
     def sync(self, fd: int) -> None:
-        """Has the disk keep what a file, or a folder, has."""
+        """Syncs a file or a folder to the disk (``fsync``)."""
         os.fsync(fd)
 
     def lock(self, fd: int) -> bool:
@@ -53,7 +53,7 @@ class FileOperations:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        except OSError as error:  # a file system without locks: nobody else is seen
+        except OSError as error:  # a file system without locks: other processes are not seen
             return error.errno in (*_UNSUPPORTED, errno.ENOLCK)
         return True
 
@@ -98,7 +98,7 @@ class FileOperations:
 
 
 def sync_folder(files: FileOperations, path: str) -> None:
-    """Has the disk keep the names in a folder."""
+    """Syncs a folder, so that the names in it are on the disk."""
     fd = files.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         files.sync(fd)

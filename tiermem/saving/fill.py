@@ -1,6 +1,7 @@
-"""Puts what a checkpoint has into blocks, as it is read.
+"""Fills blocks with tensors of a checkpoint, as they are read.
 
-What a block held before is given up first: else it would be read from a disk to be overwritten.
+A block's former contents are discarded first: else they would be read from a disk to be
+overwritten.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Run:
 
     @property
     def need(self) -> Need:
-        """What is read for it."""
+        """The bytes that are read for it."""
         itemsize = self.spec.dtype.itemsize
         return Need(self.spec.key, self.begin * itemsize, self.end * itemsize)
 
@@ -55,7 +56,7 @@ class Run:
 
 @dataclass(slots=True, eq=False)
 class ParamState:
-    """What a checkpoint has of the state of a parameter that a unit steps, or of a part of one.
+    """A parameter's optimizer state in a checkpoint, or that of a part of one.
 
     Attributes:
         param: The parameter, as the unit knows it.
@@ -69,7 +70,7 @@ class ParamState:
 
 
 def blank(manager: BlockManager, block: Block) -> None:
-    """Gives up what a block holds, unless somebody looks at it or it never moves."""
+    """Discards what a block holds, unless it has aliases or never moves."""
     slot = manager.parts.slots.current.get(block.id)
     record = manager.parts.table[block.id]
     if not record.fixed and not record.leases and (slot is None or not slot.aliased):
@@ -107,7 +108,7 @@ def fill_group(group: Group, picks: Sequence[tuple[int, Run]], reader: TensorRea
 
 
 def state_runs(saved: Sequence[ParamState]) -> list[Run]:
-    """Returns what :func:`fill_state` reads, in order."""
+    """Returns the runs that :func:`fill_state` reads, in order."""
     return [run for each in saved for run in each.runs.values()]
 
 
@@ -119,14 +120,14 @@ def fill_state(
     saved: Sequence[ParamState],
     reader: TensorReader,
 ) -> None:
-    """Gives a unit the state of a checkpoint; parameters that have none there have none any more.
+    """Loads a unit's state; parameters without state in the checkpoint lose theirs.
 
     Args:
         unit: Steps whole parameters, or a part of one.
         runtime: The modules' runtime.
         groups: Settings of the parameter groups.
         shown: Where its state is shown, to be kept up to date.
-        saved: What there is.
+        saved: The state in the checkpoint.
         reader: Gives the tensors in the order of :func:`state_runs`.
     """
     manager = runtime.manager
@@ -185,7 +186,7 @@ def fill_masters(
 
     Args:
         manager: Of the blocks.
-        masters: They.
+        masters: The masters.
         picks: Parameter, and its master in the checkpoint.
         reader: Gives them in this order.
     """

@@ -4,9 +4,9 @@ A save writes to ``.NAME.tiermem-XXXX`` beside ``NAME``. Its manifest, ``tiermem
 first, says "unfinished", and is replaced by the real one when all else is on the disk. Then the two
 names are exchanged in one operation of the file system, so that at any instant ``NAME`` is the
 former checkpoint or the new one. Where the file system cannot exchange names, the former one is
-renamed first: for that instant there is no ``NAME``, and whoever loads or saves next finds both
-beside it and gives the name back. A folder that is being written is locked (``flock``), so that
-nobody takes it for left over.
+renamed first: for that instant there is no ``NAME``, and the next load or save finds both beside
+it and gives the name back. A folder that is being written is locked (``flock``), so that no
+process takes it for left over.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_MANIFEST = 1 << 30
 
 @contextmanager
 def told_of(path: str, what: str) -> Iterator[None]:
-    """Has errors of the system say what failed, as errors of ours.
+    """Turns ``OSError`` into tiermem's errors, with what failed and where.
 
     Raises:
         CapacityError: For no room.
@@ -83,7 +83,7 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: str, files: FileOperations) -> None:
-        """Looks at nothing yet.
+        """Stores the path; nothing is read yet.
 
         Args:
             path: Where the checkpoint is, or is to be.
@@ -98,7 +98,7 @@ class CheckpointFolder:
     # -- before ----------------------------------------------------------
 
     def check(self) -> None:
-        """Refuses to put a checkpoint in the place of anything that is none.
+        """Raises where the path holds something other than a checkpoint.
 
         Raises:
             CheckpointError: If there is anything but a checkpoint, with or without files of the
@@ -184,7 +184,7 @@ class CheckpointFolder:
         return [path for path in paths if stat.S_ISDIR(os.lstat(path).st_mode)]
 
     def _is_free(self, path: str) -> bool:
-        """Whether nobody is writing a folder just now."""
+        """Whether no process is writing a folder just now."""
         try:
             fd = self._files.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
@@ -236,7 +236,7 @@ class CheckpointFolder:
                 self._files.close(fd)
 
     def write(self, folder: str, name: str, data: bytes) -> None:
-        """Writes a small file and has the disk keep it.
+        """Writes a small file and syncs it to the disk.
 
         Raises:
             OSError: If that fails.
@@ -282,7 +282,7 @@ class CheckpointFolder:
             self._remove(former)
 
     def _remove(self, folder: str) -> None:
-        """Removes a folder of ours; what says that it is ours goes last."""
+        """Removes a folder that tiermem made; its manifest is removed last."""
         names = sorted(walk(folder))
         for name in [name for name in names if name != MANIFEST]:
             self._files.remove_file(os.path.join(folder, name))

@@ -4,13 +4,13 @@ At the call, what is newer in HBM than at home is written home. From then on the
 that is saved, and a thread writes them. Another one copies those in DRAM to DRAM that is free,
 ahead of the steps that will overwrite them. A home that is about to be overwritten before that
 (:class:`~tiermem.runtime.transfers.transfers.HomeKeeper`) is copied then; where there is no room,
-who overwrites it writes it to the checkpoint first. Everything else is taken at the call: numbers,
-settings, generators, tensors outside the tiers, and blocks that live in HBM or that somebody looks
-at.
+the overwriting thread writes it to the checkpoint first. Everything else is taken at the call:
+numbers, settings, generators, tensors outside the tiers, and blocks whose home is HBM or that have
+aliases.
 
-Locks are taken in this order: the manager's, ``_changed``, ``_writing``. The thread takes the first
-without insisting, since who closes the manager holds it and waits for the thread. Bytes are copied
-without any of them: who wants to overwrite those waits for the copy.
+Locks are taken in this order: the manager's, ``_changed``, ``_writing``. The thread only tries to
+take the first, since ``close()`` holds it and waits for the thread. Bytes are copied without any
+of them: a write of these bytes waits for the copy.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class SaveHandle:
     """
 
     def __init__(self, runtime: ModuleRuntime, plan: Plan) -> None:
-        """Takes the state of now, and begins to write it.
+        """Takes the present state, and begins to write it.
 
         Args:
             runtime: The modules' runtime.
@@ -132,7 +132,7 @@ class SaveHandle:
         """Waits until it is over, well or not.
 
         Raises:
-            ClosedError: In a forked child, where nobody writes.
+            ClosedError: In a forked child, where no thread writes.
         """
         if self._generation != generation() and not self.done():
             raise ClosedError(
@@ -141,7 +141,7 @@ class SaveHandle:
         self._ended.wait()
 
     def settle(self) -> None:
-        """Waits until it is over; raises an error that nobody has been told of."""
+        """Waits until it is over; raises an error that was not raised before."""
         if not self._told:
             self.result()
 
@@ -168,7 +168,7 @@ class SaveHandle:
             manager.parts.homes.keeper = self
 
     def _send_home(self, records: list[Record]) -> None:
-        """Has what is newer in HBM be written home, unless somebody may write it there unseen."""
+        """Writes dirty copies home, except those that may be written in HBM without a mark."""
         transfers = self._manager.parts.transfers
         going = []
         for record in records:
@@ -253,7 +253,7 @@ class SaveHandle:
                 self._writer.put(key, begin, view_of(whole, entry.block.tensors[index]))
 
     def _finish(self, entry: _Entry) -> None:
-        """Says that a block is saved; the manager's lock is held where it has a copy."""
+        """Marks a block as saved; the manager's lock is held where it has a copy."""
         with self._changed:
             entry.state, entry.home = _State.DONE, None
             extent, entry.copy = entry.copy, None
@@ -334,7 +334,7 @@ class SaveHandle:
             while (entry := self._next()) is not None:
                 self._save(entry)
         except BaseException as error:
-            self._fail(error)  # so that nobody waits for the thread, who may have the lock
+            self._fail(error)  # so that no caller, maybe with the lock, waits for the thread
             raise
 
     def _next(self) -> _Entry | None:
@@ -349,7 +349,7 @@ class SaveHandle:
                         return entry
                 if all(entry.state is _State.DONE for entry in self._entries.values()):
                     return None
-                self._changed.wait()  # somebody else writes what is left
+                self._changed.wait()  # other threads write what is left
             raise self._error
 
     def _save(self, entry: _Entry) -> None:
@@ -405,9 +405,9 @@ class SaveHandle:
                 warnings.warn(str(self._error), RuntimeWarning, stacklevel=2)
 
     def _let_go(self) -> None:
-        """Is told of nothing any more, and gives its DRAM back."""
+        """Stops watching writes, and frees its DRAM."""
         lock, held = self._manager.lock, False
-        # who closes the manager has the lock, and waits here
+        # the thread that closes the manager has the lock, and waits here
         while not held and not self._manager.gate.closed:
             held = lock.acquire(timeout=_PATIENCE)
         try:

@@ -64,7 +64,7 @@ class Spec:
 
     @property
     def key(self) -> str:
-        """What it is called in the whole checkpoint."""
+        """Its name in the whole checkpoint."""
         return self.folder + self.name
 
     @property
@@ -96,7 +96,7 @@ class FilePlan:
 
 
 def dtype_name(dtype: torch.dtype, what: str) -> str:
-    """Returns what safetensors calls a dtype.
+    """Returns safetensors' name of a dtype.
 
     Raises:
         CheckpointError: If it has no word for it; ``what`` says whose dtype it is.

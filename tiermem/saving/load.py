@@ -1,4 +1,4 @@
-"""``tier.load``: a run goes on where a checkpoint was saved, under whatever budgets there are now.
+"""``tier.load``: restores a training run from a checkpoint, under any budgets.
 
 Manifest, headers, names, shapes, dtypes and settings are checked before anything is changed. The
 tensors are compared with their checksums as they are read, once: to read all of it twice would cost
@@ -56,7 +56,7 @@ class _Action:
 
     Attributes:
         needs: What it reads, in order.
-        make: Does it.
+        make: Loads it.
     """
 
     needs: list[Need]
@@ -139,7 +139,7 @@ class _Loader:
     # -- models ----------------------------------------------------------
 
     def _check_models(self) -> list[list[tuple[torch.Tensor, Run]]]:
-        """Returns what each tensor of each model becomes."""
+        """Returns, for each tensor of each model, the checkpoint's tensor to load."""
         saved = self._manifest["models"]
         if len(saved) != len(self._models):
             raise self._error(
@@ -210,7 +210,7 @@ class _Loader:
     # -- values ----------------------------------------------------------
 
     def _values(self) -> dict[str, Any]:
-        """Returns what is no tensor of a model or of a state; read, and not used yet."""
+        """Reads all values but the tensors of models and states; nothing is changed yet."""
         found: dict[str, Any] = {}
         encoded = {
             "extra": self._manifest["extra"],
@@ -345,7 +345,7 @@ class _Loader:
         self, number: int, unit: PartedUnit, found: Contents, saved: dict[str, Any],
         names: dict[int, str],
     ) -> _Action:  # fmt: skip
-        """Returns what loads the state and the masters of a parameter that is stepped in parts."""
+        """Returns the action that loads state and masters of a parameter stepped in parts."""
         (param, _) = unit.members[0]
         whole = saved["state"].get(names[id(param)])
         actions: list[_Action] = []
@@ -426,7 +426,7 @@ class _Loader:
             check_gradients(self._runtime)
 
     def _of_gradients(self) -> Iterator[_Action]:
-        """Yields what puts the gradients of the checkpoint in the place of those there are."""
+        """Yields the actions that replace the gradients by those of the checkpoint."""
         entries = {id(e.param): e for model in self._models for e in model.wrapped.entries}
         grads = self._runtime.grads
 
@@ -461,7 +461,7 @@ _NOTHING = torch.empty(0)
 
 
 def _into(target: torch.Tensor, run: Run) -> _Action:
-    """Returns what loads a tensor in ordinary memory."""
+    """Returns the action that loads a tensor in ordinary memory."""
     return _Action([run.need], lambda reader: run.into(reader, target))
 
 

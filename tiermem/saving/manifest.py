@@ -1,4 +1,4 @@
-"""A checkpoint as its manifest says it is: read and checked before anything is loaded."""
+"""Reads and checks a checkpoint's manifest and headers, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _manifest(path: str) -> dict[str, Any]:
 
 
 def _beginning(path: str, name: str, described: dict[str, Any]) -> bytes:
-    """Returns what a file begins with, compared with its checksum."""
+    """Returns the first bytes of a file, compared with their checksum."""
     nbytes, digest = described["begin"]
     try:
         with open(path, "rb") as file:

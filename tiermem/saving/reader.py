@@ -64,7 +64,7 @@ class _Read:
 
 
 class TensorReader:
-    """Gives the bytes of tensors in the order in which they were announced."""
+    """Reads the bytes of tensors in the order in which they were announced."""
 
     def __init__(self, stored: Mapping[str, Stored], checks: Checks, needs: Sequence[Need]) -> None:
         """Begins to read.

@@ -10,7 +10,7 @@ import torch
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
-    """Returns what torch's, Python's and numpy's own generators are in.
+    """Returns the states of torch's, Python's and numpy's default generators.
 
     Args:
         device: The device whose generator counts, beside the processor's.

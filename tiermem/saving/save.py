@@ -32,7 +32,7 @@ class Plan:
 
     Attributes:
         folder: The checkpoint's place.
-        sources: Who has the tensors, in the order of the files.
+        sources: What holds the tensors, in the order of the files.
         plans: The files of tensors.
         small: Other files, by their path in the checkpoint.
         folders: Folders in the checkpoint.
@@ -53,7 +53,7 @@ class Plan:
 
 
 def make_plan(runtime: ModuleRuntime, path: str | os.PathLike[str], extra: Any) -> Plan:
-    """Looks at everything, and refuses what cannot be saved, before anything is written.
+    """Collects everything, and raises for what cannot be saved, before anything is written.
 
     Args:
         runtime: The modules' runtime.
@@ -94,7 +94,7 @@ def make_plan(runtime: ModuleRuntime, path: str | os.PathLike[str], extra: Any) 
 
 
 def _configurations(model: ModelNames) -> dict[str, bytes]:
-    """Returns what transformers' ``from_pretrained`` wants beside weights, of a model of its."""
+    """Returns the files that transformers' ``from_pretrained`` needs beside weights."""
     found = {}
     for attribute, name in (("config", "config.json"), ("generation_config", None)):
         value = getattr(model.wrapped.model, attribute, None)
@@ -139,7 +139,7 @@ def write_source(runtime: ModuleRuntime, source: Source, writer: TensorWriter) -
 
 @contextmanager
 def writing(plan: Plan) -> Iterator[TensorWriter]:
-    """Gives what takes the tensors; at the end, the checkpoint takes the former one's place.
+    """Yields the tensor writer; at the end, the checkpoint takes the former one's place.
 
     Raises:
         CapacityError: If the file system has no room.

@@ -26,7 +26,7 @@ _DEEPEST = 100
 
 
 def encode(value: Any, path: str, put: Put, depth: int = 0) -> Any:
-    """Returns what stands for a value in JSON.
+    """Returns the JSON representation of a value.
 
     Dictionaries of the standard library's other classes come back as plain ones.
 

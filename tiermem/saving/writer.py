@@ -1,6 +1,6 @@
 """Writes the files of a checkpoint: any tensor at any time, in large direct writes, by threads.
 
-Who has a tensor's bytes copies them into a chunk that stands for a run of a file; full chunks are
+The calling thread copies a tensor's bytes into a chunk, which is a run of a file; full chunks are
 hashed and written by threads meanwhile. Whole pages go past the page cache (O_DIRECT), where the
 file system can; what is left at the edges of a run goes through it. No page is written both ways.
 """
@@ -105,7 +105,7 @@ class TensorWriter:
             self._place[spec.key] = file, plan.offsets[spec.name]
 
     def put(self, name: str, begin: int, tensor: torch.Tensor) -> None:
-        """Takes bytes of a tensor; nobody looks at them any more when this returns.
+        """Takes bytes of a tensor; they are not read any more when this returns.
 
         Args:
             name: Of the tensor in the checkpoint.
@@ -187,12 +187,12 @@ class TensorWriter:
             data, offset = data[done:], offset + done
 
     def _take_up(self) -> None:
-        """Raises what a thread has met with."""
+        """Raises the error of a thread, if there was one."""
         while self._pending and self._pending[0].done():
             self._pending.pop(0).result()
 
     def finish(self) -> Checks:
-        """Writes what is left, and has the disk keep all of it.
+        """Writes what is left, and syncs all of it to the disk.
 
         Returns:
             The checksums.

@@ -1,1 +1,1 @@
-"""Bytes at rest: the stores of the tiers."""
+"""The stores of the tiers: device memory, host memory, swap files and checkpoint files."""

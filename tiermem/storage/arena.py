@@ -47,7 +47,7 @@ class Arena:
         raise NotImplementedError
 
     def show_to_children(self, extents: Iterable[Extent] | None) -> None:
-        """Says what a child that is forked from now on sees of the bytes; the rest is zeros there.
+        """Sets which bytes a child that is forked from now on sees; the rest is zeros there.
 
         Args:
             extents: Page-aligned, or None for all of it.
@@ -60,7 +60,7 @@ class Arena:
         return self.capacity
 
     def back(self, extent: Extent) -> bool:
-        """Sees to it that there is memory behind an extent; returns whether there is."""
+        """Maps memory behind an extent where there is none; returns whether it has memory now."""
         return True
 
     def missing(self) -> Sequence[Extent]:
@@ -68,7 +68,7 @@ class Arena:
         return ()
 
     def trim(self, begin: int, end: int) -> int:
-        """Gives up what memory it can behind ``[begin, end)``, whose bytes nobody needs.
+        """Frees what memory it can behind ``[begin, end)``, whose bytes are not needed.
 
         Returns:
             How many bytes that was.
@@ -76,7 +76,7 @@ class Arena:
         return 0
 
     def close(self) -> None:
-        """Drops the arena's own hold on the memory."""
+        """Drops the arena's own reference to the memory."""
         self.closed = True
 
 
@@ -159,7 +159,7 @@ class HostArena(Arena):
         )
 
     def show_to_children(self, extents: Iterable[Extent] | None) -> None:
-        """Says what a child that is forked from now on sees of the bytes; the rest is zeros there.
+        """Sets which bytes a child that is forked from now on sees; the rest is zeros there.
 
         Kernels before 4.14 show it everything.
         """
@@ -185,7 +185,7 @@ class HostArena(Arena):
     def give_back(self, extent: Extent) -> None:
         """Gives the pages of an extent back to the system, where they are not locked.
 
-        Its bytes are lost; whoever writes there gets new pages.
+        Its bytes are lost; a later write there gets new pages.
         """
         if self._map is None or self.locked:
             return
@@ -193,7 +193,7 @@ class HostArena(Arena):
             self._map.madvise(mmap.MADV_DONTNEED, extent.offset, extent.nbytes)
 
     def close(self) -> None:
-        """Unregisters and lets the mapping go with its last tensor."""
+        """Unregisters the memory; it is unmapped with its last tensor."""
         super().close()
         self.unlock()
         self._map = self._seen = None
@@ -251,6 +251,6 @@ class DeviceArena(Arena):
         return torch.as_tensor(found, device=self.device)
 
     def close(self) -> None:
-        """Lets the memory go with its last tensor."""
+        """Drops the arena's reference; the memory is freed with its last tensor."""
         super().close()
         self._whole = None

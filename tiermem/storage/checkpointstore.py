@@ -42,7 +42,7 @@ class SourceRange:
 
 @dataclass(frozen=True, slots=True)
 class _Identity:
-    """What a file that nobody has written to keeps."""
+    """Facts about a file that stay the same as long as it is not written."""
 
     size: int
     changed_ns: int
@@ -192,12 +192,12 @@ class CheckpointStore:
         return found
 
     def keep_only(self, extents: Iterable[Extent]) -> None:
-        """Makes just these be handed out: others were lost when a call was cut short."""
+        """Sets which extents are handed out: others were lost when a call was cut short."""
         kept = set(extents)
         for extent in [extent for extent in self._ranges if extent not in kept]:
             self.forget(extent)
 
-    # What the file mover asks --------------------------------------------------------
+    # Interface of the file mover -----------------------------------------------------
 
     def pieces(self, extent: Extent) -> list[Piece]:
         """Returns the pages to read for a block, by file and offset, each page once."""
@@ -241,7 +241,7 @@ class CheckpointStore:
         )
 
     def written(self, extent: Extent, piece: Piece) -> PieceSum:
-        """Returns what the index knows of a piece; its checksum is that of its first read."""
+        """Returns the index entry of a piece; its checksum is that of its first read."""
         key = (piece.file, piece.file_offset, piece.nbytes)
         with self._lock:
             entry = self._sums.get(key)
@@ -282,7 +282,7 @@ class CheckpointStore:
             self._close_files()
 
     def forked(self) -> None:
-        """Lets go of the parent's descriptors in a forked child."""
+        """Closes the parent's descriptors in a forked child."""
         self._closed = True
         self._lock = threading.Lock()  # a thread of the parent may have had it
         self._close_files()

@@ -1,4 +1,4 @@
-"""Byte planes and lz4: what numbers of a trained model shrink to, exactly.
+"""Lossless compression of numbers by byte planes and lz4.
 
 Of each number the first bytes are put together, then the second ones, and so on; lz4 packs each
 such plane for itself. Signs and exponents repeat and shrink, mantissas are noise and do not: lz4

@@ -56,13 +56,13 @@ class Properties(ctypes.Structure):
 
 
 class Access(ctypes.Structure):
-    """``CUmemAccessDesc``: who may do what with it."""
+    """``CUmemAccessDesc``: which device may read or write it."""
 
     _fields_ = [("location", Location), ("flags", ctypes.c_int)]
 
 
 class _Thread(threading.local):
-    """What is known of each thread: whether it has a context."""
+    """State of each thread: whether it has a context."""
 
     bound = False
 
@@ -144,7 +144,7 @@ class DevicePieceCalls:
         self._check("cuMemMap", self._lib.cuMemMap(address, nbytes, 0, handle, 0))
 
     def allow(self, address: int, nbytes: int) -> None:
-        """Lets the device read and write there."""
+        """Gives the device read and write access to mapped addresses."""
         self._bind()
         code = self._lib.cuMemSetAccess(address, nbytes, ctypes.byref(self._access), 1)
         self._check("cuMemSetAccess", code)
@@ -179,7 +179,7 @@ class DevicePieceCalls:
         self._local.bound = True
 
     def _declare(self) -> None:
-        """Says what the driver's functions take.
+        """Declares the arguments of the driver's functions.
 
         Raises:
             TierError: If the driver has not got all of them.

@@ -1,4 +1,4 @@
-"""What the file mover asks of a store in files, and two such stores side by side.
+"""The interface of a store in files, as the file mover uses it, and two such stores joined.
 
 A store hands out extents; each consists of *pieces*, that are read or written at once and
 have a checksum each. The swap file's extents lie in its files as they are; those of a
@@ -50,7 +50,7 @@ class Piece:
 
 @dataclass(slots=True)
 class PieceSum:
-    """What the index knows of one piece.
+    """The index entry of one piece.
 
     Attributes:
         generation: Number of the write that counts; a later one outdates it.
@@ -94,7 +94,7 @@ class FileStore(Protocol):
         """Returns why a piece cannot be read; empty where it can."""
 
     def written(self, extent: Extent, piece: Piece) -> PieceSum | None:
-        """Returns what the index knows of a piece; None where the file has nothing whole."""
+        """Returns the index entry of a piece; None where it was not written in whole."""
 
     def keep_sum(self, extent: Extent, piece: Piece, checksum: int) -> None:
         """Keeps the checksum of a piece's first read, where the index ``learns``."""
@@ -112,7 +112,7 @@ class FileStore(Protocol):
 
 
 class JoinedFiles:
-    """A store that is written and one that is only read, under one roof for one file mover.
+    """Joins a store that is written and one that is only read, for one file mover.
 
     Args:
         swap: Its files come first; its extents lie below ``boundary``.

@@ -65,7 +65,7 @@ class FreeList:
         self._give(extent.offset, extent.nbytes)
 
     def rebuild(self, extents: Iterable[Extent]) -> None:
-        """Makes just these be handed out, whatever was before.
+        """Sets which extents are handed out, whatever was before.
 
         Args:
             extents: No two of them overlap.

@@ -59,7 +59,7 @@ class MappedDeviceArena(Arena):
         return 0 if self._pieces is None else self._pieces.mapped
 
     def back(self, extent: Extent) -> bool:
-        """Sees to it that there is memory behind an extent; returns whether there is."""
+        """Maps memory behind an extent where there is none; returns whether it has memory now."""
         return self._of().back(extent)
 
     def missing(self) -> list[Extent]:
@@ -80,7 +80,7 @@ class MappedDeviceArena(Arena):
         return torch.as_tensor(found, device=self.device)
 
     def close(self) -> None:
-        """Lets the memory go with its last tensor."""
+        """Drops the arena's reference; the memory is freed with its last tensor."""
         super().close()
         self._pieces = None
 
@@ -134,7 +134,7 @@ class MappedHostArena(HostArena):
         return 0 if self._pieces is None else self._pieces.mapped
 
     def back(self, extent: Extent) -> bool:
-        """Sees to it that there is memory behind an extent; returns whether there is."""
+        """Maps memory behind an extent where there is none; returns whether it has memory now."""
         return self._of().back(extent)
 
     def missing(self) -> list[Extent]:
@@ -148,13 +148,13 @@ class MappedHostArena(HostArena):
     def bytes_of(self, extent: Extent) -> torch.Tensor:
         """Returns a new 1-D uint8 tensor over ``extent``, with a storage of its own."""
         if self._seen is self._map and self._map is not None:
-            # who sees the bytes keeps the pieces: with these the memory goes
+            # tensors over the bytes keep the pieces alive: with these the memory goes
             self._seen = (ctypes.c_ubyte * len(self._map)).from_buffer(self._map)
             self._seen.pieces = self._pieces
         return super().bytes_of(extent)
 
     def close(self) -> None:
-        """Lets the memory go with its last tensor."""
+        """Drops the arena's reference; the memory is freed with its last tensor."""
         super().close()
         self._pieces = None
 

@@ -72,7 +72,7 @@ def check_folder(path: Path) -> Path:
 
 
 def _unusable(path: Path, error: OSError | ValueError) -> ConfigError:
-    """Returns the error of a folder that the system does not let anybody look at."""
+    """Returns the error of a folder that cannot be accessed."""
     text = str(path)
     if len(text) > _LONG:
         text = f"{text[:40]}...{text[-40:]} ({len(text)} characters)"

@@ -56,7 +56,7 @@ class CudaPageLocks:
         Raises:
             CapacityError: If CUDA refuses, which it does beyond the limit of locked memory.
         """
-        with torch.cuda.device(self._device):  # torch takes it for memory of the device of now
+        with torch.cuda.device(self._device):  # torch takes it for memory of the current device
             code = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
         if int(code) != 0:
             self._forget_error()
@@ -66,7 +66,7 @@ class CudaPageLocks:
             )
 
     def unlock(self, address: int) -> None:
-        """Unregisters a run of pages; one that is not registered is let be."""
+        """Unregisters a run of pages; one that is not registered is ignored."""
         code = torch.cuda.cudart().cudaHostUnregister(address)
         if int(code) != 0:
             self._forget_error()
@@ -76,9 +76,9 @@ class CudaPageLocks:
         torch.cuda.synchronize(self._device)
 
     def _forget_error(self) -> None:
-        """Has torch take up the error of a call that failed, which CUDA keeps.
+        """Clears the error of a failed call, which CUDA keeps, by making torch read it.
 
-        Otherwise the next kernel, whoever launches it, would seem to have failed.
+        Otherwise the next kernel launch, anywhere, would seem to have failed.
         """
         with torch.cuda.device(self._device), contextlib.suppress(RuntimeError):
             torch.cuda._sleep(0)  # torch has no call that does only that; this checks its launch

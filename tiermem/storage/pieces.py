@@ -1,8 +1,8 @@
 """A run of addresses that gets memory behind it piece by piece, and gives it back, where it is.
 
 A tensor over such addresses stays where it is, whatever comes and goes behind the rest of the run.
-Who maps and how is :class:`PieceCalls`: the CUDA driver (:mod:`tiermem.storage.devicepieces`), or
-host memory that stands in for it.
+The calls that map memory are :class:`PieceCalls`: the CUDA driver
+(:mod:`tiermem.storage.devicepieces`), or host memory that stands in for it.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class PieceCalls(Protocol):
         ...
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
-        """Puts memory behind reserved addresses; nobody may use it before :meth:`allow`."""
+        """Puts memory behind reserved addresses; it may not be used before :meth:`allow`."""
         ...
 
     def allow(self, address: int, nbytes: int) -> None:
-        """Lets the device read and write what is mapped at some addresses."""
+        """Gives the device read and write access to what is mapped at some addresses."""
         ...
 
     def unmap(self, address: int, nbytes: int) -> None:
@@ -81,9 +81,9 @@ def _whole(call: Callable[[], object]) -> None:
 
 
 class Pieces:
-    """Knows which chunks of a run of addresses have memory behind them.
+    """Maps and unmaps memory behind a run of addresses, chunk by chunk.
 
-    The memory and the addresses go back with this object; whoever sees the bytes keeps it.
+    Memory and addresses are freed with this object; tensors over the bytes keep it alive.
 
     Attributes:
         nbytes: Of the run.
@@ -141,7 +141,7 @@ class Pieces:
         ]
 
     def back(self, extent: Extent) -> bool:
-        """Sees to it that there is memory behind every byte of an extent.
+        """Maps memory behind every byte of an extent.
 
         Returns:
             False where there is not enough; what could be mapped of it stays.
@@ -185,7 +185,7 @@ class Pieces:
                     start = begin * self.chunk
                     nbytes = min(at * self.chunk, self.nbytes) - start
                     self._calls.allow(self.address + start, nbytes)
-            except BaseException:  # what nobody may use is of no use
+            except BaseException:  # memory without access is of no use
                 for made in range(begin, end):
                     _drop(self._calls, self._handles, made, *self._place(made))
                 raise
@@ -248,7 +248,7 @@ def _free(
     chunk: int,
     process: int,
 ) -> None:
-    """Gives everything back, once nobody sees it any more."""
+    """Frees memory and addresses, once no tensor is over them any more."""
     if os.getpid() != process:
         return  # a forked child has no driver
 
@@ -309,7 +309,7 @@ class HostPieceCalls:
         """Does nothing: the pages are gone."""
 
     def free(self, address: int, nbytes: int) -> None:
-        """Lets the mapping go with the last who sees it."""
+        """Drops the mapping, which is unmapped with its last tensor."""
         self.memory = None
 
     def synchronize(self) -> None:

@@ -26,7 +26,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class SwapFile:
-    """Bytes at rest on fast disks.
+    """Space in nameless files on fast disks.
 
     Args:
         paths: Folders, one file in each.
@@ -242,7 +242,7 @@ class SwapFile:
         return self._free.holds(extent)
 
     def keep_only(self, extents: Iterable[Extent]) -> None:
-        """Makes just these be handed out: others were lost when a call was cut short."""
+        """Sets which extents are handed out: others were lost when a call was cut short."""
         self._free.rebuild(extents)
 
     def pieces(self, extent: Extent) -> list[Piece]:
@@ -292,7 +292,7 @@ class SwapFile:
                 entry.written = True
 
     def written(self, extent: Extent, piece: Piece) -> PieceSum | None:
-        """Returns what was written there, or ``None`` if that is nothing whole."""
+        """Returns the index entry of a piece, or ``None`` if it was not written in whole."""
         entry = self.sums.get(extent.offset + piece.extent_offset)
         if entry is None or not entry.written or entry.nbytes != piece.nbytes:
             return None
@@ -328,7 +328,7 @@ class SwapFile:
         self._close_files()
 
     def forked(self) -> None:
-        """Lets go of the parent's files; for a forked child, before it opens files of its own.
+        """Closes the parent's files; for a forked child, before it opens files of its own.
 
         A child that outlives its parent would keep their space taken.
         """
@@ -341,5 +341,5 @@ class SwapFile:
             os.close(self._fds.pop())
 
     def __del__(self) -> None:
-        if getattr(self, "_fds", None):  # an exception came before anybody had this to close it
+        if getattr(self, "_fds", None):  # an exception came before a caller had this to close it
             self.close()

@@ -1,4 +1,4 @@
-"""A disk in simulated time: real bytes, and a clock that moves only when nobody has work to do.
+"""A disk in simulated time: real bytes, and a clock that moves only when no thread has work.
 
 Whether reads, updates and writes overlap cannot be seen on a real disk under test: it is too
 quick, or the machine too busy. Here a sweep takes the same simulated seconds on any machine.
@@ -57,7 +57,7 @@ class SimulatedTime:
 
     @contextmanager
     def waiting(self, transfers: Sequence[FileTransfer]) -> Iterator[None]:
-        """Says that the thread does nothing until one of some transfers has finished."""
+        """Notes that the thread does nothing until one of some transfers has finished."""
         with self.changed:
             self._transfers = transfers
             self.changed.notify_all()

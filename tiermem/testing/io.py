@@ -86,12 +86,12 @@ class ScriptedEngine(IoEngine):
     # What tests steer with -----------------------------------------------------------
 
     def hold(self) -> None:
-        """Lets nothing complete until :meth:`release`."""
+        """Holds all completions back until :meth:`release`."""
         with self._changed:
             self._held = True
 
     def release(self) -> None:
-        """Lets requests complete again."""
+        """Ends :meth:`hold`: requests complete again."""
         with self._changed:
             self._held = False
             self._changed.notify_all()

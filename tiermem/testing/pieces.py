@@ -12,7 +12,7 @@ from collections.abc import Callable
 from tiermem.errors import TierError
 from tiermem.storage.pieces import HostPieceCalls
 
-_NEW = 0xA5  # what new memory holds: nobody may count on zeros
+_NEW = 0xA5  # what new memory holds: zeros may not be relied on
 
 
 class FakeDevice:
@@ -20,20 +20,20 @@ class FakeDevice:
 
     Attributes:
         total: Bytes.
-        others: Bytes that somebody else has.
+        others: Bytes allocated by other processes.
         short: Whether torch has run out of memory since it was asked.
         arenas: The calls of each arena.
     """
 
     def __init__(self, total: int) -> None:
-        """Has nobody take anything yet."""
+        """Starts with all memory free."""
         self.total = total
         self.others = 0
         self.short = False
         self.arenas: list[FakePieceCalls] = []
 
     def free(self) -> int:
-        """Returns the bytes that nobody has."""
+        """Returns the bytes that are not allocated."""
         return self.total - self.others - sum(calls.taken for calls in self.arenas)
 
     def ran_out(self) -> bool:
@@ -100,7 +100,7 @@ class FakePieceCalls(HostPieceCalls):
         ctypes.memset(address, _NEW, nbytes)
 
     def allow(self, address: int, nbytes: int) -> None:
-        """Lets what is mapped be used; all of it has to be mapped."""
+        """Permits access to mapped addresses; all of them have to be mapped."""
         self.before("allow")
         at = address
         while at < address + nbytes:
@@ -110,7 +110,7 @@ class FakePieceCalls(HostPieceCalls):
         self._rule(at == address + nbytes, "access to a part of a mapping")
 
     def use(self, address: int, nbytes: int) -> None:
-        """Says that the device works with some bytes from now on."""
+        """Notes that the device works with some bytes from now on."""
         at = address
         while at < address + nbytes:
             found = [a for a, (size, _) in self.mapped.items() if a <= at < a + size]

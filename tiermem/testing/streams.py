@@ -106,13 +106,13 @@ class SimulatedDevice:
         return event
 
     def wait(self, stream: int, event: SimulatedEvent) -> None:
-        """Has what is submitted to ``stream`` from now on wait for ``event``."""
+        """Makes ``stream`` wait for ``event`` from now on."""
         if event.waiter != stream and not event.passed:
             event.waiter = stream
             self.submit(stream, lambda: None, after=event)
 
     def follow(self, stream: int, other: int) -> None:
-        """Has what is submitted to ``stream`` from now on wait for what ``other`` has so far."""
+        """Makes ``stream`` wait from now on for what was submitted to ``other`` so far."""
         self.wait(stream, self.record(other))
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:

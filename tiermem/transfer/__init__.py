@@ -1,1 +1,1 @@
-"""Bytes in motion: copies between the tiers."""
+"""Copies of bytes between the tiers."""

@@ -1,7 +1,7 @@
 """Copies between HBM and DRAM: in line on the CPU, on streams of their own on CUDA.
 
 Both engines are ordered by streams, not by the host: a copy counts as made
-once it is submitted, and whoever touches its bytes waits on its event. On the
+once it is submitted, and later users of its bytes wait for its event. On the
 CPU there is nothing to wait for.
 """
 
@@ -61,7 +61,7 @@ class CopyEngine(Protocol):
             source: Host bytes.
             extent: Where ``target`` is, so that earlier readers are waited for.
             after: Event of the last write to ``source``.
-            again: Event of a copy up that nobody asks about any more, which may be used again.
+            again: Event of an earlier copy up that is no longer asked about; may be recorded anew.
         """
         ...
 
@@ -104,11 +104,11 @@ class CopyEngine(Protocol):
         ...
 
     def guards(self, extent: Extent) -> tuple[Event, ...]:
-        """Returns what a copy into ``extent`` that is submitted later has to wait for."""
+        """Returns the events that a copy into ``extent``, submitted later, has to wait for."""
         ...
 
     def landed(self, extent: Extent, event: Event) -> None:
-        """Says that a copy from a file into ``extent`` is over when ``event`` has passed."""
+        """Notes that a copy from a file into ``extent`` is over when ``event`` has passed."""
         ...
 
     def prepare_down(self) -> None:
@@ -277,7 +277,7 @@ class StreamCopyEngine:
     up need not wait for each other: they share a stream. Those from files have
     one of their own, and wait for what was submitted when their read was asked
     for: behind others that were asked for since they would wait for these too.
-    Whoever else wants the place of one that has landed waits for its event.
+    Later users of the place of one that has landed wait for its event.
 
     Attributes:
         calls: The device.
@@ -377,7 +377,7 @@ class StreamCopyEngine:
         return (*computed, *self._copies(extent))
 
     def landed(self, extent: Extent, event: Event) -> None:
-        """Keeps the event of what a file mover copied up, for those who come after it."""
+        """Keeps the event of what a file mover copied up, for later users of the place."""
         self._landed.add(extent, event)
 
     def prepare_down(self) -> None:
@@ -405,7 +405,7 @@ class StreamCopyEngine:
         return self.calls.record(self.calls.current())
 
     def seen(self, source: torch.Tensor) -> torch.Tensor | None:
-        """Returns the bytes themselves: the device's memory is the host's."""
+        """Returns the bytes themselves: the stand-in's memory is the host's."""
         return source
 
     def synchronize(self) -> None:
@@ -465,7 +465,7 @@ class CudaCopyEngine(StreamCopyEngine):
         self.down_stream: torch.cuda.Stream = torch.cuda.ExternalStream(down, calls.index)
         super().__init__(calls, up, down, files)
         self._reaches = calls.reaches
-        # streams are not destroyed: somebody may still have an event of theirs
+        # streams are not destroyed: there may still be events of theirs
         weakref.finalize(self, spare.extend, (up, down, files))
 
     def seen(self, source: torch.Tensor) -> torch.Tensor | None:

@@ -59,7 +59,7 @@ class Event:
             self._over = True
 
     def __del__(self) -> None:
-        # nobody can wait for it any more, and waits submitted before keep what they saw
+        # it cannot be waited for any more, and waits submitted before keep what they saw
         self._calls.spare.append(self.handle)
 
 
@@ -71,13 +71,13 @@ def _destroy(library: Any, events: Iterable[int], process: int) -> None:
 
 
 class _Thread(threading.local):
-    """What is known of each thread: whether it has a context."""
+    """State of each thread: whether it has a context."""
 
     bound = False
 
 
 class Signal(Protocol):
-    """What a recorded event offers, whoever makes it."""
+    """A recorded event, of whatever device."""
 
     waiter: int
 
@@ -91,7 +91,7 @@ class Signal(Protocol):
 
 
 class StreamCalls(Protocol):
-    """What the copy engine asks of a device. Streams are named by their handles."""
+    """The stream and event calls that the copy engine needs. Streams are named by handles."""
 
     def current(self) -> int:
         """Returns the calling thread's compute stream."""
@@ -102,17 +102,17 @@ class StreamCalls(Protocol):
 
         Args:
             stream: The stream.
-            again: An event of the same stream that may as well mean this later point to all who
-                still have it; it is returned. Waits submitted before keep what they saw.
+            again: An event of the same stream to record anew; for its other holders it means this
+                later point from now on. It is returned. Waits submitted before keep what they saw.
         """
         ...
 
     def wait(self, stream: int, event: Any) -> None:
-        """Has what is submitted to ``stream`` from now on wait for ``event``."""
+        """Makes ``stream`` wait for ``event`` from now on; the host does not wait."""
         ...
 
     def follow(self, stream: int, other: int) -> None:
-        """Has what is submitted to ``stream`` from now on wait for what ``other`` has so far."""
+        """Makes ``stream`` wait from now on for what was submitted to ``other`` so far."""
         ...
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
@@ -155,7 +155,7 @@ class StreamCalls(Protocol):
         ...
 
     def mark(self, event: int, stream: int) -> None:
-        """Has an event mark the end of what was submitted to ``stream`` so far."""
+        """Records ``event`` behind what was submitted to ``stream`` so far."""
         ...
 
     def passed(self, event: int) -> bool:
@@ -171,10 +171,10 @@ class DriverCalls:
     """The calls of one device.
 
     Attributes:
-        spare: Event handles that nobody uses.
+        spare: Event handles that are not in use.
         current: Returns the calling thread's compute stream.
         capturing: Whether that is recorded into a CUDA graph. The stream of the current device is
-            asked: what is captured on another is not ours.
+            asked: a capture on another device does not concern these calls.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -191,7 +191,7 @@ class DriverCalls:
         self._marks: dict[int, int] = {}
         self._local = _Thread()
         try:
-            # short calls keep the interpreter's lock: letting go and taking it again costs more,
+            # short calls keep the GIL: releasing and taking it again costs more,
             # and lets another thread in for its whole turn
             self._lib = ctypes.PyDLL("libcuda.so.1")
             self._waiting = ctypes.CDLL("libcuda.so.1")
@@ -208,7 +208,7 @@ class DriverCalls:
             context = ctypes.c_void_p()
             self._check("cuCtxGetCurrent", self._lib.cuCtxGetCurrent(ctypes.byref(context)))
         self._context = context
-        # every event refers to this object, or is known to nobody else
+        # every event refers to this object, or has no other reference
         weakref.finalize(self, _destroy, self._lib, self._events, os.getpid()).atexit = False
         self.current: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, self.index)
         self.capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
@@ -220,7 +220,7 @@ class DriverCalls:
         return event
 
     def mark(self, event: int, stream: int) -> None:
-        """Has an event mark the end of what was submitted to ``stream`` so far."""
+        """Records ``event`` behind what was submitted to ``stream`` so far."""
         foreign = not (stream and self._local.bound) and self._enter(stream)
         code = self._record(event, stream)
         if foreign:
@@ -229,7 +229,7 @@ class DriverCalls:
             self._check("cuEventRecord", code)
 
     def wait(self, stream: int, event: Event) -> None:
-        """Has what is submitted to ``stream`` from now on wait for ``event``."""
+        """Makes ``stream`` wait for ``event`` from now on; the host does not wait."""
         if event.waiter == stream:
             return
         local = self._local.bound and (stream or _current_device() == self.index)
@@ -242,9 +242,9 @@ class DriverCalls:
         event.waiter = stream
 
     def follow(self, stream: int, other: int) -> None:
-        """Has what is submitted to ``stream`` from now on wait for what ``other`` has so far.
+        """Makes ``stream`` wait from now on for what was submitted to ``other`` so far.
 
-        Nobody sees the event in between, so it can be recorded anew at once: waits submitted
+        The event in between is used here alone, so it can be recorded anew at once: waits submitted
         before keep what they saw.
         """
         mark = self._marks.get(other) or self._new_mark(other)
@@ -357,7 +357,7 @@ class DriverCalls:
         The default stream has the same handle on all of them.
 
         Returns:
-            Whether :meth:`_leave` is owed.
+            Whether :meth:`_leave` must follow.
         """
         if not self._local.bound:
             self._bind()
@@ -392,7 +392,7 @@ class DriverCalls:
         return again
 
     def _new_mark(self, stream: int) -> int:
-        """Makes the event with which other streams are told to follow one."""
+        """Makes the event by which other streams follow ``stream``."""
         mark = self._marks[stream] = self.new_event()
         return mark
 

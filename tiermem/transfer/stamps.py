@@ -40,7 +40,7 @@ class Clock(Protocol):
         ...
 
     def free(self, stamp: Stamp) -> None:
-        """Says that a stamp is not asked about again."""
+        """Frees a stamp that is not asked about again."""
         ...
 
     def usable(self) -> bool:
@@ -64,7 +64,7 @@ class HostClock:
         return time.perf_counter_ns()
 
     def passed(self, stamp: Stamp) -> bool:
-        """It has."""
+        """Returns True: time on the host passes by itself."""
         return True
 
     def seconds(self, begin: Stamp, end: Stamp) -> float:
@@ -75,7 +75,7 @@ class HostClock:
         """Nothing to keep."""
 
     def usable(self) -> bool:
-        """Always."""
+        """Returns True."""
         return True
 
     def host(self) -> float:

@@ -1,4 +1,4 @@
-"""What torch does underneath: versions, the compiler, hooks, modes, memory that refuses reads.
+"""Access to torch's internals: versions, the compiler, hooks, modes, memory that refuses reads.
 
 Knows torch; knows no block.
 """

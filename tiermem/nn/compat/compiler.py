@@ -39,7 +39,7 @@ def hide_from_compiler() -> None:
 
 
 def _skipper() -> Callable[[types.CodeType], Any]:
-    """Returns what this version of torch has to keep a frame from being compiled."""
+    """Returns this torch version's function that keeps a frame from being compiled."""
     frames: Any = torch._C._dynamo.eval_frame
     if hasattr(frames, "skip_code"):
         return frames.skip_code  # type: ignore[no-any-return]

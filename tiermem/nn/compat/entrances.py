@@ -1,4 +1,4 @@
-"""Where users and torch come in: what passes at a line of ours is noted, and repaired later."""
+"""Decorators of the entry points of users and torch, which note exceptions for a later repair."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Repairable(Protocol):
-    """What a repair puts right: the modules of a manager.
+    """What a repair works on: the modules of a manager.
 
     Attributes:
         manager: Of their blocks.
-        repair: Makes everything right; see :mod:`tiermem.nn.wrap.repair`.
+        repair: Repairs everything; see :mod:`tiermem.nn.wrap.repair`.
     """
 
     manager: BlockManager

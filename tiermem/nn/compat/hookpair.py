@@ -1,10 +1,10 @@
-"""Which pair of saved-tensor hooks is in force: torch says, or is listened to.
+"""Which pair of saved-tensor hooks is in force: asked of torch, or tracked here.
 
-torch 2.6 pushes and pops pairs and tells nobody which one is on top. There, what pushes and pops
-them (``torch.autograd.graph.saved_tensors_hooks`` and all that derives from it go through two
-functions of ``torch._C._autograd``) is followed from the import of this module on, thread by
-thread. A pair that was pushed before is not known; nor is one that a thread of autograd's takes
-over from the thread that called ``backward()`` inside such a pair.
+torch 2.6 has no function that returns the pair on top. There, the two functions that push and pop
+pairs (``torch.autograd.graph.saved_tensors_hooks`` and all that derives from it go through these
+of ``torch._C._autograd``) are wrapped from the import of this module on, thread by thread. A pair
+that was pushed before is not known; nor is one that a thread of autograd's takes over from the
+thread that called ``backward()`` inside such a pair.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def follow(autograd: Any) -> Callable[[], Pair | None]:
         autograd: Has the two functions, which are replaced by such as note what they do.
 
     Returns:
-        What tells the calling thread's pair on top, or None.
+        A function that returns the calling thread's pair on top, or None.
     """
     pairs = _Pairs()
     push: Callable[..., None] = autograd._push_saved_tensors_default_hooks
@@ -68,7 +68,7 @@ top_pair: Callable[[], Pair | None] = _teller(torch._C._autograd)
 
 
 def change_pushed(change: Callable[[Pair], Pair], autograd: Any = torch._C._autograd) -> None:
-    """Has every pair that is pushed from now on be changed first.
+    """Replaces the function that pushes pairs by one that changes each pair first.
 
     Args:
         change: Gets a pair and returns the one to push.

@@ -1,10 +1,10 @@
-"""Calls that lead out of tiermem, into a user's code or torch's, and what they raise.
+"""Calls out of tiermem, into a user's code or torch's, and marks on the exceptions they raise.
 
-An exception is one of two kinds. It may have come between any two lines of ours (Ctrl-C, a signal
-handler's, no memory): then anything may be half done, and the next call repairs
-(:mod:`tiermem.nn.wrap.repair`). Or it was raised by what we called, or on purpose: then our own
+An exception is one of two kinds. It may have come between any two lines of tiermem's (Ctrl-C, a
+signal handler's, no memory): then anything may be half done, and the next call repairs
+(:mod:`tiermem.nn.wrap.repair`). Or it was raised by called code, or on purpose: then tiermem's
 lines were left in order, by their ``finally`` clauses, and there is nothing to repair. The class of
-an exception does not tell the two apart, so those of the second kind are marked where they come in.
+an exception does not tell the two apart, so those of the second kind are marked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OUTSIDE = "_tiermem_outside"
 def outside(call: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     """Makes a call that leads out of tiermem, and marks what it raises.
 
-    Only where an exception of that call leaves nothing of ours half done.
+    For places alone at which an exception of that call leaves nothing of tiermem's half done.
     """
     try:
         return call(*args, **kwargs)

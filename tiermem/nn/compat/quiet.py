@@ -1,4 +1,4 @@
-"""Work of our own in the middle of a user's forward or backward."""
+"""Contexts for tiermem's own tensor operations inside a user's forward or backward."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ R = TypeVar("R")
 
 
 class _Unrecorded:
-    """Has nothing recorded for autograd inside, nor what ``others`` keep out.
+    """Context with ``torch.no_grad()`` and the contexts ``others``, made to be cheap.
 
-    Gradient after gradient passes here, and mostly nothing is switched on: so it is asked for
+    It is entered for every gradient, and mostly nothing is switched on: so that is checked
     first, and only what is on is switched off. That costs a few calls of torch's C++, where
     contexts for all of it cost tens of microseconds.
     """
@@ -56,7 +56,7 @@ def unrecorded() -> AbstractContextManager[None]:
 
 
 def _surroundings() -> list[AbstractContextManager[Any]]:
-    """Returns what switches off, of those that are on, what marks every tensor made."""
+    """Returns contexts that switch off inference mode and transforms, if they are on."""
     others: list[AbstractContextManager[Any]] = []
     if torch.is_inference_mode_enabled():
         others.append(torch.inference_mode(False))
@@ -66,7 +66,7 @@ def _surroundings() -> list[AbstractContextManager[Any]]:
 
 
 def quiet(device: torch.device) -> AbstractContextManager[None]:
-    """Keeps what the user has switched on for their own operations out of ours.
+    """Keeps modes that the user has switched on away from tiermem's own operations.
 
     Autocast, inference mode, transforms of ``torch.func`` and dispatch modes (selective
     checkpointing) are off inside, and nothing is recorded for autograd.
@@ -89,7 +89,7 @@ _uncompiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def uncompiled(call: Callable[P, R]) -> Callable[P, R]:
-    """Returns the same call, which the compiler does not look into if one is around it.
+    """Returns the same call, into which ``torch.compile`` does not trace.
 
     Args:
         call: A function of a module or class, not a method of one object: what is returned for

@@ -2,8 +2,8 @@
 
 torch has a switch for that in each storage. Its CUDA graph trees set it, with a text of their
 own, on memory that was overwritten. A torch that was built without CUDA has the switch and not
-the function that sets it. There the switch is found: it lies beside two others that torch sets for
-whoever asks, and is only taken for found if reading a tensor fails with it and works again without
+the function that sets it. There the switch is searched for: it lies beside two others that torch's
+Python functions set, and is only used if reading a tensor fails with it and works again without
 it. They are bytes of an object whose address torch gives out.
 """
 
@@ -52,10 +52,10 @@ def read_elsewhere(module: nn.Module, name: str, blocks: Sequence[Block]) -> Par
 
 
 def refuse(tensor: torch.Tensor, text: str) -> bool:
-    """Has every access to the bytes of a tensor's storage raise from now on.
+    """Makes every access to the bytes of a tensor's storage raise from now on.
 
     Args:
-        tensor: Whose storage; nothing else may look into it.
+        tensor: Its storage; no other tensor may share it.
         text: What the error says, where torch can be told.
 
     Returns:

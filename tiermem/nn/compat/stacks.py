@@ -1,10 +1,10 @@
 """Modules that have the weights of many experts stacked in one parameter each.
 
-So they are in transformers from version 5 on: parameters of shape ``[experts, ...]``, and a forward
+transformers has them from version 5 on: parameters of shape ``[experts, ...]``, and a forward
 that is given the hidden states, which experts each token has chosen, and how much each of these
 weighs. What such a module computes is either a loop over the chosen experts
 (``self.weight[expert]``), a product for each chosen pair (``self.weight[experts]``), or a product
-of groups, of which those that nobody has chosen are empty (``torch.nn.functional.grouped_mm``).
+of groups, of which those of experts not chosen are empty (``torch.nn.functional.grouped_mm``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _item = dict.get  # a name is looked at, and nothing brought up for it
 
 
 def experts_of(module: nn.Module) -> int:
-    """Returns how many experts a module has stacked in its parameters; 0 where it has none so."""
+    """Returns how many experts a module has stacked in its parameters; 0 for other modules."""
     own: dict[str, Any] = module.__dict__["_parameters"]
     params = [_item(own, name) for name in own]
     shapes = [tuple(param.shape) for param in params if param is not None]
@@ -62,7 +62,7 @@ def reads_rows(module: nn.Module) -> str:
     """Returns how a module of stacked experts reads them, where it reads chosen rows alone.
 
     Returns:
-        ``"eager"``, ``"batched_mm"`` or ``"grouped_mm"``; empty where nobody knows.
+        ``"eager"``, ``"batched_mm"`` or ``"grouped_mm"``; empty where it cannot be told.
     """
     kind: Any = type(module)
     names = tuple(module.__dict__["_parameters"])

@@ -1,4 +1,4 @@
-"""Calls that keep nothing alive, for what torch keeps where the garbage collector sees it not."""
+"""Hooks that keep nothing alive, for places where the garbage collector cannot see references."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tiermem.errors import ClosedError
 class Hook:
     """Calls a method for a parameter, as long as its entry and the method's object are there.
 
-    torch shows the garbage collector nothing of what runs after accumulation: what that kept
-    would keep the parameter in turn, for ever.
+    The garbage collector does not see torch's references to hooks that run after accumulation: a
+    hook that kept the parameter would keep it for ever.
     """
 
     __slots__ = ("_entry", "_method")
@@ -25,7 +25,7 @@ class Hook:
         self._entry = weakref.ref(entry)
 
     def __call__(self, tensor: torch.Tensor) -> None:
-        """Calls it, where both are there."""
+        """Calls the method, where both objects are still alive."""
         method, entry = self._method(), self._entry()
         if method is not None and entry is not None:
             method(entry, tensor)
@@ -45,7 +45,7 @@ class Weak:
         self._given = given
 
     def __call__(self, *args: Any) -> Any:
-        """Calls it; raises ClosedError where one of both is gone."""
+        """Calls the method; raises ClosedError where one of both objects is gone."""
         method, entry = self._method(), self._entry()
         if method is None or entry is None:
             raise ClosedError(

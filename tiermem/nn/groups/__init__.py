@@ -1,4 +1,4 @@
-"""Which tensors share a block, where its parameters point, and where gradients go.
+"""Groups: which tensors share a block, where its parameters point, and where gradients go.
 
-Holds and lets go of blocks; knows no module's call.
+Leases and releases blocks; knows no module's call.
 """

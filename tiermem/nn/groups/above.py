@@ -1,4 +1,4 @@
-"""What groups, gradients and dictionaries ask of the passes above them."""
+"""Interfaces of the passes, as groups, gradients and dictionaries use them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Calls(Protocol):
     """The calls of a module under way; see :class:`tiermem.nn.wrap.scope.Inside`."""
 
     def reset(self) -> None:
-        """Nobody is inside a call any more."""
+        """Notes that no thread is inside a call any more."""
         ...
 
 
@@ -35,7 +35,7 @@ class WeightViews(Protocol):
         ...
 
     def pay(self, block_id: int) -> None:
-        """Makes the step that a block owes."""
+        """Makes the deferred step of a block."""
         ...
 
     def view(self, saved: Any) -> torch.Tensor:
@@ -44,7 +44,7 @@ class WeightViews(Protocol):
 
 
 class Reduced(Protocol):
-    """Gradients that somebody else reduces; see :mod:`tiermem.nn.passes.reduced`.
+    """Gradients that ``DistributedDataParallel`` reduces; see :mod:`tiermem.nn.passes.reduced`.
 
     Attributes:
         active: Whether the backward under way is such a one.
@@ -64,7 +64,7 @@ class Passes(Protocol):
 
     Attributes:
         manager: Of the blocks.
-        program: What is played to know what a budget needs.
+        program: Models and optimizers, simulated to know what a budget needs.
         worst_chain: Bytes of weights that are held at once, at most.
     """
 
@@ -84,7 +84,7 @@ class Passes(Protocol):
 
     @property
     def reduced(self) -> Reduced:
-        """Gradients that somebody else reduces."""
+        """Gradients that ``DistributedDataParallel`` reduces."""
         ...
 
     def unit_limit(self, group: Group) -> int:
@@ -92,7 +92,7 @@ class Passes(Protocol):
         ...
 
     def enter_backward(self) -> None:
-        """A backward has come to a gradient."""
+        """Called when a backward has come to a gradient."""
         ...
 
     def demand(self, group: Group) -> None:

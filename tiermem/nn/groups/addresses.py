@@ -1,8 +1,8 @@
-"""Addresses that users ask of tensors that come and go.
+"""Addresses of tensors that change their place, as users are told them (``data_ptr()``).
 
 Programs compare them to find tensors that share memory (tied weights), and take each memory once.
-Two tensors that were in HBM at the same place one after the other share nothing. So the address
-that another tensor was said to be at is not said again: it has become untrue for that one.
+Two tensors that were in HBM at the same place one after the other share nothing. So an address
+that was given for one tensor is not given for another: the first answer would have become wrong.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class Addresses:
-    """Where users were told that tensors of one manager are."""
+    """The addresses that users were given for tensors of one manager."""
 
     def __init__(self) -> None:
-        """Nobody has asked."""
+        """Starts with no address given."""
         self._at: dict[int, ReferenceType[torch.Tensor]] = {}
         self._of: dict[int, int] = {}
 
     def tell(self, group: Group, tensor: torch.Tensor, address: int) -> None:
-        """Notes that a user is told where a tensor is.
+        """Notes that a user is given a tensor's address.
 
         Args:
             group: The tensor's.
@@ -37,7 +37,7 @@ class Addresses:
             address: Of its first byte.
 
         Raises:
-            ParameterError: If another was said to be there before, and not elsewhere since.
+            ParameterError: If that address was the last one given for another tensor.
         """
         before = self._of.get(id(tensor))
         other = self._at[address]() if address in self._at else None

@@ -4,7 +4,7 @@ Then the class of the very same object is one derived from its own, whose
 operations bring the block first. A parameter that is used outside every wrapped
 call (a penalty on the weights in the loss, an average of weights, a hand-written
 update) is there, wherever the reference to it was kept. While the block is held
-the object has its own class again, and no torch behaviour depends on us.
+the object has its own class again, and torch treats it as any other.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ there is copied and pickled with them."""
 class _IsParameter:
     """``tensor._is_param``: the last thing that ``nn.Parameter(tensor)`` sets on what it made.
 
-    From then on that is no tensor of ours in any way.
+    From then on that tensor is not a managed one in any way.
     """
 
     def __get__(self, tensor: Any, owner: type) -> Any:
@@ -76,7 +76,7 @@ class Away(StandIn):
         return cls._kind(*args, **kwargs)
 
     def set_(self, *source: Any, **kwargs: Any) -> Any:
-        """Takes the values over, as ``data = ...`` does; torch sends this nowhere."""
+        """Copies the values in, as ``data = ...`` does; ``set_`` never gets to a torch function."""
         away: Any = self
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             value = torch.empty(0, dtype=away.dtype, device=away.device)
@@ -94,7 +94,7 @@ class Away(StandIn):
                 group.lender.thawed(args[0])
             return True, result
         if func is torch.Tensor.detach:
-            # who calls: nn.Parameter(), StandIn.__torch_function__(), dispatch(), this
+            # the callers: nn.Parameter(), StandIn.__torch_function__(), dispatch(), this
             return self._detach(sys._getframe(3).f_code)
         if func is torch.Tensor.share_memory_ and id(self) in group_of:
             raise ParameterError(
@@ -138,7 +138,7 @@ class Away(StandIn):
             return _Held(self)
         itself: Any = self
         if is_placeholder(itself):
-            _group(self)  # which raises: it was one of ours once
+            _group(self)  # which raises: the tensor was a managed one once
         itself.__class__ = self._kind
         return Opened(itself)
 
@@ -177,12 +177,12 @@ class _Held(Opened):
         lender = self.group.lender
         self.pushed = lender.lend(self.group)
         if torch.is_grad_enabled() and away.requires_grad and lender.saved.refused():
-            # autograd keeps what it is given, where no hook of ours sees it: not the parameter
+            # autograd keeps what it is given, where no hook of tiermem's sees it: not the parameter
             # itself then, which is pointed elsewhere one day, but a view that holds the bytes
             self.tensor = away.view_as(away)
 
     def close(self, func: Callable[..., Any]) -> None:
-        """Lets go; whoever got an address may write through it."""
+        """Releases the block; a result may hold an address through which it is written."""
         self.group.lender.lent(
             self.group, self.pushed, dirty=func in _UNSEEN_WRITES or writes(func)
         )
@@ -192,7 +192,7 @@ def _group(away: Any) -> Group:
     """Returns the group of a tensor that is away.
 
     Raises:
-        ClosedError: If nobody has its module or its manager any more.
+        ClosedError: If its module or its manager no longer exists.
     """
     found = group_of.get(id(away))
     if found is None:

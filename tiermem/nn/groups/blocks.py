@@ -35,7 +35,7 @@ _LARGE_BUFFER = 1 << 18
 
 
 class Inventory:
-    """What is known of a model before its blocks are chosen.
+    """The tensors of a model, before its blocks are chosen.
 
     Attributes:
         model: The model.
@@ -54,7 +54,7 @@ class Inventory:
         homes: Mapping[str, Home],
         resident: Resident = "auto",
     ) -> None:
-        """Looks at tensors while they have their own memory."""
+        """Reads shapes and strides while the tensors have their own memory."""
         self.model = model
         self.homes = homes
         self.resident = checked_resident(resident)
@@ -103,7 +103,7 @@ class BlockPlan:
     small: list[Found] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Chooses."""
+        """Chooses the blocks."""
         known = self.inventory
         model = known.model
         largest = largest_block(training_bytes(model), self.hbm)
@@ -142,7 +142,7 @@ class BlockPlan:
             return {}
         recurrent = {
             name for name, m in known.model.named_modules() if isinstance(m, nn.RNNBase)
-        }  # they use their weights by a list, where nobody sees it
+        }  # they use their weights through a list, which is not intercepted
         names = {
             root
             for root in little(self.params, known.packed, self.hbm)

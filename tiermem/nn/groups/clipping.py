@@ -54,7 +54,7 @@ class Clippable:
         return found[0], found[1].unit, found[1]
 
     def _current(self, stand_in: LazyTensor) -> tuple[GradStore, Entry] | None:
-        """Returns what has the gradient, if the stand-in is that of ``param.grad``."""
+        """Returns store and entry of the gradient, if the stand-in is that of ``param.grad``."""
         grads, entry = self._grads(), self._entry()
         if grads is None or entry is None or entry.lazy is not stand_in:
             return None
@@ -65,7 +65,7 @@ class Clippable:
 
 
 def _norms(tensors: Any, ord: Any = 2, dtype: Any = None) -> Any:
-    """Answers ``torch._foreach_norm``."""
+    """Implements ``torch._foreach_norm`` for stand-ins."""
     if dtype is not None or not isinstance(tensors, list | tuple):
         return NotImplemented
     norms: list[torch.Tensor] = []
@@ -84,7 +84,7 @@ def _norms(tensors: Any, ord: Any = 2, dtype: Any = None) -> Any:
 
 
 def _separate(norms: list[torch.Tensor], known: Sequence[int]) -> None:
-    """Puts copies where norms are kept, which callers might write to; one kernel for all."""
+    """Replaces kept norms by copies, as callers might write to them; one kernel for all."""
     if len({(norms[i].dtype, norms[i].device) for i in known}) == 1:
         copies = torch.stack([norms[i] for i in known]).unbind()
     else:
@@ -94,7 +94,7 @@ def _separate(norms: list[torch.Tensor], known: Sequence[int]) -> None:
 
 
 def _change(func: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
-    """Answers a function that changes each tensor of a list by the same number."""
+    """Implements for stand-ins a function that changes each tensor of a list by one number."""
     numbers = [*args, *kwargs.values()]
     if not isinstance(tensors, list | tuple) or any(
         isinstance(n, list | tuple | LazyTensor) for n in numbers
@@ -135,7 +135,7 @@ def _is_one(numbers: Sequence[Any]) -> bool:
 
 
 def _put_off(places: Sequence[tuple[GradStore, GradUnit, list[Entry]]], change: Change) -> None:
-    """Has gradients await a change: all of them, or none (Ctrl-C)."""
+    """Registers a pending change for all gradients, or for none (Ctrl-C)."""
     try:
         for grads, unit, entries in places:
             grads.await_change(unit, entries, change)

@@ -39,15 +39,15 @@ class Watcher(Protocol):
     """Follows gradients as they arrive."""
 
     def arriving(self, entry: Entry) -> bool:
-        """One is about to be accumulated; returns whether to leave ``param.grad`` as it is."""
+        """Called before one is accumulated; returns whether to leave ``param.grad`` as it is."""
         ...
 
     def arrived(self, entry: Entry) -> None:
-        """It is in the tiers."""
+        """Called when it is in the tiers."""
         ...
 
     def edited(self, entry: Entry) -> None:
-        """It was written by somebody else than autograd."""
+        """Called when it was written by other code than autograd."""
         ...
 
     def has_used(self, entry: Entry) -> bool:
@@ -60,16 +60,16 @@ class Norms(Protocol):
 
     @property
     def measure(self) -> Measure | None:
-        """What it has measured of them, or None."""
+        """The function measured of every gradient, or None."""
         ...
 
 
 class Pending:
-    """A change that gradients of one block await; it is made once of each, whatever comes between.
+    """A change that gradients of one block await; applied once to each, also if interrupted.
 
     Attributes:
         entries: Whose gradients.
-        change: What is done to them.
+        change: Called with the gradients.
     """
 
     __slots__ = ("_done", "_under_way", "change", "entries")
@@ -97,7 +97,7 @@ class Pending:
             self.note_written()
 
     def copy(self) -> Pending:
-        """Returns the same change, for bytes read anew, which lack what is made of them now."""
+        """Returns an independent copy, for gradients read anew, without the change under way."""
         found = Pending(self.entries, self.change)
         found._done = list(self._done)
         return found
@@ -141,7 +141,7 @@ class GradStore:
 
     Attributes:
         manager: Where the gradients are.
-        watchers: Told of every gradient that arrives.
+        watchers: Notified of every gradient that arrives.
     """
 
     def __init__(self, runtime: Passes) -> None:
@@ -170,7 +170,7 @@ class GradStore:
         ]
 
     def forget(self, entries: Iterable[Entry]) -> None:
-        """Watches the gradients of parameters no more, which leave the tiers."""
+        """Stops watching the gradients of parameters, which leave the tiers."""
         entries = list(entries)
         gone = {id(entry) for entry in entries}
         for key, unit in list(self._stored.items()):
@@ -185,9 +185,9 @@ class GradStore:
             self._measured.pop(id(entry), None)
 
     def keep_in(self, dtype: torch.dtype | None, params: Iterable[torch.Tensor]) -> None:
-        """Has gradients summed up and kept in another dtype than their parameters'.
+        """Sets the dtype in which gradients are accumulated and kept.
 
-        ``param.grad`` has that dtype for whoever looks at it.
+        ``param.grad`` shows that dtype.
 
         Args:
             dtype: A floating dtype; None changes nothing.
@@ -254,20 +254,20 @@ class GradStore:
         self.manager.remove_blocks([unit.block for unit in units])
 
     def measure(self, entries: Iterable[Entry], measure: Measure) -> None:
-        """Has something measured of every gradient that arrives from now on, while it is in HBM.
+        """Registers a measurement of every gradient to come, made while it is in HBM.
 
         Args:
             entries: Whose gradients.
-            measure: Returns a small tensor of its own.
+            measure: Returns a small tensor (a norm) for a gradient.
         """
         self._measures.update((id(entry), measure) for entry in entries)
 
     def add_norms(self, norms: Norms) -> None:
-        """Knows of the norms of an optimizer that is open."""
+        """Adds the norms of an optimizer that is open."""
         self._norms.append(norms)
 
     def remove_norms(self, norms: Norms, entries: Iterable[Entry]) -> None:
-        """Has nothing measured for them any more, but for what others ask for as well.
+        """Ends the measurements of these norms, except those that other norms use as well.
 
         Args:
             norms: Of an optimizer that is closed.
@@ -301,14 +301,14 @@ class GradStore:
         return any(watcher.has_used(entry) for watcher in self.watchers)
 
     def await_change(self, unit: GradUnit, entries: Sequence[Entry], change: Change) -> None:
-        """Has stored gradients of a unit changed when they are next in HBM."""
+        """Adds a change that is applied to stored gradients when they are next in HBM."""
         unit.pending.append(Pending(entries, change))
         for entry in entries:
             for watcher in self.watchers:
                 watcher.edited(entry)
 
     def clear(self, entry: Entry) -> None:
-        """Forgets the gradient of one parameter; whoever still has it keeps its value."""
+        """Clears the gradient of one parameter; references to it keep its value."""
         self.pay(entry.unit)
         self._measured.pop(id(entry), None)
         stand_in = entry.lazy
@@ -317,7 +317,7 @@ class GradStore:
                 entry.param.grad = None
             if entry.has_grad and (is_held(stand_in, besides=1) or is_elsewhere(stand_in)):
                 orphan(stand_in)
-        entry.lazy = None  # after others have the value
+        entry.lazy = None  # after references to it have the value
         entry.has_grad = False
         unit = entry.unit
         if unit is not None and not any(e.has_grad for e in unit.entries):
@@ -325,7 +325,7 @@ class GradStore:
             self.manager.discard(unit.block)
 
     def drop_forgotten(self) -> None:
-        """Forgets gradients that users have set to None (``model.zero_grad()``).
+        """Clears gradients that users have set to None (``model.zero_grad()``).
 
         Otherwise they would be written home to make room, and come back with the first new one.
         Those that a step is still to use go when it is made.
@@ -341,11 +341,11 @@ class GradStore:
                             self.clear(entry)
 
     def hand_over(self, entry: Entry, gradient: torch.Tensor) -> None:
-        """Forgets the gradient of a parameter that leaves the tiers; cut short, it goes on.
+        """Clears the gradient of a parameter that leaves the tiers; cut short, it goes on.
 
         Args:
             entry: The parameter.
-            gradient: Its value in the dtype it was kept in; whoever still has the stand-in has it.
+            gradient: Its value in the dtype it was kept in; references to the stand-in get it.
         """
         stand_in = entry.lazy
         held = is_held(stand_in, besides=1) or (stand_in is not None and is_elsewhere(stand_in))
@@ -359,13 +359,13 @@ class GradStore:
         return entry.unit is not None and entry.unit.block.id in self.manager.parts.deferred
 
     def pay(self, unit: GradUnit | None) -> None:
-        """Has a step made that uses the gradients of a unit and is still owed."""
+        """Makes the deferred step that uses the gradients of a unit, if there is one."""
         if unit is not None and unit.block.id in self.manager.parts.deferred:
             with self.manager.lock:
                 self.manager.parts.deferred.pay(unit.block.id)
 
     def sync(self, entry: Entry) -> None:
-        """Takes up what a user did to ``param.grad``: another tensor or None ends our own."""
+        """Follows a user's change of ``param.grad``: another tensor or None ends the stored one."""
         if self._displaced:
             self.restore(unheard=torch._C._current_graph_task_id() == -1)
         if entry.displaced:
@@ -375,7 +375,7 @@ class GradStore:
             flush(entry.lazy)
 
     def _follow(self, entry: Entry) -> None:
-        """Ends our own gradient where ``param.grad`` is another tensor, or None.
+        """Ends the stored gradient where ``param.grad`` is another tensor, or None.
 
         A stand-in put aside before, or another parameter's, becomes an ordinary gradient.
         """
@@ -389,7 +389,7 @@ class GradStore:
             entry.param.grad = current._load().to(entry.param.device, entry.param.dtype)
 
     def begin_backward(self) -> None:
-        """A backward begins: makes way for gradients that are not going to be announced.
+        """Prepares, as a backward begins, for gradients that are not going to be announced.
 
         torch 2.6 forgets the hooks of a parameter when Python code (a compiled block's backward,
         a ``torch.autograd.Function``) has looked at what was saved of it, under any pair of
@@ -399,7 +399,7 @@ class GradStore:
             self._before(entry)
 
     def end_backward(self) -> None:
-        """A backward is over: nothing arrives any more."""
+        """Called as a backward ends: nothing arrives any more."""
         self.restore()
         self._arrives(None)
         self._pipeline = None
@@ -432,7 +432,7 @@ class GradStore:
         return self.dtype_for(entry.param)
 
     def dtype_for(self, param: torch.Tensor) -> torch.dtype:
-        """Returns the same for a parameter that may not be managed yet."""
+        """Returns the dtype of gradients of a parameter that may not be managed yet."""
         return self._dtypes.get(id(param), param.dtype)
 
     @inside
@@ -533,7 +533,7 @@ class GradStore:
 
     @inside
     def _written(self, entry: Entry, gradient: torch.Tensor) -> None:
-        """A user wrote to a stand-in, which need not be in ``param.grad`` any more."""
+        """Stores what a user wrote to a stand-in, which need not be in ``param.grad`` any more."""
         stand_in = entry.lazy
         aside = entry.param.grad is not stand_in and not entry.displaced
         if aside and isinstance(stand_in, LazyTensor):
@@ -600,7 +600,7 @@ class GradStore:
                 watcher.arrived(entry)
 
     def _take_in(self, entry: Entry) -> bool:
-        """Returns whether the gradient is in the tiers."""
+        """Stores a new gradient in the tiers; returns whether it is there."""
         entry.displaced = False
         gradient = entry.param.grad
         if gradient is None or entry.materialized:
@@ -621,7 +621,7 @@ class GradStore:
         return True
 
     def _arrives(self, unit: GradUnit | None) -> None:
-        """Has the block that was filled before written home, where its gradients are kept.
+        """Begins to write home the block filled before ``unit``, where its gradients are kept.
 
         Otherwise that would happen when its room is needed, and copies up would wait for it.
         """

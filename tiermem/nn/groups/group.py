@@ -30,7 +30,7 @@ _Plain = torch._C.DisableTorchFunctionSubclass
 
 
 class Member:
-    """One tensor of a module that lives in a block.
+    """One tensor of a module whose bytes are in a block.
 
     Attributes:
         tensor: The parameter or buffer, always the same object.
@@ -66,7 +66,7 @@ class Member:
         self.materialized = False
 
     def point(self, data: torch.Tensor, kind: type) -> None:
-        """Sets what the tensor looks at, and its class."""
+        """Sets the tensor's data and its class."""
         tensor: Any = self.tensor
         if type(tensor) is not self.kind:
             tensor.__class__ = self.kind
@@ -86,8 +86,8 @@ class Entry(Member):
         has_grad: Whether a gradient is in the tiers.
         displaced: Whether its stand-in made way for a new gradient that is not there yet.
         tracked: Whether gradients of it are taken.
-        announced: Whether one was said to come and has not come yet.
-        hooks: What to remove to take them no more.
+        announced: Whether one was announced and has not come yet.
+        hooks: Handles of the hooks that take them.
         lazy: What stands for the gradient in ``param.grad``.
     """
 
@@ -123,25 +123,25 @@ class Lender(Protocol):
     """Brings blocks up for operations on tensors that are away."""
 
     def lend(self, group: Group) -> int:
-        """Holds a group for one operation; returns what ``lent`` wants to know."""
+        """Holds a group for one operation; returns the token for :meth:`lent`."""
         ...
 
     def lent(self, group: Group, token: int, *, dirty: bool) -> None:
-        """Ends that."""
+        """Ends the operation that :meth:`lend` began."""
         ...
 
     def thawed(self, tensor: torch.Tensor) -> None:
-        """A parameter's ``requires_grad`` was set."""
+        """Called when a parameter's ``requires_grad`` was set."""
         ...
 
     @property
     def addresses(self) -> Addresses:
-        """Where users were told that its tensors are."""
+        """The addresses that users were given for its tensors."""
         ...
 
     @property
     def saved(self) -> WeightViews:
-        """What saves tensors of its groups for backward."""
+        """The hooks that save tensors of its groups for backward."""
         ...
 
 
@@ -150,8 +150,8 @@ class Group(Holder):
 
     While *held* the block is leased and the tensors point at it. While *soft*
     they point at it without a lease: it may leave, and then they let go. Once
-    let go they point at it still, and where it leaves, at where it was. Nobody can
-    see that, since every operation on them holds the block first; and a block that
+    let go they point at it still, and where it leaves, at where it was. No program
+    can see that, since every operation on them holds the block first; and a block that
     stays, or comes back to the same place, need not be pointed at anew.
 
     Attributes:
@@ -163,9 +163,9 @@ class Group(Holder):
         merging: Modules that may only while they have merged adapters; looked at in every use.
         entries: Its parameters.
         buffers: Its buffers.
-        holds: How many hold it.
+        holds: How many calls hold it.
         soft: Whether it is pointed at without a lease.
-        lender: Who brings it up for operations on tensors that are away.
+        lender: Brings it up for operations on tensors that are away.
         insides: Of the modules that need it.
         freed: Whether its module was taken out of the tiers.
         stepped: How many of its writes were steps of an optimizer.
@@ -221,7 +221,7 @@ class Group(Holder):
         manager.parts.holders[block.id] = self
 
     def ready(self, host_loans: Lender) -> None:
-        """Lets go of the tensors' own memory; from now on ``lender`` brings them up."""
+        """Frees the tensors' own memory; from now on their block is fetched by ``host_loans``."""
         self.lender = host_loans
         self._members = (*self.entries, *self.buffers)
         for member in self._members:
@@ -232,7 +232,7 @@ class Group(Holder):
         _change(self._hidden)
 
     def suspect_writes(self, unless_empty: Any = None) -> None:
-        """Has the bytes compared after uses.
+        """Turns on the comparison of the block's bytes with their home copy after uses.
 
         Args:
             unless_empty: A module that writes only while its ``merged_adapters`` are not empty.
@@ -264,7 +264,7 @@ class Group(Holder):
         member.point(data, member.kind)
         if self._slot is not None and not member.materialized:
             self._slot.pointed -= 1
-        member.materialized = True  # after the tensor has its data: nobody gives it any later
+        member.materialized = True  # after the tensor has its data: it gets none later
         self.sort_members()
 
     def recapture(self, member: Member) -> None:
@@ -273,7 +273,7 @@ class Group(Holder):
         self.sort_members()
         slot = self._slot
         if slot is not self.manager.parts.slots.current.get(self.block.id):
-            slot = self._slot = None  # nothing pointed at it, so nobody said that the block left
+            slot = self._slot = None  # nothing pointed at it: a departure was not reported
         if slot is None:
             member.point(member.placeholder, member.away)
         else:
@@ -287,7 +287,7 @@ class Group(Holder):
             self.hold_locked()
 
     def hold_locked(self) -> None:
-        """Does that for who has the manager's lock."""
+        """Does what :meth:`hold` does; the caller has the manager's lock."""
         if self.holds and self._deferred.owed:  # of a step that could not be taken back
             self._deferred.pay(self.block.id)
         if self.holds == 0:
@@ -301,11 +301,11 @@ class Group(Holder):
         self.holds += 1
 
     def hide(self) -> None:
-        """Has every operation on the tensors ask for the block first, although it is held."""
+        """Intercepts every operation on the tensors, although the block is held."""
         _change(self._hidden)
 
     def show(self) -> None:
-        """Ends that."""
+        """Ends :meth:`hide`."""
         _change(self._shown)
 
     def let_go(self, *, dirty: bool = False, soft: bool = False) -> None:
@@ -319,21 +319,21 @@ class Group(Holder):
             self.let_go_locked(dirty=dirty, soft=soft)
 
     def let_go_locked(self, *, dirty: bool = False, soft: bool = False) -> None:
-        """Does that for who has the manager's lock."""
+        """Does what :meth:`let_go` does; the caller has the manager's lock."""
         if self.holds > 1:
             self.holds -= 1
             if dirty:
                 self.manager.mark_dirty(self.block)
             return
         slot = self._slot
-        # what was written while nobody held the block counts as well, which does no harm
+        # what was written while the block was not held counts as well, which does no harm
         before, self._versions = self._versions, self._count()
         written = dirty or self.writes_hidden or self._versions != before
         refused = None
         if slot is not None and self._versions != before:
             refused = reshaped(self, slot)
         if slot is not None and (refused is not None or slot.others()):
-            written = True  # whoever looks at the bytes may write them, or has replaced them
+            written = True  # an alias may write the bytes, or has replaced them
             refused = refused or bring_home(self, slot)
             self._point(slot)
         if self.suspect and not written:
@@ -348,13 +348,13 @@ class Group(Holder):
             raise refused
 
     def may_be_written(self) -> bool:
-        """Whether somebody can write the bytes, or has written them since their last use."""
+        """Whether other code can write the bytes, or has written them since their last use."""
         if self._slot is not None and self._slot.others():
             return True
         return self._count() != self._versions
 
     def count_writes(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Has torch count a write of tensors that is made elsewhere; it is nobody else's."""
+        """Counts a write of tensors made elsewhere in torch's version counters, and here."""
         for tensor in tensors:
             torch.autograd.graph.increment_version(tensor)
         self._versions += len(tensors)
@@ -375,14 +375,14 @@ class Group(Holder):
             self.manager.release(self.block, dirty=dirty or self.writes_hidden)
 
     def unpoint(self) -> None:
-        """Points elsewhere what nobody holds (the manager calls this before the block leaves)."""
+        """Points tensors without a lease elsewhere; called before the block leaves HBM."""
         with self.manager.lock:
             if not self.holds and self._slot is not None:
                 self.soft = False
                 self._away()
 
     def rest(self) -> None:
-        """Asks for the block no more; what points at it does so until the block leaves."""
+        """Ends the soft hold; tensors that point at the block do so until it leaves."""
         with self.manager.lock:
             if self.soft and not self.holds:
                 self.soft = False
@@ -400,7 +400,7 @@ class Group(Holder):
         slot.idle = not (self.holds or self.soft)
 
     def repair(self) -> None:
-        """Lets go of everything after an exception anywhere; nobody holds the group.
+        """Drops all holds after an exception anywhere; no call holds the group then.
 
         Tensors that a user has pointed at memory of their own keep those values.
         """
@@ -469,7 +469,7 @@ class Group(Holder):
 
         Args:
             slot: Where it is.
-            plain: Whether they are of torch's own classes just now, so that nothing is in the way.
+            plain: Whether they are of torch's own classes just now, which intercept nothing.
         """
         if is_inference_mode_enabled():
             with torch.inference_mode(False):
@@ -510,7 +510,7 @@ class Group(Holder):
 
 
 def _change(classes: Sequence[tuple[type, list[Any]]]) -> None:
-    """Gives tensors and dictionaries their classes of now."""
+    """Sets the classes of tensors and dictionaries."""
     for kind, things in classes:
         for thing in things:
             thing.__class__ = kind

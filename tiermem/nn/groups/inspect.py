@@ -1,4 +1,4 @@
-"""Looks at a module before it is wrapped: what it holds, and what cannot work."""
+"""Inspects a module before it is wrapped: its tensors, and what cannot be wrapped."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def check_module(model: object, manager_id: int) -> nn.Module:
 
 
 def _check_taken_away(model: nn.Module, found: Found) -> None:
-    """Refuses a parameter without values in a module whose ``forward`` somebody has replaced."""
+    """Refuses a parameter without values in a module whose ``forward`` was replaced."""
     if not found.tensor.is_meta:
         return
     for name, _ in found.places:

@@ -1,4 +1,4 @@
-"""What stands in for a module's ``_parameters`` and ``_buffers`` while it is wrapped."""
+"""Dictionaries that replace a module's ``_parameters`` and ``_buffers`` while it is wrapped."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class HeldDict(dict[str, Any]):
         return super().pop(name, *default)
 
     def _let_go(self, name: str, value: Any = None) -> None:
-        """A name gets another tensor: a buffer's may, as in ``self.mean = 0.9 * self.mean + x``."""
+        """Handles a new tensor for a name: a buffer's may change (``self.mean = mean + x``)."""
         if self.groups[name].block.role is not Role.PARAM:
             del self.groups[name]
         elif not _is_swap(sys._getframe(2)):
@@ -93,11 +93,11 @@ def _is_swap(frame: types.FrameType) -> bool:
 
 
 class TieredDict(HeldDict):
-    """The same while a block is not held, or names of several are in it: fetches what is asked for.
+    """A :class:`HeldDict` whose block is not held, or that has names of several blocks.
 
-    So a parameter that is used outside its own module's call (``F.linear(x,
-    self.embedding.weight)``) is there as well. A group changes the class of its dictionaries
-    when it is held and when it is let go.
+    Looking a name up fetches its block. So a parameter that is used outside its own module's call
+    (``F.linear(x, self.embedding.weight)``) is there as well. A group changes the class of its
+    dictionaries when it is held and when it is let go.
     """
 
     def __getitem__(self, name: str) -> Any:

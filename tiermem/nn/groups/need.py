@@ -1,8 +1,8 @@
-"""What a program needs of each budget: its models and optimizers, played through.
+"""What a program needs of each budget: its models and optimizers, simulated.
 
-Budgets are checked with real blocks; only where one does not do, the whole program is played
-through to say how much would: forward, backward and step, with the blocks that the larger budget
-would have. As long as no optimizer was made, AdamW stands for the one that will be.
+Budgets are checked with real blocks; only where one is too small, the whole program is simulated
+to say how much would do: forward, backward and step, with the blocks that the larger budget would
+have. As long as no optimizer was made, AdamW stands for the one that will be.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Kept:
 
 
 class Program:
-    """All that the user of one manager has said so far.
+    """The models and optimizers of one manager so far.
 
     Attributes:
         models: The wrapped models, in the order of ``wrap``.
@@ -72,7 +72,7 @@ class Program:
     """
 
     def __init__(self, settings: Settings, dtype_for: DtypeFor) -> None:
-        """Knows of nothing.
+        """Starts without models and optimizers.
 
         Args:
             settings: Of the manager.
@@ -83,7 +83,7 @@ class Program:
         self.models: list[Inventory] = []
         self.optimizers: list[Kept] = []
 
-    # -- played through --------------------------------------------------
+    # -- simulation ------------------------------------------------------
 
     def play(self, hbm: int, *, gradients: bool, optimizers: Sequence[Kept] = ()) -> Played:
         """Returns the program as it runs with a budget of ``hbm`` bytes.
@@ -229,7 +229,7 @@ class Program:
         return Kept(frozenset(trained), lambda _param, shape: [shape, shape])
 
     def _most(self) -> Kept:
-        """Returns the same with a third state, float32 masters and gradients, and overlap."""
+        """Returns AdamW's needs with a third state, float32 masters and gradients, and overlap."""
 
         def wide(shape: TensorShape) -> TensorShape:
             return _of_itemsize(shape, max(shape.itemsize, torch.float32.itemsize))
@@ -277,11 +277,11 @@ class _Unit:
     """Parameters of one block that share a unit of gradients; or the frozen ones, which have none.
 
     Attributes:
-        members: They.
+        members: The parameters.
         shapes: Of these parameters.
         block: Bytes of their block of weights; 0 where that is fixed in HBM.
         nbytes: Of their gradients; 0 for frozen ones.
-        resident: Whether all that is theirs is at home in HBM.
+        resident: Whether weights, gradients and state are all at home in HBM.
     """
 
     members: Sequence[Found]
@@ -291,7 +291,7 @@ class _Unit:
     resident: bool
 
     def home(self, policy: Home) -> Home:
-        """Returns the home of what is theirs, given that of such blocks in general."""
+        """Returns the home of their blocks, given that of such blocks in general."""
         return "hbm" if self.resident else policy
 
 
@@ -364,7 +364,7 @@ def beside_optimizer(error: CapacityError) -> CapacityError:
         if isinstance(owner, torch.optim.Optimizer):
             found.append(owner)
         frame = frame.f_back
-    if not found or hasattr(found[-1], "clip_grad_norm_"):  # that one is ours
+    if not found or hasattr(found[-1], "clip_grad_norm_"):  # that one is a TieredOptimizer
         return error
     name = type(found[-1]).__name__
     return CapacityError(

@@ -1,7 +1,7 @@
-"""What users put in place of a tensor's memory: ``weight.data = ...``.
+"""Assignments of other memory to a tensor by users: ``weight.data = ...``.
 
-The memory has to stay the block's, so the values are taken over. What has another shape, dtype or
-device cannot be: another library that moves weights to a device for each call would find them
+The memory has to stay the block's, so the values are copied. Values of another shape, dtype or
+device are refused: another library that moves weights to a device for each call would find them
 where they were, and put copies of its own in the place of trained ones.
 """
 
@@ -48,7 +48,7 @@ def why_not(
 
 
 def reshaped(group: Group, slot: Slot) -> ParameterError | None:
-    """Returns why a tensor cannot have the form that an operation gave it, None where none did.
+    """Returns why an operation's change of a tensor's form is refused, None where none did.
 
     ``resize_``, ``t_``, ``squeeze_`` and the like change what a tensor says of itself.
 
@@ -72,13 +72,13 @@ def reshaped(group: Group, slot: Slot) -> ParameterError | None:
 
 
 def named(group: Group, tensor: torch.Tensor) -> str:
-    """Says which tensor it is, for messages."""
+    """Returns the name of a tensor, for messages."""
     name = getattr(group.member_of(tensor), "name", "") or "a tensor"
     return f"{name} of block {group.block.name!r}"
 
 
 def bring_home(group: Group, slot: Slot) -> ParameterError | None:
-    """Takes over values of tensors that were pointed elsewhere (``w.data = w.data * 2``).
+    """Copies into the block values of tensors pointed elsewhere (``w.data = w.data * 2``).
 
     Args:
         group: Of the tensors.
@@ -103,7 +103,7 @@ def bring_home(group: Group, slot: Slot) -> ParameterError | None:
 
 
 def take_home(group: Group, slot: Slot) -> bool:
-    """Does the same after an exception anywhere; what is in the arena is a block's.
+    """Does what :func:`bring_home` does, after an exception anywhere.
 
     Returns:
         Whether values were taken over.

@@ -111,7 +111,7 @@ def _named(model: nn.Module) -> set[int]:
 
 
 def checked_resident(resident: Resident) -> Resident:
-    """Returns what ``wrap`` was given.
+    """Returns ``wrap``'s argument ``resident``, checked.
 
     Raises:
         ConfigError: If it is none of what :data:`Resident` allows.

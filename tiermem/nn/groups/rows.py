@@ -1,8 +1,8 @@
-"""What stands for a stacked parameter in a call that looks at a few of its rows.
+"""A stand-in for a stacked parameter in a call that reads a few of its rows.
 
 ``weight[expert]`` is that expert's row, in HBM on its own; ``weight[experts]`` is a copy of those
-rows; a grouped product is made of the groups that have members. Everything else brings the whole
-block: whoever does something that is not foreseen here gets what the parameter itself would give.
+rows; a grouped product is made of the groups that have members. Every other operation fetches the
+whole block, and gives what it would give on the parameter itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FEW = 32
 """Tokens for each chosen expert, on average, up to which one kernel for all of them, over copies of
 their rows, is better than a kernel for each."""
 _AT_ONCE = 64 << 20
-"""Bytes of rows that are put together for one kernel: small ones are not worth one each."""
+"""Bytes of rows that are concatenated for one kernel: small ones are not worth one each."""
 _OPERATORS = (
     "__add__",
     "__radd__",
@@ -81,7 +81,7 @@ class Choice:
         *,
         exact: bool,
     ) -> None:
-        """Keeps what is given."""
+        """Stores the arguments."""
         self.manager = manager
         self.store = store
         self.use = use
@@ -183,9 +183,9 @@ class Rows:
         return self._whole().transpose(first, second)
 
     def _row(self, expert: int) -> torch.Tensor | None:
-        """Returns a row as it lies; None where the whole has to be asked."""
+        """Returns a row in place; None where the whole parameter is needed."""
         if not 0 <= expert < self._param.shape[0]:
-            return None  # the whole counts from the end, or refuses it
+            return None  # the whole parameter counts from the end, or raises
         return self._choice.row(self._tensor, expert)
 
     def _gathered(self, index: torch.Tensor) -> torch.Tensor | None:
@@ -226,7 +226,7 @@ class Rows:
             offsets: Of ``[experts]``: the end of each group.
 
         Returns:
-            ``[tokens, outputs]``; None where the whole has to be asked.
+            ``[tokens, outputs]``; None where the whole parameter is needed.
         """
         choice = self._choice
         counts = list(choice.use.counts)
@@ -276,7 +276,7 @@ class Rows:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Makes a grouped product of rows, or has the whole stand in."""
+        """Makes a grouped product of rows, or runs the function on the whole parameter."""
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
         if name in _GROUPED and len(args) == 2 and isinstance(args[1], Rows):

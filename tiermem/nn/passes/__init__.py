@@ -1,4 +1,4 @@
-"""Forward and backward: what a pass holds, and what autograd saves in it.
+"""Forward and backward passes: the blocks they hold, and the tensors autograd saves in them.
 
-Begins and ends passes; may send saved tensors below HBM and bring them up.
+Begins and ends passes; sends saved tensors below HBM and brings them up.
 """

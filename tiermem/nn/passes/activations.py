@@ -1,11 +1,11 @@
 """Which saved tensors leave HBM between forward and backward, and how they come back.
 
-Autograd hands every tensor it saves to a pack hook (:mod:`tiermem.nn.passes.saved`). What
-is no weight, large enough and on the device goes below HBM; in its place autograd
+Autograd hands every tensor it saves to a pack hook (:mod:`tiermem.nn.passes.saved`). A tensor
+that is no weight, is large enough and on the device goes below HBM; in its place autograd
 keeps a :class:`SavedActivation`. All views of one storage share one copy.
 
 A saved tensor that is changed in place afterwards is an error in backward, as it is
-without hooks: with them autograd does not look, so it is looked at here. The version
+without hooks: with them autograd does not check, so it is checked here. The version
 counter outlives the tensor in an alias of it that has no bytes.
 """
 
@@ -113,7 +113,7 @@ class Activations:
         layers: int | None,
         ahead: int | None,
     ) -> None:
-        """Starts with none.
+        """Starts without saved tensors.
 
         Args:
             manager: Whose tiers they go to.
@@ -160,7 +160,7 @@ class Activations:
     # -- the pass --------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """A wrapped module is called while none is running."""
+        """Called when a wrapped module is called while none is running."""
         if self.store is None:
             return
         where = self._where
@@ -171,19 +171,19 @@ class Activations:
             self.store.reap()
 
     def begin_backward(self) -> None:
-        """Backward has reached something of ours."""
+        """Called when backward has reached a wrapped module."""
         if self.store is not None:
             with self._manager.lock:
                 self.store.begin_sweep()
 
     def end_backward(self) -> None:
-        """Backward is over, or was cut short."""
+        """Called when backward is over, or was cut short."""
         if self.store is not None:
             with self._manager.lock:
                 self.store.reap()
 
     def enter(self, scope: PassScope) -> bool:
-        """A module at which a block begins is called; returns whether ``leave`` is owed."""
+        """Called as a module begins at which a block begins; returns if ``leave`` must follow."""
         if self.store is None or torch._C._current_graph_task_id() != -1:
             return False
         where = self._where
@@ -197,7 +197,7 @@ class Activations:
         return number is not None
 
     def leave(self) -> None:
-        """That module has returned."""
+        """Called when that module has returned."""
         self._where.layers.pop()
 
     def _block_begins(self) -> None:
@@ -248,7 +248,7 @@ class Activations:
             if storage.data_ptr() in manager.parts.slots.by_address or manager.gate.closed:
                 return None
             if manager.parts.copy.capturing():
-                return None  # a graph is played again without us
+                return None  # a CUDA graph is replayed without these hooks
             copy = store.known(storage, *span)
             if copy is not None and not _same_contents(copy, tensor):
                 copy = None
@@ -269,7 +269,7 @@ class Activations:
         return where.layers[-1] if where.layers else where.next_layer
 
     def _can_leave(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is an ordinary one, on the device, and nobody's leaf."""
+        """Whether a tensor is an ordinary one, on the device, and no leaf of autograd's."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return False
         if (
@@ -279,7 +279,7 @@ class Activations:
         ):
             return False
         base = _root(tensor)
-        # who wants a leaf's gradient holds the leaf: nothing would be won
+        # a leaf is held where its gradient is wanted: nothing would be won
         return not (base.is_leaf and base.requires_grad)
 
     def _counter(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -295,7 +295,7 @@ class Activations:
     # -- using -----------------------------------------------------------
 
     def open(self, saved: SavedActivation) -> torch.Tensor:
-        """Returns a saved tensor, in HBM; its version is checked by who asks.
+        """Returns a saved tensor, in HBM; its version is checked by the caller.
 
         Raises:
             StorageError: If its bytes cannot be read.

@@ -1,4 +1,4 @@
-"""How much work a call is, and which kind of call, as far as its arguments say."""
+"""The load of a call in tokens, and its kind, as far as its arguments tell."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_KINDS = 64
 
 
 def tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Returns about how many tokens a call works on; 0 where it is not seen.
+    """Returns about how many tokens a call works on; 0 where that is unknown.
 
     Times of one model are compared by it, so what counts is that twice the work is twice the
     number.
@@ -47,7 +47,7 @@ class Kinds:
 
         Args:
             scope: The module.
-            training: Whether it is in training mode: what it leaves out may be another thing.
+            training: Whether it is in training mode, where it may use other modules.
             args: Positional arguments; how many there are counts.
             kwargs: The others; which of them are given counts.
         """

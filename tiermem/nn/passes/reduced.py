@@ -1,7 +1,7 @@
 """Gradients under a ``DistributedDataParallel`` that is around the model.
 
 Its reducer, in C++, copies every gradient out of ``param.grad`` as soon as it was accumulated, and
-the mean over all processes back into it when backward is over. It knows nothing of stand-ins. So
+the mean over all processes back into it when backward is over. It cannot use stand-ins. So
 in a backward that it takes part in, gradients are ordinary tensors on the device, as they are for
 a resident model, and they go to the tiers when it is done. They take memory beside the budgets,
 as the reducer's own buckets do.
@@ -29,7 +29,7 @@ _NAME = DistributedDataParallel.__name__
 
 
 class ReducedGradients:
-    """Sees to it that the reducer finds ordinary gradients.
+    """Gives the reducer ordinary gradients, and takes them into the tiers afterwards.
 
     Attributes:
         active: Whether gradients of the next backward (or of the one under way) are reduced.
@@ -46,7 +46,7 @@ class ReducedGradients:
         self._inside: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
 
     def hold_buffers(self, model: nn.Module) -> None:
-        """Has the buffers of a model stay in HBM: they are broadcast as each forward begins.
+        """Keeps the buffers of a model in HBM: they are broadcast as each forward begins.
 
         Raises:
             CapacityError: If there is no room.
@@ -64,21 +64,21 @@ class ReducedGradients:
                     f"block {group.block.name!r} have to stay in HBM: {error}"
                 ) from error
             self._held.append(group)
-            group.manager.mark_dirty(group.block)  # nobody sees it written there
+            group.manager.mark_dirty(group.block)  # the broadcast's writes are not counted
 
     def holds(self, group: Group) -> bool:
         """Whether a group is held here, whether or not its module is being called."""
         return group in self._held
 
     def let_go(self, groups: Iterable[Group]) -> None:
-        """Gives up what is held of groups that leave the tiers."""
+        """Ends the holds of groups that leave the tiers."""
         for group in groups:
             if group in self._held:
                 self._held.remove(group)
                 group.let_go(dirty=True)
 
     def begin_forward(self, scope: PassScope) -> None:
-        """A wrapped module is called; a backward may follow.
+        """Called when a wrapped module is called; a backward may follow.
 
         Args:
             scope: The module's.
@@ -148,7 +148,7 @@ class ReducedGradients:
         param.grad = gradient
 
     def end_backward(self) -> None:
-        """Backward is over, and the reducer is done: gradients go to the tiers."""
+        """Moves the gradients to the tiers, once backward is over and the reducer is done."""
         if not self.active:
             return
         for group in self._runtime.groups:

@@ -1,4 +1,4 @@
-"""Where the modules of one manager are in their passes, and what they hold."""
+"""The passes of all wrapped modules of one manager: forward, backward, and what they hold."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ _PAST = 3  # blocks that forward has come to after the first one: it "has got fu
 
 
 class BackwardWatcher(Protocol):
-    """Is told of every backward."""
+    """Notified of every backward."""
 
     @property
     def revocable(self) -> bool:
-        """Whether steps that it makes there can be taken back."""
+        """Whether steps that it makes in backward can be taken back."""
         ...
 
     def begins(self) -> bool:
-        """One begins; returns whether it uses more blocks than weights and gradients."""
+        """Called as one begins; returns if it uses more blocks than weights and gradients."""
         ...
 
     def ends(self) -> None:
-        """It is over."""
+        """Called when it is over."""
         ...
 
     def settle(self) -> None:
-        """Lets everybody look at all blocks, a step under way or not."""
+        """Permits access to all blocks, also while a step is under way."""
         ...
 
     def repair(self) -> None:
@@ -96,12 +96,12 @@ class _Here(threading.local):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Keeper:
-    """What one optimizer has in the tiers.
+    """What one optimizer keeps in the tiers.
 
     Attributes:
         blocks: Returns its blocks of state and masters.
         space: Returns the space below HBM that it has beside these.
-        optimizer: Itself.
+        optimizer: The optimizer itself.
     """
 
     blocks: Callable[[], list[Block]]
@@ -113,7 +113,7 @@ class UnderWay(Protocol):
     """A step that holds blocks until it is made or taken back."""
 
     def end(self) -> None:
-        """Takes it back unless it is made, and lets go of everything."""
+        """Takes it back unless it is made, and releases everything."""
         ...
 
     def leased(self) -> tuple[Group | None, list[Block]]:
@@ -132,14 +132,14 @@ class ModuleRuntime:
         program: What models and optimizers there are, to say what budgets would do.
         reduced: Those that a ``DistributedDataParallel`` around a model takes part in.
         saved: The saved-tensor hooks.
-        addresses: Where users were told that parameters are.
+        addresses: The addresses that users were given for parameters.
         activations: Saved tensors that leave HBM.
         experts: Layers of which the experts come up one by one.
         on_begin: Called before each top-level pass (the optimizers check in here).
         on_backward: Called as each backward begins.
         keepers: What each optimizer has in the tiers.
         attempts: Steps that are under way, or could not be taken back yet.
-        backwards: Told of every backward (optimizers that step in it).
+        backwards: Notified of every backward (optimizers that step in it).
         unwritten: What steps wrote of the blocks that forward begins with; it goes home once
             forward has got further. Models read values back as they begin (is a mask needed?), and
             on CUDA such a read waits for all copies down that are ready to run.
@@ -147,9 +147,8 @@ class ModuleRuntime:
         models: The wrapped models, by the id of their module.
         wrapping: The one that is being wrapped.
         lendings: What users have as ordinary tensors, and what could not be taken back from them.
-        half_loaded: What a checkpoint met with that was loaded in part; empty where none was.
-        owner: The manager that users see, as long as models are wrapped: who has one of these has
-            the tiers.
+        half_loaded: The error of a checkpoint that was loaded in part; empty where none was.
+        owner: The manager that users see, kept alive as long as models are wrapped.
     """
 
     def __init__(self, manager: BlockManager, repair: Callable[[ModuleRuntime], None]) -> None:
@@ -160,7 +159,7 @@ class ModuleRuntime:
             repair: :func:`tiermem.nn.wrap.repair.repair`, for those below that begin with it.
         """
         self.manager = manager
-        self.repair = partial(repair, self)  # no frame of Python's own: it looks who calls
+        self.repair = partial(repair, self)  # no Python frame of its own: repair reads frames
         self.groups: list[Group] = []
         self.here = _Here()
         self.grads = GradStore(self)
@@ -248,11 +247,11 @@ class ModuleRuntime:
     def begin_forward(
         self, module: nn.Module, scope: PassScope, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        """A wrapped module is called while none is running.
+        """Begins a forward: a wrapped module is called while none is running.
 
         Args:
-            module: It.
-            scope: What stands in front of it.
+            module: The module.
+            scope: Its scope.
             args: Of the call.
             kwargs: Of the call.
         """
@@ -319,7 +318,7 @@ class ModuleRuntime:
             )
 
     def got_further(self, scope: PassScope) -> None:
-        """A block is used in forward; has what is unwritten go home if the first one was before.
+        """Notes that forward uses a block; writes ``unwritten`` home once it is past the first.
 
         Modules around both may be called, and have blocks of their own, before either. And not
         before some kernels of what follows are launched: until then the device has nothing to do.
@@ -332,7 +331,7 @@ class ModuleRuntime:
                 self._home_unwritten()
 
     def _home_unwritten(self) -> None:
-        """Has what is unwritten go home, unless it is in use."""
+        """Writes the ``unwritten`` blocks home, except those in use."""
         get, blocks = self.manager.parts.table.get, self.unwritten
         self.unwritten = [b for b in blocks if (record := get(b.id)) is not None and record.leases]
         if not self.unwritten:
@@ -354,7 +353,7 @@ class ModuleRuntime:
 
     @inside
     def demand(self, group: Group) -> None:
-        """A parameter is reached for while its block is not held."""
+        """Fetches a group whose parameter is looked up while its block is not held."""
         if group.soft and self.here.depth > 0:
             return  # it was just before, and points at its block
         self.manager.gate.guard()
@@ -377,14 +376,14 @@ class ModuleRuntime:
 
     @inside
     def lent(self, group: Group, token: int, *, dirty: bool) -> None:
-        """Ends that; the group stays pointed at the block until that leaves."""
+        """Ends :meth:`lend`; the group stays pointed at the block until that leaves."""
         if token == 2:
             self.saved.pop()
         group.let_go(dirty=dirty, soft=True)
         self._remember(group)
 
     def thawed(self, tensor: torch.Tensor) -> None:
-        """A parameter's ``requires_grad`` was set: its gradients are taken from now on."""
+        """Takes a parameter's gradients from now on, since its ``requires_grad`` was set."""
         if not tensor.requires_grad:
             return
         for group in self.groups:
@@ -405,7 +404,7 @@ class ModuleRuntime:
 
     @inside
     def enter_backward(self) -> None:
-        """Backward has reached something of ours: a new pass, the first time."""
+        """Called where backward reaches a wrapped module: begins a new pass the first time."""
         if torch._C._current_graph_task_id() == -1:
             return
         if self._in_backward:
@@ -431,7 +430,7 @@ class ModuleRuntime:
 
     @inside
     def before_backward(self, scope: PassScope) -> None:
-        """The gradient of a module's output is there: its backward comes next."""
+        """Called when the gradient of a module's output is there: its backward comes next."""
         if self.manager.gate.closed:
             return
         self.enter_backward()
@@ -456,18 +455,18 @@ class ModuleRuntime:
                 self._kept.append(group)
 
     def let_go_kept(self) -> None:
-        """Lets go of the groups that backward holds."""
+        """Releases the groups that backward holds."""
         while self._kept:
             self._kept.pop().let_go()
 
     def _cut_short(self, ending: weakref.ref[_Ending]) -> None:
-        """An error has ended backward; gradients that made way for others are seen again."""
+        """Ends a backward that an error cut short; gradients that made way are shown again."""
         if self._in_backward and ending is self._ending:
             self.grads.restore()
 
     @inside
     def end_backward(self) -> None:
-        """Backward is over, or was cut short by an error some time ago."""
+        """Ends a backward that is over, or was cut short by an error some time ago."""
         if not self._in_backward:
             return
         self._in_backward = False
@@ -484,7 +483,7 @@ class ModuleRuntime:
     def reset_backward(self) -> None:
         """Ends a backward after an exception anywhere, however far its end had come."""
         self._in_backward = True
-        self._kept = []  # nobody holds a group
+        self._kept = []  # no group is held
         self.end_backward()
         self._ambient = []
 

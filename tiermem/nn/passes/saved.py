@@ -5,9 +5,9 @@ Kept as they are, they would hold the slot until backward. So they are packed
 as (block, offset, shape, stride) and unpacked from wherever the block is then.
 
 The parameter itself must never be what is kept: it shows whatever it points at by
-then, which may be nothing. It is packed by who it is, whatever class it has at the
-moment, and where somebody else kept it (a hook of the user's), it is replaced by
-its bytes when it comes back.
+then, which may be nothing. It is packed by its identity, whatever class it has at the
+moment, and where a hook of the user's kept it, it is replaced by its bytes when it
+comes back.
 
 Saved-tensor hooks do not chain: only the innermost pair sees a tensor. So each
 pair here remembers the pair it covers (``checkpoint``'s, or the user's). The user's
@@ -84,14 +84,14 @@ def _passed_over(pack: Callable[..., Any]) -> Callable[..., Any]:
 
     From torch 2.15 on, selective checkpoints hand what they keep to the user's hooks if they are
     told to, and warn where they are not told. They pass over hooks of checkpoints, which they know
-    by these two names; and what is ours has to be passed over as well.
+    by these two names; and tiermem's have to be passed over as well.
     """
     pack.__dict__.update(_checkpoint_internal=True, _user_hooks=None)
     return pack
 
 
 class _Handed:
-    """What a covered pair made of a tensor, and how to undo it."""
+    """The result of a covered pair's pack hook, and its unpack hook."""
 
     __slots__ = ("packed", "unpack")
 
@@ -110,7 +110,7 @@ class SavedHooks:
         self._plain: Pair = (self._pack_plain, self._unpack)
 
     def on_top(self) -> bool:
-        """Whether a pair of ours sees what is saved, or nothing is."""
+        """Whether a pair of tiermem's sees what is saved, or nothing is saved."""
         if not torch.is_grad_enabled():
             return True
         outer = top_pair()
@@ -119,17 +119,17 @@ class SavedHooks:
     def push_for_operation(self) -> bool:
         """Pushes a pair for an operation outside every module, unless a checkpoint's is there.
 
-        A checkpoint runs such an operation once inside a module's call, where we do not see it,
+        A checkpoint runs such an operation once inside a module's call, where it is not seen here,
         and once more on its own: both times it has to see the same tensors.
         """
         outer = top_pair()
         return not (outer is not None and _is_of_checkpoint(outer)) and self.push()
 
     def push(self) -> bool:
-        """Puts a pair of ours on top, unless one is there or none can be.
+        """Pushes a pair of tiermem's, unless one is on top or none can be.
 
         Returns:
-            Whether one was pushed, and :meth:`pop` is owed.
+            Whether one was pushed, so that :meth:`pop` must follow.
         """
         if not torch.is_grad_enabled() or self.refused():
             return False
@@ -144,7 +144,7 @@ class SavedHooks:
         return True
 
     def cover(self, outer: Pair) -> Pair:
-        """Returns a pair of ours over another one."""
+        """Returns a pair of tiermem's over another one."""
         return _Covering(self, outer), self._unpack
 
     def pop(self) -> None:
@@ -158,7 +158,7 @@ class SavedHooks:
         return not enabled or transforming()
 
     def hold_for(self, outputs: Sequence[torch.Tensor], groups: Iterable[Group]) -> None:
-        """Has blocks stay in HBM as long as a graph lives that no hook of ours has seen.
+        """Keeps blocks in HBM as long as an autograd graph lives that no hook here has seen.
 
         It has saved the parameters themselves. An alias of each block goes into the graph.
 
@@ -249,7 +249,7 @@ class SavedHooks:
         """
         if saved.block.id in self.manager.parts.deferred:
             self.pay(saved.block.id)
-        owner = saved.owner  # an error that torch raises as well is no fault of ours
+        owner = saved.owner  # an error that torch raises as well needs no repair
         if owner is not None and saved.version not in (-1, owner._version):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
@@ -260,7 +260,7 @@ class SavedHooks:
 
     @inside
     def pay(self, block_id: int) -> None:
-        """Makes the step that a block owes: it changes the weights, and is counted then."""
+        """Makes the deferred step of a block: it changes the weights, and is counted then."""
         with self.manager.lock:
             self.manager.parts.deferred.pay(block_id)
 
@@ -276,7 +276,7 @@ class SavedHooks:
             finally:
                 self.manager.release(saved.block)
         if torch.is_grad_enabled():
-            # backward with a graph of its own saves this again, where no hook of ours sees it: a
+            # backward with a graph of its own saves this again, where no hook here sees it: a
             # copy in ordinary memory does not hold the block in HBM
             with torch.no_grad():
                 view = view.clone(memory_format=torch.preserve_format)
@@ -318,13 +318,13 @@ def _taken_out(saved: SavedView) -> torch.Tensor:
 
 
 def _hooks_of(pair: Pair) -> SavedHooks | None:
-    """Returns whose pair of ours a pair is, None if it is none."""
+    """Returns the hooks that a pair belongs to, None if it is not one of tiermem's."""
     found = getattr(pair[0], "__self__", None) or getattr(pair[0], "hooks", None)
     return found if isinstance(found, SavedHooks) else None
 
 
 def _covered(pair: Pair) -> Pair:
-    """Returns what is pushed for a pair: one that covers it, if there are wrapped modules.
+    """Returns the pair to push for another: one that covers it, if there are wrapped modules.
 
     Checkpoints save nothing there, and have to see the same tensors when they recompute outside.
     """

@@ -1,4 +1,4 @@
-"""What passes know of the modules that they are passes of."""
+"""Interfaces of wrapped models and their modules, as passes use them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PassScope(Protocol):
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """What the module's call needs."""
+        """The groups that the module's call needs."""
         ...
 
     @property

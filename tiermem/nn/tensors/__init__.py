@@ -1,4 +1,4 @@
-"""Tensors whose bytes are elsewhere, and what stands for them meanwhile.
+"""Stand-ins for tensors whose bytes are in the tiers.
 
-May ask for one tensor's bytes; decides nothing about blocks.
+They fetch one tensor's bytes when it is used, and decide nothing about blocks.
 """

@@ -29,7 +29,7 @@ _TENSOR: Any = torch.Tensor
 _UNSCALE: Any = torch._amp_foreach_non_finite_check_and_unscale_
 
 ANSWERS: dict[Any, Callable[..., Any]] = {}
-"""Functions over lists that are done in another way; NotImplemented for as ever."""
+"""Replacements of functions over lists; they may return NotImplemented."""
 
 
 class LazyTensor(StandIn, torch.Tensor):
@@ -51,7 +51,7 @@ class LazyTensor(StandIn, torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answers for the dtype of the real tensor; runs everything else on that."""
+        """Returns the real tensor's dtype where that is asked for; runs all else on the tensor."""
         if func in _OF_DTYPE and args and isinstance(args[0], LazyTensor):
             return _OF_DTYPE[func](args[0])
         if func == _UNSCALE and _only_looks(*args, **kwargs or {}):
@@ -64,14 +64,14 @@ class LazyTensor(StandIn, torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Gives what the class of the real tensor has beyond torch's own."""
+        """Returns an attribute that the class of the real tensor has beyond torch's own."""
         if not self._shelled or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         flush(self)
         with unrecorded():
             self._kept = kept = self._load() if self._kept is None else self._kept
             found = getattr(kept, name)
-            # an alias, so that it is seen whether somebody has it
+            # an alias, so that it can be seen whether there are references to it
             return found.detach() if isinstance(found, torch.Tensor) else found
 
     def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
@@ -165,7 +165,7 @@ def flush(tensor: torch.Tensor | None) -> None:
 
 
 def forget(tensor: Any) -> None:
-    """Lets the views of a lazy tensor be."""
+    """Drops the copy of a lazy tensor: its views are no longer kept up to date."""
     if isinstance(tensor, LazyTensor):
         tensor._kept = None
 
@@ -178,23 +178,23 @@ def ordinary(gradient: torch.Tensor, param: torch.Tensor, device: torch.device) 
 
 
 def is_viewed(tensor: Any) -> bool:
-    """Whether somebody may have a view of a copy that a lazy tensor made."""
+    """Whether there may be a view of a copy that a lazy tensor made."""
     return isinstance(tensor, LazyTensor) and tensor._kept is not None
 
 
 def is_gone(tensor: Any) -> bool:
-    """Whether a lazy tensor stands for what is kept nowhere any more; it says so when used."""
+    """Whether a lazy tensor has no bytes any more, so that its use raises."""
     return isinstance(tensor, LazyTensor) and tensor._gone
 
 
 def ensure_there(tensor: Any) -> None:
-    """Has a lazy tensor say so if what it stands for is kept nowhere any more."""
+    """Raises the error of a lazy tensor whose bytes are gone, if they are."""
     if is_gone(tensor):
         tensor._load()
 
 
 def orphan(tensor: LazyTensor, value: torch.Tensor | None = None) -> None:
-    """Gives a lazy tensor its value for good: what it stood for is about to be forgotten.
+    """Gives a lazy tensor its value for good: its bytes in the tiers are about to be dropped.
 
     Args:
         tensor: The lazy tensor.
@@ -209,7 +209,7 @@ def orphan(tensor: LazyTensor, value: torch.Tensor | None = None) -> None:
 
 
 def is_held(thing: object, *, besides: int = 0) -> bool:
-    """Whether anybody has a reference to an object besides one local variable of the caller.
+    """Whether there is a reference to an object besides one local variable of the caller.
 
     Args:
         thing: The object.
@@ -242,7 +242,7 @@ _ALONE = _alone()
 
 
 def refresh(tensor: torch.Tensor | None, value: torch.Tensor) -> None:
-    """Shows a change of what is stored in the views of a lazy tensor that are still seen."""
+    """Copies a changed stored value into the views of a lazy tensor that are still alive."""
     if isinstance(tensor, LazyTensor) and tensor._kept is not None:
         kept = tensor._kept
         tensor._kept = kept if _seen(kept) else None
@@ -286,7 +286,7 @@ def gone(
     refuse: Callable[..., Any],
     formal: torch.dtype | None = None,
 ) -> LazyTensor:
-    """Makes a stand-in for a tensor that is kept nowhere.
+    """Makes a stand-in for a tensor whose bytes are gone.
 
     Args:
         shape: Of the tensor that was.
@@ -301,7 +301,7 @@ def gone(
 
 
 def end(tensor: Any, refuse: Callable[..., Any]) -> None:
-    """Has a lazy tensor stand for what is kept nowhere any more.
+    """Marks the bytes of a lazy tensor as gone: its use raises from now on.
 
     Args:
         tensor: Any other is left as it is.

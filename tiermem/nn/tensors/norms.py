@@ -33,7 +33,7 @@ def norms_of(
 
 @cache
 def measure_of(kind: Kind) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns what takes a norm of this kind of one tensor; the same object for the same kind."""
+    """Returns the function of one tensor that takes such a norm; one object per kind."""
     return partial(_norm_of, kind=kind)
 
 

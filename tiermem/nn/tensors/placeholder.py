@@ -1,9 +1,8 @@
-"""What a parameter holds while its block is elsewhere: nothing that could be read.
+"""Placeholders: what a parameter's data is while its block is elsewhere; it cannot be read.
 
-Shape, dtype and device stay right. Whoever asks for the bytes, by whatever way, gets an error of
-torch's (:mod:`tiermem.nn.compat.refusing`). There is one element behind it, with all bits set,
-which is NaN: on a torch that cannot be told to refuse, a use that escaped everything shows at
-least.
+Shape, dtype and device stay right. Any access to the bytes raises an error of torch's
+(:mod:`tiermem.nn.compat.refusing`). There is one element behind it, with all bits set, which is
+NaN: on a torch that cannot be told to refuse, a use that was not intercepted shows at least.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def is_placeholder(tensor: torch.Tensor) -> bool:
     """Whether a tensor, looked at with its own class aside, is one of these.
 
     Args:
-        tensor: With memory of its own or of somebody's, on any device; its bytes are not read.
+        tensor: Any tensor, on any device; its bytes are not read.
     """
     if not tensor.numel():
         return False
@@ -57,16 +56,16 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
     """Returns a tensor of this shape that takes one element of memory and cannot be read."""
     with unrecorded():
         found = poison_element(dtype, device).expand(shape)
-    if found.numel():  # of nothing nothing is read
+    if found.numel():  # an empty one has no bytes to read
         refuse(found, _TEXT.format(what="parameter or gradient", shape=tuple(shape), dtype=dtype))
     return found
 
 
 def shared_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns the same, one tensor for all who ask for it.
+    """Returns a placeholder that is shared by all callers.
 
-    Layers are alike, and what was just looked at is in the processor's caches. For who sets
-    ``data`` to it, or makes a subclass of it, which both copy what it says of itself.
+    Layers are alike, and what was just looked at is in the processor's caches. Callers set
+    ``data`` to it, or make a subclass of it, which both copy its metadata.
     """
     key = (shape, dtype, device)
     found = _shared.get(key)

@@ -1,4 +1,4 @@
-"""Tensor subclasses that wrap plain tensors: taken apart, and put together around others.
+"""Tensor subclasses that wrap plain tensors: unwrapped, and rebuilt around other tensors.
 
 A quantized optimizer state, say, is codes and scales that show themselves as one tensor. torch
 names the way in and out of such a class for its compiler: ``__tensor_flatten__`` and
@@ -27,7 +27,7 @@ def insides(value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Returns the plain tensors in a tensor, by their path in it; of a plain one, itself by ``""``.
 
     Args:
-        value: Plain, or of a subclass that can be taken apart.
+        value: Plain, or of a subclass that can be unwrapped.
     """
     if type(value) in _PLAIN or not _is_shell(value):
         return [("", value)]
@@ -40,7 +40,7 @@ def insides(value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 
 
 def is_opaque(value: torch.Tensor) -> bool:
-    """Whether a tensor is of a subclass that does not say how it is put together."""
+    """Whether a tensor is of a subclass that cannot be unwrapped and rebuilt."""
     if _is_shell(value):
         return any(is_opaque(inner) for _, inner in insides(value))
     return type(value) not in _PLAIN
@@ -48,7 +48,7 @@ def is_opaque(value: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Shell:
-    """How a tensor of a subclass is put together, without the tensors inside.
+    """The metadata of a tensor of a subclass, without the tensors inside.
 
     Attributes:
         kind: Its class.

@@ -1,9 +1,9 @@
-"""Tensors whose bytes are elsewhere, and that are there as soon as an operation uses them.
+"""Base of stand-ins: tensors whose bytes are fetched when a torch operation uses them.
 
 Two kinds share this module: a managed parameter while its block is not held
 (:mod:`tiermem.nn.groups.away`), and a gradient or a piece of optimizer state in the
 tiers (:mod:`tiermem.nn.tensors.lazy`). Every torch operation on one comes to
-:func:`dispatch`, which has the real tensors stand in for the time of it.
+:func:`dispatch`, which runs it on the real tensors.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Opened:
 
 
 class StandIn:
-    """What both kinds have in common. Comes before a tensor class among the bases."""
+    """Base of both kinds of stand-ins; comes before a tensor class among the bases."""
 
     __slots__ = ()
 
@@ -114,14 +114,14 @@ class StandIn:
             return dispatch(func, args, kwargs or {})
 
     def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
-        """Answers an operation on ``self`` in another way than by running it."""
+        """Returns whether an operation on ``self`` was handled without running, and its result."""
         return False, None
 
     def _open(self) -> Opened:
         raise NotImplementedError
 
     def _in_a_pass(self) -> Any:
-        """Returns what stands for the tensor among the arguments of a backward pass."""
+        """Returns what replaces the tensor among the arguments of a backward pass."""
         raise NotImplementedError
 
 
@@ -187,7 +187,7 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _close(uses: list[Opened], func: Callable[..., Any]) -> None:
-    """Ends uses, the last first; what the end of one raises keeps none of the others."""
+    """Ends uses, the last first; all are ended, also where the end of one raises."""
     while uses:
         try:
             uses.pop().close(func)

@@ -1,8 +1,8 @@
 """Weights that are given to a transform of ``torch.func`` as such: ``grad(loss)(weight)``.
 
 A transform begins by wrapping its tensors, in C++, where no operation is seen: it would go on with
-what a weight that is away points at. So the two functions that wrap are followed, and get a tensor
-that is there, for as long as the transform keeps it.
+what a weight that is away points at. So the two functions that wrap tensors are replaced, and get
+a tensor that is in HBM, for as long as the transform keeps it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _followed: list[str] = []
 
 
 def follow_transforms() -> None:
-    """Has transforms find weights in place from now on; does nothing the second time."""
+    """Replaces torch's functions so that transforms get fetched weights; may be called twice."""
     for module, name in _WRAP:
         if name not in _followed:
             _followed.append(name)

@@ -1,4 +1,4 @@
-"""Modules: taken into the tiers, called there, looked at, and given back.
+"""Wrapped modules: moved into the tiers, called there, inspected, and given back.
 
-The only room that touches a user's module.
+The only package that changes a user's module.
 """

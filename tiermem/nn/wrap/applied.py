@@ -95,7 +95,7 @@ def _try(fn: Fn, name: str, probe: torch.Tensor) -> None:
 
 
 def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns all that ``fn`` might change."""
+    """Returns everything about a tensor that ``fn`` might change."""
     return (
         tensor.dtype,
         tensor.device,

@@ -1,9 +1,9 @@
-"""Modules that are put around a wrapped one, seen as they are made.
+"""Modules that are put around a wrapped one, detected as they are made.
 
-torch tells of every module that becomes another's child. Three kinds of parents matter here: a
-``DistributedDataParallel``, which broadcasts buffers behind Python's back; a ``DataParallel``,
-which copies all weights to several devices in each call; and what ``torch.compile`` returns, where
-one graph of the whole is asked for.
+torch calls a hook for every module that becomes another's child. Three kinds of parents matter
+here: a ``DistributedDataParallel``, which broadcasts buffers in C++, unseen by Python; a
+``DataParallel``, which copies all weights to several devices in each call; and what
+``torch.compile`` returns, where one graph of the whole is asked for.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _everybody: WeakSet[ReducedGradients] = WeakSet()
 
 
 def follow(reduced: ReducedGradients) -> None:
-    """Tells ``reduced`` of every ``DistributedDataParallel`` from now on."""
+    """Notifies ``reduced`` of every ``DistributedDataParallel`` from now on."""
     _everybody.add(reduced)
 
 
 def _surrounded(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """A module gets a child.
+    """Checks a module that gets a child, and notifies what follows ``DistributedDataParallel``.
 
     Raises:
         CapacityError: If what a ``DistributedDataParallel`` broadcasts has no room in HBM.
@@ -67,13 +67,13 @@ def is_wrapped(model: nn.Module) -> bool:
 def _is_whole() -> bool:
     """Whether the compiler that is being put around a module was asked for one graph.
 
-    It says so nowhere else than in an argument of a function that is running (``dynamo_ctx``).
+    That is found only in an argument of a function that is running (``dynamo_ctx``).
     """
     return bool(getattr(_local_of_a_caller("dynamo_ctx"), "fullgraph", False))
 
 
 def _local_of_a_caller(name: str) -> Any:
-    """Returns what the nearest caller that knows ``name`` knows it as; None if none near does."""
+    """Returns the local variable ``name`` of the nearest caller that has it; None for none."""
     frame: types.FrameType | None = sys._getframe(2)
     for _ in range(_FRAMES):
         if frame is None:

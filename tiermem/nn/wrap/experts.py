@@ -1,8 +1,8 @@
 """Layers of experts whose weights are stacked: only the rows that tokens choose come up.
 
 A call without gradients is told which experts each token has chosen. Its block is not brought up
-then; its parameters are stood for by :class:`~tiermem.nn.groups.rows.Rows`, and the rows of the
-chosen ones are copied into HBM one by one. With gradients, and where nobody knows how the module
+then; :class:`~tiermem.nn.groups.rows.Rows` take the place of its parameters, and the rows of the
+chosen ones are copied into HBM one by one. With gradients, and where it is unknown how the module
 reads its weights, the block comes up as ever.
 """
 
@@ -34,7 +34,7 @@ _item = dict.get  # a name is looked at, and nothing brought up for it
 
 
 class ExpertsInterceptor(CallInterceptor):
-    """Of a module of stacked experts that is a block of its own."""
+    """Intercepts calls of a module of stacked experts that is a block of its own."""
 
     __slots__ = ("_params", "_stack", "_store", "_tensors")
 
@@ -96,7 +96,7 @@ class ExpertsInterceptor(CallInterceptor):
             raise
         except BaseException as error:
             if not (ended and (theirs or OUTSIDE in error.__dict__)):
-                gate.torn = gate.unsure = True  # it came at a line of ours; no call: see entrance
+                gate.torn = gate.unsure = True  # at a line of tiermem's; no call: see entrance
             raise
 
     def _may(self) -> bool:
@@ -127,7 +127,7 @@ class ExpertsInterceptor(CallInterceptor):
 
     @inside
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice | None:
-        """Reads which experts are chosen, and has their copies begin; None for the whole block."""
+        """Reads which experts are chosen and begins their copies; None for the whole block."""
         stack, how = self._stack, reads_rows(self.module)
         indices = choices_in(args, kwargs)
         if stack is None or not how or indices is None or not indices.numel():
@@ -153,7 +153,7 @@ class ExpertsInterceptor(CallInterceptor):
 
     @staticmethod
     def _foresee(stack: Stack, args: tuple[Any, ...]) -> torch.Tensor | None:
-        """Has the router of the layer that comes next say what it would choose, for one token.
+        """Asks the router of the next layer which experts it would choose, for one token.
 
         Its input will be another by then, but not by much: every layer adds to what goes by it.
         (Eliseev and Mazur, Fast Inference of Mixture-of-Experts Language Models with Offloading,
@@ -191,7 +191,7 @@ class ExpertsInterceptor(CallInterceptor):
 
 
 def router_of(scope: Scope, experts: int) -> Callable[[torch.Tensor], torch.Tensor | None] | None:
-    """Returns what asks the router beside a layer's experts; None where none is found.
+    """Returns a function that asks the router beside a layer's experts; None without a router.
 
     That is a module next to them whose weight has a row of features for each expert.
     """

@@ -1,7 +1,7 @@
 """Makes wrapped models ordinary again: their tensors leave the tiers, block by block.
 
 In two stages. :meth:`Leaving.read` may fail (a disk, too little memory) and changes nothing:
-it makes the steps that are owed, and reads gradients and all blocks that are not at home in DRAM.
+it makes the deferred steps, and reads gradients and all blocks that are not at home in DRAM.
 :meth:`Leaving.finish` cannot fail for such reasons: it makes the tensors ordinary and copies
 blocks out of DRAM one at a time, giving the pages back behind each. So what is needed beyond the
 DRAM budget is one block, and what was in HBM or in files.
@@ -32,7 +32,7 @@ _HOST = torch.device("cpu")
 
 
 class Leaving:
-    """One wrapped model on its way out of the tiers.
+    """Takes one wrapped model out of the tiers.
 
     Attributes:
         wrapped: The model.
@@ -210,7 +210,7 @@ class Leaving:
             own = None
         if not member.materialized:
             member.group.free(member, value)
-        # in one assignment: whoever comes again finds the stand-in, or the gradient
+        # in one assignment: a second call finds the stand-in, or the gradient
         member.param.grad = None if own is None else ordinary(own, member.param, value.device)
         if member.has_grad:
             self._runtime.grads.hand_over(member, self._gradients[id(member)])
@@ -304,7 +304,7 @@ def _lost(wrapped: WrappedModel, lost: dict[str, StorageError]) -> StorageError:
 
 
 def say_beside(first: BaseException, second: BaseException) -> None:
-    """Has an error under way tell of another, which came on the way out and must not hide it."""
+    """Adds to an error a second one, which came while leaving ``with`` and must not hide it."""
     what = str(second) if isinstance(second, TierError) else f"{type(second).__name__}: {second}"
     text = f"tiermem: on the way out of `with`: {what}"
     if hasattr(first, "add_note"):

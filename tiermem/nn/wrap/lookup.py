@@ -1,4 +1,4 @@
-"""Embeddings, of which few rows are looked at: those are read where they lie.
+"""Embeddings of which a call reads few rows: the rows are read in place, in DRAM.
 
 At one token an embedding of 32,000 rows is looked at in one of them. Were it brought up as
 other blocks are, all of it would move, or stay in HBM in the place of what is used whole.
@@ -44,11 +44,11 @@ _GLOBAL_HOOKS = (
 _ASKED_FOR = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _item = dict.get  # a name is looked at, and nothing brought up for it
 _TORCHS = (nn.Embedding.forward, functional.embedding, torch.embedding)
-"""What an embedding's call comes to, unless somebody has put something else in its place."""
+"""The functions that an embedding's call runs, unless they were replaced."""
 
 
 class LookupInterceptor(CallInterceptor):
-    """Of an embedding that is a block of its own."""
+    """Intercepts calls of an embedding that is a block of its own."""
 
     __slots__ = ("_entry", "_row")
 
@@ -91,10 +91,10 @@ class LookupInterceptor(CallInterceptor):
             return zero_copy.read(self._groups[0].block, look, nbytes, again=frozen)
 
     def _may(self, ids: torch.Tensor) -> bool:
-        """Whether a call comes to a look at few rows of the weight of now, and to nothing else.
+        """Whether a call reads a few rows of the present weight, and does nothing else.
 
-        Whoever may see or keep the weight in the call has to have it in HBM: most hooks, modes of
-        torch's, transforms, a compiler; so has what takes its gradient.
+        Code that may see or keep the weight in the call needs it in HBM: most hooks, modes of
+        torch's, transforms, a compiler; so does what takes its gradient.
         """
         module: Any = self.module
         names, entry, group = module.__dict__, self._entry, self._groups[0]
@@ -129,9 +129,9 @@ class LookupInterceptor(CallInterceptor):
         return torch.embedding(weight, ids, padding, module.scale_grad_by_freq, module.sparse)
 
     def _hooked(self, ids: torch.Tensor, found: Any) -> Any:
-        """Has hooks see what comes out (as those do that have inputs of layers take gradients).
+        """Runs the module's forward hooks on the result (some make layer inputs need gradients).
 
-        They run when the look is over: one that reaches for the weight has it brought up.
+        They run after the look-up: one that uses the weight fetches it.
         """
         for hook in tuple(self.module._forward_hooks.values()):
             changed = hook(self.module, (ids,), found)

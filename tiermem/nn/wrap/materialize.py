@@ -44,8 +44,8 @@ class Opened:
 
     Attributes:
         entry: The parameter.
-        before: What its ``grad`` was before.
-        gradient: What it was at the end, once that has been looked at.
+        before: Its ``grad`` before.
+        gradient: Its ``grad`` at the end, once that has been looked at.
     """
 
     __slots__ = ("before", "entry", "gradient")
@@ -57,7 +57,7 @@ class Opened:
 
 
 class Lending:
-    """What one ``with`` block has; entered with the runtime, so that nothing of it gets lost.
+    """The parameters that one ``with`` block has; entered with the runtime, so that none is lost.
 
     Attributes:
         opened: What is still to be taken back.
@@ -168,7 +168,7 @@ def _open(
 
 
 def _put_back(opened: list[Opened]) -> None:
-    """Undoes what was opened; the user has seen none of it."""
+    """Takes back what was opened, before the user has seen any of it."""
     while opened:
         use = opened[-1]
         with torch._C.DisableTorchFunctionSubclass():
@@ -240,7 +240,7 @@ def _close_block(runtime: ModuleRuntime, lending: Lending, group: Group, wrong: 
 
 
 def _show_gradient(use: Opened) -> None:
-    """Gives a gradient back as an ordinary tensor: it could not be taken into the tiers."""
+    """Makes a gradient an ordinary tensor, since it could not be taken into the tiers."""
     param = use.entry.param
     if use.gradient is not None and param.grad is None:
         param.grad = ordinary(use.gradient, param, param.device)

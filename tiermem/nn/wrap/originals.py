@@ -1,4 +1,4 @@
-"""What a model was before it was wrapped, so that a wrap that is cut short can be undone."""
+"""Keeps a model's tensors from before it was wrapped, to undo a wrap that is cut short."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Originals:
         ]
 
     def restore(self) -> None:
-        """Makes everything what it was; can be called again where it is cut short."""
+        """Restores everything; can be called again where it is cut short."""
         for names, name, value in self._names:
             if value is _MISSING:
                 names.pop(name, None)

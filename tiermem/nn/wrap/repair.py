@@ -1,9 +1,9 @@
-"""Makes modules, gradients and leases right again after an exception at a line of ours.
+"""Makes modules, gradients and leases right again after an exception at a line of tiermem's.
 
-Whoever lets a user in notes such an exception (:mod:`tiermem.nn.compat.entrances`); the next call
-that comes from outside everything of ours begins with :func:`repair`. Nothing is held then: not by
-this thread, which is not inside any call of ours, nor by another, which is looked for. So what says
-that something is held is what is left of the call that was cut short. See
+Entry points note such an exception (:mod:`tiermem.nn.compat.entrances`); the next call that comes
+from outside tiermem begins with :func:`repair`. Nothing is held then: not by this thread, which is
+not inside any call of tiermem's, nor by another, which is looked for. So any hold that is still
+entered was left by the call that was cut short. See
 :mod:`tiermem.runtime.repair` for the blocks themselves.
 """
 
@@ -33,11 +33,11 @@ _ROOMS = (f"{_PACKAGE}nn{os.sep}", f"{_PACKAGE}optim{os.sep}", f"{_PACKAGE}tier.
 
 
 def repair(runtime: ModuleRuntime) -> None:
-    """Makes everything right, as far as nothing is under way.
+    """Repairs everything that is not under way.
 
-    Called by what users call, before it does anything else. Inside another call of ours (a model
-    that caught the error goes on) only the blocks are made right; leases that nobody gives back any
-    more are ended by the next call from outside.
+    Called by every public entry point, before it does anything else. Inside another call of
+    tiermem's (a model that caught the error goes on) only the blocks are repaired; leases that were
+    left behind are ended by the next call from outside.
     """
     manager = runtime.manager
     if manager.gate.closed:
@@ -79,7 +79,7 @@ def _end_attempts(runtime: ModuleRuntime) -> Counter[int]:
     kept: Counter[int] = Counter()
     holds: Counter[int] = Counter()
     for attempt in list(runtime.attempts):
-        with suppress(*REFUSALS):  # the disk fails still: whoever needs the blocks is told
+        with suppress(*REFUSALS):  # the disk still fails: the next use of the blocks raises
             attempt.end()
             continue
         group, blocks = attempt.leased()
@@ -89,7 +89,7 @@ def _end_attempts(runtime: ModuleRuntime) -> Counter[int]:
     for group in runtime.groups:
         if group.block.id in holds:
             group.holds = holds[group.block.id]
-            kept[group.block.id] += 1  # a group has one lease, however many hold it
+            kept[group.block.id] += 1  # a group has one lease, however many calls hold it
             for inside in group.insides:
                 inside.reset()
     return kept
@@ -116,7 +116,7 @@ def _drop_lost(runtime: ModuleRuntime) -> None:
 
 
 def _is_alone() -> bool:
-    """Whether no thread is inside a call of ours, but for the one that asks, just begun."""
+    """Whether no thread is inside a call of tiermem's, but for the calling one, just begun."""
     if torch._C._current_graph_task_id() != -1:
         return False
     here = sys._getframe(3)

@@ -1,4 +1,4 @@
-"""What stands in front of a module's methods while it is wrapped.
+"""Interceptors of a module's methods while it is wrapped.
 
 A module's call is intercepted at ``_call_impl`` in its instance dictionary,
 not with forward hooks: torch's own fast paths switch themselves off where
@@ -36,7 +36,7 @@ _CALL = "_call_impl"
 
 
 class Inside:
-    """Who is inside the modules of one block, all of which need the same groups.
+    """Counts the threads inside the modules of one block, all of which need the same groups.
 
     Attributes:
         thread: The thread that is inside, if it is one alone; else 0, which no thread is called.
@@ -45,7 +45,7 @@ class Inside:
     __slots__ = ("_depth", "thread")
 
     def __init__(self, groups: Sequence[Group] = ()) -> None:
-        """Begins with nobody.
+        """Starts with no thread inside.
 
         Args:
             groups: What all of the modules need.
@@ -56,7 +56,7 @@ class Inside:
             group.insides.append(self)
 
     def enter(self) -> None:
-        """This thread holds the groups from now on; called under the manager's lock."""
+        """Notes that this thread holds the groups from now on; under the manager's lock."""
         self._depth += 1
         if self._depth == 1:
             self.thread = get_ident()
@@ -64,13 +64,13 @@ class Inside:
             self.thread = 0  # until all are out again
 
     def leave(self) -> None:
-        """It does so no more."""
+        """Notes that it no longer does."""
         self._depth -= 1
         if not self._depth:
             self.thread = 0
 
     def reset(self) -> None:
-        """Forgets who is inside, after an exception anywhere; nobody is."""
+        """Clears the threads inside, after an exception anywhere; there are none then."""
         self.thread = self._depth = 0
 
 
@@ -84,7 +84,7 @@ class Scope:
         name: The module's qualified name.
         number: Which wrapped model of the manager it belongs to.
         groups: Held during the call.
-        inside: Who is inside the modules that need the same groups.
+        inside: Counts the threads inside the modules that need the same groups.
         begins: Whether a block begins at this module.
         called: Whether its calls are intercepted: not those of one whose tensors all stay in HBM.
     """
@@ -250,7 +250,7 @@ class CallInterceptor(Interceptor):
             raise
         except BaseException as error:
             if not (ended and (theirs or OUTSIDE in error.__dict__)):
-                # it came at a line of ours; no call: see entrance
+                # it came at a line of tiermem's; no call: see entrance
                 manager.gate.torn = manager.gate.unsure = True
                 here.depth = depth
             elif was_refused(error):
@@ -260,7 +260,7 @@ class CallInterceptor(Interceptor):
 
     @staticmethod
     def _watch(scope: Scope, runtime: ModuleRuntime, result: Any, pushed: bool) -> None:
-        """Has backward announce itself when it reaches this module."""
+        """Registers a hook that announces when backward reaches this module."""
         if not pushed and runtime.saved.refused():
             runtime.saved.hold_for(outputs_with_grad(result), scope.groups)
         if not scope.begins or transforming():
@@ -274,7 +274,7 @@ def _announce(runtime: ModuleRuntime, scope: Scope, _gradient: torch.Tensor) -> 
 
 
 class CompileInterceptor(Interceptor):
-    """Has ``module.compile()`` compile what runs while the blocks are held, and nothing of us."""
+    """Makes ``module.compile()`` compile only what runs while the blocks are held."""
 
     __slots__ = ()
 
@@ -304,7 +304,7 @@ class CompileInterceptor(Interceptor):
 
 
 class CopyInterceptor(Interceptor):
-    """Makes an ordinary module where a wrapped one is copied: nothing of ours is in its way."""
+    """Makes an ordinary module where a wrapped one is copied, without interceptors."""
 
     __slots__ = ()
 
@@ -330,7 +330,7 @@ class CopyInterceptor(Interceptor):
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """What a class copies by itself, our own names among it, is taken out afterwards."""
+        """Copies nothing: interceptors that a class copies by itself are taken out afterwards."""
 
 
 def _copy(module: nn.Module, memo: dict[int, Any]) -> Any:
@@ -360,7 +360,7 @@ class SaveInterceptor(Interceptor):
 
 
 class LoadInterceptor(Interceptor):
-    """Has a module's blocks at hand while its state is loaded."""
+    """Holds a module's blocks while its state is loaded."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Loading a state dict: refused before anything is loaded, or given to blocks that are lost."""
+"""Loading a state dict: checks before anything is loaded, and refills blocks that are lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_state(module: nn.Module, state: Any, strict: bool = True, assign: bool
     Args:
         module: What is to be loaded.
         state: As given to ``load_state_dict``, like the rest.
-        strict: As torch has it; missing and unexpected names are torch's own business.
+        strict: As torch has it; missing and unexpected names are checked by torch.
         assign: Not possible here.
 
     Raises:
@@ -54,13 +54,13 @@ def _loads_plainly(module: nn.Module) -> bool:
 
 
 def given_values(module: nn.Module, state: Any) -> dict[int, torch.Tensor]:
-    """Returns what a state dict says of each tensor of a module, by the tensor's id."""
+    """Returns a state dict's value for each tensor of a module, by the tensor's id."""
     found: dict[int, torch.Tensor] = {}
     if not isinstance(state, Mapping):
         return found
     for name, part in module.named_modules():
         if part._load_state_dict_pre_hooks or not _loads_plainly(part):
-            continue  # what it makes of its values is its own affair
+            continue  # it may transform its values
         for own, tensor in [*part._parameters.items(), *part._buffers.items()]:
             value = state.get(f"{name}.{own}" if name else own)
             if tensor is not None and isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Gradients that an exception has left half changed, or half forgotten."""
+"""Repairs gradients that an exception has left half changed, or half cleared."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def finish_changes(runtime: ModuleRuntime) -> None:
 def repair_gradients(runtime: ModuleRuntime) -> None:
     """Makes entries agree with their blocks; no backward runs.
 
-    A gradient that was being forgotten, or handed out for the first time, is none: whoever cuts a
-    backward short sets the gradients to none before the next.
+    A gradient that was being cleared, or handed out for the first time, is dropped: after a
+    backward that was cut short gradients are set to None before the next.
     """
     runtime.grads.forget_backward()
     for group in runtime.groups:

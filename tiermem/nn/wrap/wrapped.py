@@ -1,4 +1,4 @@
-"""One wrapped model: how it is taken into the tiers, served there, and given back."""
+"""One wrapped model: moved into the tiers, intercepted there, and given back."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ class WrappedModel:
     # -- moving ----------------------------------------------------------
 
     def _move_in(self) -> None:
-        """Copies every tensor to its block, then lets go of the tensors' own memory."""
+        """Copies every tensor to its block, then frees the tensors' own memory."""
         if self.origins is not None:
             for block in read_in(self.manager, self.origins, self.groups, self._sources):
                 del self._sources[block.id]
@@ -360,7 +360,7 @@ class WrappedModel:
         return [] if parent is None else [c for c in parent.children() if c is not own]
 
     def entry_of(self, param: torch.Tensor) -> Entry | None:
-        """Returns what is known of a managed parameter; None where it is none of this model."""
+        """Returns the entry of a managed parameter; None where it is none of this model."""
         group = self._group_of.get(id(param))
         entries = [] if group is None else group.entries
         return next((entry for entry in entries if entry.param is param), None)
@@ -376,7 +376,7 @@ class WrappedModel:
         return {*self._group_of, *map(id, small)}
 
     def leave_to_compiler(self, name: str) -> None:
-        """Takes out what a compiler cannot see through, inside a module that is compiled.
+        """Takes interceptors out that a compiler cannot trace, inside a module that is compiled.
 
         Its own call, which stays intercepted, holds all that the modules of its block need.
         """
@@ -425,7 +425,7 @@ class WrappedModel:
                 call.give_back()
             for kind in OF_SCOPES:
                 if isinstance(module.__dict__.get(kind.method), Interceptor):
-                    del module.__dict__[kind.method]  # what somebody else put there stays
+                    del module.__dict__[kind.method]  # what other code put there stays
             self._plain_names(module)
         for module in self._modules.values():
             for whole in _OF_ALL:
@@ -463,7 +463,7 @@ class WrappedModel:
     def _state_of(self, destination: Any, part: tuple[int, str]) -> dict[int, torch.Tensor]:
         """Returns the copies made for one state dict, so that tied tensors stay tied in it.
 
-        A part that comes once more, or the whole model, is of another call, with values of now.
+        A part that comes once more, or the whole model, is of another call: it gets new copies.
         """
         key = id(destination)
         if key not in self._states:

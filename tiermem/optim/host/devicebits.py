@@ -35,7 +35,7 @@ class DeviceBits:
     """
 
     def __init__(self, cls: type[torch.optim.Optimizer], make: Make, device: torch.device) -> None:
-        """Finds nothing out yet.
+        """Starts with nothing tried.
 
         Args:
             cls: The optimizer's class.
@@ -156,21 +156,21 @@ class ShareTrial:
 
 
 class Movable:
-    """Has the host make steps of its units only where nobody can tell, and the device otherwise.
+    """Moves units between host and device: the host steps where its bits are the device's.
 
-    What nobody can tell is decided for each step: settings whose bits are proved, gradients that
-    await nothing and have no scale, no view of a weight that would have to leave HBM.
+    That is decided for each step: settings whose bits are proved, gradients that await no change
+    and have no scale, no view of a weight that would have to leave HBM.
 
     Attributes:
         trial: Finds out whether it is faster; None where that is taken for granted.
     """
 
     def __init__(self, runtime: ModuleRuntime, bits: DeviceBits, make: Make) -> None:
-        """Has no units yet.
+        """Starts without units.
 
         Args:
             runtime: The modules' runtime.
-            bits: Says which steps have the device's bits.
+            bits: Decides which steps have the device's bits.
             make: Makes the device's plain optimizer.
         """
         self.trial: ShareTrial | None = None
@@ -181,7 +181,7 @@ class Movable:
         self.seconds = 0.0
 
     def take_on(self, units: Sequence[StepUnit], *, tried: bool) -> None:
-        """Takes on those units that are the host's.
+        """Takes over those units that the host steps.
 
         Args:
             units: New ones, some of them the host's.
@@ -201,7 +201,7 @@ class Movable:
                 room.close()
 
     def rooms(self) -> list[HostRoom]:
-        """Returns what its units' steps on the host have in DRAM, wherever they are made by now."""
+        """Returns the DRAM reserved for its units' host steps, wherever they are stepped now."""
         found = [host.room for host, _ in self._sides.values() if host.room is not None]
         return list({id(room): room for room in found}.values())
 
@@ -217,10 +217,10 @@ class Movable:
         scaling: Scaling | None,
         ticket: object,
     ) -> None:
-        """Has each unit be stepped where its step can be made now.
+        """Moves each unit to the side, host or device, where its step can be made now.
 
         Args:
-            units: What is to be stepped; nothing is owed to them.
+            units: What is to be stepped; none of them has deferred work.
             groups: Settings of the parameter groups.
             scaling: What a GradScaler left to the step.
             ticket: Stands for the step.

@@ -1,7 +1,7 @@
 """Steps of torch's Adam, AdamW and SGD on the host with the bits that CUDA's kernels give.
 
 The plain optimizer is torch's own, with ``fused=True``: its state, its counters and its settings
-are its own affair. Only the call that computes is taken over, by the loop of
+are kept by torch. Only the call that computes is replaced, by the loop of
 :mod:`tiermem.optim.host.loop`. That reads gradients and writes work weights in bfloat16 itself, so
 casts take no pass over memory of their own.
 
@@ -59,7 +59,7 @@ def kind_of_step(
     weight: torch.dtype,
     device: torch.device,
 ) -> Kind | str:
-    """Returns what a step on a device is made of, or why the host has no such step.
+    """Returns the kind of a step on a device, or why the host has no such step.
 
     Args:
         cls: The optimizer class.
@@ -131,7 +131,7 @@ def _sgd_flags(settings: Mapping[str, Any], flavour: Flavour) -> tuple[Any, ...]
 
 @dataclass(slots=True)
 class Proven:
-    """What steps of one kind on the host need to have the device's bits.
+    """The facts about a device that host steps of one kind need to have its bits.
 
     Attributes:
         flavour: Of the device's kernels.
@@ -146,7 +146,7 @@ class Proven:
 
 @dataclass(slots=True)
 class Beside:
-    """What the loop uses beside what torch's call names, by the address of what is stepped.
+    """Further tensors for the loop, which torch's call does not name, of one parameter.
 
     Attributes:
         gradient: In its own dtype, where the one in the call is a stand-in.
@@ -158,14 +158,14 @@ class Beside:
 
 
 class ExactCalls(TorchFunctionMode):
-    """Has the loop make what plain fused optimizers on the CPU ask of torch's kernels."""
+    """Replaces torch's fused CPU optimizer kernels by the compiled loop, inside ``with``."""
 
     def __init__(
         self,
         device: Proven,
         beside: Mapping[int, Beside] | None = None,
     ) -> None:
-        """Is in force around the optimizer's ``step()``.
+        """Stores what the loop needs; the mode is entered around the optimizer's ``step()``.
 
         Args:
             device: What is known of the device.
@@ -183,7 +183,7 @@ class ExactCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Makes a call of torch's; one of those kernels by the loop, whole or not at all."""
+        """Calls ``func``; one of those kernels is run by the loop, whole or not at all."""
         rows_of = self._calls.get(func)
         if rows_of is None:
             return func(*args, **(kwargs or {}))
@@ -227,7 +227,7 @@ class ExactCalls(TorchFunctionMode):
     def _fused_numbers(
         self, settings: Mapping[str, Any], step: float, *, decoupled: bool
     ) -> tuple[bool, list[float]]:
-        """Returns what the kernel computes of settings before it begins, all in float32."""
+        """Returns the numbers that the kernel derives from settings first, all in float32."""
         lr, eps, decay = (_f32(settings[name]) for name in ("lr", "eps", "weight_decay"))
         betas = [_f32(settings[name]) for name in ("beta1", "beta2")]
         with np.errstate(all="ignore"):
@@ -287,7 +287,7 @@ _NOTHING = Beside()
 def _foreach_numbers(
     settings: Mapping[str, Any], step: float, *, decoupled: bool
 ) -> tuple[bool, list[float]]:
-    """Returns what torch's Python computes of settings, in double, and its kernels round."""
+    """Returns the numbers that torch's Python derives from settings, in double precision."""
     lr, beta1, beta2 = (settings[name] for name in ("lr", "beta1", "beta2"))
     decay = settings["weight_decay"]
     size = (lr / (1 - beta1**step)) * -1

@@ -2,7 +2,7 @@
 
 It is compiled with the machine's C compiler when it is first needed, and kept in the user's cache
 folder. Nothing needs it: where it cannot be had, :func:`library` says why, and steps are made
-elsewhere. The loop has threads of its own, and lets the GIL go.
+elsewhere. The loop has threads of its own, and releases the GIL.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class _Teams:
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        """A child has no threads but its own."""
+        """Drops the teams in a forked child, which has none of the parent's threads."""
         self._lock = threading.Lock()
         self._teams = {}
 

@@ -28,8 +28,8 @@ _COUNTS = (*range(1, 193), *(round(200 * 1.15**n) for n in range(64)))
 _FEW = 4  # elements to each of these
 _SPECIAL = (0.0, -0.0, 1.0, -1.0, float("inf"), -float("inf"), float("nan"), 1e-45, -1e-45, 3.4e38)
 _MOST_BETAS = 16
-"""So many pairs of betas are tried on a device; a schedule that changes them each step is left to
-the device, as trying one waits for it."""
+"""Most pairs of betas tried on a device; a schedule that changes them each step is left to the
+device, as trying one waits for it."""
 
 _kinds: dict[tuple[Kind, str], bool | str] = {}
 _nans: dict[str, int] = {}
@@ -37,7 +37,7 @@ _offsets: dict[tuple[str, tuple[float, ...]], dict[float, int] | None] = {}
 
 
 def forget() -> None:
-    """Has everything be tried anew."""
+    """Clears the results, so that every kind is tried anew."""
     _kinds.clear()
     _offsets.clear()
 
@@ -79,7 +79,7 @@ def _name(device: torch.device) -> str:
 
 
 def _nan16(device: torch.device, name: str) -> int:
-    """Returns what a device makes of what is no number in bfloat16."""
+    """Returns the bits that a device gives NaN in bfloat16."""
     if name not in _nans:
         found = torch.full((1,), float("nan"), device=device).to(torch.bfloat16)
         _nans[name] = int(found.view(torch.int16).item()) & 0xFFFF
@@ -168,7 +168,7 @@ def _give_state(
     theirs: Sequence[nn.Parameter],
     source: torch.Generator,
 ) -> None:
-    """Gives Adam states of all ages."""
+    """Gives Adam's parameters states after many different numbers of steps."""
     amsgrad, fused = there.param_groups[0]["amsgrad"], there.param_groups[0].get("fused")
     for own, other, step in zip(mine, theirs, _STEPS, strict=True):
         keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])]

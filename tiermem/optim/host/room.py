@@ -13,9 +13,9 @@ from tiermem.runtime.services.host_staging import HostStage, Load
 
 
 class HostRoom:
-    """Staging for what is at home in files, and room for what may have to be taken back.
+    """Staging for blocks at home in files, and scratch for what may have to be taken back.
 
-    It is the optimizer's whose units have it: a repair frees one that none has.
+    The optimizer whose units use it owns it: a repair frees one that no unit uses.
 
     Attributes:
         stage: Brings what is at home in files; None where nothing is.
@@ -51,7 +51,7 @@ class HostRoom:
             raise
 
     def close(self) -> None:
-        """Gives it back; no step is under way, and none begins in it any more."""
+        """Frees the DRAM; no step is under way, and none begins in it any more."""
         if self.stage is not None:
             self.stage.close()
         while self._places:

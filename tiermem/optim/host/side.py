@@ -2,7 +2,7 @@
 
 Gradient, state and masters stay where they are at home, or come from their files into staging in
 DRAM and go back, and only the new weights go up, when they are next used. A unit's step runs in a
-thread of its own, inside torch's kernels and so without the GIL; whoever needs one of its blocks
+thread of its own, inside torch's kernels and so without the GIL; an access to one of its blocks
 waits for it first. It happens whole or not at all; one that failed is made again when asked for.
 
 Where that is proved (:mod:`tiermem.optim.host.proof`), the arithmetic is the device's, bit for bit.
@@ -83,19 +83,19 @@ def can_be_on_host(runtime: ModuleRuntime, unit: StepUnit) -> bool:
 
 
 def rooms_of(units: Sequence[StepUnit]) -> list[HostRoom]:
-    """Returns what the host's steps of some units have in DRAM, each once."""
+    """Returns the DRAM reserved for the host's steps of some units, each room once."""
     rooms = [host.room for host in map(side_of, units) if host is not None]
     return list({id(room): room for room in rooms if room is not None}.values())
 
 
 def side_of(unit: StepUnit) -> HostSide | None:
-    """Returns what steps a unit on the host; None where the device does."""
+    """Returns the :class:`HostSide` of a unit; None where the device steps it."""
     found = unit.host
     return found if isinstance(found, HostSide) else None
 
 
 class Bits(Protocol):
-    """Says which steps on the host have the device's bits."""
+    """Decides which steps on the host have the device's bits."""
 
     def of(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> Proven | None:
         """Returns what such a step of a unit needs, with settings as they are."""
@@ -164,12 +164,12 @@ class Job:
         return not self.computed and self.future.exception() is not None
 
     def wait(self) -> None:
-        """Waits until it is over, well or not; nobody will look at it any more."""
+        """Waits until it is over, well or not; its blocks are not used any more."""
         if self.future is not None and not self.future.cancel():
             self.future.exception()
 
     def report(self) -> None:
-        """Waits until the thread is through with it; a failure counts as reported from now on."""
+        """Waits until the thread has ended it; a failure counts as reported from now on."""
         self.broken = self.future is None or self.future.exception() is not None
 
 
@@ -187,7 +187,7 @@ class HostSide:
 
         Args:
             unit: The unit.
-            bits: Says whether a step has the device's bits.
+            bits: Decides whether a step has the device's bits.
         """
         self.unit = unit
         self._bits = bits
@@ -212,10 +212,10 @@ class HostSide:
     # -- begun under the manager's lock ----------------------------------
 
     def check(self, runtime: ModuleRuntime) -> None:
-        """Makes ready for a step, or says why there cannot be one.
+        """Prepares a step, or raises where there cannot be one.
 
         Raises:
-            StepError: If somebody sees the weights in HBM, which have to leave it.
+            StepError: If there are aliases of the weights in HBM, which have to leave it.
         """
         unit = self.unit
         if unit.group is not None and unit.group.freed:
@@ -237,18 +237,18 @@ class HostSide:
             )
 
     def taken(self, runtime: ModuleRuntime) -> str:
-        """Returns the name of what somebody uses in HBM, so that it cannot leave; or nothing."""
+        """Returns the name of a block that is in use in HBM, so that it cannot leave; or ""."""
         for entry in self.unit.entries:
             if entry.materialized:
                 return entry.name
         return runtime.manager.host_loans.can_lend(self._blocks())
 
     def is_exact(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether a step can be made here now, so that nobody can tell it from the device's.
+        """Whether a step can be made here now with the same bits as on the device.
 
         That is one whose bits are proved, of gradients that are in the tiers and await no change
-        (the host would round that otherwise), while nobody has a view of a weight
-        that would have to leave HBM.
+        (the host would round that otherwise), while no weight that would have to leave HBM has a
+        view.
 
         Args:
             runtime: The modules' runtime.
@@ -275,7 +275,7 @@ class HostSide:
     def _all_or_none(self) -> bool:
         """Whether parameters that are stepped all have state, or none has.
 
-        torch's fused SGD takes no others; what it does where some have none is its own affair.
+        torch's fused SGD has no rule for a mixture; such a step is left to the device.
         """
         stepped = {id(entry.param) for entry in self.unit.entries if entry.has_grad}
         pairs = self.unit.stored_state()
@@ -320,8 +320,8 @@ class HostSide:
     ) -> Job:
         """Takes the blocks for a step that :meth:`check` allows; :meth:`take_up` ends it.
 
-        From now on it is owed to them: ``register`` sees to that, and :meth:`begin` need not have
-        been called.
+        From now on the step is deferred work of these blocks: ``register`` enters it, and
+        :meth:`begin` need not have been called.
         """
         unit, manager = self.unit, runtime.manager
         unit.optimizer_for(groups)
@@ -362,7 +362,7 @@ class HostSide:
                 u.pending.clear()
             return job
         except BaseException:
-            if job is not None:  # Ctrl-C: it is owed, and is begun when somebody needs it
+            if job is not None:  # Ctrl-C: it is deferred, and is begun when its blocks are needed
                 register(job)
                 for u in held:
                     u.pending.clear()
@@ -372,7 +372,7 @@ class HostSide:
             raise
 
     def announce(self, job: Job) -> None:
-        """Has what a step reads from files read ahead, and stay until the step has used it."""
+        """Announces the blocks of a step in files: they are read ahead, and stay until used."""
         if job.stage is None:
             return
         if job.order is None:
@@ -381,7 +381,7 @@ class HostSide:
             job.stage.announce(job.order)
 
     def begin(self, runtime: ModuleRuntime, job: Job, pool: ThreadPoolExecutor) -> None:
-        """Has the thread make a step."""
+        """Submits a step to the thread."""
         self.announce(job)
         job.broken = False  # first: else Ctrl-C in between would have it begun twice
         job.future = pool.submit(self._work, runtime, self.unit.optimizer_for(None), job)
@@ -389,7 +389,7 @@ class HostSide:
     def take_up(
         self, runtime: ModuleRuntime, job: Job, state: State, pool: ThreadPoolExecutor
     ) -> None:
-        """Waits for a step and has its blocks back; one whose failure was reported is made again.
+        """Waits for a step and takes its blocks back; begins it again if its failure was reported.
 
         Raises:
             StepError: If it failed; its blocks are as they were, and cannot be used before
@@ -441,7 +441,7 @@ class HostSide:
         self._return(runtime, job, written=True)
 
     def give_up(self, runtime: ModuleRuntime, job: Job) -> None:
-        """Has the blocks of a step back that failed, as they were, for who makes no other try."""
+        """Takes the blocks of a failed step back, as they were before it; it is not tried again."""
         if job.stage is not None and job.order is not None:
             job.stage.failed(job.order)
             job.order = None
@@ -642,5 +642,5 @@ class HostSide:
 
 
 def _put_back(unit: GradUnit, changes: Sequence[Pending]) -> None:
-    """Has gradients await changes again that were not made of them; each once."""
+    """Re-enters pending changes that were not made of a unit's gradients; each once."""
     unit.pending[:0] = [change for change in changes if change not in unit.pending]

@@ -42,7 +42,7 @@ def choose_sides(
     in_backward: bool = False,
     earlier: Sequence[StepUnit] = (),
 ) -> tuple[bool, Speeds | None]:
-    """Has the host step what it can: whole blocks of weights, all of it at home below HBM.
+    """Assigns the host the units it can step: whole blocks of weights, at home below HBM.
 
     What is at home in files passes through staging in DRAM, which is reserved here.
 
@@ -52,7 +52,7 @@ def choose_sides(
         make: Makes a plain optimizer.
         stepped: Dtype of what is stepped.
         settings: The parameter groups, by number.
-        bits: Says which steps on the host have the device's bits.
+        bits: Decides which steps on the host have the device's bits.
         share: Whether the device has a part of it, so that both finish together; or which share
             of the elements the host has.
         in_backward: Whether steps are made inside backward, the last block's first.
@@ -107,7 +107,7 @@ def choose_exact_sides(
     in_backward: bool,
     earlier: Sequence[StepUnit] = (),
 ) -> tuple[str, Speeds | None]:
-    """Has the host step a share of what is at home in DRAM, where it has the device's bits.
+    """Assigns the host a share of the units at home in DRAM, where it has the device's bits.
 
     Args:
         runtime: The modules' runtime.
@@ -115,7 +115,7 @@ def choose_exact_sides(
         make: Makes a plain optimizer.
         stepped: Dtype of what is stepped.
         settings: The parameter groups, by number.
-        bits: Says which steps on the host have the device's bits.
+        bits: Decides which steps on the host have the device's bits.
         in_backward: Whether steps are made inside backward.
         earlier: Units of the same optimizer that the host has already; none is under way.
 
@@ -221,7 +221,7 @@ def _have_host_step(
     earlier: Sequence[StepUnit],
     bits: DeviceBits,
 ) -> None:
-    """Reserves what the host needs for these units, and has it step them.
+    """Reserves what the host needs for these units, and assigns them to it.
 
     All units of an optimizer have one staging: they may have weights in common.
     """

@@ -26,10 +26,10 @@ _COPIES = 96
 _ROUNDS = 3
 _PIECES = 4
 _LATE = 1.1
-"""So many times the measured time of a step may take before somebody waits for it."""
+"""Factor by which a step may exceed its measured time before it is waited for."""
 _BUSY = 1.3
-"""So many times the time that a step takes beside copies alone, it takes while a model is trained
-besides. On an H200's host with 16 cores 25 Mi elements of AdamW took 19 ms beside copies and 25 to
+"""Factor of a step's time while a model is trained, over that beside copies alone.
+On an H200's host with 16 cores 25 Mi elements of AdamW took 19 ms beside copies and 25 to
 28 ms in backward; with a third of the steps at that speed, forward waits 0.16 s (simulated)."""
 _FORWARD = 0.25
 """Of backward's time for a block: the time of forward, with recomputation."""

@@ -18,11 +18,11 @@ from tiermem.optim.units.unit import State, StepUnit
 from tiermem.runtime.transfers.deferred import Deferred
 
 Explain = Callable[[BaseException, Sequence[str]], None]
-"""Has an error name the units that it left unmade."""
+"""Adds to an error the names of the units that were not stepped."""
 
 
 class HostSteps:
-    """Begins steps on the host, owes their ends to the blocks, and takes them up."""
+    """Begins steps on the host, registers their ends as deferred work, and takes them up."""
 
     def __init__(
         self,
@@ -37,9 +37,9 @@ class HostSteps:
         Args:
             runtime: The modules' runtime.
             number: Of the optimizer.
-            owed: Ids of the units whose step is still to be made; kept up to date.
+            owed: Ids of the units whose step is deferred; kept up to date.
             state: The tiered optimizer's, to be kept up to date.
-            explain: Has an error say how far a step got.
+            explain: Adds to an error how far a step got.
         """
         self._runtime = runtime
         self._manager = runtime.manager
@@ -61,7 +61,7 @@ class HostSteps:
 
         Args:
             units: Some of them the host's.
-            groups: Settings of the parameter groups, which nobody writes from now on.
+            groups: Settings of the parameter groups, which are not written from now on.
             scaling: What a GradScaler left to the step, or None.
             ticket: Stands for the step that was asked for.
 
@@ -99,11 +99,11 @@ class HostSteps:
                 if waiting is not None:
                     waiting[0].begin(self._runtime, waiting[1], self._pool)
             for host in hosts:
-                if host.unit.is_viewed():  # who looks through a view waits for nothing
+                if host.unit.is_viewed():  # reads through a view do not wait for the step
                     self._manager.parts.deferred.pay(host.unit.blocks()[-1].id)
 
     def _register(self, host: HostSide, ticket: object, job: Job) -> None:
-        """Owes the end of a step to its blocks; does no harm a second time."""
+        """Registers the end of a step as deferred work of its blocks; may be called twice."""
         self._jobs[id(host.unit)] = (host.unit, job)
         self._owed.add(id(host.unit))
         blocks = [block.id for block in job.blocks]
@@ -148,7 +148,7 @@ class HostSteps:
         return id(unit) in self._jobs
 
     def retry(self) -> None:
-        """Begins steps anew that have failed; whoever needs their blocks waits for that."""
+        """Begins failed steps anew; an access to their blocks waits for that."""
         with self._manager.lock:
             for unit, job in self._jobs.values():
                 host = side_of(unit)
@@ -174,7 +174,7 @@ class HostSteps:
 
 
 def say_how_far(error: BaseException, units: int, left: Sequence[str], again: str) -> None:
-    """Has an error say which units of a step are made.
+    """Adds to an error's message which units of a step are made.
 
     Args:
         error: Its message grows.

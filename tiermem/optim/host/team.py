@@ -29,7 +29,7 @@ def team_size(threads: int) -> int:
 
 @contextmanager
 def as_team() -> Iterator[None]:
-    """Has the calling thread's kernels use the threads of a step on the host."""
+    """Sets the calling thread's kernel threads to those of a host step, inside ``with``."""
     before = torch.get_num_threads()
     torch.set_num_threads(team_size(before))
     try:

@@ -1,4 +1,4 @@
-"""How optimizer classes are called, tried and taken apart; knows no tier.
+"""How optimizer classes are called, tried and split by parameter; knows no tier.
 
 Decides what a class needs, from a trial on small tensors; touches no block.
 """

@@ -39,7 +39,7 @@ def with_defaults(
         try:
             optimizer = make(shadow)
         except (TypeError, ValueError):
-            raise  # bad settings: torch's own words say it best
+            raise  # bad settings: torch's own message says it best
         except Exception:  # a class that looks at the device of its parameters
             optimizer = make([dict(group) for group in groups])
     filled = []
@@ -69,7 +69,7 @@ def groups_of(params: Params) -> list[dict[str, Any]]:
 
 @contextmanager
 def told_of_duplicates() -> Iterator[None]:
-    """Leaves out torch's warning of duplicates: :func:`groups_of` has let it out already."""
+    """Suppresses torch's warning of duplicates, which :func:`groups_of` has caused already."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="optimizer contains a parameter group with dup")
         yield

@@ -19,10 +19,10 @@ It costs as much as the step itself where that has few tensors.
 
 
 def run(optimizer: torch.optim.Optimizer) -> None:
-    """Does what ``optimizer.step()`` does; leaves out what nobody would see.
+    """Does what ``optimizer.step()`` does, without what would have no effect.
 
     The class's own ``step`` is called without torch's wrapper where no hook is registered, the
-    profiler is off, and nobody has put anything else in its place. Hooks for all optimizers are
+    profiler is off, and ``step`` has not been replaced. Hooks for all optimizers are
     called around the step of the tiered one, as around any; once more for each unit is too often.
     """
     step = type(optimizer).step
@@ -44,7 +44,7 @@ def run_unseen(optimizer: torch.optim.Optimizer) -> None:
     """Does what ``optimizer.step()`` does; hooks for the steps of all optimizers see nothing.
 
     Args:
-        optimizer: One that is tried; its step is nobody's.
+        optimizer: One that is only tried: its step is not part of the user's program.
     """
     step = type(optimizer).step
     if (
@@ -77,7 +77,7 @@ def run_scaled(
         optimizer: The plain one.
         scaling: The scale, and whether a gradient is not finite.
         owns: What the optimizer steps.
-        fresh: Those of them whose gradients nobody else has: they are written in place.
+        fresh: Those of them whose gradients are not shared: they are written in place.
 
     Returns:
         Whether it was left to the optimizer, which undoes the scale in the gradients themselves.

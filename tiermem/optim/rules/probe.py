@@ -74,7 +74,7 @@ class StateProbe:
             settings: Of that group.
 
         Raises:
-            StepError: If a tensor of it is of a class that cannot be taken apart, or it cannot be
+            StepError: If a tensor of it is of a class that cannot be unwrapped, or it cannot be
                 tried at all.
         """
         key = (tuple(param.shape), stride, param.dtype, group)
@@ -100,7 +100,7 @@ class StateProbe:
         return self._spoils[key]
 
     def _try_spoil(self, param: torch.Tensor, settings: dict[str, Any], large: bool) -> bool:
-        """Tries a few steps with gradients below or above what anybody would clip."""
+        """Tries a few steps with gradients far below or above any usual clipping limit."""
         for device in self._devices[1:]:
             try:
                 with trial():
@@ -162,10 +162,10 @@ class StateProbe:
 
 
 def _kept(state: dict[str, Any]) -> dict[str, StateTensor]:
-    """Returns those tensors of a state that are worth a home.
+    """Returns those tensors of a state that get a home in the tiers.
 
     Raises:
-        StepError: If one is of a class that cannot be taken apart.
+        StepError: If one is of a class that cannot be unwrapped.
     """
     found = {}
     for name, value in state.items():

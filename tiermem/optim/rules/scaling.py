@@ -1,4 +1,4 @@
-"""What is left to the step of an optimizer: a GradScaler's scale, a factor for gradients."""
+"""What a step applies to gradients first: a GradScaler's scale, a factor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Scaling:
 
     Attributes:
         grad_scale: What they were multiplied by, 0-d; None where that is undone already.
-        found_inf: 1.0 if a gradient has an infinity or a NaN, 0-d; None where nobody looked.
+        found_inf: 1.0 if a gradient has an infinity or a NaN, 0-d; None where that is unknown.
         factor: What gradients are to be multiplied by, 0-d, or None.
     """
 
@@ -24,7 +24,7 @@ class Scaling:
 
     @classmethod
     def of(cls, optimizer: object) -> Scaling | None:
-        """Returns what was put on an optimizer for the step under way."""
+        """Returns the scale set as attributes of an optimizer for the step under way."""
         names = ("grad_scale", "found_inf", "grad_factor")
         put = [getattr(optimizer, name, None) for name in names]
         return None if all(value is None for value in put) else cls(*put)
@@ -35,7 +35,7 @@ class Scaling:
         return Scaling(*(None if t is None else t.clone() for t in put))
 
     def on_host(self) -> Scaling:
-        """Returns what the host's steps need of it, in host memory."""
+        """Returns a copy in host memory, as the host's steps need it."""
         scale, factor = (None if t is None else t.cpu() for t in (self.grad_scale, self.factor))
         return Scaling(scale, None, factor)
 
@@ -49,7 +49,7 @@ class Scaling:
 
         Args:
             params: Whose.
-            fresh: Those of them whose gradients nobody else has: they are written in place.
+            fresh: Those of them whose gradients are not shared: they are written in place.
         """
         if self.grad_scale is not None:
             _multiply(params, self.grad_scale.double().reciprocal().float(), fresh)

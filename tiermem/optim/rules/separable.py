@@ -1,8 +1,8 @@
-"""Learns of an optimizer class, by trying it, whether it can be stepped block by block.
+"""Finds out, by trying an optimizer class, whether it can be stepped block by block.
 
 No list of known classes: the class is run on tiny parameters, all at once and one by one, with
-gradients that are missing at times, and must give the same bits. The one by one is what the tiers
-do with it: settings are those of the group as a step begins, and what the class counts there goes
+gradients that are missing at times, and must give the same bits. One by one is how blocks are
+stepped: settings are those of the group as a step begins, and what the class counts there goes
 on as for a single parameter.
 """
 
@@ -32,7 +32,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Nature:
-    """What a class was found to be.
+    """The properties of an optimizer class, as found by trying it.
 
     Attributes:
         sparse: Whether it takes sparse gradients only.
@@ -115,7 +115,7 @@ def _values(
 
 
 class Counter:
-    """Steps on the settings of a parameter group as a class does that counts there."""
+    """Advances the settings of a parameter group as a class does that counts steps there."""
 
     def __init__(
         self, make: Make, dims: int, dtype: torch.dtype, device: torch.device, *, sparse: bool
@@ -135,7 +135,7 @@ class Counter:
     def after(
         self, settings: dict[str, Any], *, has_gradients: bool, method: Any = None
     ) -> dict[str, Any]:
-        """Returns those of a group's settings that are others after a step.
+        """Returns those of a group's settings that a step changes.
 
         Args:
             settings: As they are before it; not written.
@@ -164,14 +164,14 @@ def check_separable(
     device: torch.device,
     method: Any = None,
 ) -> Nature:
-    """Makes sure that stepping parameters one by one gives the same bits as all at once.
+    """Checks that stepping parameters one by one gives the same bits as all at once.
 
     Args:
         name: Of the class, for messages.
         make: Makes an instance.
         settings: Of the parameter group.
         dims: Numbers of dimensions that the real parameters have.
-        dtype: Theirs.
+        dtype: Dtype of the real parameters.
         device: Where to try if it does not run on the CPU.
         method: Does something more to an optimizer between two steps, which is tried as well.
 
@@ -239,7 +239,7 @@ class _Trial:
         self.counts = False
 
     def run(self, *, private: bool) -> str:
-        """Returns what is odd about the class, or nothing.
+        """Returns why the class cannot be stepped one by one, or "".
 
         Args:
             private: Whether each parameter is given copies of the settings.
@@ -327,7 +327,7 @@ class _Trial:
 
 
 def _odd_state(optimizer: torch.optim.Optimizer) -> str:
-    """Returns what is odd about an optimizer's state, or nothing."""
+    """Returns why an optimizer's state cannot be kept in the tiers, or ""."""
     for state in optimizer.state.values():
         if not isinstance(state, dict):
             return "its state is not one dictionary per parameter"
@@ -344,7 +344,7 @@ def _odd_state(optimizer: torch.optim.Optimizer) -> str:
 
 
 def opaque(key: str, value: torch.Tensor) -> str:
-    """Says why a tensor of a subclass cannot be kept in the tiers."""
+    """Returns why a tensor of a subclass cannot be kept in the tiers."""
     return (
         f"its state {key!r} is a tensor of the class {type(value).__name__}, which says not how "
         "it is put together (it has no __tensor_flatten__ and __tensor_unflatten__)"

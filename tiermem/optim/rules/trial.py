@@ -1,4 +1,4 @@
-"""Where an optimizer class is tried: nothing of the process is used or changed there.
+"""A context in which an optimizer class is tried without a change of the process's state.
 
 Random numbers come from generators of the trial's own, other threads' numbers stay theirs. What
 the class has had compiled runs as it is written: a step on tiny tensors is not worth minutes of
@@ -22,21 +22,21 @@ _AS_DEFAULTS = torch.Tag.nondeterministic_seeded
 
 
 class Draws(TorchDispatchMode):
-    """Gives what draws random numbers in its context generators of its own.
+    """Gives operations that draw random numbers generators of its own, inside ``with``.
 
     Attributes:
         seen: Whether anything drew any.
     """
 
     def __init__(self) -> None:
-        """Makes no generator yet."""
+        """Starts without generators."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = False
         self._seed = 0
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def begin(self, seed: int) -> None:
-        """Has numbers be those of a seed from here on."""
+        """Seeds all generators of the trial anew."""
         self._seed = seed
         self._generators.clear()
 
@@ -45,7 +45,7 @@ class Draws(TorchDispatchMode):
     ) -> Any:
         """Runs an operation; one that draws from torch's generators draws from its own."""
         if any(kind not in _PLAIN for kind in types):
-            return NotImplemented  # a subclass takes itself apart, and comes here with its insides
+            return NotImplemented  # a subclass unwraps itself, and calls again with plain tensors
         kwargs = dict(kwargs or {})
         if _AS_DEFAULTS not in func.tags:
             return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What is stepped together on the device: its weights, gradients, masters and state.
+"""Units: parameters of one block that are stepped together, with gradients, masters and state.
 
-Holds the blocks of one unit for its step, makes it whole or takes it back.
+A unit's blocks are leased for its step, which is made whole or taken back.
 """

@@ -25,7 +25,7 @@ class Arrivals:
     """
 
     def __init__(self) -> None:
-        """Follows none yet."""
+        """Starts without units."""
         self.entries: dict[int, Entry] = {}
         self.units: dict[int, list[StepUnit]] = {}
         self._there: dict[int, set[int]] = {}  # what has arrived, by block
@@ -40,7 +40,7 @@ class Arrivals:
                 self.entries.update((id(entry.param), entry) for entry in unit.entries)
 
     def forget(self) -> None:
-        """Forgets what has arrived: a backward begins, or is over."""
+        """Clears what has arrived, as a backward begins or ends."""
         self._there.clear()
         self._awaited.clear()
 

@@ -1,9 +1,9 @@
 """One try at the step of a unit on the device: it is made whole, or taken back whole.
 
-What ends it half way may be anything: an error of the optimizer's class or of a hook, a disk, no
-memory, Ctrl-C before any line. Therefore nothing depends on a line that comes after another one:
-what the unit was is noted before it is touched, one assignment says that the step is made, and
-:meth:`Attempt.end` does the rest, and does it again where it was itself cut short.
+It may be cut short by anything: an error of the optimizer's class or of a hook, a disk, no memory,
+Ctrl-C before any line. So no line relies on a later one being reached: the state of the unit is
+noted before it is changed, one assignment marks the step as made, and :meth:`Attempt.end` does the
+rest, and does it again where it was itself cut short.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 class Waiting:
-    """A step that is neither made nor taken back: whoever looks has it taken back first."""
+    """A step neither made nor taken back: an access to its blocks takes it back first."""
 
     def __init__(
         self, runtime: ModuleRuntime, unit: StepUnit, take_back: Callable[[], None]
     ) -> None:
-        """Waits for nothing yet.
+        """Starts with no step waiting.
 
         Args:
             runtime: The modules' runtime.
@@ -50,7 +50,7 @@ class Waiting:
         self._debt: Deferred | None = None
 
     def begin(self) -> None:
-        """It could not be taken back; the unit's blocks are held."""
+        """Registers a step that could not be taken back; the unit's blocks stay leased."""
         with self._manager.lock:
             if self._debt is None:
                 blocks = [block.id for block in self._unit.blocks()]
@@ -60,19 +60,19 @@ class Waiting:
                 self._unit.group.hide()
 
     def pause(self) -> None:
-        """It is tried again: the unit's own tensors are looked at."""
+        """Permits access to the unit's own tensors while taking back is tried again."""
         if self._debt is not None and self._unit.group is not None:
             self._unit.group.show()
 
     def end(self) -> None:
-        """It is taken back."""
+        """Ends the wait: the step is taken back."""
         if self._debt is not None:
             self._manager.parts.deferred.cancel(self._debt)
             self._debt = None
 
 
 class Attempt:
-    """What a unit was before its step, until that is made or taken back.
+    """Keeps the state of a unit before its step, until that is made or taken back.
 
     Attributes:
         holding: What the step works on.
@@ -143,12 +143,12 @@ class Attempt:
         self._undo = undo
 
     def end(self) -> None:
-        """Takes the step back unless it is made, and lets go of everything.
+        """Takes the step back unless it is made, and releases everything.
 
         Raises:
             StorageError: If it is to be taken back, and the disk that has its bytes fails. It can
-                be called again; until then everything stays held, and whoever needs it has it
-                called again.
+                be called again; until then everything stays leased, and an access to the blocks
+                calls it again.
             StepError: If there was no memory to keep what it was. Likewise.
         """
         if self._over:
@@ -180,7 +180,7 @@ class Attempt:
         for stand_in, value in self.shown:
             refresh(stand_in, value)
         self.shown = ()
-        self._undo = None  # it looks into the slots
+        self._undo = None  # it holds views of the slots
         with torch._C.DisableTorchFunctionSubclass():
             stored = {id(entry.param) for entry in unit.entries if entry.has_grad}
             for param, gradient in self._gradients:
@@ -192,7 +192,7 @@ class Attempt:
         self._over = True
 
     def drop(self) -> None:
-        """Leaves everything as the failure has left it, for who has taken it in hand."""
+        """Leaves everything as the failure has left it; the caller takes it back."""
         self._undo, self._cannot = None, ""
         self.made = True
         self.end()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class CountedSteps:
-    """What is counted of the steps of one unit.
+    """Counts the steps of one unit as writes of its weights.
 
     Attributes:
         uncounted: Numbers of parameter groups whose class writes in a way that torch does not
@@ -30,7 +30,7 @@ class CountedSteps:
     __slots__ = ("_ahead", "_due", "uncounted")
 
     def __init__(self) -> None:
-        """Has counted none."""
+        """Starts with nothing counted."""
         self.uncounted: set[int] = set()
         self._ahead: object = None
         self._due: object = None
@@ -38,7 +38,7 @@ class CountedSteps:
     def ahead(self, unit: StepUnit, ticket: object) -> None:
         """Counts a step that is about to be made elsewhere, or later; once for each ticket.
 
-        Nobody takes it for somebody else's write.
+        :class:`ForeignWrites` does not take it for another writer's.
 
         Args:
             unit: Whose step it is; its gradients are there.

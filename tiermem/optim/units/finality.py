@@ -1,4 +1,4 @@
-"""What a backward under way says of gradients, and what tells that nobody has touched them."""
+"""Whether gradients are final in the backward under way, and unchanged since."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def is_nested() -> bool:
 
 
 def marks_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns what tells settings from changed ones, without a wait for the device."""
+    """Returns values that differ once settings are changed, without a wait for the device."""
     return [{key: _mark_of(value) for key, value in settings_of(g).items()} for g in groups]
 
 

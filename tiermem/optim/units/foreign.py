@@ -1,4 +1,4 @@
-"""Whether weights were written by somebody else than an optimizer's steps.
+"""Whether weights were written by other code than an optimizer's steps.
 
 A master follows its weight where that was written (``load_state_dict``, a constraint on the
 weights). To look for it costs a pass over both, so one looks only where something was written.
@@ -10,17 +10,17 @@ from tiermem.nn.groups.group import Group
 
 
 class ForeignWrites:
-    """What one unit of a step has seen of the writes of others to its group of weights.
+    """Detects writes of other code to the group of weights of one unit.
 
     Attributes:
-        alone: Whether nobody else could write them as the step that holds them began.
+        alone: Whether no other code could write them as the step that holds them began.
     """
 
     def __init__(self, group: Group | None) -> None:
-        """Has seen none.
+        """Starts with no write seen.
 
         Args:
-            group: None for ordinary parameters, which anybody may write at any time.
+            group: None for ordinary parameters, which users may write at any time.
         """
         self._group = group
         self._seen = -1
@@ -38,7 +38,7 @@ class ForeignWrites:
         )
 
     def forget(self) -> None:
-        """Has the next look find writes: what the last one found was not acted upon."""
+        """Makes the next look find writes: what the last one found was not acted upon."""
         self._seen = -1
 
     def hold(self) -> None:
@@ -48,7 +48,7 @@ class ForeignWrites:
             self.alone = not self._group.may_be_written()
 
     def let_go(self, *, dirty: bool) -> None:
-        """Lets go of it; unless somebody else could write it too, the write was the step's."""
+        """Releases the group; counts the write as the step's where no other code could write."""
         group = self._group
         if group is None:
             return

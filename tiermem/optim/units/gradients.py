@@ -1,4 +1,4 @@
-"""The gradients of what is stepped together: forgotten, looked at, and changed."""
+"""The gradients of one unit: cleared, read and changed."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ class UnitGradients:
         return any(param.grad is not None for param, _ in self.members)
 
     def sync(self, runtime: ModuleRuntime) -> None:
-        """Takes up what a user did to the gradients."""
+        """Follows users' changes of the gradients."""
         for entry in self.entries:
             runtime.grads.sync(entry)
 
     def clear_forgotten(self, runtime: ModuleRuntime) -> None:
-        """Lets go of gradients that users forgot or replaced while a step was owed."""
+        """Clears gradients that users cleared or replaced while a step was deferred."""
         for entry in self.entries:
             stored = entry.has_grad and not entry.materialized
             if stored and entry.param.grad is not entry.lazy:
                 runtime.grads.clear(entry)
 
     def zero_grad(self, runtime: ModuleRuntime, *, set_to_none: bool) -> None:
-        """Forgets the gradients, or sets them to zero."""
+        """Clears the gradients, or sets them to zero."""
         self.sync(runtime)
         if not set_to_none:
             self.change(runtime, _zero)
@@ -98,7 +98,7 @@ class UnitGradients:
                 use(param, param.grad)
 
     def change(self, runtime: ModuleRuntime, change: Change) -> None:
-        """Has every gradient changed: ordinary ones now, stored ones when next in HBM."""
+        """Applies a change to every gradient: ordinary ones now, stored ones when next in HBM."""
         self.sync(runtime)
         for unit in self.grad_units():
             if any(e.has_grad for e in self.entries_in(unit)):

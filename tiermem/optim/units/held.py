@@ -1,4 +1,4 @@
-"""What a step of one unit works on, in HBM for the time of it."""
+"""Leases all blocks that a step of one unit works on, for the time of the step."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 class Held:
-    """Holds weights, gradients, state and masters of a unit.
+    """Leases weights, gradients, state and masters of a unit.
 
     It gives the slots by the id of their block; the changes that gradients await are made, and the
     masters point at their bytes. As a context, it takes all of that for written at the end.
 
     Attributes:
         gradients: The blocks of gradients that are held.
-        follows: Whether masters took over weights that somebody else may have written.
+        follows: Whether masters took over weights that other code may have written.
     """
 
     def __init__(self, unit: StepUnit, runtime: ModuleRuntime, *, kept: bool = True) -> None:
-        """Holds nothing yet.
+        """Starts without leases.
 
         Args:
             unit: Whose step it is.
@@ -86,14 +86,14 @@ class Held:
         return slots
 
     def close(self, *, written: bool) -> None:
-        """Lets go of all of it; does nothing a second time, and goes on where it was cut short.
+        """Releases all of it; does nothing a second time, and goes on where it was cut short.
 
         Args:
             written: Whether weights, state and masters were written.
         """
         if self._masters is not None:
             self._masters.close()
-        with self._runtime.manager.lock:  # so that nobody else leases any of it meanwhile
+        with self._runtime.manager.lock:  # so that no other thread leases any of it meanwhile
             try:
                 self._release(written)
             except BaseException:
@@ -127,7 +127,7 @@ class Held:
                 raise
 
     def _release(self, written: bool) -> None:
-        """Gives back each lease that is ours still."""
+        """Gives back each lease that it still has."""
         table, unit, group = self._runtime.manager.parts.table, self._unit, self._unit.group
         if self._left is None:
             self._left = {s.block.id: table[s.block.id].leases - 1 for s in self._slots}
@@ -145,7 +145,7 @@ class Held:
         self._group_held, self._group_left = False, None
 
     def _is_dirty(self, index: int, slot: Slot, *, written: bool) -> bool:
-        """Whether a block was written; a class may write through ``param.data``: nobody counts."""
+        """Whether a block was written; writes through ``param.data`` are not counted by torch."""
         if not written or index >= len(self.gradients):
             return written
         unit = self._unit

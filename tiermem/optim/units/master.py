@@ -10,7 +10,7 @@ their own role and home. What a step does for each parameter is::
     param.copy_(master)
 
 bit for bit, on the device. A work weight that is no longer the cast of its master was written by
-somebody (``load_state_dict``, ``reset_parameters``, a constraint on the weights); its master then
+other code (``load_state_dict``, ``reset_parameters``, a constraint on the weights); its master then
 follows it, element by element, so that no such change is lost at the next step.
 """
 
@@ -55,7 +55,7 @@ class Masters:
 
     Attributes:
         block: Where those that live in the tiers are, or None.
-        dtype: Theirs.
+        dtype: Dtype of the masters.
         made: Whether they hold values yet; until then they are the weights, cast.
     """
 

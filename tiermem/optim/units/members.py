@@ -29,7 +29,7 @@ class Membership:
         self._idle: list[Member] = []
 
     def taken(self, members: Sequence[Member]) -> None:
-        """Says that parameters have units."""
+        """Notes that parameters have units."""
         self._taken.update((id(param), number) for param, number in members)
         self._idle = [member for member in self._idle if id(member[0]) not in self._taken]
 
@@ -64,7 +64,7 @@ class Membership:
         return found
 
     def check(self, units: Sequence[StepUnit]) -> None:
-        """Refuses groups out of which parameters were taken, or moved, by hand.
+        """Checks that no parameter was taken out of its group, or moved, by hand.
 
         Raises:
             StepError: Naming the unit that has one of them.
@@ -80,7 +80,7 @@ class Membership:
                     )
 
     def zero_grad(self, *, set_to_none: bool) -> None:
-        """Forgets gradients of parameters without a unit, or sets them to zero."""
+        """Clears gradients of parameters without a unit, or sets them to zero."""
         self._list()
         with torch._C.DisableTorchFunctionSubclass():
             found = [param for param, _ in self._idle if param.grad is not None]

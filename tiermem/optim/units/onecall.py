@@ -34,10 +34,10 @@ def writes_in_one_call(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class OneCall(TorchFunctionMode):
-    """Sees whether the call that writes was made, in force around the plain optimizer's step."""
+    """Detects whether the call that writes was made; entered around the plain optimizer's step."""
 
     def __init__(self) -> None:
-        """Has seen none."""
+        """Starts with no step seen."""
         super().__init__()
         self._made: list[None] = []
 
@@ -49,7 +49,7 @@ class OneCall(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Makes a call of torch's; notes one of those that write."""
+        """Calls ``func``; notes one of the calls that write."""
         if func not in _KERNELS:
             return func(*args, **(kwargs or {}))
         # made and noted without a line of Python in between, before which Ctrl-C could come

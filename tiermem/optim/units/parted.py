@@ -54,7 +54,7 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 
 
 class _AsSeen(ForeignWrites):
-    """Passes on what the whole parameter's unit has seen."""
+    """Answers with what the whole parameter's unit has seen."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -72,7 +72,7 @@ class Part:
         end: The first after it.
         param: Stands for the run; its data is there during a step.
         unit: Steps it.
-        seen: Says whether the weights may have been written.
+        seen: Knows whether the weights may have been written.
         state: What the unit shows of its state.
     """
 
@@ -95,7 +95,7 @@ class Part:
         return tensor.detach().view(-1)[self.begin : self.end]
 
     def take_numbers(self, numbers: State) -> None:
-        """Gives it the numbers that all parts have (how many steps were made)."""
+        """Sets the state values that all parts share (the number of steps)."""
         kept = self.state.get(self.param)
         if kept is not None:
             kept.update(frozen(numbers))
@@ -111,7 +111,7 @@ class Part:
             self.point_away()
 
     def point_at(self, weight: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
-        """Does that until :meth:`point_away`."""
+        """Points its parameter at its run, as :meth:`over`, until :meth:`point_away`."""
         self.param.data = self.of(weight)
         if gradient is not None:  # torch takes none of another dtype for `param.grad`
             self.unit.given = {id(self.param): self.of(gradient)}
@@ -181,11 +181,11 @@ class PartedUnit(StepUnit):
             yield self._param, place.key, f"{entry.name}.{place.key}", tuple(self._param.shape)
 
     def begins_with(self) -> list[Block]:
-        """Returns what the first part needs."""
+        """Returns the blocks of the first part."""
         return [*self._whole_blocks(), *self.parts[0].unit.kept_blocks()]
 
     def at_once(self) -> list[Block]:
-        """Returns what the largest part needs, three times.
+        """Returns the blocks of the largest part, three times.
 
         Weights and gradient stay where they are while parts come and go, and the rest of HBM may be
         on both sides of either: one of three runs has room for a part then.
@@ -229,7 +229,7 @@ class PartedUnit(StepUnit):
             try:
                 self._hold(self._whole, owed=owed)
                 if self._gradient is not None:
-                    self.counted.ahead(self, ticket)  # what parts write nobody counts
+                    self.counted.ahead(self, ticket)  # torch does not count the parts' writes
                     if self._ticket is None:
                         self._numbers_then = _numbers(state.get(self._param, {}))
                         self._ticket = ticket
@@ -266,7 +266,7 @@ class PartedUnit(StepUnit):
             part.seen.written = self._follows
 
     def _let_go(self) -> None:
-        """Lets go of weights and gradient, unless a part is still to be taken back.
+        """Releases weights and gradient, unless a part is still to be taken back.
 
         Does nothing a second time.
         """
@@ -326,7 +326,7 @@ class PartedUnit(StepUnit):
                 write(part.unit.kept_blocks())
 
     def recover(self) -> None:
-        """Takes back what could not be when it failed, and lets go of what is held still."""
+        """Takes back what could not be taken back when it failed, and ends the leases left."""
         for part in self.parts:
             part.unit.recover()
         self._let_go()
@@ -339,7 +339,7 @@ class PartedUnit(StepUnit):
             yield
 
     def _refuse_other_gradient(self) -> None:
-        """Refuses to leave parts apart: some were stepped with a gradient that is gone.
+        """Raises where parts would end up different: some were stepped with a gradient now gone.
 
         Raises:
             StepError: If some were.
@@ -355,7 +355,7 @@ class PartedUnit(StepUnit):
         self._ticket = self._numbers_then = None
 
     def begin(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State) -> None:
-        """Takes in the state that the class makes before any step."""
+        """Stores the state that the class makes before any step."""
         with torch.no_grad(), self._open(runtime):
             for part in self.parts:
                 with part.over(self._param):
@@ -364,7 +364,7 @@ class PartedUnit(StepUnit):
         self._publish(runtime, state)
 
     def zero_grad(self, runtime: ModuleRuntime, *, set_to_none: bool) -> None:
-        """Forgets the gradient, or sets it to zero.
+        """Clears the gradient, or sets it to zero.
 
         Raises:
             StepError: If some parts were stepped with it, and the others were not.
@@ -379,11 +379,11 @@ class PartedUnit(StepUnit):
     # -- the state, as users see it --------------------------------------
 
     def is_viewed(self) -> bool:
-        """Whether somebody may have a view of the state."""
+        """Whether users may have a view of the state."""
         return any(map(is_viewed, self._shown.values()))
 
     def flush(self) -> None:
-        """Takes in what was written through views of the state."""
+        """Stores what was written through views of the state."""
         for shown in self._shown.values():
             flush(shown)
 
@@ -471,7 +471,7 @@ class PartedUnit(StepUnit):
             runtime: The modules' runtime.
             state: The tiered optimizer's, to be kept up to date.
             loaded: The parameter's, which fits; None for none.
-            take: Has a part's unit take its share: given the unit, where it shows it, and the
+            take: Loads a share into a part's unit: given the unit, the state it shows, and the
                 share by the id of the part's parameter.
         """
 
@@ -486,12 +486,12 @@ class PartedUnit(StepUnit):
     def replace_state(
         self, runtime: ModuleRuntime, state: State, take: Callable[[Part], None]
     ) -> None:
-        """Has each part take other state.
+        """Replaces the state of each part.
 
         Args:
             runtime: The modules' runtime.
             state: The tiered optimizer's, to be kept up to date.
-            take: Has the unit of a part take its own; what it shows there is empty.
+            take: Loads the state of one part into its unit; its shown state is empty then.
         """
         self._begin_anew()
         for shown in self._shown.values():
@@ -543,5 +543,5 @@ class PartedUnit(StepUnit):
 
 
 def _numbers(state: State) -> State:
-    """Returns what is not in the tiers, as it is now."""
+    """Returns the state values outside the tiers, as they are now."""
     return frozen({k: value for k, value in state.items() if not isinstance(value, LazyTensor)})

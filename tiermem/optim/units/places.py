@@ -39,13 +39,13 @@ class Place:
         return views[self.first : self.first + self.count]
 
     def over(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns it, around tensors of the block."""
+        """Returns the state tensor, over tensors of the block."""
         if self.shell is None:
             return views[self.first]
         return self.shell.around(self.tensors(views))
 
     def copy(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns it, around copies of tensors of the block."""
+        """Returns the state tensor, over copies of tensors of the block."""
         if self.shell is None:
             return views[self.first].clone()
         return self.shell.around([tensor.clone() for tensor in self.tensors(views)])

@@ -102,7 +102,7 @@ def _prepare(
     probe: StateProbe,
     master_dtype: torch.dtype | None,
 ) -> None:
-    """Gives units their masters, and has them know whether steps write gradients."""
+    """Gives units their masters, and sets whether their steps write gradients."""
     if master_dtype is not None:
         for unit in units:
             _give_masters(unit, master_dtype)
@@ -314,7 +314,7 @@ def _loose_nbytes(runtime: ModuleRuntime, blocks: Sequence[Block]) -> int:
 
 
 def _check_step(runtime: ModuleRuntime, units: Sequence[StepUnit], held: int) -> None:
-    """Refuses a device budget in which a step could not be made.
+    """Raises for a device budget in which a step could not be made.
 
     Args:
         runtime: The modules' runtime.

@@ -1,4 +1,4 @@
-"""What a unit knows of who steps it elsewhere."""
+"""The interface of what steps a unit on the host."""
 
 from __future__ import annotations
 

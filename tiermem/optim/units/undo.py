@@ -1,7 +1,7 @@
 """What a step takes back where it fails half way.
 
-A unit is stepped in place, and what steps it (a class of the user's own, a hook, temporaries that
-find no memory, Ctrl-C) may stop in the middle. So what a step changes is kept before it begins:
+A unit is stepped in place, and the step may stop in the middle (an error of the user's class or of
+a hook, no memory for temporaries, Ctrl-C). So what a step changes is kept before it begins:
 bytes that are at home as well are read there again if need be, which costs nothing where all goes
 well, and the others are copied. On the host, which nothing interrupts, a step that cannot fail
 once it has begun to write needs no copies: one call of a fused kernel of torch's.
@@ -64,7 +64,7 @@ class Undo:
         self._kept.append((whole, copy))
 
     def keep_values(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copies tensors that are nobody else's; a few numbers of one kind with one call."""
+        """Copies tensors outside the tiers; a few numbers of one kind with one call."""
         alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for tensor in tensors:
             if tensor.dim() or tensor.layout is not torch.strided:
@@ -93,7 +93,7 @@ class Undo:
             self.then(lambda: [state.pop(key, None) for key in new])
 
     def keep_settings(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes what a class keeps in its groups; its own fields are its own affair."""
+        """Notes what a class keeps in its groups; fields of its own are not undone."""
         tensors: list[torch.Tensor] = []
         for group in optimizer.param_groups:
             self._dicts.append((group, dict(group)))
@@ -103,11 +103,11 @@ class Undo:
         self.then(lambda: [own.pop(name, None) for name in ("grad_scale", "found_inf")])
 
     def then(self, step: Callable[[], Any]) -> None:
-        """Has something done, after the rest, when all is taken back; it may be done twice."""
+        """Adds a last action for when all is taken back; it may run twice."""
         self._steps.append(step)
 
     def take_back(self) -> None:
-        """Makes everything what it was; cut short, it may be called again."""
+        """Restores everything; cut short, it may be called again."""
         with torch.no_grad():
             for whole, copy in self._kept:
                 _copy(whole, copy)

@@ -36,15 +36,15 @@ Shown = tuple[torch.Tensor | None, torch.Tensor]
 
 
 class StepUnit(UnitGradients):
-    """What is stepped together.
+    """Parameters of one block that one optimizer steps together.
 
     Attributes:
         name: For messages.
         members: Parameters and the number of their parameter group, in order.
         entries: The managed ones among them, in the same order; empty for ordinary parameters.
         group: The group of weights they are from, or None.
-        foreign: Sees whether others write the weights.
-        counted: Has torch count its steps as writes.
+        foreign: Detects writes of the weights by other code.
+        counted: Counts its steps as writes in torch's version counters.
         block: The block of their state, or None.
         masters: Their masters, or None where the parameters themselves are stepped.
         host: Steps it on the host; None where the device does.
@@ -152,12 +152,12 @@ class StepUnit(UnitGradients):
             state: The tiered optimizer's state, to be kept up to date.
             scaling: What a GradScaler left to the step, or None.
             ticket: Stands for the step that was asked for; with the same one it is made once.
-            owed: Whether the step was asked for some time ago: then it uses the gradients that
+            owed: Whether the step was deferred: then it uses the gradients that
                 were there, and leaves ``param.grad`` as the user has it by now.
             meanwhile: Called once everything is at hand.
             write: Called with blocks that the rest of a step does not use, if it has parts.
             revocable: Whether the caller can take it back, made or cut short in the middle: then
-                nothing of what the unit was is kept here.
+                the state before the step is not kept here.
         """
         self.recover()
         if self.made is not ticket:
@@ -231,13 +231,13 @@ class StepUnit(UnitGradients):
             raise
 
     def _carry_out(self, attempt: Attempt, make: Callable[[], list[Shown]], ticket: object) -> None:
-        """Makes a step, or the rest of it, and says so."""
+        """Makes a step, or the rest of it, and marks it as made."""
         with self.counted.once(self, ticket):
             shown = make()
         attempt.shown, attempt.made, self.made = shown, True, ticket
 
     def refuse_freed(self) -> None:
-        """Says that there is nothing to step any more.
+        """Raises the error for weights that are no longer in the tiers.
 
         Raises:
             StepError: Always.
@@ -259,11 +259,11 @@ class StepUnit(UnitGradients):
         return [(by_own.get(own), place) for own, place in self._placed]
 
     def step_on(self, host: Stepper, make: Make) -> None:
-        """Has the unit stepped on the host from now on; it has not been stepped yet."""
+        """Assigns the unit to the host, before its first step."""
         self.host, self.make = host, make
 
     def move(self, host: Stepper | None, make: Make) -> None:
-        """Has the unit be stepped elsewhere from the next step on; its state goes along.
+        """Moves the unit to host or device from the next step on; its state goes along.
 
         Args:
             host: Steps it on the host; None for the device.
@@ -273,8 +273,8 @@ class StepUnit(UnitGradients):
             by_own = self._optimizer.state
             kept = [(p, by_own.get(self.own(p))) for p, _ in self.members]
             self._carried = [(param, state) for param, state in kept if state]
-            self._optimizer = None  # from here on it is what was carried that counts
-            by_own.clear()  # nobody else counts as having it
+            self._optimizer = None  # from here on the carried state counts
+            by_own.clear()  # it has one owner
         self.host, self.make = host, make
 
     def _take_along(self, optimizer: torch.optim.Optimizer) -> None:
@@ -324,7 +324,7 @@ class StepUnit(UnitGradients):
         slots: dict[int, Slot],
         state: State,
     ) -> list[Shown]:
-        """Does what follows the plain optimizer's step; cut short, it may be called again."""
+        """Completes the step after the plain optimizer's; cut short, it may be called again."""
         shown = self._take_in(runtime, optimizer, slots.get(id(self.block)))
         self.publish(optimizer, state)
         if self.masters is not None:
@@ -333,10 +333,10 @@ class StepUnit(UnitGradients):
         return [*shown, *views]
 
     def can_wait(self, runtime: ModuleRuntime) -> bool:
-        """Whether nobody could see that the step is made later than asked for.
+        """Whether no program could see that the step is made later than asked for.
 
-        That is so where every way to the bytes leads through the manager, which has the step made
-        first: not where somebody has a view of them, or a gradient is an ordinary tensor.
+        That is so where every access to the bytes goes through the manager, which makes the step
+        first: not where there is a view of them, or a gradient is an ordinary tensor.
         """
         group = self.group
         if group is None or group.holds or group.freed:
@@ -354,14 +354,14 @@ class StepUnit(UnitGradients):
         return not self.is_viewed()
 
     def is_viewed(self) -> bool:
-        """Whether somebody may have a view of the state."""
+        """Whether users may have a view of the state."""
         return any(is_viewed(stand_in) for stand_in in self._stand_ins.values())
 
     def _hand_over(self, gradients: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """Gives the optimizer the gradients, in the dtype of what it steps.
 
         Returns:
-            What is stepped by a gradient that was cast: nobody else has that.
+            What is stepped by a gradient that was cast: that gradient is not shared.
         """
         cast = []
         for param, _ in self.members:
@@ -405,7 +405,7 @@ class StepUnit(UnitGradients):
         return False
 
     def flush(self) -> None:
-        """Takes in what was written through views of the state."""
+        """Stores what was written through views of the state."""
         for stand_in in self._stand_ins.values():
             flush(stand_in)
 
@@ -454,7 +454,7 @@ class StepUnit(UnitGradients):
         slot: Slot | None,
         state: State,
     ) -> None:
-        """Takes what is new into the slot and leaves lazy stand-ins behind."""
+        """Copies new state tensors into the slot and leaves lazy stand-ins in their place."""
         for stand_in, value in self._take_in(runtime, optimizer, slot):
             refresh(stand_in, value)
         self.publish(optimizer, state)
@@ -462,7 +462,7 @@ class StepUnit(UnitGradients):
     def _take_in(
         self, runtime: ModuleRuntime, optimizer: torch.optim.Optimizer, slot: Slot | None
     ) -> list[Shown]:
-        """Does that, and returns what is to be shown in views of the stand-ins."""
+        """Copies new state tensors into the slot; returns what views of the stand-ins show."""
         shown: list[Shown] = []
         if slot is None or self.block is None:
             return shown
@@ -487,9 +487,9 @@ class StepUnit(UnitGradients):
                 state[param] = kept
 
     def stand_in(self, runtime: ModuleRuntime, place: Place, dtype: torch.dtype) -> LazyTensor:
-        """Returns what stands for a tensor of the state between its uses.
+        """Returns the stand-in for a tensor of the state between its uses.
 
-        It is the same one every time: whoever has it sees the state as it is by now.
+        It is the same object every time, and always shows the present state.
         """
         found = self._stand_ins.get(place.first)
         shelled = place.shell is not None
@@ -543,7 +543,7 @@ class StepUnit(UnitGradients):
             runtime.manager.release(self.block, dirty=True)
 
     def begin(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State) -> None:
-        """Takes in the state that the class makes before any step."""
+        """Stores the state that the class makes before any step."""
         with torch.no_grad(), self.held(runtime) as slots:
             optimizer = self.optimizer_for(groups)
             self.detach(runtime, optimizer, slots.get(id(self.block)), state)
@@ -555,7 +555,7 @@ class StepUnit(UnitGradients):
         state: State,
         use: Callable[[torch.optim.Optimizer], None],
     ) -> None:
-        """Has the plain optimizer do something to weights and state that is no step.
+        """Applies to weights and state a call of the plain optimizer that is no step.
 
         Args:
             runtime: The modules' runtime.

@@ -1,4 +1,4 @@
-"""What the rest of the runtime stands on, whatever it does: forks, torch.func, signals.
+"""Foundations of the runtime: forks, ``torch.func``, signals.
 
 Decides nothing; touches no block.
 """

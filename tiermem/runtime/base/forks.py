@@ -12,15 +12,15 @@ class Forked(Protocol):
     """Something that acts around a fork. None of it may raise or wait for another thread."""
 
     def before_fork(self) -> None:
-        """This process is about to fork."""
+        """Called when this process is about to fork."""
         ...
 
     def after_fork(self) -> None:
-        """It has forked (or could not), and this is still the parent."""
+        """Called in the parent after a fork, also one that failed."""
         ...
 
     def forked(self) -> None:
-        """This is a forked child."""
+        """Called in a forked child."""
         ...
 
 

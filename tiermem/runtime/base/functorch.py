@@ -1,4 +1,4 @@
-"""Tensors of our own while a user's transform of ``torch.func``, or dispatch mode, is under way."""
+"""Creates tiermem's own tensors outside a user's ``torch.func`` transform or dispatch mode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def transforming() -> bool:
 
 
 def untransformed() -> AbstractContextManager[Any]:
-    """Returns a context that operations inside do as if no transform was under way.
+    """Returns a context in which operations run as if no transform was under way.
 
     What an operation returns belongs to the innermost transform otherwise, and is dead once that
     is over: torch reads freed memory if it is used then. So nothing that is kept may be made there.
@@ -32,7 +32,7 @@ modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Returns a context that no dispatch mode sees into.
+    """Returns a context in which no dispatch mode sees the operations.
 
     One that makes fake tensors would keep a copy from being made, and one that traces would take
     the making of our views for a part of the user's program.

@@ -18,22 +18,23 @@ _CLOSED = (
 
 
 class CallGate:
-    """Stands before every operation on blocks.
+    """Checks, before every operation on blocks, that blocks can be used.
 
     Attributes:
         closed: Whether blocks can no longer be used from here.
         forked: Whether that is because this process is a forked child.
-        torn: Whether an exception came at a line of ours, so that anything may be half done.
-        unsure: Whether nobody has looked since who holds what.
+        torn: Whether an exception was raised at a line of tiermem's own, so that an operation may
+            be half done.
+        unsure: Whether the leases have not been checked since.
     """
 
     __slots__ = ("_repair", "closed", "forked", "torn", "unsure")
 
     def __init__(self, repair: Callable[[], None]) -> None:
-        """Is open.
+        """Starts open.
 
         Args:
-            repair: Puts right what is half done, or not, where that is not possible now.
+            repair: Repairs what is half done, where that is possible now.
         """
         self._repair = repair
         self.closed = False

@@ -1,4 +1,4 @@
-"""Calls that no exception of a signal handler's may cut in two: opening files, maps and threads.
+"""Calls that no exception from a signal handler can interrupt: opening files, maps and threads.
 
 Python runs signal handlers in the main thread alone. So such a call is made by another one, and the
 main thread waits for it whatever comes meanwhile. It is for calls that come to an end by
@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 
 def undisturbed(call: Callable[[], object]) -> None:
-    """Makes a call whole, however often Ctrl-C is pressed, and raises what came afterwards.
+    """Runs a call to its end, however often Ctrl-C is pressed, and then raises what came meanwhile.
 
     Args:
-        call: Keeps what it makes where its maker finds it.
+        call: Stores its results itself, where the caller finds them.
 
     Raises:
         BaseException: What ``call`` raised, or else what came while it ran.

@@ -1,4 +1,4 @@
-"""Blocks lent to host code: homes in DRAM as they lie, homes in files to be staged."""
+"""Blocks lent to host code: homes in DRAM in place, homes in files by way of staging."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tiermem.transfer.copy import Event
 
 
 class HostLoans:
-    """Lends the home copies of blocks, and knows which are out.
+    """Lends the home copies of blocks to host code, and counts the loans of each.
 
-    A block that is lent is nowhere in HBM and holds no data as far as the table knows, so nothing
-    fetches it. Whoever borrows owes it to the block (:mod:`tiermem.runtime.transfers.deferred`)
-    to give it back before its next use.
+    A block that is lent is not in HBM and holds no data as far as the table knows, so nothing
+    fetches it. The borrower registers deferred work (:mod:`tiermem.runtime.transfers.deferred`)
+    that gives it back before its next use.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -60,18 +60,18 @@ class HostLoans:
             error = transfers.settle(block.id)
             record = self._parts.table[block.id]
             if error is None and record.home is Tier.NVME and record.in_hbm is State.DIRTY:
-                # its write has failed, and somebody who waited for another has taken that up
+                # its write has failed, and a wait for another transfer has taken that up
                 transfers.drain(record)
                 error = transfers.settle(block.id)
             if error is not None:
                 raise error
 
     def lend(self, blocks: Sequence[Block]) -> tuple[list[list[torch.Tensor]], list[Event]]:
-        """Takes blocks out of HBM and hands their homes out.
+        """Takes blocks out of HBM and returns the tensors of their home copies.
 
         Args:
             blocks: Their homes are below HBM; :meth:`can_lend` found nothing against it, and
-                :meth:`settle` was called. One that is out already is lent once more.
+                :meth:`settle` was called. A block that is lent already is lent once more.
 
         Returns:
             The tensors of each block, none where its home is a file, and what to wait for before
@@ -106,11 +106,11 @@ class HostLoans:
         return [self._views(block) for block in blocks], events
 
     def defined(self, block: Block) -> bool:
-        """Whether a block that is out held data before."""
+        """Whether a block that is lent held data before."""
         return self._defined[block.id]
 
     def borrowers(self, block: Block) -> int:
-        """Returns how often a block is out."""
+        """Returns how many loans of a block are open."""
         return self._out.get(block.id, 0)
 
     def give_back(self, blocks: Sequence[Block], *, written: bool = True) -> None:
@@ -131,7 +131,7 @@ class HostLoans:
                 del self._defined[block.id]
 
     def repair(self) -> None:
-        """Takes back what an exception kept from being lent, or from being given back in full."""
+        """Ends the loans that an exception interrupted at their begin or their end."""
         table = self._parts.table
         for block_id, defined in list(self._defined.items()):
             if self._out.get(block_id):

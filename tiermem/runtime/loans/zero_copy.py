@@ -1,4 +1,4 @@
-"""Blocks that are read where they lie in DRAM, by a kernel that needs little of them.
+"""Zero copy: kernels read a few rows of a block in place, from its home in DRAM.
 
 A device reaches page-locked host memory over the bus. Where a kernel looks at a few rows of a
 block (an embedding's, of some tokens), those rows come over the bus and nothing else, and the
@@ -38,20 +38,20 @@ class ZeroCopy:
         *,
         again: bool,
     ) -> Found | None:
-        """Lets kernels look at a block where it lies in DRAM.
+        """Runs kernels on a block's home copy in DRAM, in place.
 
         Args:
             block: The block.
-            look: Is given a tensor for each of the block's, on the device, and submits kernels to
-                the current stream. It neither writes nor keeps them.
-            nbytes: How much of it they look at, to be counted.
-            again: Whether that will be so time and again, and nobody writes it meanwhile: then
-                what was written is copied home first.
+            look: Called with the block's tensors as the device sees them in DRAM; submits kernels
+                to the current stream. It neither writes nor keeps the tensors.
+            nbytes: Bytes that the kernels read, for the statistics.
+            again: Whether such calls repeat without a write in between: then a dirty copy in
+                HBM is copied home first.
 
         Returns:
-            What ``look`` did; None, and it was not called, where the block is to be brought up as
-            ever: its bytes in DRAM are not those of now, or not within the device's reach; all
-            blocks fit in HBM; or a CUDA graph is being captured.
+            What ``look`` returned. None, without a call of it, where the block has to be acquired
+            as ever: its copy in DRAM is stale, or the device cannot address it; all blocks fit in
+            HBM; or a CUDA graph is being captured.
 
         Raises:
             ClosedError: After ``close()``, or in a forked child.
@@ -74,36 +74,36 @@ class ZeroCopy:
         marked = False
         try:
             found = look(tensors)
-            # whoever writes there next waits for these kernels, as for a copy that wrote there
+            # the next write there waits for these kernels, as it would for a copy
             event = parts.copy.mark()
             if event is not None:
                 transfers.home_ready[block.id] = event
             marked = True
         finally:
-            if not marked:  # an error, or Ctrl-C: there may be kernels that nobody can wait for
+            if not marked:  # an error, or Ctrl-C: there may be kernels without an event to wait for
                 parts.copy.synchronize()
         parts.counters.reads_in_place += 1
         parts.counters.read_in_place += nbytes
         return found
 
     def forget(self, block_id: int) -> None:
-        """Lets the tensors of a block go."""
+        """Drops the tensors of a block."""
         self._seen.pop(block_id, None)
 
     def clear(self) -> None:
-        """Lets all of them go."""
+        """Drops the tensors of all blocks."""
         self._seen.clear()
 
     def _at_home(self, record: Record, *, again: bool) -> bool:
-        """Whether the home copy is what the block holds, however late, and stays so."""
+        """Whether the home copy is current, or will be in stream order, and stays so."""
         if self._parts.evictor.rules.is_held(record):
-            return False  # somebody may be writing there
+            return False  # a lease holder may be writing there
         if again and record.in_hbm is State.DIRTY:
             self._parts.transfers.drain(record)
         return record.at_home is State.VALID
 
     def _tensors(self, record: Record) -> Sequence[torch.Tensor]:
-        """Returns a block's tensors where it lies, as the device sees them; none if it does not."""
+        """Returns a block's tensors in DRAM as the device sees them; none if it cannot see them."""
         block, extent = record.block, record.home_extent
         home, found = self._seen.get(block.id, (None, ()))
         if extent is not None and home != extent:

@@ -1,4 +1,4 @@
-"""What comes next: the plan of who stays, the fetches ahead of their use, and passes that repeat.
+"""Look-ahead: the plan of which blocks stay, the prefetches, and the replay of repeated passes.
 
-May begin fetches into room that is there; never costs a sooner use its place.
+Begins fetches into free room alone; never evicts a block whose use comes sooner.
 """

@@ -1,4 +1,4 @@
-"""What a disk does ahead of use beside reads into HBM: reads on into DRAM, or begins one early."""
+"""What a disk does while HBM has no room: it reads ahead into DRAM, or begins one read early."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class DiskAhead:
         self._read_to = self._parked_to = cursor
 
     def take_up(self, block_id: int, cursor: int) -> None:
-        """Takes up what the disk has done.
+        """Takes up the reads that the disk has finished.
 
         Args:
             block_id: The block used last.
@@ -122,7 +122,7 @@ class DiskAhead:
         return entry is None or entry.transfer is None or entry.transfer.finished
 
     def stage_now(self, record: Record) -> bool:
-        """Begins to read a block that somebody waits for; returns whether it begins only now."""
+        """Begins to read a block that a caller waits for; returns whether it begins only now."""
         ahead = self._ahead
         begins = ahead.look(record) is None
         if begins and record.home is Tier.NVME:

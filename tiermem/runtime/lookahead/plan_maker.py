@@ -23,17 +23,17 @@ _MARGIN = 1.25
 _LATENCY = 1e-3
 _SLOT_LATENCY = 50e-6
 _STAY = 1.25
-"""So many times as long as the compute the disk may take before the way by DRAM is given up,
-and so many times shorter it has to be before that way is taken again."""
+"""The disk's time over the compute's at which reads by way of DRAM are given up; they are taken
+up again where it is shorter by the same factor."""
 _MORE_DRAM = 1.125
-"""So many times the spare DRAM that a plan was made for is worth another one."""
+"""Factor of spare DRAM, over what a plan was made for, that is worth another plan."""
 _MOST_LEFT = 3
-"""So many times lanes are given up because the order of use is no simple round any more. Then they
+"""How often lanes are given up because the order of use is no simple round any more, before they
 are not taken again: blocks that stay would come and go."""
 _OF_A_TURN = 0.5
-"""Of the uses in which a loop fills HBM once: what comes again within them stays."""
+"""Share of the uses in which a loop fills HBM once: what is used again within it stays."""
 _FASTER = 1.05
-"""A link this many times as fast as it was thought to be has what stays decided anew."""
+"""Residents are chosen anew where a link is this many times as fast as it was thought to be."""
 _AS_GOOD = 1.005
 """A plan that moves less to come into force may be so many times as slow."""
 _NOTHING = 2e-3
@@ -49,7 +49,7 @@ _READ_ONLY = (Role.PARAM, Role.BUFFER, Role.QUANT)
 
 @dataclass(frozen=True, slots=True)
 class Staying:
-    """What stays in HBM in the loops that write.
+    """The blocks that stay in HBM in the loops that write.
 
     Attributes:
         known: Masters and state that have been seen in such loops.
@@ -66,7 +66,7 @@ class Staying:
 
 @dataclass(slots=True, eq=False)
 class StreamPlan:
-    """What was decided for one schedule.
+    """The plan for one schedule.
 
     Attributes:
         made_of: What it depends on, besides the schedule.
@@ -98,7 +98,7 @@ class StreamPlan:
 
 
 class PlanMaker:
-    """Makes outlooks from what was measured."""
+    """Makes stream plans from what was measured."""
 
     def __init__(self, parts: Parts, least: int) -> None:
         """Works on ``parts``.
@@ -121,7 +121,7 @@ class PlanMaker:
         self._staying = Staying()
 
     def begin(self, load: int) -> None:
-        """Says that a pass begins.
+        """Notes that a pass begins.
 
         Args:
             load: Its tokens, rounded; 0 where they are not known.
@@ -130,13 +130,13 @@ class PlanMaker:
         self._load = load
 
     def enter(self, plan: Plan, schedule: Schedule) -> None:
-        """Says that a plan comes into force, whenever it was made."""
+        """Notes that a plan comes into force, whenever it was made."""
         if self._laned and not plan.lanes and not _goes_round(schedule):
             self._left += 1
         self._laned = bool(plan.lanes)
 
     def made_of(self, held: set[int]) -> tuple[int, ...]:
-        """Returns what an outlook depends on, besides the schedule and the load."""
+        """Returns what a plan depends on, besides the schedule and the load."""
         parts = self._parts
         return (
             self._run.bit_length() if self._load in self._waiting else 0,
@@ -152,7 +152,7 @@ class PlanMaker:
     def make(
         self, schedule: Schedule, made_of: tuple[int, ...], held: set[int], *, beside: bool
     ) -> StreamPlan:
-        """Makes an outlook.
+        """Makes the plan for a schedule.
 
         Args:
             schedule: What comes.
@@ -361,7 +361,7 @@ class PlanMaker:
 
     @staticmethod
     def _fits(plan: Plan, sizes: dict[int, int], then: int, now: int) -> bool:
-        """Whether a plan for so much spare DRAM will do for what there is now.
+        """Whether a plan for ``then`` bytes of spare DRAM also fits ``now`` bytes.
 
         What others take and give back from pass to pass is not worth another plan.
         """
@@ -379,7 +379,7 @@ class PlanMaker:
         fetch: dict[int, tuple[str, float] | None],
         spare: int,
     ) -> Loop:
-        """Returns what is to be planned for, in a loop of which all times are known."""
+        """Returns the :class:`Loop` to plan for, of which all times are known."""
         of_loose = [(b, s) for s, b in zip(compute, schedule.order, strict=True) if b in sizes]
         blocks, seconds = [b for b, _ in of_loose], [s for _, s in of_loose]
         transfer = {block: seconds[1] for block, seconds in fetch.items() if seconds}
@@ -420,7 +420,7 @@ class PlanMaker:
         compute: Sequence[float | None],
         fetch: dict[int, tuple[str, float] | None],
     ) -> bool:
-        """Whether blocks shall come from files by way of DRAM, where no plan says what is there.
+        """Whether blocks come from files by way of DRAM, where no plan divides the spare DRAM.
 
         By way of DRAM the disk goes on whatever the compute does. Where the disk is what one
         waits for all the same, it reads faster into a few staging chunks - unless DRAM can hold
@@ -474,7 +474,7 @@ class PlanMaker:
         return link, self._parts.pass_timer.estimates.transfer(link, block.id, block.nbytes)
 
     def _from_dram(self, record: Record) -> tuple[str, float]:
-        """Returns the same for one whose copy is in DRAM by then."""
+        """Returns link and seconds of a fetch of a block whose copy is in DRAM by then."""
         link, block = LINK_UP[Tier.DRAM], record.block
         return link, self._parts.pass_timer.estimates.transfer(link, block.id, block.nbytes)
 

@@ -20,7 +20,7 @@ _DOUBTFUL = 4
 
 
 class Prefetcher:
-    """Has a plan for each schedule, and a walk that carries it out as blocks are used.
+    """Keeps a plan for each schedule, and the walk that begins its fetches as blocks are used.
 
     Attributes:
         fetcher: Begins single fetches.
@@ -54,7 +54,7 @@ class Prefetcher:
         return self._outlooks[self._planner.schedule, self._load][0]
 
     def end_pass(self) -> None:
-        """Says that the pass under way has ended, before the next is entered in the planner."""
+        """Notes that the pass under way has ended, before the next is entered in the planner."""
         waste = self._waste
         if waste.pending or waste.stopping:
             planner = self._planner

@@ -1,10 +1,10 @@
-"""What a loop that repeats did at each use, to be done again without being decided anew.
+"""Replay: repeats at each use what the last passes did there, without deciding anew.
 
-Once two passes in a row, with one plan, had the same blocks come into the places of the same
-others, the next one will as well: what decides is the schedule, the plan and who is where. So
-it is looked up. Who is where is still looked at, since a wrong guess must cost time and nothing
-else: a block that is written, held, seen by somebody or not there any more stays as it is, and
-the rest of the pass is decided as the first one was.
+Where two passes in a row, with one plan, brought the same blocks into the places of the same
+others, the next one will as well: the decisions depend on the schedule, the plan and the places
+of the blocks alone. So they are looked up. The places are still checked, since a wrong guess must
+cost time and nothing else: a block that is dirty, leased, aliased or no longer there stays as it
+is, and the rest of the pass is decided as the first one was.
 
 Most passes are neither measured nor disturbed. :meth:`Replay.foreseen` finds what a use does in one
 of those with nothing asked that cannot have changed since the pass began.
@@ -28,20 +28,20 @@ _VALID, _DIRTY = State.VALID, State.DIRTY
 _AHEAD = Why.AHEAD
 _MOST_TAPES = 16
 _HARVEST = 8
-_CHECKED = 4  # of the measured passes, which has what is repeated decided once more
+_CHECKED = 4  # one measured pass in so many is decided anew instead of being replayed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fit:
-    """Where a block comes that does not take over the place of another just as it is.
+    """The place of a block that does not take over just the place of one other.
 
-    A loop may go round its slots more slowly than round its blocks, so the place is told by who
-    is there, or was.
+    A loop may go round its slots more slowly than round its blocks, so the place is given relative
+    to a block that is there, or was.
 
     Attributes:
-        leaves: Who leaves for it.
+        leaves: The blocks that are evicted for it.
         anchor: One of those, or a neighbour that stays; None where the address is always the same.
-        behind: Whether it is told by where the anchor ends, not by where it begins.
+        behind: Whether ``delta`` counts from the end of the anchor, not from its begin.
         delta: Bytes from there.
     """
 
@@ -51,7 +51,7 @@ class Fit:
     delta: int
 
     def offset(self) -> int:
-        """Returns the address; below zero where the anchor is not there."""
+        """Returns the offset in HBM; below zero where the anchor is not in HBM."""
         if self.anchor is None:
             return self.delta
         extent = self.anchor.extent
@@ -65,8 +65,8 @@ class Swap:
     """One block that comes into the place of another, or of several.
 
     Attributes:
-        comes: Who comes.
-        leaves: Who leaves for it; itself where ``fit`` says that.
+        comes: The block that is fetched.
+        leaves: The block that is evicted for it; ``comes`` itself where ``fit`` says that.
         nbytes: Size of the place, wherever it is: a loop may go round its slots more slowly than
             round its blocks.
         position: Where in the schedule it is used.
@@ -89,7 +89,7 @@ class Swap:
         return 1 if self.fit is None else len(self.fit.leaves)
 
     def told(self) -> tuple[int, ...]:
-        """Returns what is alike where the same is done."""
+        """Returns the values by which two swaps are compared: alike where they do the same."""
         fit = self.fit
         if fit is None:
             return self.comes.block.id, self.leaves.block.id, self.nbytes
@@ -100,12 +100,12 @@ class Swap:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """What is done at one place of a schedule.
+    """The swaps at one place of a schedule.
 
     Attributes:
-        used: Whose use it is; None before the first.
+        used: Record of the block that is used; None before the first.
         block: Id of that block; -1 before the first.
-        swaps: Who comes then.
+        swaps: The swaps performed then.
     """
 
     used: Record | None
@@ -115,11 +115,11 @@ class Step:
 
 @dataclass(slots=True, eq=False)
 class _Tape:
-    """What passes of one schedule and plan did.
+    """The recordings of the passes of one schedule and plan.
 
     Attributes:
         outlook: The plan.
-        done: What the last of them did: place in the schedule, who came, who left, where.
+        done: What the last of them did: place in the schedule, block fetched, block evicted, where.
         steps: What to do at each place of it: first as it begins, then after each use, to the end
             of the pass; None until two passes did the same.
         measured: How many passes were measured since.
@@ -133,11 +133,11 @@ class _Tape:
 
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """A pass that decides for itself, as it is written down.
+    """The recording of a pass that is decided, not replayed.
 
     Attributes:
         schedule: What it goes by.
-        tape: Where it will be kept.
+        tape: Where the recording will be kept.
         places: How often room had been asked for when it began.
         departures: How many departures from HBM there had been.
         swaps: What it does, by place in the schedule.
@@ -171,7 +171,7 @@ class _Run:
 
 
 class Replay:
-    """Writes down what passes do, and does it again; under the manager's lock.
+    """Records what passes do, and replays it; under the manager's lock.
 
     Attributes:
         swift: Whether the pass under way repeats others and is not measured, so that
@@ -203,7 +203,7 @@ class Replay:
         return self._run is not None
 
     def begin(self, outlook: object, number: int) -> bool:
-        """Says that a pass begins, the planner and the plan being ready for it.
+        """Notes that a pass begins, the planner and the plan being ready for it.
 
         Args:
             outlook: The plan.
@@ -233,7 +233,7 @@ class Replay:
         return self.advance()
 
     def end(self) -> None:
-        """Says that the pass under way is over: what happens from now on is the next one's."""
+        """Notes that the pass under way is over: what happens from now on belongs to the next."""
         run = self._run
         self._disturbed = run is not None and run.departures != self._departures.count
         self._close()
@@ -282,7 +282,7 @@ class Replay:
         return step
 
     def advance(self) -> bool:
-        """Does what the passes before did at this use, which :meth:`foreseen` has not entered.
+        """Repeats what the passes before did at this use, which :meth:`foreseen` has not entered.
 
         Returns:
             False where it is to be decided, and so is the rest of the pass.
@@ -299,7 +299,7 @@ class Replay:
         return self.perform(step)
 
     def perform(self, step: Step) -> bool:
-        """Does what is done at one place of the schedule.
+        """Performs the swaps recorded for one place of the schedule.
 
         Returns:
             False where that is no longer possible: it is to be decided, and so is the rest.
@@ -330,11 +330,11 @@ class Replay:
         return True
 
     def note(self, record: Record, room: Room, position: int) -> None:
-        """Says that a block is on its way up ahead of its use.
+        """Records that a prefetch of a block has begun.
 
         Args:
             record: The block.
-            room: Its place, and who left for it.
+            room: Its place, and the blocks evicted for it.
             position: Uses until it is needed.
         """
         noted = self._open
@@ -343,7 +343,7 @@ class Replay:
         cursor, extent, fit = self._planner.cursor, room.extent, None
         if room.left is None:
             if self._evictor.ring.uses:
-                return  # it goes on where it is, whatever was there
+                return  # the ring goes on from where it is: not recorded, so not replayed
             fit = self._fit_of(extent)
         swap = Swap(record, room.left or record, extent.nbytes, cursor + position, fit=fit)
         noted.swaps.append((cursor, swap))
@@ -357,7 +357,7 @@ class Replay:
     # -- inside ----------------------------------------------------------
 
     def _fit_of(self, extent: Extent) -> Fit:
-        """Describes the place just made."""
+        """Returns the place just allocated, relative to a block that is or was there."""
         left = self._evictor.order.left
         if left:
             anchor, offset = min(left, key=lambda entry: entry[1])
@@ -416,7 +416,7 @@ class Replay:
         return run.steps[cursor]
 
     def _stop(self) -> bool:
-        """Ends the replay: the rest of the pass is decided, and passes are written down anew."""
+        """Ends the replay: the rest of the pass is decided, and passes are recorded anew."""
         if self._run is not None:
             self._tapes.pop(self._run.schedule, None)
             self._prefetcher.start_over()
@@ -425,7 +425,7 @@ class Replay:
         return False
 
     def _close(self) -> None:
-        """Keeps what the pass before did, and makes steps of it if it is what its own did."""
+        """Keeps the recording of the last pass; makes steps of it if it equals the one before."""
         noted, self._open = self._open, None
         self._run = None
         self.swift = False
@@ -443,7 +443,7 @@ class Replay:
         tape.done, tape.steps = done, self._steps_of(noted) if again else None
 
     def _steps_of(self, noted: _Pass) -> list[Step]:
-        """Returns what was done at each place of a pass."""
+        """Returns the steps that repeat a recorded pass, one for each place of the schedule."""
         schedule, table = noted.schedule, self._parts.table
         passes = schedule.passes
         end = passes[1][0] if len(passes) > 1 else len(schedule)

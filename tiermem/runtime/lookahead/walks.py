@@ -48,11 +48,11 @@ class Fetcher:
         self._pass: tuple[int, int, tuple[int, Hashable]] = (0, 0, (0, None))
 
     def begin_schedule(self) -> None:
-        """Says that positions are of another schedule from now on."""
+        """Notes that positions refer to another schedule from now on."""
         self._pass = (0, 0, (0, None))
 
     def on_loan(self, record: Record) -> bool:
-        """Whether code on the host has a block's home."""
+        """Whether a block's home is lent to code on the host."""
         return self._host_loans.borrowers(record.block) > 0
 
     def is_due(self, record: Record, schedule: Schedule, position: int) -> bool:
@@ -133,7 +133,7 @@ class Walk(Protocol):
         ...
 
     def catch_up(self, cursor: int) -> bool:
-        """Says that the compute has come to a cursor, and goes back to what has left HBM since.
+        """Moves the cursor to where the compute is, and looks again at what has left HBM since.
 
         Returns:
             Whether everything from the cursor on is looked at again.
@@ -210,7 +210,7 @@ class SequenceWalk:
             self.position = len(self._schedule.order)
 
     def catch_up(self, cursor: int) -> bool:
-        """Says that the compute has come to a cursor; see :class:`Walk`."""
+        """Moves the cursor to where the compute is; see :class:`Walk`."""
         again = cursor < self._cursor or self._is_behind(cursor)
         if again:
             self.restart(cursor)
@@ -243,7 +243,7 @@ class SequenceWalk:
                     self._lacking = True
             self.position += 1
         if not self._lacking and self.position == len(order):
-            # every block is here and stays: no need to look again until one leaves
+            # every block is in HBM and stays: no need to look again until one leaves
             self.complete = self._seen
         return begun
 
@@ -335,7 +335,7 @@ class LanesWalk:
         self._lanes.restart(cursor)
 
     def catch_up(self, cursor: int) -> bool:
-        """Says that the compute has come to a cursor; see :class:`Walk`."""
+        """Moves the cursor to where the compute is; see :class:`Walk`."""
         again = cursor < self.position or self._seen != self._departures.count
         if again:
             self.restart(cursor)

@@ -1,4 +1,1 @@
-"""Where bytes may lie: slots in HBM, homes in DRAM and files.
-
-Hands places out and takes them back; moves nothing.
-"""
+"""Allocation of memory: slots in HBM, homes in DRAM and files. Moves no bytes."""

@@ -9,7 +9,7 @@ import torch
 
 
 class DeviceRoom(Protocol):
-    """The memory of a device, which others take of as well.
+    """The memory of a device, which torch and other processes allocate from as well.
 
     Attributes:
         total: Bytes that the device has.
@@ -18,7 +18,7 @@ class DeviceRoom(Protocol):
     total: int
 
     def free(self) -> int:
-        """Returns the bytes that nobody has taken; what torch keeps for later is taken."""
+        """Returns the bytes not allocated; what torch's allocator caches counts as allocated."""
         ...
 
     def ran_out(self) -> bool:
@@ -27,10 +27,10 @@ class DeviceRoom(Protocol):
 
 
 class CudaRoom:
-    """That of a CUDA device.
+    """The memory of a CUDA device.
 
-    torch tells observers before it raises its error. They cannot have it try again (it has let go
-    of what it kept by then, and tries once), so what they learn is for the next pass.
+    torch calls observers before it raises its error. They cannot make it try again (it has emptied
+    its cache by then, and tries once), so what they learn is for the next pass.
 
     Attributes:
         total: Bytes that the device has.
@@ -39,7 +39,7 @@ class CudaRoom:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Begins to watch; the device has been used before.
+        """Registers with torch's out-of-memory observer; the device has been used before.
 
         Args:
             device: A CUDA device; ``cuda`` without a number is the current one.
@@ -51,7 +51,7 @@ class CudaRoom:
         _watch(self)
 
     def free(self) -> int:
-        """Returns the bytes that nobody has taken."""
+        """Returns the bytes that are not allocated."""
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def ran_out(self) -> bool:
@@ -65,7 +65,7 @@ _attached = False
 
 
 def _watch(room: CudaRoom) -> None:
-    """Has a room told when torch runs out of memory; torch never lets an observer go."""
+    """Notifies ``room`` when torch runs out of memory; torch never removes an observer."""
     global _attached
     _watching.add(room)
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
@@ -75,7 +75,7 @@ def _watch(room: CudaRoom) -> None:
 
 
 def _ran_out(device: int, asked: int, allocated: int, free: int) -> None:
-    """Is called by torch, in whatever thread has run out; takes bytes."""
+    """Observer called by torch in the thread that ran out of memory; amounts are bytes."""
     for room in list(_watching):
         if room.index == device:
             room.short = True

@@ -1,4 +1,4 @@
-"""What the expert room is made of: stacks, pieces of them, seats, and the calls that use them."""
+"""The data structures of the expert room: stacks, their pieces, seats, and calls that use them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WHOLE = -1
 
 
 class Piece(NamedTuple):
-    """What one tensor of a stack has of one expert.
+    """The part of one tensor of a stack that belongs to one expert.
 
     Attributes:
         stack: Number of the stack.
@@ -46,7 +46,7 @@ class Stack:
         rows: The tensors of which experts have rows worth a copy each.
         popularity: How often each expert is chosen.
         stamp: Which bytes its pieces were copied from; see :meth:`ExpertStore.begin`.
-        guessed: Experts whose pieces were asked for before anybody chose them.
+        guessed: Experts whose pieces were asked for before a token chose them.
         places: Where checkpoint files have its pieces.
         after: The stack that was used after it last.
         order: The pieces that its last call asked for, in order.
@@ -94,14 +94,14 @@ def stack_of(number: int, block: Block, experts: int) -> Stack | None:
 
 
 class Seat:
-    """One seat: its bytes, what sits there, and what has to be waited for.
+    """One seat: its bytes, the piece in it, and the events to wait for.
 
     Attributes:
         extent: Where it is in HBM.
-        inside: Whether somebody is about to look.
-        event: Of the copy that brought what is there.
+        inside: Whether a view of it is about to be made.
+        event: Of the copy that brought the piece.
         transfer: The read from a file that does; None once it has landed.
-        released: What was under way when the last reader of what was there had been submitted.
+        released: Events behind the last kernels that read what was there before.
     """
 
     __slots__ = (
@@ -130,12 +130,12 @@ class Seat:
 
     @property
     def aliased(self) -> bool:
-        """Whether anybody looks at the bytes, or is about to."""
+        """Whether there are views of the bytes, or one is about to be made."""
         return self.inside or use_count(self._storage._cdata) > self._baseline
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keeps who sits here from leaving, inside ``with``."""
+        """Keeps the piece in this seat from leaving, inside ``with``."""
         self.inside = True
         try:
             yield
@@ -160,7 +160,7 @@ class Bank:
 
     Attributes:
         seats: All of them.
-        who: Which piece has which.
+        who: Which piece is in which seat.
     """
 
     def __init__(self, seats: list[Seat], who: Seats) -> None:
@@ -182,7 +182,7 @@ class Use:
     """
 
     def __init__(self, stack: Stack, counts: Sequence[int], wanted: Iterable[Piece]) -> None:
-        """Begins with everything wanted."""
+        """Starts with all pieces still wanted."""
         self.stack = stack
         self.counts = counts
         self.chosen = [expert for expert, count in enumerate(counts) if count]

@@ -1,4 +1,4 @@
-"""Places below HBM for what comes and goes with every step: kept by size, and used again."""
+"""A pool of extents below HBM for data that lives less than a step: reused by size."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Place:
 
 
 class ExtentPool:
-    """Hands out places, and keeps what comes back for the next of the same size.
+    """Hands out places, and keeps returned ones for the next request of the same size.
 
     A training step asks for the same sizes as the one before, so that from the second step on
     nothing is allocated. What lies idle here is given up when space is short elsewhere.
@@ -63,7 +63,7 @@ class ExtentPool:
 
     @property
     def idle(self) -> int:
-        """Bytes kept for the next who asks."""
+        """Bytes kept for later requests."""
         return sum(size * len(places) for (_, size), places in self._idle.items())
 
     def take(self, nbytes: int, home: Home, name: str) -> Place | None:
@@ -113,7 +113,7 @@ class ExtentPool:
         return found
 
     def _owned(self) -> Iterator[tuple[Tier, Extent]]:
-        """Yields the space of every place that is idle or that anybody has."""
+        """Yields the extents of all places, idle or handed out."""
         for place in self._all:
             yield place.tier, place.extent
 

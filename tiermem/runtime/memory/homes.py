@@ -1,4 +1,4 @@
-"""Space below HBM: the DRAM arena and the swap files, and who gets how much of them."""
+"""Space below HBM: allocates homes in the DRAM arena, the swap files and checkpoint files."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def staging_size(dram: int) -> int:
 
 
 class HomeKeeper(Protocol):
-    """Wants the bytes that homes have just now; see :mod:`tiermem.saving.later`."""
+    """Needs the bytes that homes have just now; see :mod:`tiermem.saving.later`."""
 
     def before_write(self, record: Record) -> None:
         """The home of a block is about to be written, or given up; the manager's lock is held."""
@@ -111,7 +111,7 @@ class Homes:
                 "policy= puts into DRAM comes on top (tier.wrap(model) says how much)",
             )
         self.bytes: dict[int, torch.Tensor] = {}
-        # is told before the home of a block is written; None where nobody wants to know
+        # called before the home of a block is written; None where no component needs that
         self.keeper: HomeKeeper | None = None
         self.swap = SwapFile([Path(p) for p in nvme], nvme_bytes, self.chunk) if nvme else None
         self.sources: CheckpointStore | None = None
@@ -134,7 +134,7 @@ class Homes:
         """Each gives up space that is kept for later, and returns whether there was any."""
         self.owners: list[Callable[[], Iterable[Owned]]] = []
         """Each returns the space that it has from here. Whoever has any, but for blocks and what
-        is read ahead, enters itself: what nobody has is freed by :meth:`repair`."""
+        is read ahead, enters itself: unowned space is freed by :meth:`repair`."""
 
     @property
     def files(self) -> FileStore | None:
@@ -198,7 +198,7 @@ class Homes:
     def reserve(self, requests: Sequence[HomeRequest]) -> list[tuple[Tier, Extent | None]]:
         """Reserves a home for every request, or for none.
 
-        Where there is no room, what others only keep for later is taken back first.
+        Where there is no room, space that other components only cache is taken back first.
 
         Returns:
             Tier and extent per request; no extent where the home is HBM.
@@ -215,7 +215,7 @@ class Homes:
                     raise
 
     def _reclaim(self) -> bool:
-        """Has others give up what they only keep for later; returns whether that was anything."""
+        """Asks other components to free cached DRAM; returns whether any was freed."""
         given = [give_up() for give_up in self.reclaimers]  # every one of them
         return any(given)
 
@@ -236,7 +236,7 @@ class Homes:
                 if in_swap[index]:
                     given[index] = (Tier.NVME, self._on_disk(request.nbytes))
             self.arena.need(extent for tier, extent in given if extent and tier is Tier.DRAM)
-        except REFUSALS:  # any other may have come anywhere: repair() finds what it has left
+        except REFUSALS:  # any other may be raised anywhere: repair() frees what it left
             for tier, extent in given:
                 if extent is not None:
                     self.release(tier, extent)
@@ -259,9 +259,9 @@ class Homes:
         return self.swap is not None and self.swap.holds(extent)
 
     def lend(self, nbytes: int) -> Extent | None:
-        """Returns DRAM that is free, for what is no home; None where there is none.
+        """Returns free DRAM for data that is no home; None where there is none.
 
-        Who has it gives it back with :meth:`release`.
+        The caller gives it back with :meth:`release`.
         """
         extent = self._in_dram(nbytes)
         if extent is None:
@@ -286,7 +286,7 @@ class Homes:
             self.nvme_used -= extent.nbytes
 
     def repair(self, blocks: Iterable[Owned]) -> None:
-        """Frees what nobody has, because an exception came between taking it and entering it.
+        """Frees unowned space, left by an exception between taking it and entering it.
 
         Args:
             blocks: The homes of all blocks.
@@ -304,7 +304,7 @@ class Homes:
         self.arena.need(())  # what an exception has left unlocked
 
     def owned(self) -> list[Owned]:
-        """Returns the space of everybody who has entered."""
+        """Returns the extents in use by all registered owners."""
         return [place for owner in self.owners for place in owner()]
 
     def close(self) -> None:
@@ -318,7 +318,7 @@ class Homes:
             self.arena.close()
 
     def forked(self) -> None:
-        """Lets go of the parent's files in a forked child."""
+        """Closes the parent's files in a forked child."""
         for store in (self.swap, self.sources):
             if store is not None:
                 store.forked()
@@ -365,7 +365,7 @@ class Homes:
         requests: Sequence[HomeRequest],
         given: Sequence[tuple[Tier, Extent | None]],
     ) -> CapacityError:
-        """Says how much DRAM would do for all of ``requests``, of which ``given`` have theirs."""
+        """Returns the error that names the DRAM needed for ``requests``; ``given`` have theirs."""
         mine = sum(extent.nbytes for tier, extent in given if tier is Tier.DRAM and extent)
         asked = sum(align_up(r.nbytes) for r in requests if r.home in ("dram", "auto"))
         least = self.dram.used - mine + asked

@@ -45,7 +45,7 @@ def _set_by_user() -> bool:
 
 
 def anonymous_nbytes() -> int:
-    """Returns about how much memory of its own this process has; 0 where nobody says."""
+    """Returns about how many bytes of anonymous memory this process has; 0 where unknown."""
     try:
         file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -58,7 +58,7 @@ def anonymous_nbytes() -> int:
 
 
 class HostHeap:
-    """Gives memory back that ``malloc`` has no use for.
+    """Returns freed ``malloc`` memory to the system.
 
     Tensors from 1 MiB on are mapped each by itself from then on, in the whole process, and go
     back to the system when they are freed. For smaller ones the heap is trimmed at the beginning

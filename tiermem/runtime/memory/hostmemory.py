@@ -35,7 +35,7 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def total_memory(root: Path = Path("/")) -> int:
-    """Returns the bytes of host memory that this process could have if nobody else took any.
+    """Returns the bytes of host memory that this process could have if no other used any.
 
     Args:
         root: As for :func:`available_memory`.

@@ -1,10 +1,10 @@
-"""Views of blocks in HBM, and whether anything still looks through them.
+"""Views of blocks in HBM, and whether anything else still holds one (an alias).
 
 Each residency of a block at an address is seen through one storage. Its
 reference count, less the references this module holds itself, is the number
 of aliases alive elsewhere: parameters that point there, views a user keeps.
-What backward reads a weight through has a second storage over the same bytes:
-while it is alive the bytes stay too, but nobody writes through it.
+Backward reads a weight through a second storage over the same bytes:
+while it is alive the bytes stay too, but nothing writes through it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def typed_view(
 
 @dataclass(eq=False)
 class Sight:
-    """What one stretch of HBM looks like to blocks whose tensors lie alike.
+    """Views of one range of HBM, for all blocks whose tensors are laid out alike.
 
     Layers of a model that come to the same place one after the other share it: what was just
     looked at is in the processor's caches. Of two only one is there at a time, and it does not
@@ -66,7 +66,7 @@ class Sight:
         reading: Another storage over the same bytes, of tensors that are only read.
         handles: Of both storages; they hold as long as the storages are kept here.
         address: First byte in memory.
-        baseline: References to ``storage`` that are ours.
+        baseline: References to ``storage`` that tiermem holds itself.
         reading_baseline: Likewise to ``reading``.
     """
 
@@ -92,11 +92,11 @@ class Slot:
         storage: Handle of what they all share.
         reading: The same of another storage over the same bytes, of tensors that are only read.
         address: First byte in memory; identifies the storage of an alias.
-        baseline: References to ``storage`` that are ours.
+        baseline: References to ``storage`` that tiermem holds itself.
         reading_baseline: Likewise to ``reading``.
         pointed: References of parameters and buffers that point here.
-        idle: Whether they only have not been pointed elsewhere: nobody can use them before the
-            block is held again, and nobody minds if it leaves.
+        idle: Whether those parameters are merely left pointing here: they cannot be used before
+            the block is leased again, so the block may leave.
         sight: What the rest is from.
     """
 
@@ -115,12 +115,12 @@ class Slot:
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody wants to find the block here without holding it."""
+        """Whether a parameter that holds no lease expects to find the block here."""
         return self.pointed > 0 and not self.idle
 
     @property
     def aliased(self) -> bool:
-        """Whether anything but us and the pointed parameters can see the bytes."""
+        """Whether anything but tiermem and the pointed parameters can see the bytes."""
         return (
             use_count(self.storage) > self.baseline + self.pointed
             or use_count(self.reading) > self.reading_baseline
@@ -150,7 +150,7 @@ class Holder(Protocol):
         return 0
 
     def repair(self) -> None:
-        """Lets go of everything after an exception anywhere; nobody holds the block."""
+        """Drops all state after an exception anywhere; the block has no lease then."""
         return
 
     def forked(self) -> None:
@@ -185,7 +185,7 @@ class SlotCache:
         return slot
 
     def leave(self, block_id: int) -> None:
-        """Says that a block is nowhere in HBM."""
+        """Removes a block that is no longer in HBM."""
         slot = self.current.pop(block_id, None)
         if slot is not None and self.by_address.get(slot.address) is slot:
             del self.by_address[slot.address]
@@ -203,7 +203,7 @@ class SlotCache:
         return slot
 
     def repair(self, places: Iterable[tuple[Block, Extent]]) -> None:
-        """Makes just these blocks be in HBM, after an operation that was cut short.
+        """Sets which blocks are in HBM, after an operation that was cut short.
 
         Args:
             places: Every block that is there or on its way, and where.
@@ -218,11 +218,11 @@ class SlotCache:
             self.current[block.id] = self.by_address[slot.address] = slot
 
     def forget(self, block_id: int) -> None:
-        """Lets the slots of a block go."""
+        """Drops the slots of a block."""
         self.kept.pop(block_id, None)
 
     def clear(self) -> None:
-        """Lets every slot go."""
+        """Drops every slot."""
         self.kept.clear()
         self.current.clear()
         self.by_address.clear()

@@ -1,4 +1,4 @@
-"""What happened: counters that every mechanism feeds, and the rows users read."""
+"""Statistics: counters that every mechanism feeds, and the rows users read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TIERS = ("hbm", "dram", "nvme")
 
 @dataclass(frozen=True)
 class LinkStats:
-    """What moved over one link.
+    """Bytes, blocks and time moved over one link.
 
     Attributes:
         nbytes: Bytes.
@@ -27,12 +27,12 @@ class LinkStats:
 
 @dataclass(frozen=True)
 class ActivationStats:
-    """What became of tensors that were saved for backward.
+    """Counts of tensors that were saved for backward.
 
     Attributes:
         offloaded: Copies sent below HBM.
         offloaded_bytes: Their bytes.
-        shared: Tensors saved that needed no copy of their own: another one's has their bytes.
+        shared: Tensors saved that needed no copy of their own: another copy covers their bytes.
         kept: Tensors that stayed in HBM since there was no room for them, or no way.
         reused: Uses in backward that found the original still in HBM.
         fetched_ahead: Copies brought up before their use.
@@ -87,7 +87,7 @@ class Stats:
         experts_chosen: Experts that tokens chose, summed over the calls of layers whose experts
             come up one by one.
         expert_hits: Of these, those that were in HBM already, or on their way by a guess.
-        expert_guesses: Experts that were fetched before anybody had chosen them.
+        expert_guesses: Experts that were fetched before a token had chosen them.
         expert_guesses_right: Of these, those that were chosen in the next call.
         evictions: Blocks taken out of HBM.
         write_backs: Of those, how many were dirty.
@@ -113,7 +113,7 @@ class Stats:
         limit: Which of them it is: ``"compute"`` or a link.
         losses: Where the measured time went that was not compute, in seconds. Waits of the
             compute for blocks by link, such as ``"dram->hbm"`` (where a link is the limit, some
-            of that cannot be had back: its time beyond the compute); ``"host wait"``: for room,
+            of that cannot be avoided: its time beyond the compute); ``"host wait"``: for room,
             or for files besides; ``"host"``: launches, hooks, and compute that took longer than
             it usually does.
         efficiency: Share of the passes' time that was not spent waiting or copying on the
@@ -189,7 +189,7 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class PaceRow:
-    """What was learned of a block in one kind of pass.
+    """The measured times of a block in one kind of pass.
 
     Attributes:
         block: Its name.

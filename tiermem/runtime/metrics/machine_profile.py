@@ -1,4 +1,4 @@
-"""What this machine's links give, measured once and kept in a file.
+"""The machine profile: speeds of this machine's links, measured once and kept in a file.
 
 ``tiermem bench`` measures and saves a profile; ``tiermem plan`` and the scheduler read
 it. A file that is missing, damaged or of another format is left alone, with the reason.
@@ -92,7 +92,7 @@ class MachineProfile:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What became of reading a profile.
+    """The result of reading a profile.
 
     Attributes:
         profile: The profile, or ``None``.

@@ -1,4 +1,4 @@
-"""Measures passes as they run: stamps around uses and copies, read later, never waited for."""
+"""Measures passes as they run: time stamps around uses and copies, read without waiting."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _Sample:
 
 @dataclass(slots=True, eq=False)
 class _Totals:
-    """What the measured passes add up to, without the first of each name.
+    """Sums over the measured passes, without the first of each name.
 
     Attributes:
         seconds: From begin to end.
@@ -133,7 +133,7 @@ class PassTimer:
     # -- stamping --------------------------------------------------------
 
     def begin(self, key: Hashable) -> None:
-        """Says that a pass begins, which ends the one before."""
+        """Begins a pass, which ends the one before."""
         self._close()
         now = self._clock.host()
         # measuring takes the host time: where it is what limits, such a pass would look like a
@@ -162,13 +162,13 @@ class PassTimer:
         self.sampling = self.pending = False
 
     def arrived(self) -> None:
-        """Says that the compute stream has come to a use, before it waits for anything."""
+        """Stamps the compute stream at a use, before it waits for anything."""
         self._drop_loose()
         self._before = self._clock.stamp()
         self._stalled = self._counters.stall_ns
 
     def started(self, record: Record, ready: Event | None) -> None:
-        """Says that the use may begin, its block being there.
+        """Stamps the compute stream where the use may begin, its block being in HBM.
 
         Args:
             record: The block's row.
@@ -190,18 +190,18 @@ class PassTimer:
         sample.uses.append(_Use(block_id, link, before, after, fill, ready is not None, waited))
 
     def ended(self) -> None:
-        """Says that the pass has ended, its last work having been submitted."""
+        """Ends the pass, its last work having been submitted."""
         if self._open is not None:
             self._open.end = self._clock.stamp() if self._clock.usable() else None
             self._close()
 
     def rising(self, extent: Extent, after: Event | None) -> None:
-        """Says that a copy up is about to be submitted."""
+        """Stamps the begin of a copy to HBM, which is about to be submitted."""
         self._free(self._begin)
         self._begin = self._clock.stamp_copies(extent, after)
 
     def risen(self, block: Block) -> None:
-        """Says that it has been."""
+        """Stamps the end of a copy to HBM, which has been submitted."""
         begin, self._begin = self._begin, None
         end = self._clock.stamp_copies(None, None)
         if self._open is None or begin is None or end is None:
@@ -215,7 +215,7 @@ class PassTimer:
         self._fills[block.id] = fill
 
     def landed(self, link: str, nbytes: int, begun_ns: int, finished_ns: int) -> None:
-        """Says that a file transfer has ended well; what ran beside another counts once."""
+        """Enters a file transfer that succeeded; time shared with another one counts once."""
         busy = finished_ns - max(begun_ns, self._last.get(link, 0))
         self._last[link] = max(finished_ns, self._last.get(link, 0))
         if self._open is not None:
@@ -268,7 +268,7 @@ class PassTimer:
         return Efficiency(totals.seconds, bounds[limit], limit, losses)
 
     def rows(self, records: Iterable[Record]) -> list[PaceRow]:
-        """Returns what was learned of these blocks."""
+        """Returns the measured times of these blocks."""
         self.harvest(_ALL)
         by_id = {record.block.id: record for record in records}
         found = []
@@ -328,7 +328,7 @@ class PassTimer:
         return True
 
     def _attribute(self, sample: _Sample, use: _Use, wait: float) -> None:
-        """Says what the compute waited for before a use."""
+        """Attributes the wait before a use to what the compute waited for."""
         waits = sample.waits
         host = use.host_ns / 1e9
         if use.fill is not None:
@@ -397,7 +397,7 @@ class PassTimer:
 
 
 def open_pass_timer(copy: CopyEngine, counters: Counters, device: torch.device) -> PassTimer:
-    """Opens the pacing of a manager, on the clock of its device.
+    """Returns the pass timer of a manager, on the clock of its device.
 
     Args:
         copy: The copy engine; its streams are the ones timed on CUDA.

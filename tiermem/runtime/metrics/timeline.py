@@ -1,4 +1,4 @@
-"""What happened when: spans per lane, as a Chrome trace and as a picture."""
+"""The timeline: spans of time per lane, as a Chrome trace and as a picture."""
 
 from __future__ import annotations
 

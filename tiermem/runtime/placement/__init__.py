@@ -1,4 +1,4 @@
-"""Which place in HBM a block gets, and who leaves for it.
+"""Placement in HBM: which place a block gets, and which blocks are evicted for it.
 
-May evict, move and drain blocks that nobody holds; begins no fetch.
+Evicts, moves and drains blocks that have no lease; begins no fetch.
 """

@@ -83,8 +83,8 @@ class Compactor:
             keep: A block that is not to leave, although it could.
 
         Returns:
-            None where there is no such run. The caller evicts what leaves it, then has
-            :meth:`join` move the rest.
+            None where there is no such run. The caller evicts the blocks in ``leaving``, then
+            calls :meth:`join`, which moves the rest.
         """
         table, size = self._table, align_up(nbytes)
         best: tuple[int, Stretch] | None = None
@@ -107,7 +107,7 @@ class Compactor:
         return None if best is None else best[1]
 
     def pack(self, begin: int) -> None:
-        """Slides together what lies behind an offset, each block as far as others let it."""
+        """Slides the blocks behind an offset together, each as far as the others allow."""
         table = self._table
         stretch = Stretch(begin, [], [])
         for extent in [*table.hbm.extents(), None]:
@@ -132,7 +132,7 @@ class Compactor:
             if extent is None:
                 continue
             if extent.offset != start and not self._is_needed(record):
-                self._rules.unpoint(record)  # pointed at without a lease of its own: can let go
+                self._rules.unpoint(record)  # no lease of the parameters' own: can point elsewhere
             target = Extent(start, extent.nbytes)
             movable = extent.offset != start and self._rules.movable(record)
             if movable and self._table.hbm.back(target):
@@ -143,7 +143,7 @@ class Compactor:
         self._transfers.copy.synchronize()
 
     def _is_needed(self, record: Record) -> bool:
-        """Whether a view of the user's, or a call of the block's own module, looks at it."""
+        """Whether a view of the user's, or a call of the block's own module, uses it."""
         aliased = self._slots.current[record.block.id].aliased
         return aliased or self._rules.is_leased_by_holder(record)
 

@@ -1,4 +1,4 @@
-"""Room in HBM: who gets which bytes, and who leaves for them."""
+"""Allocates HBM for blocks, and evicts others for them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Room(NamedTuple):
 
     Attributes:
         extent: The place.
-        left: Who left for it, where the place changed hands without being freed.
+        left: The block evicted for it, where its place was handed over without being freed.
     """
 
     extent: Extent
@@ -40,28 +40,28 @@ class Room(NamedTuple):
 
 
 class Left(Protocol):
-    """Bytes of HBM of a block that is gone, at which something may still look."""
+    """Bytes of HBM left by a block that is gone, of which there may be aliases."""
 
     @property
     def extent(self) -> Extent:
-        """Where they are."""
+        """Their place."""
         ...
 
     @property
     def aliased(self) -> bool:
-        """Whether anything does."""
+        """Whether there are aliases of them."""
         ...
 
 
 class Evictor:
     """Hands out HBM, evicting what is needed last.
 
-    What is leased, fixed, under way or seen by anything but parameters stays.
+    A block that is leased, fixed, under way or aliased stays.
 
     Attributes:
-        regions: Of HBM between what stays and what streams.
-        rules: Say who may leave.
-        order: Who of those in HBM is needed last.
+        regions: The regions of HBM in which blocks stay and through which others stream.
+        rules: Decide which blocks may leave.
+        order: The blocks in HBM by their next use.
         ring: Hands HBM out in a ring, where a loop writes what it streams.
         largest_later: Bytes of the largest block that may be needed while others are in use.
         places: How often room was asked for.
@@ -94,7 +94,7 @@ class Evictor:
         self._counters = counters
         self._orphans: list[Left] = []
 
-    # -- who stays -------------------------------------------------------
+    # -- residents -------------------------------------------------------
 
     @property
     def residents(self) -> frozenset[int]:
@@ -115,7 +115,7 @@ class Evictor:
             loop: What is going on; nothing moves until it goes on for a second round.
         """
         misplaced, loose = self._settling.misplaced(loop)
-        for record in misplaced:  # what is written first goes another time
+        for record in misplaced:  # dirty ones are written first, and go at a later round
             if record.in_hbm is State.VALID and self.rules.let_loose(record):
                 self.evict(record)
         if loose:  # within the device that takes a small part of what fetching it anew would
@@ -123,7 +123,7 @@ class Evictor:
             self._compactor.pack(self.regions.border)
 
     def expect(self, nbytes: int) -> None:
-        """Says that a block of so many bytes may be needed while others are in use."""
+        """Notes that a block of ``nbytes`` bytes may be needed while others are in use."""
         self.largest_later = max(self.largest_later, nbytes)
 
     # -- in --------------------------------------------------------------
@@ -169,7 +169,7 @@ class Evictor:
     ) -> Extent | None:
         """Finds a free place, or makes one; see :meth:`place`.
 
-        Every round either returns, raises, or has something leave, land or be found in use.
+        Every round either returns, raises, evicts a block, ends a transfer or finds a block in use.
         """
         hbm, resorts = self.table.hbm, 0
         while True:
@@ -201,8 +201,8 @@ class Evictor:
     ) -> Room | None:
         """Evicts the block needed last if that makes just the place wanted.
 
-        So it is in a loop that streams through slots of one size. What the search for a window
-        would come to is found without it, and the place changes hands without being freed.
+        This is the case in a loop that streams through slots of one size. The result is that of the
+        search for a window, without the search, and the place is handed over without being freed.
         """
         size = align_up(block.nbytes)
         if self._orphans or self.table.hbm.has_gap(size):
@@ -226,7 +226,7 @@ class Evictor:
         return Room(extent, record)
 
     def _as_large(self, leaves: Callable[[int], bool], size: int) -> Callable[[int], bool]:
-        """Returns what tells whether a block may leave and takes up just so many bytes."""
+        """Returns a predicate: whether a block may leave and takes just ``size`` bytes."""
 
         def free(block_id: int) -> bool:
             extent = self.table[block_id].extent
@@ -269,11 +269,11 @@ class Evictor:
         return best
 
     def _beyond(self, position: int | None) -> int:
-        """Returns up to which position of the schedule no block may leave that is used there."""
+        """Returns the position of the schedule up to which blocks that are used may not leave."""
         return -1 if position is None else self._planner.cursor + position
 
     def _leaves_for(self, position: int | None) -> Callable[[int], bool]:
-        """Returns what tells whether a block may leave for one needed at ``position``."""
+        """Returns a predicate: whether a block may leave for one needed at ``position``."""
 
         def leaves(block_id: int) -> bool:
             record = self.table.get(block_id)
@@ -293,7 +293,7 @@ class Evictor:
         return record is not None and record.in_hbm is State.DIRTY
 
     def _last_resort(self, block: Block, tried: int) -> int:
-        """Makes room where nothing can leave: waits, joins pieces, finds cycles that hold a view.
+        """Makes room where no block can leave: waits, joins gaps, collects cycles that hold views.
 
         Args:
             block: What needs room now.
@@ -325,7 +325,7 @@ class Evictor:
             self._compactor.join(stretch)
 
     def _is_viewed(self, record: Record) -> bool:
-        """Whether a view of the user's alone keeps a block where it is."""
+        """Whether only a view of the user's keeps a block where it is."""
         return not (record.leases or record.fixed) and self.rules.is_held(record)
 
     def tidy(self, record: Record, later: int) -> None:
@@ -398,7 +398,7 @@ class Evictor:
 
         Args:
             record: The block.
-            free: Whether to free its place; otherwise that is the caller's to give away.
+            free: Whether to free its place; otherwise the caller hands it over.
         """
         block_id = record.block.id
         self.rules.unpoint(record)
@@ -409,7 +409,7 @@ class Evictor:
         self._counters.evictions += 1
 
     def forget(self, record: Record, *, gone: bool) -> None:
-        """Forgets a block's data, while what still looks at the bytes keeps its view of them.
+        """Discards a block's data; aliases of the bytes keep them as they are.
 
         Args:
             record: The block, at rest and not leased.
@@ -430,11 +430,11 @@ class Evictor:
             self.transfers.leave(block_id, seen=keep)
 
     def leave_behind(self, extent: Extent, parts: Sequence[Left]) -> None:
-        """Frees what a block has left that something looked at, but for parts of it.
+        """Frees the place of a block that has left while it had aliases, but for parts of it.
 
         Args:
-            extent: What it has left.
-            parts: Those stay as long as anything looks at them.
+            extent: The place.
+            parts: Parts that stay as long as they have aliases.
         """
         self._orphans.extend(parts)  # first: cut short, the bytes must stay all the same
         self._orphans = [left for left in self._orphans if left.extent != extent]
@@ -466,10 +466,10 @@ class Evictor:
                 self.table.reclaim(extent)
 
     def reap(self) -> bool:
-        """Frees what belongs to no block and that nothing looks at; returns whether it found any.
+        """Frees places without block and without aliases; returns whether there were any.
 
-        That is what blocks that have gone left behind, and what was taken for a block that never
-        got it because of a Ctrl-C in between.
+        They were left by blocks that are gone, or allocated for a block that never got them
+        because of a Ctrl-C in between.
         """
         gone = [slot for slot in self._orphans if not slot.aliased]
         for slot in gone:

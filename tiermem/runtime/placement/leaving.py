@@ -1,4 +1,4 @@
-"""Who may leave HBM, in which order, and who may be moved inside it: one answer for all who ask."""
+"""Which blocks may leave HBM, in which order, and which may be moved: one place for these rules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiermem.runtime.placement.regions import Regions
 
 
 class Why(enum.Enum):
-    """What a block would leave HBM for.
+    """The reason for which a block would leave HBM.
 
     Attributes:
         NEEDED: Its place, for a block that compute waits for.
@@ -31,10 +31,10 @@ _NEEDED, _WRITTEN = Why.NEEDED, Why.WRITTEN
 
 
 class LeaveRules:
-    """Says whether blocks may leave or be moved; under the manager's lock.
+    """Decides whether blocks may leave or be moved; under the manager's lock.
 
     Attributes:
-        unseen: Leases under way of which nobody has seen an address yet, by block.
+        unseen: Leases under way whose slots no caller has received yet, by block.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class LeaveRules:
         failing: set[int],
         holders: dict[int, Holder],
     ) -> None:
-        """Looks at what others keep up to date.
+        """Reads state that other parts keep up to date.
 
         Args:
-            slots: Where blocks are seen.
+            slots: Slots of the blocks in HBM.
             regions: Knows which blocks are in HBM to stay.
             failing: Blocks whose last write-back failed.
-            holders: Who points parameters at which block.
+            holders: The holders that point parameters at blocks, by block.
         """
         self.unseen: dict[int, int] = {}
         self._current = slots.current
@@ -66,9 +66,9 @@ class LeaveRules:
 
         Args:
             record: The block.
-            why: What for. What is leased, fixed, under way or seen by a view of the user's stays
-                in any case; what is wanted, cannot be written home, or is there to stay leaves
-                only for a block that is needed now.
+            why: The reason. A block that is leased, fixed, under way or aliased stays in any case;
+                one that is wanted (:attr:`Slot.wanted`), cannot be written home, or is there to
+                stay leaves only for a block that is needed now.
         """
         state = record.in_hbm
         if record.leases or record.fixed or (state is not _VALID and state is not _DIRTY):
@@ -94,7 +94,7 @@ class LeaveRules:
         return slot is not None and (record.leases > 0 or slot.aliased)
 
     def let_loose(self, record: Record) -> bool:
-        """Points elsewhere the parameters that nobody uses; returns whether nothing else is left.
+        """Points unused parameters elsewhere; returns whether the block then has no aliases.
 
         Asked once more just before a block leaves: an alias may hide behind a parameter's.
         """
@@ -102,7 +102,7 @@ class LeaveRules:
             return False
         slot = self._current.get(record.block.id)
         if slot is None or slot.aliased:
-            return False  # it stays, and parameters that point there may be used by who has aliases
+            return False  # it stays, and the aliases may be used through its parameters
         if slot.pointed:
             self.unpoint(record)
         return not slot.aliased
@@ -128,7 +128,7 @@ class LeaveRules:
         return holder is not None and holder.leases() > 0
 
     def movable(self, record: Record) -> bool:
-        """Whether nobody but parameters that can be pointed anew sees a block's address."""
+        """Whether a block's address is seen only by parameters that can be pointed anew."""
         slot = self._current.get(record.block.id)
         if slot is None or not record.usable or slot.aliased:
             return False
@@ -141,14 +141,14 @@ class LeavingOrder:
     """Keeps a queue by next use in step with the planner, without looking at every block.
 
     Attributes:
-        left: Who has left for the room asked for last, and from which offset.
+        left: The blocks evicted for the room asked for last, and their offsets.
     """
 
     def __init__(self, table: ResidencyTable, planner: Planner, regions: Regions) -> None:
         """Starts with nothing known.
 
         Args:
-            table: Who is in HBM.
+            table: The blocks in HBM.
             planner: Knows the next uses.
             regions: Knows which blocks are in HBM to stay; they are not in the queue.
         """
@@ -161,16 +161,16 @@ class LeavingOrder:
         self.left: list[tuple[Record, int]] = []
 
     def note_use(self, block_id: int) -> None:
-        """Says that a block was used or has come into HBM, so that its next use is another."""
+        """Notes that a block was used or has come into HBM: its next use is another."""
         self._stale.add(block_id)
 
     def note_departure(self, block_id: int) -> None:
-        """Says that a block has left HBM."""
+        """Notes that a block has left HBM."""
         self._queue.drop(block_id)
         self._stale.discard(block_id)
 
     def lose_track(self) -> None:
-        """Says that blocks come and go unannounced: the queue is made anew when it is asked."""
+        """Notes that blocks come and go unannounced: the queue is rebuilt at the next question."""
         self._queue.schedule = None
 
     def repair(self) -> None:
@@ -189,7 +189,7 @@ class LeavingOrder:
         return self._queue.last(most, beyond, accept)
 
     def catch_up(self) -> None:
-        """Orders what is in HBM by the schedule of now."""
+        """Orders the blocks in HBM by the present schedule."""
         queue, planner, residents = self._queue, self._planner, self._regions.residents
         if queue.schedule is planner.schedule and planner.cursor >= self._reached:
             for block_id in self._stale:

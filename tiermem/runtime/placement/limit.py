@@ -36,7 +36,7 @@ class HbmLimit:
         most: What it never passes, in bytes.
         least: What is known to be needed at one time, in bytes.
         open: Whether the limit is to be found out.
-        give_way: Called before HBM is made smaller: gives back what is there for good and need not.
+        give_way: Callbacks that free permanent places that can be spared, before HBM shrinks.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class HbmLimit:
             evictor.more = self.more
 
     def require(self, nbytes: int) -> bool:
-        """Sees to it that so many bytes can be in use at one time; returns whether they can."""
+        """Raises the limit so that ``nbytes`` can be in use at once; returns whether they can."""
         if nbytes > max(self.most, self._table.hbm.capacity):
             return False
         self.least = max(self.least, nbytes)
@@ -87,7 +87,7 @@ class HbmLimit:
         return True
 
     def follow(self, key: Hashable) -> bool:
-        """Sets the limit anew as a pass begins, where there is reason to.
+        """Adjusts the limit as a pass begins, where there is reason to.
 
         Args:
             key: Name of the pass.
@@ -132,10 +132,13 @@ class HbmLimit:
         return not self._rounds & (self._rounds - 1)
 
     def _adjust(self, *, short: bool) -> bool:
-        """Has the limit be what the device has to spare, if that is another one worth having.
+        """Sets the limit to what the device can spare, if it differs by enough.
 
         Args:
             short: Whether the device had no memory for what the limit allows.
+
+        Returns:
+                Whether the limit was set anew.
         """
         hbm, room = self._table.hbm, self._room
         spare = self._arena.mapped
@@ -146,7 +149,7 @@ class HbmLimit:
             self._shrink(min(wanted, hbm.capacity))
             return True
         if self._table.nbytes <= min(wanted, hbm.capacity):
-            return False  # it will not be taken in any case
+            return False  # all blocks fit in any case
         if wanted - hbm.capacity > hbm.capacity // _WORTH:
             self._resize(wanted)
             return True
@@ -165,7 +168,7 @@ class HbmLimit:
         self._table.hbm.resize(capacity)
 
     def _shrink(self, end: int) -> None:
-        """Has HBM end there, or as soon behind it as what is in use allows; gives the rest back."""
+        """Sets the end of HBM to ``end``, or behind what is in use; unmaps the rest."""
         evictor, hbm = self._evictor, self._table.hbm
         for give in self.give_way:
             give()
@@ -173,7 +176,7 @@ class HbmLimit:
         evictor.reap()
         hbm.open_walls()
         behind = [extent.offset for extent in hbm.extents() if extent.end > end]
-        with suppress(StorageError):  # what cannot be written stays where it is
+        with suppress(StorageError):  # a block that cannot be written stays where it is
             evictor.clear(behind, wait=True)
         end = max([end, *(extent.end for extent in hbm.extents())])
         self._resize(end)

@@ -1,4 +1,4 @@
-"""What to say where a block finds no room in HBM: what is in its way, and how much would do."""
+"""Errors for a block that finds no room in HBM: what is in its way, and what budget would do."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def too_small(block: Block, table: ResidencyTable, slots: SlotCache) -> Capacity
 
     Args:
         block: The block.
-        table: Who is where.
-        slots: What is seen by whom.
+        table: Where the blocks are.
+        slots: Their slots, which count aliases.
     """
     held = []
     for record in table:

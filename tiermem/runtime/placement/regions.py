@@ -12,7 +12,7 @@ Part = tuple[int, int]
 
 
 class Regions:
-    """Knows where what stays lies, and in which runs of the rest what streams may lie.
+    """Divides HBM into the region of blocks that stay and runs for blocks that stream.
 
     Attributes:
         residents: Blocks that shall stay while the present loop goes on.
@@ -21,7 +21,7 @@ class Regions:
     """
 
     def __init__(self, table: ResidencyTable) -> None:
-        """Leaves all of the HBM of ``table`` to what streams."""
+        """Starts with all of the HBM of ``table`` for streaming."""
         self.residents: frozenset[int] = frozenset()
         self.border = table.hbm.capacity
         self.by_lane: dict[int, list[Part]] = {}
@@ -32,7 +32,7 @@ class Regions:
         self._parts = [(0, self.border)]
 
     def reset(self) -> None:
-        """Leaves all of HBM to what streams, until :meth:`keep` is called again."""
+        """Gives all of HBM to streaming, until :meth:`keep` is called again."""
         self.border = self._capacity = self._table.hbm.capacity
         self.by_lane = {}
         self._slot, self._lanes = 0, ()
@@ -103,10 +103,10 @@ class Regions:
         return sum(r.block.nbytes for r in records if r is not None and self.stays(r))
 
     def rest_fits(self, placed: Sequence[Record]) -> bool:
-        """Whether what shall stay and is not there yet finds room between what is.
+        """Whether residents that are not in their region yet fit between those that are.
 
         Args:
-            placed: What is, by offset.
+            placed: Those that are, by offset.
         """
         there = {record.block.id for record in placed}
         runs, start = [], self.border

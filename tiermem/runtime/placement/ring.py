@@ -20,7 +20,7 @@ _MOST_STARTS = 32
 
 
 class Ring:
-    """Knows the place in HBM that comes next, and who would have to leave it.
+    """Finds the next place in HBM, in the order of addresses, and the blocks to evict from it.
 
     Attributes:
         uses: What is used again within so many uses stays; 0 where HBM is not handed out so.
@@ -32,10 +32,10 @@ class Ring:
         """Begins at the first byte.
 
         Args:
-            table: Who is where.
+            table: Where the blocks are.
             planner: Knows when blocks are used again.
             regions: The ring ends where the region of what stays begins.
-            rules: Say who may leave.
+            rules: Decide which blocks may leave.
         """
         self.uses = 0
         self._hbm = table.hbm
@@ -76,20 +76,20 @@ class Ring:
         return self.take(self._at, nbytes)
 
     def window(self, nbytes: int, position: int | None) -> Window | None:
-        """Returns where the next place of ``nbytes`` is, and who has to leave it.
+        """Returns the next place of ``nbytes``, and the blocks to evict from it.
 
         Args:
             nbytes: Bytes wanted.
             position: Uses until they are needed; None for now.
 
         Returns:
-            None where somebody there is needed soon, or may not leave.
+            None where a block there is needed soon, or may not leave.
         """
         self._stays = self._planner.cursor + (position or 0) + self.uses
         return self._hbm.next_window(self._at, nbytes, self._leaves, self._end)
 
     def take(self, offset: int, nbytes: int) -> Extent | None:
-        """Takes a place and has the ring go on behind it; None where it is not free."""
+        """Takes a place and moves the ring on behind it; None where it is not free."""
         extent = self._hbm.take_at(offset, nbytes)
         if extent is not None:
             self._at = extent.end

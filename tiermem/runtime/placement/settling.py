@@ -10,13 +10,13 @@ _MOST_LOOPS = 16
 
 
 class Settling:
-    """Says who has to leave so that what stays lies side by side in the region for it."""
+    """Finds the blocks to evict so that residents come to lie side by side in their region."""
 
     def __init__(self, table: ResidencyTable, regions: Regions) -> None:
         """Starts with no loop known.
 
         Args:
-            table: Who is where.
+            table: Where the blocks are.
             regions: Which region each block belongs in.
         """
         self._table = table
@@ -39,10 +39,10 @@ class Settling:
         A block that is in use stays, and has another chance at the next round.
 
         Args:
-            loop: What goes on; nobody has to leave until it goes on for a second round.
+            loop: The loop under way; no block has to leave before its second round.
 
         Returns:
-            These, and whether what stays lies with holes in between that the rest does not fit in.
+            Those blocks, and whether residents lie with gaps in which the other ones do not fit.
         """
         if loop not in self._loops:  # a loop of several passes has a schedule for each
             self._loops[loop] = None
@@ -58,7 +58,7 @@ class Settling:
         return misplaced, loose
 
     def _look(self) -> tuple[list[Record], list[Record]]:
-        """Returns who lies in the wrong region, and who is where it shall stay, by offset."""
+        """Returns the blocks in the wrong region, and the residents in theirs, by offset."""
         misplaced, placed = [], []
         for extent in self._table.hbm.extents():
             record = self._table.at(extent.offset)

@@ -1,4 +1,4 @@
-"""What the manager offers beside ``acquire``: sweeps, saved tensors, steps on the host, checks.
+"""Services on top of the manager: sweeps, saved tensors, steps on the host, experts, checks.
 
-Works through the manager, as its users do.
+They work through the manager, as its users do.
 """

@@ -3,12 +3,12 @@
 HBM here is memory of torch's own allocator, not of the arena: it came from there, and what
 comes up goes there again. Three rules keep it safe without the host ever waiting for a stream:
 
-1. What is on its way down is held until the compute stream has been made to wait for the copy.
-   Whoever gets the memory next gets it from the same stream, and so after the copy.
-2. What comes up is allocated by the compute stream and filled by the up stream, after a mark of
-   the compute stream; nobody reads it, and it is not let go, before compute waits for the copy.
-3. A copy that nobody needs any more says so through a queue, from whichever thread and at
-   whatever moment it was collected; the queue is emptied where the next copy is asked for.
+1. The source of a copy down is held until the compute stream has been made to wait for the copy.
+   Its memory is allocated next on the same stream, and so is used after the copy.
+2. The target of a copy up is allocated on the compute stream and filled on the up stream, after an
+   event of the compute stream; it is neither read nor freed before compute waits for the copy.
+3. A copy that is collected enters itself in a queue, from whichever thread and at whatever moment
+   that happens; the queue is emptied where the next copy is asked for.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Copy:
         self.version = 0
 
     def alive(self) -> torch.UntypedStorage | None:
-        """Returns the storage that was saved, if anybody still holds it."""
+        """Returns the storage that was saved, if it is still alive."""
         if self.source is not None:
             return self.source
         # returns None where it is gone, whatever its annotation says
@@ -117,7 +117,7 @@ class Copy:
 
 
 def _afresh(error: StorageError) -> StorageError:
-    """Returns an equal error that nobody else has.
+    """Returns an equal error object, without the traceback of the first.
 
     A traceback holds the frames of a whole pass, and what was saved in it; the I/O thread may
     have the error of a transfer until its next piece of work.
@@ -130,7 +130,7 @@ def _afresh(error: StorageError) -> StorageError:
 
 
 class ActivationStore:
-    """Sends storages down, and has them in HBM again when they are needed.
+    """Copies storages below HBM, and brings them back when they are needed.
 
     Every call is made under the manager's lock.
 
@@ -167,7 +167,7 @@ class ActivationStore:
 
     @property
     def counters(self) -> ActivationCounters:
-        """What is counted."""
+        """The counters."""
         return self.manager.parts.counters.activations
 
     # -- down ------------------------------------------------------------
@@ -178,7 +178,7 @@ class ActivationStore:
         return found if found is not None and found.covers(low, high) else None
 
     def again(self, copy: Copy) -> None:
-        """Says that another tensor was saved that ``copy`` covers: backward needs it sooner."""
+        """Notes that another tensor was saved that ``copy`` covers: backward needs it sooner."""
         self._live.pop(copy.seq, None)
         self._number(copy)
         self.counters.shared += 1
@@ -240,7 +240,7 @@ class ActivationStore:
         self._looked_to = float("inf")
 
     def _trim_held(self) -> None:
-        """Lets the sources go that are beyond the window, the oldest first."""
+        """Frees the sources that are beyond the window, the oldest first."""
         window = self.window()
         while self._held_bytes > window and self._held:
             _, (weak, nbytes) = self._held.popitem(last=False)
@@ -250,7 +250,7 @@ class ActivationStore:
                 self._let_go(copy)
 
     def _let_go(self, copy: Copy) -> None:
-        """Lets the source of a copy go, once whoever gets its memory comes after the copy."""
+        """Frees the source of a copy, once any reuse of its memory is ordered after the copy."""
         place = copy.place
         if place is None:
             return
@@ -271,13 +271,13 @@ class ActivationStore:
             and use_count(source._cdata) == 1
             and sys.getrefcount(source) == 2  # other copies of the storage share this object
         ):
-            with torch.no_grad():  # nobody may look at it any more; if somebody does, it shows
+            with torch.no_grad():  # nothing may read it any more; if something does, it shows
                 typed_view(source, torch.uint8, 0, (source.nbytes(),), (1,)).fill_(POISON)
 
     # -- up --------------------------------------------------------------
 
     def begin_sweep(self) -> None:
-        """Says that a backward pass begins."""
+        """Begins a backward pass."""
         self._looked_to = float("inf")
 
     def open(self, copy: Copy) -> tuple[torch.UntypedStorage, int]:
@@ -390,7 +390,7 @@ class ActivationStore:
         self._arrive(copy, again=False)
 
     def _trim_fetched(self, current: Copy) -> None:
-        """Lets what was fetched long ago go again: a graph that is kept would hold it all."""
+        """Frees what was fetched long ago: a graph that is kept would hold all of it."""
         limit = 4 * self.window()
         while self._fetched_bytes > limit and len(self._fetched) > 1:
             ident = next(iter(self._fetched))
@@ -416,7 +416,7 @@ class ActivationStore:
     # -- the end ---------------------------------------------------------
 
     def reap(self) -> None:
-        """Takes back what dropped copies had. Called where compute is submitted."""
+        """Frees the memory of dropped copies. Called where compute is submitted."""
         self.collect()
         waiting: list[tuple[Any, Event | None, FileTransfer | None]] = []
         for what, event, transfer in self._leaving:
@@ -430,7 +430,7 @@ class ActivationStore:
         self._leaving = waiting
 
     def collect(self) -> None:
-        """Takes back the places of dropped copies; what they have in HBM waits for ``reap``."""
+        """Frees the places of dropped copies; what they have in HBM waits for ``reap``."""
         while self._dropped:
             ident, place, source, fetched, up, reading = self._dropped.popleft()
             seq = self._seqs.pop(ident, None)

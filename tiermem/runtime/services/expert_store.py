@@ -1,13 +1,13 @@
 """Experts of mixtures, each brought into HBM by itself where their layers' blocks do not fit.
 
-A *stack* is a block whose tensors hold one row for each expert of a layer. What one of them has of
-one expert is a *piece*. The block stays as it is below HBM; pieces are copied out of its home into
+A *stack* is a block whose tensors hold one row for each expert of a layer. One row of one of these
+tensors is a *piece*. The block stays as it is below HBM; pieces are copied out of its home into
 seats of HBM (:mod:`tiermem.core.experts`), all of which lie in one block, the *expert room*, whose
 home is HBM. It is made as a pass begins that takes no gradients, of what other blocks leave of HBM,
-and given back as soon as anybody else needs room: pieces are copies, and nothing is lost.
+and given back as soon as another block needs room: pieces are copies, and nothing is lost.
 
-A piece counts as long as nobody has written the block since. Nobody writes through what is handed
-out, and whoever still looks at it keeps its seat.
+A piece is valid until the block is written. Callers do not write through the tensors they get, and
+a seat is taken as long as one of these tensors is alive.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tiermem.storage.checkpointstore import SourceRange
 _ROOM = "expert room"
 _LEAST_SEATS = 3
 _GUESS_FROM = 0.6
-"""So often a guess has to have come true lately to be worth a copy."""
+"""Share of recent guesses that must have been right for a guess to be worth a copy."""
 _WORTH_WHOLE = 2.0  # more than any expert's
 _SHRINK = 0.5
 
@@ -90,7 +90,7 @@ class ExpertStore:
     # -- the expert room -------------------------------------------------
 
     def prepare(self, training: bool) -> None:
-        """A pass begins; makes the expert room, gives it back, or leaves it as it is."""
+        """Makes the expert room as a pass begins, gives it back, or leaves it as it is."""
         parts = self._parts
         if not self.stacks or parts.copy.capturing():
             return
@@ -135,7 +135,7 @@ class ExpertStore:
         self._manager.remove_blocks(lost)
 
     def give_way(self) -> bool:
-        """Closes for a block that has no room; returns whether that gave any back."""
+        """Closes the expert room for a block that has no place; returns whether that freed any."""
         if self._room is None:
             return False
         self.close()
@@ -239,9 +239,9 @@ class ExpertStore:
     # -- use -------------------------------------------------------------
 
     def usable(self, stack: Stack) -> bool:
-        """Whether pieces of a stack can be had now, its block's bytes at home being those of now.
+        """Whether pieces of a stack can be copied now: whether its home copy is current.
 
-        What is owed to the block is paid, and what was written goes home.
+        The block's deferred work is done before, and a dirty copy is written home.
         """
         parts = self._parts
         if not self.open or parts.copy.capturing():
@@ -250,11 +250,11 @@ class ExpertStore:
         return self.open and self._at_home(stack)
 
     def _at_home(self, stack: Stack) -> bool:
-        """Whether a stack's home has its bytes of now, and pieces are of those."""
+        """Whether a stack's home copy is current, and the pieces are copies of it."""
         parts = self._parts
         record = parts.table[stack.block.id]
         if record.fixed or not record.defined or parts.evictor.rules.is_held(record):
-            return False  # somebody may be writing
+            return False  # a lease holder may be writing
         if record.in_hbm is State.DIRTY:
             parts.transfers.drain(record)
         if record.in_hbm is State.DRAINING:
@@ -268,7 +268,7 @@ class ExpertStore:
         return True
 
     def _drop(self, stack: Stack) -> None:
-        """Lets go of all pieces of a stack, which was written."""
+        """Drops all pieces of a stack, which was written."""
         for bank in self._banks.values():
             pieces = [p for p in bank.who.seated if isinstance(p, Piece)]
             for piece in pieces:
@@ -278,13 +278,13 @@ class ExpertStore:
                 self._settle(seat)
                 if not seat.aliased:
                     bank.who.give_up(piece)
-                else:  # as it was, for who has it; nobody finds it any more
+                else:  # stays as it was for its readers; no longer found by its piece
                     bank.who.rename(piece, object())
         self._forget_places(stack)
         stack.guessed.clear()
 
     def begin(self, use: Use, expected: Sequence[int] = ()) -> None:
-        """Says what a call will ask for, and begins the copies for which there are seats.
+        """Enters what a call will ask for, and begins the copies for which there are seats.
 
         Args:
             use: The call.
@@ -316,7 +316,7 @@ class ExpertStore:
                 self._uses.remove(use)
 
     def end(self, use: Use) -> None:
-        """The call is over: what was not asked for may leave; guesses for the next one begin."""
+        """Ends a call: what was not asked for may leave; copies for guesses of the next begin."""
         if use in self._uses:
             self._uses.remove(use)
         after = use.stack.after
@@ -371,13 +371,13 @@ class ExpertStore:
             seat = bank.seats[index]
             bank.who.used(piece)
             if use.coming:
-                with seat.held():  # what comes next is asked for before the host waits for a disk
+                with seat.held():  # the next copies begin before the host waits for a disk
                     self._go_on(use)
             error = self._settle(seat)
             if error is None:
                 return seat
             bank.who.give_up(piece)
-            if asked:  # one that was asked for ahead says nothing: it is made again
+            if asked:  # the error of a read ahead of its use is ignored: the read is made again
                 raise error
 
     def seats_for(self, stack: Stack, tensor: int) -> int:
@@ -387,7 +387,7 @@ class ExpertStore:
     # -- inside ----------------------------------------------------------
 
     def _note_released(self) -> None:
-        """Notes of seats that nobody looks at any more when their last readers will be through."""
+        """Notes, for seats without views, the events after which their last readers are done."""
         free = [seat for seat in self._lent if not seat.aliased]
         if free:
             self._lent = [seat for seat in self._lent if seat.aliased]
@@ -419,7 +419,7 @@ class ExpertStore:
         return not coming
 
     def _expect(self, stack: Stack, experts: Sequence[int]) -> None:
-        """Begins the copies of what a router asked early has named, if it is mostly right."""
+        """Begins the copies of experts that a router called early has chosen, if mostly right."""
         stack.popularity.expected = list(experts)
         if stack.popularity.foreseen >= FORESEEN and self.usable(stack):
             pieces = [stack.piece(index, expert) for expert in experts for index in stack.rows]
@@ -432,7 +432,7 @@ class ExpertStore:
         self._bring_guesses(stack, stack.order)
 
     def _bring_guesses(self, stack: Stack, pieces: Iterable[Piece]) -> None:
-        """Begins the copies of pieces that nobody has asked for, as far as there are seats.
+        """Begins the copies of pieces that no call has asked for, as far as there are seats.
 
         Not from a swap file, for which the host would wait.
         """
@@ -484,7 +484,7 @@ class ExpertStore:
     def _make_leave(self, bank: Bank, piece: Piece) -> int | None:
         """Gives a piece the seat of one that was brought ahead: of a guess, or what is wanted last.
 
-        Whoever wants that will have it brought again.
+        The evicted piece is copied again when it is asked for.
         """
         for other in [*self._guesses, *(p for use in self._uses for p in reversed(use.wanted))]:
             index = bank.who.seated.get(other)
@@ -498,7 +498,7 @@ class ExpertStore:
         parts = self._parts
         stack = self._numbers[piece.stack]
         record = parts.table[stack.block.id]
-        self._settle(seat)  # a guess that nobody came for
+        self._settle(seat)  # a guess that was not used
         if self._lent:
             self._note_released()
         begin, nbytes = self._range(stack, piece)

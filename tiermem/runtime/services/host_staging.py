@@ -1,4 +1,4 @@
-"""Blocks of files in host memory, for a while: the next are read and the last are written.
+"""Staging of blocks in files for host code: the next are read while the last are written.
 
 Host code works on one load of blocks after another, in one thread. Its staging is a part of the
 DRAM budget that holds four consecutive loads: two are read, one is worked on, one is written.
@@ -35,7 +35,7 @@ class Load:
 
     Attributes:
         own: Those of this load alone.
-        shared: Those that other loads have as well; they stay from one to the next.
+        shared: Those that are part of other loads as well; they stay from one to the next.
     """
 
     own: Sequence[Block]
@@ -122,7 +122,7 @@ class Pool:
         self._evictor.free(place)
 
     def keep_only(self, places: Iterable[Extent]) -> None:
-        """Makes just these be handed out, after an exception anywhere."""
+        """Sets which pieces are handed out, after an exception anywhere."""
         self._evictor.rebuild(places)
 
 
@@ -132,9 +132,9 @@ class HostStage:
     :meth:`announce` and :meth:`settle` are called under the manager's lock, the others by the
     thread that works.
 
-    An exception may come anywhere. What is believed then are the orders that were announced and
-    not ended, and the cargo; how often each block is wanted and what is free follow from these, and
-    whoever comes next makes them anew.
+    An exception may come anywhere. Trusted are then the orders that were announced and not ended,
+    and the cargo; how often each block is wanted and what is free are recomputed from these by the
+    next call.
     """
 
     def __init__(self, manager: BlockManager, loads: Sequence[Load]) -> None:
@@ -153,7 +153,7 @@ class HostStage:
         self._cargo: dict[int, Cargo] = {}
         self._orders: dict[Order, None] = {}  # announced, and not ended
         self._users: Counter[int] = Counter()  # how many of them want each block
-        self._torn = False  # whether somebody who had the lock has not come to its end
+        self._torn = False  # whether a change under the lock was cut short
         self._ahead: deque[Order] = deque()
         self._moves: list[FileTransfer] = []
         self._reserved: list[Extent] = []
@@ -161,7 +161,7 @@ class HostStage:
 
     @property
     def _mover(self) -> FileMover:
-        """The manager's, which opens another one for more files."""
+        """The manager's file mover, which is replaced when more files are opened."""
         return self._manager.parts.transfers.need_mover()
 
     @property
@@ -170,7 +170,7 @@ class HostStage:
         return sum(extent.nbytes for extent in self._reserved)
 
     def close(self) -> None:
-        """Gives the memory back; nothing is in it."""
+        """Frees the memory; nothing is in it."""
         while self._reserved:
             self._manager.parts.homes.release(Tier.DRAM, self._reserved.pop())
 
@@ -181,7 +181,7 @@ class HostStage:
     # -- under the manager's lock ----------------------------------------
 
     def order(self, load: Load) -> Order:
-        """Returns what :meth:`announce` takes; the blocks of the load are lent."""
+        """Returns the order of a load for :meth:`announce`; the blocks of the load are lent."""
         host_loans, table = self._manager.host_loans, self._manager.parts.table
         homes: dict[int, tuple[Extent, bool]] = {}
         for block in load.blocks:
@@ -192,7 +192,7 @@ class HostStage:
         return Order(load, homes)
 
     def announce(self, order: Order) -> None:
-        """Says that a load will be worked on after those before; once more does no harm."""
+        """Announces a load, to be worked on after those before; a second call does nothing."""
         if order in self._orders:
             return
         with self._lock:
@@ -285,7 +285,7 @@ class HostStage:
         return cargo
 
     def done(self, order: Order, written: Collection[int]) -> None:
-        """Begins to take a load home that has been worked on; once more does no harm.
+        """Begins to write home a load that has been worked on; a second call does nothing.
 
         Args:
             order: The load.
@@ -308,11 +308,11 @@ class HostStage:
             self._torn = False
 
     def failed(self, order: Order) -> None:
-        """Lets a load go that was not worked on, or whose work failed; the files have it still.
+        """Drops a load that was not worked on, or whose work failed; the files still have it.
 
-        Of what it shares with others the thread has undone its own work.
+        The thread has undone its own changes to blocks shared with other loads.
         """
-        for block_id in order.homes:  # nobody may be reading into memory that is given to others
+        for block_id in order.homes:  # no read may be under way into memory that is freed
             each = self._cargo.get(block_id)
             while each is not None and (transfer := each.moving) is not None:
                 self._mover.wait(transfer, hurry=False)
@@ -364,7 +364,7 @@ class HostStage:
         )
 
     def _begin_change(self) -> None:
-        """Puts right what somebody before has left half done; who calls it says where it ends."""
+        """Repairs what a call before left half done; the caller resets ``_torn`` at its own end."""
         if self._torn:
             self._mover.wait_all()  # what was asked for and is not known may land in free memory
             self._users = Counter(i for order in self._orders for i in order.homes)
@@ -439,7 +439,7 @@ class HostStage:
         cargo.write = self._mover.write(cargo.home, cargo.bytes, label=cargo.block.name)
 
     def _reap(self) -> None:
-        """Lets go of what has come home."""
+        """Ends finished transfers, and drops cargo that is home and not wanted."""
         for block_id, each in list(self._cargo.items()):
             write = each.write
             if write is not None and write.finished and write.error is None:

@@ -1,8 +1,8 @@
-"""Second places in DRAM for blocks, so that what a block was can be had again.
+"""Shadows: second places in DRAM for blocks, so that a change of a block can be undone.
 
-A block that is changed for the time being gets its shadow for a home before it is written; the
-former home keeps what it was. To the table, to transfers and to whoever evicts it, it is a block
-like any other. What was changed is then either confirmed, which costs nothing, or put back.
+A block that is changed provisionally gets its shadow for a home before it is written; the former
+home keeps the bytes from before. To the table, to transfers and to the evictor it is a block like
+any other. The change is then either confirmed, which costs nothing, or undone.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 class Shadows:
     """Shadows of blocks, out of DRAM that no home needs; under the manager's lock.
 
-    Whether a shadow holds what its block was, or nothing of use, follows from one set.
+    Whether a shadow holds the former bytes of its block, or nothing of use, follows from one set.
     """
 
     def __init__(self, manager: BlockManager, give_up: Callable[[], bool]) -> None:
-        """Has none yet.
+        """Starts without shadows.
 
         Args:
             manager: Of the blocks.
@@ -41,17 +41,17 @@ class Shadows:
         manager.parts.homes.reclaimers.append(give_up)
 
     def __contains__(self, block: Block) -> bool:
-        """Whether a block is changed for the time being."""
+        """Whether a block is changed provisionally."""
         return block.id in self._turned
 
     @property
     def in_use(self) -> bool:
-        """Whether any block is."""
+        """Whether any block is changed provisionally."""
         return bool(self._turned)
 
     @property
     def nbytes(self) -> int:
-        """What they take of DRAM."""
+        """Bytes of DRAM that they take."""
         return sum(extent.nbytes for extent in self._spare.values())
 
     def can_have(self, record: Record) -> bool:
@@ -59,7 +59,7 @@ class Shadows:
         return record.home is Tier.DRAM and record.defined and not record.fixed
 
     def reserve(self, blocks: Iterable[Block]) -> bool:
-        """Has a shadow for each of some blocks, of those that :meth:`can_have` one.
+        """Reserves a shadow for each of some blocks, of those that :meth:`can_have` one.
 
         Returns:
             Whether there was room for all of them.
@@ -74,7 +74,7 @@ class Shadows:
         return True
 
     def turn(self, blocks: Iterable[Block]) -> None:
-        """Keeps what blocks are from here on; what is written to them goes to their shadows.
+        """Keeps the bytes of blocks as they are now; later writes go to their shadows.
 
         Args:
             blocks: They are leased, and have their shadows.
@@ -91,9 +91,9 @@ class Shadows:
         undisturbed(partial(self._turn, records))
 
     def put_back(self) -> None:
-        """Has every block that is changed be what it was; what is leased is passed over.
+        """Restores the former bytes of every changed block; leased blocks are passed over.
 
-        Cut short, it may be called again, and has to be before anybody looks at the blocks.
+        Cut short, it may be called again, and has to be before the blocks are used.
         """
         manager, table = self._manager, self._manager.parts.table
         gone = [block_id for block_id in self._turned if table.get(block_id) is None]
@@ -106,11 +106,11 @@ class Shadows:
         undisturbed(partial(self._turn_back, records))
 
     def confirm(self) -> None:
-        """Has every block be what it was changed to."""
+        """Makes the changes of all blocks final."""
         self._turned = set()
 
     def release(self) -> bool:
-        """Gives the room of all shadows back that hold nothing of use; returns if it was any."""
+        """Frees all shadows that hold nothing of use; returns whether there were any."""
         manager = self._manager
         spare = [block_id for block_id in self._spare if block_id not in self._turned]
         if spare:
@@ -121,7 +121,7 @@ class Shadows:
         return bool(spare)
 
     def forget_removed(self) -> None:
-        """Gives the room of shadows back whose blocks there are no more."""
+        """Frees the shadows of blocks that were removed."""
         table, homes = self._manager.parts.table, self._manager.parts.homes
         gone = [block_id for block_id in self._spare if table.get(block_id) is None]
         if gone:
@@ -131,7 +131,7 @@ class Shadows:
             homes.release(Tier.DRAM, self._spare.pop(block_id))
 
     def close(self) -> None:
-        """Gives all room back; nothing is changed for the time being."""
+        """Frees all shadows; no block is changed provisionally."""
         self.release()
         homes = self._manager.parts.homes
         for entered, mine in ((homes.owners, self._owned), (homes.reclaimers, self._give_up)):

@@ -23,7 +23,7 @@ class BlockSweep:
     """
 
     def __init__(self, manager: BlockManager) -> None:
-        """Looks at how much there is beside how much room."""
+        """Compares the bytes of all blocks with the room in HBM."""
         self._manager = manager
         # as in the prefetcher: on the CPU a copy from DRAM hides behind nothing
         self._dram = manager.parts.device.type == "cuda"

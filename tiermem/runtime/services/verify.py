@@ -1,4 +1,4 @@
-"""Compares a block in HBM with its copy at home, to see writes that nobody counted."""
+"""Compares a block in HBM with its copy at home, to find writes that did not mark it dirty."""
 
 from __future__ import annotations
 

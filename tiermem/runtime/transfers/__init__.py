@@ -1,4 +1,4 @@
-"""Bytes on their way between the tiers, and work that is owed to blocks before anybody looks.
+"""Transfers between the tiers, and the deferred work of blocks.
 
 Begins, polls and ends copies, reads and writes, and tells the table; does not decide which.
 """

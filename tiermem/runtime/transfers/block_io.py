@@ -14,7 +14,7 @@ from tiermem.runtime.transfers.transfers import Transfers
 
 
 class BlockIo:
-    """Looks into blocks without taking them into HBM."""
+    """Reads and writes blocks without fetching them into HBM."""
 
     def __init__(self, transfers: Transfers) -> None:
         """Uses the same table and stores as ``transfers``, under the same lock."""
@@ -34,8 +34,8 @@ class BlockIo:
     def views(self, block: Block) -> list[torch.Tensor]:
         """Returns a block's tensors as they lie, or copies of what is in a file.
 
-        Nobody may move the block while they are looked at: the manager's lock is held, and
-        what is owed to the block is paid.
+        The block must not move while they are read: the caller holds the manager's lock, and has
+        done the block's deferred work.
 
         Raises:
             StorageError: If its bytes cannot be read.
@@ -63,7 +63,7 @@ class BlockIo:
         return [view_of(found, spec).to(device, copy=True) for spec in block.tensors]
 
     def _bytes_of(self, block: Block) -> tuple[torch.Tensor, bool]:
-        """Returns a block's bytes as they are now, and whether nobody else has them."""
+        """Returns a block's current bytes, and whether they are the caller's alone."""
         transfers = self._transfers
         record = transfers.table[block.id]
         if record.in_hbm is State.FILLING:
@@ -95,7 +95,7 @@ class BlockIo:
         return host
 
     def restore(self, block: Block, begin: int, end: int) -> None:
-        """Copies bytes of the home copy over a leased HBM copy that somebody has spoiled.
+        """Copies bytes of the home copy over a leased HBM copy that was changed wrongly.
 
         Args:
             block: The block, at home below HBM, where its bytes are those of before.

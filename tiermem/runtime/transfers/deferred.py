@@ -1,4 +1,4 @@
-"""Work that is owed to blocks: done before anybody looks at their bytes, and not sooner."""
+"""Deferred work of blocks: done before the next look at their bytes, and not sooner."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Deferred:
 
 
 class DeferredWork:
-    """What is owed, by block; used under the manager's lock.
+    """Deferred work, by block; used under the manager's lock.
 
-    Whoever is about to see a block pays what is owed to it first. So nobody can see it as it was
-    before the work, and the work may wait until the blocks come up anyway.
+    Every access to a block calls :meth:`pay` first. So no access sees the block as it was before
+    the work, and the work may wait until the blocks are fetched anyway.
     """
 
     def __init__(self) -> None:
-        """Owes nothing."""
+        """Starts without deferred work."""
         self.owed: dict[int, list[Deferred]] = {}
         self._elsewhere: deque[Deferred] = deque()
         self._paying: list[Deferred] = []
@@ -60,15 +60,15 @@ class DeferredWork:
 
     @property
     def here(self) -> bool:
-        """Whether anything is owed that is not going on elsewhere already."""
+        """Whether there is deferred work that is not under way in another thread already."""
         return any(debt.elsewhere is None for owed in self.owed.values() for debt in owed)
 
     def add(self, debt: Deferred, *, first: bool = False) -> None:
-        """Owes a piece of work to each of its blocks.
+        """Registers a piece of work for each of its blocks.
 
         Args:
             debt: The work.
-            first: Whether it comes before what is owed already.
+            first: Whether it comes before what is registered already.
         """
         for block_id in dict.fromkeys(debt.blocks):
             owed = self.owed.setdefault(block_id, [])
@@ -86,16 +86,16 @@ class DeferredWork:
         return list({id(d): d for d in owed if d.elsewhere is elsewhere}.values())
 
     def pay(self, block_id: int) -> None:
-        """Does what is owed to a block, in the order in which it was owed.
+        """Does the deferred work of a block, in the order in which it was registered.
 
-        What an error leaves undone is owed still.
+        Work that an error leaves undone stays registered.
         """
         self._settle(list(self.owed.get(block_id, ())))
 
     def collect(self) -> None:
-        """Takes up what has been done elsewhere, in the order in which it was owed.
+        """Takes up what other threads have finished, in the order in which it was registered.
 
-        So its blocks can be fetched ahead. What failed waits for somebody who needs it.
+        So its blocks can be prefetched. Work that failed waits for the next access.
         """
         while self._elsewhere:
             debt = self._elsewhere[0]
@@ -106,7 +106,7 @@ class DeferredWork:
                 self._settle([debt])  # and nothing else, which might have to be waited for
 
     def wait(self) -> None:
-        """Waits for what goes on elsewhere, and takes nothing up: nobody will look any more."""
+        """Waits for other threads without taking their work up: the blocks are not used again."""
         for debt in self._elsewhere:
             if debt.elsewhere is not None:
                 debt.elsewhere.wait()
@@ -114,7 +114,7 @@ class DeferredWork:
     def order(self, block_ids: Iterable[int]) -> list[int]:
         """Returns in which order blocks are used if those of ``block_ids`` are, one after another.
 
-        What is owed to one of them uses its blocks first.
+        The deferred work of one of them uses its blocks first.
         """
         found: list[int] = []
         for block_id in block_ids:
@@ -137,7 +137,7 @@ class DeferredWork:
             raise
 
     def _owe_again(self, deferred: Sequence[Deferred]) -> None:
-        """Owes what was about to be done once more; what was done by then knows that it was."""
+        """Registers work again that was cut short; what was done by then does nothing again."""
         for debt in deferred:
             self._strike(debt)
             self.add(debt)
@@ -145,7 +145,7 @@ class DeferredWork:
                 self._paying.remove(debt)
 
     def repair(self) -> None:
-        """Owes what an exception kept from being done; nothing of it is under way."""
+        """Registers again work that an exception interrupted; nothing of it is under way."""
         self._owe_again(list(self._paying))
 
     def _strike(self, debt: Deferred) -> None:

@@ -64,10 +64,10 @@ class Parked:
 
 
 class ReadAhead:
-    """What the disk has read, or is reading, for blocks that HBM has no room for yet.
+    """Reads blocks from files before HBM has room for them.
 
     A disk that works only while HBM has a free slot stands still while the device computes, and
-    between two passes. So what comes next by the schedule is read into DRAM that nobody else
+    between two passes. So what comes next by the schedule is read into DRAM that no home
     needs, and goes up as soon as there is room. It stays there until its place is wanted for
     something that is used sooner: a block that comes back before that is not read again. The
     residency table knows nothing of it: these bytes are a copy of a home that is valid, to be
@@ -80,7 +80,7 @@ class ReadAhead:
     Attributes:
         staged: By block.
         parked: The reads that have no place yet, one at most; by block.
-        reading: Reads whose end nobody has taken up yet.
+        reading: Reads whose end has not been taken up yet.
         nbytes: Bytes of DRAM that it has.
         unsettled: Whether a plan's places are still to be taken.
     """
@@ -89,7 +89,7 @@ class ReadAhead:
         """Takes places from ``homes``, under whose owner's lock every call is made.
 
         Args:
-            homes: Where spare DRAM is, and who asks for it back.
+            homes: Lends spare DRAM, and reclaims it.
             wait: Makes the host wait for a transfer.
         """
         self._homes = homes
@@ -139,7 +139,7 @@ class ReadAhead:
         mover: FileMover | None = None,
         inside: Set[int] = frozenset(),
     ) -> None:
-        """Says what DRAM is for from now on; what else is there is given up.
+        """Sets how spare DRAM is used from now on; copies that do not fit that are dropped.
 
         What has been read already of the blocks that are kept is not read again: it stays where it
         is, unless it lies in the way of the rest.
@@ -149,7 +149,7 @@ class ReadAhead:
                 alone decides.
             slot: Bytes of a slot for the other ones.
             slots: How many there may be.
-            mover: Makes the reads under way, which nobody wants any more.
+            mover: Makes the reads under way, some of which are no longer wanted.
             inside: Blocks that stay in HBM. Copies of them that are here already stay as well,
                 while there is room: another plan may want them.
         """
@@ -169,7 +169,7 @@ class ReadAhead:
             self.lay_out(mover)
 
     def _hasten(self, mover: FileMover | None) -> None:
-        """Has reads that nobody wants end: behind what is urgent they might never do."""
+        """Cancels reads that are no longer wanted: urgent ones could delay them for ever."""
         for entry in self._dying:
             if mover is not None and entry.transfer is not None and not entry.transfer.finished:
                 self._cancelled.add(entry.transfer)
@@ -181,7 +181,7 @@ class ReadAhead:
         self._fixed.add(self.staged[block_id].extent)
 
     def lay_out(self, mover: FileMover | None = None) -> None:
-        """Takes the places that a plan wants, once all that was there before is over.
+        """Allocates the places that a plan wants, once the transfers of earlier ones have ended.
 
         All at once: taken one by one, as what was there before goes, they would lie with holes
         between them. Where what has stayed of it makes such holes, it goes as well, and all
@@ -320,11 +320,11 @@ class ReadAhead:
         return entry.transfer
 
     def has_place(self, block_id: int) -> None:
-        """Says that somebody else keeps the read of a block from here on."""
+        """Hands the read of a block over: it has a place in HBM now."""
         self.parked.pop(block_id, None)
 
     def _unpark(self, block_id: int) -> None:
-        """Gives a read up that has no place."""
+        """Cancels the parked read of a block."""
         entry = self.parked.pop(block_id, None)
         if entry is not None:
             with suppress(ClosedError):  # closing ends it as well
@@ -342,9 +342,9 @@ class ReadAhead:
         return done
 
     def look(self, record: Record) -> Staged | None:
-        """Returns what there is of a block, unless it is of no use any more.
+        """Returns the staged copy of a block, if it is usable.
 
-        It is of none when its read failed, or its home has been written since.
+        It is not when its read failed, or the home has been written since.
         """
         entry = self.staged.get(record.block.id)
         if entry is None:
@@ -367,11 +367,11 @@ class ReadAhead:
         return self._homes.version(entry.home) == entry.version
 
     def copied(self, block_id: int, event: Event | None) -> None:
-        """Says that a copy up has been submitted, which is over when ``event`` has passed."""
+        """Notes that a copy to HBM was submitted, which ends when ``event`` has passed."""
         self.staged[block_id].copied = event
 
     def used(self, block_id: int, cursor: int) -> None:
-        """Says that a block was used, so that its next use is another."""
+        """Notes that a block was used: its next use is another."""
         if block_id in self.staged:
             self._queue.put(block_id, cursor)
 
@@ -388,7 +388,7 @@ class ReadAhead:
             self._bury()
 
     def drop_all(self) -> bool:
-        """Gives up the DRAM that it has; returns whether that was any.
+        """Frees its DRAM; returns whether there was any.
 
         What is under way is waited for only where there is nothing else to give up.
         """
@@ -423,7 +423,7 @@ class ReadAhead:
         self.nbytes = 0
 
     def cancel(self) -> None:
-        """Gives up the reads that have no place, which would otherwise never end."""
+        """Cancels the reads that have no place, which would otherwise never end."""
         for block_id in list(self.parked):
             self._unpark(block_id)
 
@@ -468,7 +468,7 @@ class ReadAhead:
         return entry is not None and entry.idle
 
     def _bury(self) -> None:
-        """Gives the places back of what was dropped and is over."""
+        """Frees the places of dropped entries whose transfers have ended."""
         for entry in [entry for entry in self._dying if entry.idle]:
             self._dying.remove(entry)
             self._give_back(entry.extent)

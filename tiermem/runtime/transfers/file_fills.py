@@ -54,7 +54,7 @@ class FileFills:
                 under_way.append((block, extent, reading))
             for _, _, reading in under_way:
                 transfers.run(reading)
-        except Exception:  # others pass whatever is under way: a repair waits for it
+        except Exception:  # after a BaseException a repair waits for what is under way
             self._stop([reading for _, _, reading in under_way])
             raise
         for block, extent, reading in under_way:

@@ -32,11 +32,11 @@ from tiermem.transfer.file.mover import FileMover, FileTransfer
 
 
 class Departures:
-    """A log that everybody adds to who changes what is in HBM, and that one reader reads.
+    """A log of departures from HBM: all changes of what is in HBM are entered, one reader reads it.
 
     Attributes:
-        count: Grows whenever a block leaves HBM or changes its place there: who remembers it
-            sees whether any has since.
+        count: Grows whenever a block leaves HBM or changes its place there; compare it with an
+            earlier value to know whether any has since.
     """
 
     __slots__ = ("_unread", "count")
@@ -50,16 +50,16 @@ class Departures:
         return bool(self._unread)
 
     def add(self, block_id: int) -> None:
-        """Says that a block has left HBM."""
+        """Enters that a block has left HBM."""
         self.count += 1
         self._unread.add(block_id)
 
     def add_move(self) -> None:
-        """Says that a block has changed its place in HBM, or another has come into its place."""
+        """Enters that a block has changed its place in HBM, or another has come into its place."""
         self.count += 1
 
     def add_home(self, block_id: int) -> None:
-        """Says that what is at a block's home is to be fetched (again): it was lent or written."""
+        """Enters that a block's home copy is to be fetched (again): it was lent or written."""
         self._unread.add(block_id)
 
     def read(self) -> set[int]:
@@ -193,7 +193,7 @@ class Transfers:
         Args:
             record: The block.
             extent: Room for it in HBM.
-            meanwhile: For a block that somebody waits for: what to do before the host waits for
+            meanwhile: For a block that a caller waits for: what to do before the host waits for
                 a disk. Without it, a block whose read into DRAM is under way must not come here.
         """
         block, block_id = record.block, record.block.id
@@ -230,7 +230,7 @@ class Transfers:
         in between.
 
         Args:
-            leaves: Seen by nobody.
+            leaves: A block without leases and aliases.
             comes: At home in DRAM, and of the same size.
 
         Returns:
@@ -244,7 +244,7 @@ class Transfers:
             self.departures.count += 1
             if self._poison:
                 self.copy.poison(self.slots.current[went].bytes, extent)
-            again = self.ready.pop(went, None)  # who waits for that waits no longer
+            again = self.ready.pop(went, None)  # nothing waits for it any longer
             if went in self.waste.pending:
                 self.log.counters.prefetch_wasted += self.waste.left(went)
             slot = self._swap_slots(went, comes.block, extent)
@@ -289,7 +289,7 @@ class Transfers:
             record: The block, being filled.
             slot: Where it goes.
             source: Its bytes in DRAM, 1-D uint8.
-            again: An event that nobody waits for any more, to be recorded anew.
+            again: An event that nothing waits for any more, to be recorded anew.
             staged: Whether ``source`` is no home, but what was read ahead from a file.
         """
         block, started = record.block, time.perf_counter_ns()
@@ -310,7 +310,7 @@ class Transfers:
     def _reading(
         self, move: Move, parked: FileTransfer | None, urgent: bool
     ) -> Callable[..., FileTransfer]:
-        """Returns what begins the read of a block from its file, or goes on with a parked one."""
+        """Returns a function that begins to read a block from its file, or lands a parked read."""
         mover = self.need_mover()
         if parked is not None:
             return partial(mover.land, parked, urgent=urgent)
@@ -366,7 +366,7 @@ class Transfers:
     def copy_home(self, record: Record) -> None:
         """Copies a leased block home as it is; for the table the copy in HBM stays the newer one.
 
-        Whoever writes there from now on waits for the copy.
+        Later writes at the home wait for the copy.
 
         Args:
             record: The block; it is in HBM and at home in DRAM.
@@ -405,7 +405,7 @@ class Transfers:
         self.departures.add_move()  # plans for its former home are made anew
 
     def _make_writable(self, record: Record) -> None:
-        """Does that for a block that somebody has written, wherever there is room."""
+        """Gives a block at home in a checkpoint that was written a home wherever there is room."""
         if self.homes.read_only(record.home_extent):
             request = HomeRequest(record.block.name, record.block.nbytes, "auto")
             [(tier, extent)] = self.homes.reserve([request])
@@ -474,7 +474,7 @@ class Transfers:
 
     @contextmanager
     def sharing_disk(self) -> Iterator[None]:
-        """Gives what is waited for no precedence over the rest, inside ``with``.
+        """Gives transfers that are waited for no precedence over others, inside ``with``.
 
         In a sweep that reads and writes every block, whatever goes first holds up what has to be
         made as well.
@@ -504,11 +504,11 @@ class Transfers:
             raise transfer.error
 
     def leave(self, block_id: int, *, seen: bool = False) -> None:
-        """Lets go of the slot of a block that leaves HBM, and overwrites what was there.
+        """Drops the slot of a block that leaves HBM, and overwrites its bytes.
 
         Args:
             block_id: The block.
-            seen: Whether something may still look at the bytes, so that they must stay.
+            seen: Whether there may be aliases of the bytes, so that they must stay.
         """
         slot = self.slots.current.get(block_id)
         if slot is not None and self._poison and not seen:
@@ -518,13 +518,13 @@ class Transfers:
         self.left(block_id)
 
     def left(self, block_id: int) -> None:
-        """Lets everybody know that a block has left HBM."""
+        """Notifies the observers that a block has left HBM."""
         self.departures.add(block_id)
         if block_id in self.waste.pending:
             self.log.counters.prefetch_wasted += self.waste.left(block_id)
 
     def relocated(self, block_id: int) -> None:
-        """Lets everybody know that a block lies elsewhere in HBM, where its bytes are already."""
+        """Notifies the observers that a block was moved within HBM, with its bytes."""
         self.ready.pop(block_id, None)
         self.departures.add_move()
 
@@ -585,15 +585,15 @@ class Transfers:
 
         Args:
             block_id: The block.
-            lost: Whether a transfer into it may be under way all the same, with nobody to ask
-                about it (Ctrl-C at the moment of asking): then its bytes are not used again.
+            lost: Whether a transfer into it may be under way all the same, without a record of it
+                (Ctrl-C while it was submitted): then its bytes are not used again.
         """
         self.copy.synchronize()
         self.table.end_fill(block_id, ok=False, keep=lost)
         self.leave(block_id, seen=lost)
 
     def _mend(self, block_id: int) -> None:
-        """Puts a block right that is under way by the table while nothing moves it.
+        """Repairs a block that is under way by the table while nothing moves it.
 
         Only a second Ctrl-C, amid the handling of the first, leaves one like that.
         """

@@ -1,4 +1,4 @@
-"""Safetensors files as they lie on the disk: which bytes are which tensor's.
+"""Safetensors files: which bytes belong to which tensor.
 
-Decides what a valid file, folder and index are. Touches those files alone, and only to read.
+Decides what a valid file, folder and index are. Opens those files alone, and only to read.
 """

@@ -42,7 +42,7 @@ Of one file and an index side by side transformers takes the file, diffusers the
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """What tells that a file is still the one whose header was read.
+    """Identifies a file, to see that it is still the one whose header was read.
 
     Attributes:
         device: Number of its file system (``st_dev``).
@@ -239,7 +239,7 @@ def open_to_read(path: Path) -> Iterator[int]:
         StorageError: If the disk fails.
     """
     try:
-        # Without O_NONBLOCK a pipe of that name would wait for somebody to write.
+        # Without O_NONBLOCK the open of a pipe would wait for a writer.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         _cannot_open(path, error)

@@ -91,7 +91,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What one file says of itself.
+    """The contents of one file's header.
 
     Attributes:
         tensors: Its tensors by name, in the order in which they lie.

@@ -25,7 +25,7 @@ _CORES_PER_HELPER = 4
 
 
 class Helpers(Protocol):
-    """Who works on chunks while the pump goes on. All calls are the pump's.
+    """Works on chunks while the pump goes on. All calls are the pump's.
 
     Attributes:
         eager: Whether the pump is to be woken for every chunk that is done. If not, it
@@ -60,7 +60,7 @@ HelperFactory = Callable[[Callable[[Chunk], None], Callable[[], None]], Helpers]
 
 
 def carry_out(chunk: Chunk, copier: ChunkCopier) -> None:
-    """Does a chunk's task; whoever calls has the chunk for itself.
+    """Does a chunk's task; only the caller uses the chunk meanwhile.
 
     Wrong bytes are never copied on: each piece is checked while it is in the core's cache,
     and copied out of it.

@@ -22,7 +22,7 @@ READS_PER_WRITE = 1
 One: neither of them is waited for, both have to be made, and a disk moves most while it does both.
 """
 URGENT_PER_WRITE = 16
-"""The same for urgent pieces, which somebody waits for."""
+"""The same for urgent pieces, which a caller waits for."""
 
 
 class FileTransfer:
@@ -201,7 +201,7 @@ class Chunk:
         check: Whether its checksum is computed.
         expected: What that has to be, or ``None`` for a write.
         checksum: What it is, once computed.
-        on_disk: Whether the engine is at it.
+        on_disk: Whether the I/O engine reads or writes it.
         task: What a helper is doing with it.
         fence: Of the copy under way.
         written: Whether the disk has taken all of it.
@@ -275,7 +275,7 @@ class JobQueue:
         self._since_write = 0
 
     def add(self, job: Job) -> None:
-        """Takes a job in, behind the earlier ones that it conflicts with."""
+        """Adds a job, behind the earlier ones that it conflicts with."""
         for earlier in self.jobs.values():
             if job.conflicts(earlier):
                 job.blockers.add(earlier)
@@ -311,7 +311,7 @@ class JobQueue:
             self._writes.append(job)
 
     def land(self, job: Job) -> None:
-        """Puts a job among the others that has a target by now."""
+        """Enqueues a job that had no target before and has one now."""
         if job in self._parked:
             self._parked.remove(job)
             self._enqueue(job)
@@ -331,7 +331,7 @@ class JobQueue:
             self.hurry(blocker)
 
     def remove(self, job: Job) -> None:
-        """Lets go of a job that is over, and of what waited for it."""
+        """Removes a job that is over, and enqueues jobs that waited for it."""
         del self.jobs[job.transfer]
         for later in job.dependents:
             later.blockers.discard(job)

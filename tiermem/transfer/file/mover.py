@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class MoverStats:
-    """What a file mover has done since it was made.
+    """Statistics of a file mover since it was made.
 
     Attributes:
         engine: Name of the I/O engine.
@@ -271,7 +271,7 @@ class FileMover:
     def wait_all(self) -> None:
         """Blocks, without the GIL, until nothing is under way but reads that wait for a target.
 
-        Also for what its caller knows nothing of, because an exception came between.
+        Also for transfers that the caller has no reference to, because an exception came between.
 
         Raises:
             ClosedError: If the mover belongs to another process.
@@ -304,7 +304,7 @@ class FileMover:
 
     @property
     def engine(self) -> tuple[str, str]:
-        """Name of the I/O engine of now, and why it is not the one that was chosen, or ""."""
+        """Name of the I/O engine in use, and why it is not the one that was chosen, or ""."""
         return self._pump.engine_now()
 
     def stats(self) -> MoverStats:
@@ -332,7 +332,7 @@ class FileMover:
         self._pump.close()
 
     def forked(self) -> None:
-        """Lets go of the engine's descriptors in a forked child."""
+        """Closes the engine's descriptors in a forked child."""
         self._closed = True
         self._pump.forked()
         switch_interval.forked()

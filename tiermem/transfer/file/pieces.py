@@ -33,7 +33,7 @@ _FEW_CHUNKS = 8
 
 @dataclass(slots=True)
 class Counters:
-    """What was done; written by the pump's thread alone."""
+    """Counters, written by the pump's thread alone."""
 
     bytes_read: int = 0
     bytes_written: int = 0
@@ -52,8 +52,8 @@ class Pieces:
         staging: The chunks.
         copier: How chunks are copied on.
         verify: Whether checksums are computed and compared.
-        ended: Told of every transfer that is over.
-        rests: Told of every read that waits for nothing but a target.
+        ended: Called with every transfer that is over.
+        rests: Called with every read that waits for nothing but a target.
 
     Attributes:
         busy: Chunks in use, by number.
@@ -99,7 +99,7 @@ class Pieces:
     # Whole transfers -----------------------------------------------------------------
 
     def add(self, job: Job) -> None:
-        """Takes a job in; a read without a target of what it writes is given up."""
+        """Adds a job; a read without a target of bytes that it writes is given up."""
         for earlier in self.queue.without_target():
             if job.conflicts(earlier):
                 self.cancel(earlier)
@@ -116,7 +116,7 @@ class Pieces:
         self._finish_if_over(job)
 
     def land(self, job: Job, tensor: torch.Tensor, after: Sequence[Signal], urgent: bool) -> None:
-        """Gives a read its target; what there is of it is copied on."""
+        """Gives a read its target; pieces that were read already are copied there."""
         job.tensor, job.after, job.urgent = tensor, after, urgent
         if job.rests_ns:
             job.transfer.rested_ns = time.perf_counter_ns() - job.rests_ns
@@ -145,7 +145,7 @@ class Pieces:
 
     def _finish(self, job: Job) -> None:
         self.queue.remove(job)
-        del job.tensor  # chunks may stay for longer, and nobody else shall hold it for that
+        del job.tensor  # chunks may stay for longer, and must not keep it alive
         self._ended(job.transfer, job.error)
 
     def _error(self, job: Job, piece: Piece, what: str, code: int | None) -> StorageError:
@@ -162,7 +162,7 @@ class Pieces:
 
     @property
     def needs_helpers(self) -> bool:
-        """Whether something stands still until a helper is done.
+        """Whether a transfer cannot go on until a helper is done.
 
         Not while the disk has all it may have: its next completion comes soon enough.
         """
@@ -199,7 +199,7 @@ class Pieces:
     # Beginning -----------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Gives the disk as much as it may have."""
+        """Submits as much I/O to the disk as may be in flight."""
         requests: list[IoRequest] = []
         waiting = self.queue.without_target()
         all_begun = False
@@ -228,7 +228,7 @@ class Pieces:
         return sum(job.active for job in waiting) < self._most_parked
 
     def _note_rests(self, waiting: Sequence[Job], all_begun: bool) -> None:
-        """Tells of reads without a target for which nothing is under way and nothing can be.
+        """Reports reads without a target for which nothing is under way and nothing can be begun.
 
         Args:
             waiting: The reads without a target.
@@ -275,8 +275,8 @@ class Pieces:
         if source % ALIGNMENT or piece.nbytes % ALIGNMENT:
             self._give(chunk, Task.FILL)
             return None
-        # The kernel only reads the source. Should somebody change it meanwhile, the checksum
-        # tells when it is read back.
+        # The kernel only reads the source. Should it be changed meanwhile, the checksum shows
+        # # that when it is read back.
         chunk.address = source
         self.counters.bytes_direct += piece.nbytes
         return self._send(chunk)
@@ -312,7 +312,7 @@ class Pieces:
             self.fenced.append(chunk)
 
     def _send(self, chunk: Chunk) -> IoRequest:
-        """Has a chunk written, and its checksum computed meanwhile."""
+        """Returns the request that writes a chunk; begins its checksum."""
         if chunk.check and chunk.checksum is None:
             self._give(chunk, Task.CHECK)
         return self._request(IoOp.WRITE, chunk)
@@ -328,7 +328,7 @@ class Pieces:
     # Going on ------------------------------------------------------------------------
 
     def complete(self, completions: Sequence[IoCompletion]) -> None:
-        """Takes on what the disk is done with."""
+        """Goes on with the chunks whose disk operations have completed."""
         for completion in completions:
             chunk = self.busy[completion.token]
             chunk.on_disk = False
@@ -346,7 +346,7 @@ class Pieces:
             self._end(chunk)
 
     def _arrived(self, chunk: Chunk) -> None:
-        """Checks a piece that was read and copies it on, or has that done."""
+        """Checks a piece that was read and copies it on, or hands both to a helper."""
         entry = self._store.written(chunk.job.transfer.extent, chunk.piece)
         chunk.expected = entry.checksum if entry is not None else None
         known = entry is not None and (entry.checksum is not None or entry.learns)
@@ -364,7 +364,7 @@ class Pieces:
             self._copy(chunk)
 
     def helped(self, chunks: Sequence[Chunk]) -> None:
-        """Takes on what the helpers are done with."""
+        """Goes on with the chunks that helpers have done."""
         requests: list[IoRequest] = []
         for chunk in chunks:
             task, chunk.task = chunk.task, None
@@ -396,7 +396,7 @@ class Pieces:
         )
 
     def look_at_fences(self) -> bool:
-        """Takes on every copy that has completed; returns whether there was one."""
+        """Goes on with the chunks whose copies have completed; returns whether there was one."""
         if not self.fenced:
             return False
         done = [c for c in self.fenced if c.fence is None or c.fence.done()]
@@ -417,7 +417,7 @@ class Pieces:
     # Ending --------------------------------------------------------------------------
 
     def _end(self, chunk: Chunk) -> None:
-        """Ends a piece that nobody works on any more; lets go of its chunk once that is free."""
+        """Ends a piece that is no longer worked on; frees its chunk once that is unused."""
         if chunk.on_disk or chunk.task is not None or chunk.parked:
             return
         job, rising = chunk.job, chunk.rising
@@ -446,7 +446,7 @@ class Pieces:
             )
 
     def drop(self) -> list[Job]:
-        """Forgets everything, once nobody touches memory any more; returns the jobs left."""
+        """Clears everything, once no memory is accessed any more; returns the jobs left."""
         left = list(self.queue.jobs.values())
         self.queue = JobQueue()
         self.busy.clear()

@@ -29,7 +29,7 @@ _LAST_LOOK = 2e-4
 
 
 class Message(enum.Enum):
-    """What another thread asks of the pump."""
+    """Requests of other threads to the pump."""
 
     START = "start"
     CANCEL = "cancel"
@@ -84,12 +84,12 @@ class Pump:
         Raises:
             BaseException: Whatever kept the engine from being made.
         """
-        # The kernel must be done with staging before the interpreter takes it apart.
+        # The kernel must be done with staging before the interpreter frees it.
         atexit.register(self.close)
         try:
             start_threads([self._thread])
             self._started.wait()
-        except BaseException:  # Ctrl-C: nobody else will end the thread
+        except BaseException:  # Ctrl-C: only this call can end the thread
             self.ask_to_close()
             if self._thread.ident is None:
                 atexit.unregister(self.close)
@@ -107,11 +107,11 @@ class Pump:
         self._post(Message.CANCEL, transfer, None)
 
     def land(self, job: Job) -> None:
-        """Says where a read goes that has had no target: into that of ``job``."""
+        """Gives a read that had no target that of ``job``."""
         self._post(Message.LAND, job.transfer, job)
 
     def hurry(self, transfer: FileTransfer) -> None:
-        """Asks for a transfer to go before the others, because somebody waits for it."""
+        """Asks for a transfer to go before the others, because a caller waits for it."""
         self._post(Message.HURRY, transfer, None)
 
     def _post(self, message: Message, transfer: FileTransfer, job: Job | None) -> bool:
@@ -122,7 +122,7 @@ class Pump:
                 return False
             if not self._inbox:
                 # First: a Ctrl-C after it costs a look. The other way round it would leave
-                # a message that nobody looks at.
+                # a message that is never read.
                 self._engine.wake()
             self._inbox.append((message, transfer, job))
             return True
@@ -135,7 +135,7 @@ class Pump:
         return bool(self._inbox) or self._taking or any(job.tensor is not None for job in jobs)
 
     def settle(self, transfer: FileTransfer, error: StorageError | None) -> None:
-        """Marks a transfer as finished and tells whoever waits."""
+        """Marks a transfer as finished and wakes the threads that wait for it."""
         transfer.error = error
         transfer.finished_ns = time.perf_counter_ns()
         if error is not None:
@@ -151,7 +151,7 @@ class Pump:
             self.changed.notify_all()
 
     def ask_to_close(self) -> None:
-        """Lets the thread end soon; never blocks, so that a garbage collection may call it."""
+        """Asks the thread to end; never blocks, so that a garbage collection may call it."""
         if os.getpid() != self._pid:
             return
         with self.lock:
@@ -173,7 +173,7 @@ class Pump:
         return engine.name, engine.note
 
     def forked(self) -> None:
-        """Lets go of the engine's descriptors in a forked child, which has no such thread."""
+        """Closes the engine's descriptors in a forked child, which has no such thread."""
         engine = getattr(self, "_engine", None)
         if engine is not None:
             engine.forked()

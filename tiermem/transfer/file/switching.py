@@ -30,7 +30,7 @@ class SwitchInterval:
                 sys.setswitchinterval(min(self._usual, SWITCH_SECONDS))
 
     def restore(self) -> None:
-        """Counts one less; the last puts back what was, unless somebody else set it since."""
+        """Counts one less; the last restores the interval, unless other code set it since."""
         with self._lock:
             self._users -= 1
             if self._users == 0 and sys.getswitchinterval() == SWITCH_SECONDS:
