@@ -476,6 +476,7 @@ def test_architecture_trains_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_architecture_trains_from_the_disk(name: str, tmp_path: Any) -> None:
     build, inputs = CASES[name]
@@ -484,6 +485,7 @@ def test_architecture_trains_from_the_disk(name: str, tmp_path: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_architecture_evaluates_bit_for_bit(name: str) -> None:
     build, inputs = CASES[name]

@@ -80,6 +80,7 @@ def test_a_sample_of_every_module_with_what_it_saves_below_hbm(info: Any) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("info", modules.module_db, ids=lambda info: info.name)
 def test_many_samples_of_every_module(info: Any, tmp_path: Any) -> None:
     dtype = _dtype_of(info)
@@ -142,6 +143,7 @@ def test_some_settings_of_every_optimizer(info: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("info", optimizers.optim_db, ids=lambda info: info.optim_cls.__name__)
 def test_every_setting_of_every_optimizer(info: Any, tmp_path: Any) -> None:
     _step_some(info, slice(None), Tiers("dram"))
