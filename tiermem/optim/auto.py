@@ -25,7 +25,6 @@ from tiermem.runtime.memory.slots import use_count
 _SCHEDULED = {"lr", "weight_decay", "momentum", "betas"}
 """Settings that schedulers write, and that torch's classes raise for no value of in range."""
 _MOST_PAUSE = 64
-_PIECES = 4
 _REFERENCES = 2  # to a storage: the tensor's, and the object that asks
 
 
@@ -179,12 +178,13 @@ class AutoOverlap:
     def _room(self) -> int:
         """Returns the bytes of HBM for a step beside what a forward may hold.
 
-        What others hold cannot be moved either, so that the rest may lie in pieces.
+        What others hold cannot be moved either: the rest may lie in pieces of any size, so there
+        is no room that could be counted on.
         """
         seen = max(self._seen_nbytes, self._seen_now())
         held = self._runtime.worst_chain + seen
         room = self._table.hbm.capacity - self._table.fixed_nbytes() - held
-        return room // _PIECES if seen else room
+        return 0 if seen else room
 
     def _fits(self, unit: StepUnit, room: int) -> bool:
         """Whether a step can be made in a forward, in which a CUDA graph may be captured."""
