@@ -13,6 +13,7 @@ from support_nn import Tiers, assert_same, check_table
 from support_optim import Net, Twins, loss_of, two_groups
 from torch import nn
 
+import tiermem
 from tiermem.optim.ahead import Habit
 from tiermem.optim.balance import Load, Speed, best_left, seconds
 
@@ -270,3 +271,32 @@ def test_blocks_stay_where_others_are_hardly_better() -> None:
     near = frozenset(number + 1 for number in left if number + 1 < len(LAYERS))
     assert best_left(LAYERS, BUSY, near) is near
     assert best_left(LAYERS, BUSY, frozenset(range(30))) == left
+
+
+class Normed(nn.Module):
+    """Layers with a norm, which is small and stays in HBM; autograd keeps views of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(256)
+        self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(self.norm(x)) + x
+        return x
+
+
+def test_views_of_what_lives_in_hbm_keep_no_step_from_being_made_ahead() -> None:
+    with tiermem.TierManager("cpu", hbm="2MiB", dram="32MiB") as tier:
+        model = tier.wrap(Normed())
+        optimizer = tier.optimizer(model, torch.optim.AdamW, lr=0.01)
+        for _ in range(4):
+            model(torch.ones(2, 256)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        homes = {row.block: row.home for row in tier.residency() if row.role == "param"}
+        small = [name for name, home in homes.items() if home == "hbm"]
+        assert small and len(small) < len(homes)
+        moved = [unit for unit in optimizer._units if unit.group.block.name not in small]
+        assert optimizer.stepped_in_backward == 3 * len(moved) > 0

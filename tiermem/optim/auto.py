@@ -195,8 +195,12 @@ class AutoOverlap:
         return sum(block.nbytes for block in needed) - group.block.nbytes <= room
 
     def _seen_now(self) -> int:
-        current = self._runtime.manager.parts.slots.current.values()
-        seen = sum(slot.extent.nbytes for slot in current if slot.aliased)
+        current, table = self._runtime.manager.parts.slots.current, self._table
+        seen = sum(  # what lives in HBM takes no room from a step: it is counted apart
+            slot.extent.nbytes
+            for block_id, slot in current.items()
+            if slot.aliased and not table[block_id].fixed
+        )
         return seen + sum(extent.nbytes for extent in self._table.orphans())
 
 
