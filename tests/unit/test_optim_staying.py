@@ -41,6 +41,7 @@ def link_of(pair: Twins, rate: float) -> None:
     """Makes the link as fast as that, in bytes a second."""
     estimates = pair.tier._manager.parts.pass_timer.estimates
     estimates.rate = estimates.best_rate = lambda *_: rate  # type: ignore[method-assign]
+    estimates.version += 1  # as when another speed is measured
 
 
 def dirty(pair: Twins) -> set[int]:
