@@ -129,7 +129,7 @@ def test_unscaled_clipped_and_stepped(tmp_path: Path, where: str, overlap: bool,
 
 @pytest.mark.parametrize("where", ["device", "host", "fused"])
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("home", ["dram", "nvme"])
+@pytest.mark.parametrize("home", ["dram", pytest.param("nvme", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("clip", ["optimizer", "torch"])
 def test_float16_weights_with_float32_masters(
     tmp_path: Path, where: str, overlap: bool, home: str, clip: str
