@@ -225,6 +225,7 @@ class Residency(RuleBasedStateMachine):
         self.lease(number)
         if dirty:
             self.write(number)
+            self.drain(number)  # refused: it is held
         if not hold:
             self.release(number, dirty=False)
 
