@@ -328,7 +328,7 @@ _ELSEWHERE = (
         _RUNTIME + "base/forks.py",
         "    _generation += 1\n",
         "    _generation += 0\n",
-        FAULTS,
+        SAVING,
     ),
     # files
     Mutation(
@@ -431,11 +431,11 @@ _ELSEWHERE = (
         ("tests/unit/test_runtime_saved.py",),
     ),
     Mutation(
-        "a clipping is applied at every use",
+        "a clipping that was cut short is applied again",
         "tiermem/nn/groups/grads.py",
         "if tensor._version != version]\n        self._done",
         "if tensor._version < 0]\n        self._done",
-        NN,
+        ("tests/unit/test_nn_clipping.py",),
     ),
 )
 

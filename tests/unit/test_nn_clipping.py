@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._foreach_utils import _has_foreach_support
 
 import tiermem
+from tiermem.nn.groups.grads import Pending
 
 DRAM = Tiers("dram")
 Clip = Callable[[nn.Module], Any]
@@ -226,3 +227,27 @@ def test_ctrl_c_leaves_all_or_none_to_be_scaled(monkeypatch: pytest.MonkeyPatch)
             CLIPS["by norm"](pair.model)
         monkeypatch.undo()
         pair.check_gradients("lazily")
+
+
+def test_a_change_that_is_cut_short_is_made_once_to_each_gradient() -> None:
+    """Ctrl-C between two of them; the next use makes the rest."""
+    entries: list[Any] = [object(), object(), object()]
+    found = {id(entry): torch.full((2,), 8.0) for entry in entries}
+    calls = 0
+
+    def halve(gradients: list[torch.Tensor]) -> None:
+        nonlocal calls
+        calls += 1
+        for number, gradient in enumerate(gradients):
+            if calls == 1 and number == 2:
+                raise KeyboardInterrupt
+            gradient.mul_(0.5)
+
+    pending = Pending(entries, halve)
+    with pytest.raises(KeyboardInterrupt):
+        pending.make(found)
+    assert [found[id(entry)][0].item() for entry in entries] == [4.0, 4.0, 8.0]
+    pending.make(found)
+    pending.make(found)
+    assert [found[id(entry)][0].item() for entry in entries] == [4.0, 4.0, 4.0]
+    assert calls == 2

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from support_nn import assert_same, seed
+from support_process import child
 from support_saving import Net, Run, Setup, backward
 from torch import nn
 
@@ -564,3 +565,30 @@ def test_closing_waits_for_a_save(tmp_path) -> None:
     with Run(Setup(), number=2) as other:
         other.load(tmp_path / "run")
         assert_same(dict(other.state()), expected, "state")
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_save(tmp_path, monkeypatch) -> None:
+    begins = threading.Event()
+    save_one = later.SaveHandle._save
+
+    def slow(self, entry) -> None:
+        begins.wait()
+        save_one(self, entry)
+
+    def refused() -> None:
+        with pytest.raises(tiermem.ClosedError, match="parent process's"):
+            handle.wait()
+        with pytest.raises(tiermem.ClosedError, match="parent process's"):
+            handle.result()
+
+    with Run(Setup()) as run:
+        run.step()
+        run.optimizer.zero_grad()
+        monkeypatch.setattr(later.SaveHandle, "_save", slow)
+        handle = run.save(tmp_path / "run", wait=False)
+        try:
+            assert not handle.done()
+            assert child(refused) == 0
+        finally:
+            begins.set()
+        handle.result()
