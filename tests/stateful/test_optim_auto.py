@@ -215,8 +215,11 @@ class Looking(RuleBasedStateMachine):
         spare=st.sampled_from([0, 1 << 14, 1 << 14, 1 << 17]),
         policy=st.sampled_from([None, None, {"params": "hbm"}, {"optimizer": "hbm"}]),
         start=number,
+        ahead=st.sampled_from([True, True, False]),
     )
-    def begin(self, kind: str, master: bool, spare: int, policy: Any, start: int) -> None:
+    def begin(
+        self, kind: str, master: bool, spare: int, policy: Any, start: int, ahead: bool
+    ) -> None:
         cls, given = CLASSES[kind]
         options = {"master_dtype": torch.float32} if master else {}  # no weight has another dtype
 
@@ -231,6 +234,8 @@ class Looking(RuleBasedStateMachine):
         self.spare, self.master = spare, master
         self.plain_optimizer = cls(self.plain.parameters(), **copy.deepcopy(given))
         self.kept: list[tuple[Any, Any]] = []
+        if not ahead:  # as where DRAM has no room for shadows: steps wait, or are made at once
+            self.optimizer._ahead._may_begin = lambda: False
         self.disturbed = Disturbed(self.optimizer._ahead, [])
         self.scaler = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
         for _ in range(2):

@@ -300,3 +300,19 @@ def test_views_of_what_lives_in_hbm_keep_no_step_from_being_made_ahead() -> None
         assert small and len(small) < len(homes)
         moved = [unit for unit in optimizer._units if unit.group.block.name not in small]
         assert optimizer.stepped_in_backward == 3 * len(moved) > 0
+
+
+def test_a_view_that_was_kept_once_keeps_steps_from_being_made_ahead_once() -> None:
+    with warm(Net, replace(ROOMY, extra_hbm=1 << 15)) as pair:
+        made = pair.optimizer.stepped_in_backward
+        kept = next(pair.model.parameters()).data[:1]
+        pair.backward(1)
+        assert not ahead(pair)  # views would show it before step()
+        pair.step()
+        assert pair.optimizer.stepped_in_backward == made
+        del kept
+        for number in range(2, 4):
+            pair.backward(number)
+            assert ahead(pair) == units(pair)
+            pair.step()
+        pair.check()

@@ -119,7 +119,7 @@ class AutoOverlap:
 
     def has_room_behind(self) -> bool:
         """Whether no alias holds any of HBM in backward, so that blocks can be moved."""
-        return not max(self._seen_nbytes, self._seen_now())
+        return not self._seen_now()  # what once was there may be gone: a look is no habit
 
     def is_steady(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether a unit was stepped before with settings such as the present ones."""
