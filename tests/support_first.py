@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from support_virtual import PAGE, Clock, Copies, Event, Machine, World
+from support_virtual import PAGE, Clock, HostBus, Machine, World
 
 from tiermem.config import Policy, Settings
-from tiermem.core.block import Block, Extent, Role
+from tiermem.core.block import Block, Role
 from tiermem.core.forecast import rounded
 from tiermem.core.layout import TensorShape
 from tiermem.core.pace import Estimates
@@ -89,23 +89,6 @@ class Called:
     moved: float
 
 
-class _Bus(Copies):
-    """Copies whose submission takes the host time; bytes are counted."""
-
-    def __init__(self, world: World, host: Host) -> None:
-        super().__init__(world)
-        self.host, self.nbytes = host, 0
-
-    def up(self, target: Any, source: Any, extent: Extent, after: Any, again: Any = None) -> Event:
-        self.world.advance(self.world.now + self.host.copy)
-        self.nbytes += extent.nbytes
-        self.world.rising = max(self.world.rising, self.world.now)
-        return super().up(target, source, extent, after)
-
-    def claim(self, extent: Extent) -> None:
-        pass
-
-
 @dataclass
 class Played:
     """A model whose blocks are at home in DRAM, on a device in virtual time."""
@@ -114,7 +97,7 @@ class Played:
     world: World
     shape: Shape
     blocks: Sequence[Block]
-    bus: _Bus
+    bus: HostBus
     host: Host
     calls: list[Called] = field(default_factory=list)
 
@@ -184,7 +167,7 @@ def played(
     )
     manager = BlockManager(settings)
     try:
-        bus = _Bus(world, host or Host())
+        bus = HostBus(world, (host or Host()).copy)
         manager.parts.copy = manager.parts.transfers.copy = manager.acquirer._copy = bus  # type: ignore[assignment]
         manager.replay._copy = bus  # type: ignore[assignment]
         manager.parts.transfers._poison = False

@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
-from support_virtual import PAGE, Clock, Copies, Event, Machine, World
+from support_virtual import PAGE, Clock, HostBus, Machine, World
 
 from tiermem.config import Policy, Settings
-from tiermem.core.block import Block, Extent, Role
+from tiermem.core.block import Block, Role
 from tiermem.core.layout import TensorShape
 from tiermem.core.pace import Estimates
 from tiermem.core.plans import Plan
@@ -61,23 +60,6 @@ def compute(tokens: int) -> list[float]:
     return [5e-6, *layer * LAYERS, norm]
 
 
-class _Bus(Copies):
-    """Copies whose submission takes the host time; bytes are counted."""
-
-    def __init__(self, world: World, host: Host) -> None:
-        super().__init__(world)
-        self.host, self.nbytes = host, 0
-
-    def up(self, target: Any, source: Any, extent: Extent, after: Any, again: Any = None) -> Event:
-        self.world.advance(self.world.now + self.host.copy)
-        self.nbytes += extent.nbytes
-        self.world.rising = max(self.world.rising, self.world.now)
-        return super().up(target, source, extent, after)
-
-    def claim(self, extent: Extent) -> None:
-        pass
-
-
 @dataclass
 class Forward:
     """Forward passes of the model, one after the other.
@@ -93,7 +75,7 @@ class Forward:
     manager: BlockManager
     world: World
     blocks: Sequence[Block]
-    bus: _Bus
+    bus: HostBus
     host: Host
 
     def once(self, tokens: int) -> float:
@@ -145,7 +127,7 @@ def forward(hbm: int, host: Host | None = None) -> Iterator[Forward]:
     )
     manager = BlockManager(settings)
     try:
-        bus = _Bus(world, host or Host())
+        bus = HostBus(world, (host or Host()).copy)
         manager.parts.transfers.copy = manager.acquirer._copy = bus  # type: ignore[assignment]
         object.__setattr__(manager.parts, "copy", bus)  # a frozen bundle
         manager.parts.transfers._poison = False

@@ -274,6 +274,23 @@ class Copies:
         return False
 
 
+class HostBus(Copies):
+    """Copies whose submission takes the host so many seconds; bytes are counted."""
+
+    def __init__(self, world: World, seconds: float) -> None:
+        super().__init__(world)
+        self.seconds, self.nbytes = seconds, 0
+
+    def up(self, target: Any, source: Any, extent: Extent, after: Any, again: Any = None) -> Event:
+        self.world.advance(self.world.now + self.seconds)
+        self.nbytes += extent.nbytes
+        self.world.rising = max(self.world.rising, self.world.now)
+        return super().up(target, source, extent, after)
+
+    def claim(self, extent: Extent) -> None:
+        pass
+
+
 class Clock:
     """Stamps of a :class:`World`: points in virtual time."""
 

@@ -8,6 +8,7 @@ import os
 import random
 import threading
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -491,14 +492,20 @@ def test_the_state_of_the_call_is_saved(tmp_path, name, ahead, monkeypatch) -> N
             assert_same(dict(other.state()), after, "what comes after it")
 
 
-def test_steps_wait_for_no_copy_where_there_is_room(tmp_path, monkeypatch) -> None:
-    """What is in DRAM has been copied before it is stepped; nothing has been written yet."""
-    begins = threading.Event()
-    save_one = later.SaveHandle._save
+def held_back() -> tuple[threading.Event, Any]:
+    """Returns what lets a save go on, and the step of it that waits for that."""
+    begins, save_one = threading.Event(), later.SaveHandle._save
 
     def slow(self, entry) -> None:
         begins.wait()
         save_one(self, entry)
+
+    return begins, slow
+
+
+def test_steps_wait_for_no_copy_where_there_is_room(tmp_path, monkeypatch) -> None:
+    """What is in DRAM has been copied before it is stepped; nothing has been written yet."""
+    begins, slow = held_back()
 
     def refused(self, entry, whole) -> bool:
         raise AssertionError(f"a step copies block {entry.block.name!r}")
@@ -568,12 +575,7 @@ def test_closing_waits_for_a_save(tmp_path) -> None:
 
 
 def test_a_forked_child_does_not_wait_for_its_parents_save(tmp_path, monkeypatch) -> None:
-    begins = threading.Event()
-    save_one = later.SaveHandle._save
-
-    def slow(self, entry) -> None:
-        begins.wait()
-        save_one(self, entry)
+    begins, slow = held_back()
 
     def refused() -> None:
         with pytest.raises(tiermem.ClosedError, match="parent process's"):

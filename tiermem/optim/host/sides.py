@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,17 +65,12 @@ def choose_sides(
     Raises:
         CapacityError: If the DRAM budget does not hold the staging; nothing is changed.
     """
-    groups: dict[int, list[StepUnit]] = {}
-    parted = {id(unit.group) for unit in units if isinstance(unit, PartedUnit)}
-    for unit in units:  # all of a block of weights is on one side
-        if id(unit.group) not in parted and can_be_on_host(runtime, unit):
-            groups.setdefault(id(unit.group), []).append(unit)
-    if not groups:
+    sharers = _by_block(units, partial(can_be_on_host, runtime))
+    if not sharers:
         return False, None
     on_host = with_fused(make)
-    chosen: list[bool] = [True] * len(groups)
+    chosen: list[bool] = [True] * len(sharers)
     speeds: Speeds | None = None
-    sharers = list(groups.values())
     sizes = _sizes(sharers)
     proven = bits.of(sharers[0][0], settings)
     if isinstance(share, float):
@@ -90,7 +86,7 @@ def choose_sides(
                 device = runtime.manager.parts.device
                 speeds = measure(on_host, make, device, weight, stepped, kept, proven)
                 chosen = choose_host(sizes, speeds)
-    mine = [u for on, units in zip(chosen, groups.values(), strict=True) if on for u in units]
+    mine = [u for on, units in zip(chosen, sharers, strict=True) if on for u in units]
     if mine:
         _have_host_step(runtime, mine, on_host, settings, earlier, bits)
     return bool(mine), speeds
@@ -123,14 +119,9 @@ def choose_exact_sides(
         Why the host has nothing to do, empty where it has, and the speeds, if measured.
     """
     table = runtime.manager.parts.table
-    parted = {id(unit.group) for unit in units if isinstance(unit, PartedUnit)}
-    groups: dict[int, list[StepUnit]] = {}
-    for unit in units:
-        if id(unit.group) not in parted and unit.group is not None:
-            groups.setdefault(id(unit.group), []).append(unit)
     low = [
         mine
-        for mine in groups.values()
+        for mine in _by_block(units, lambda unit: unit.group is not None)
         if all(table[block.id].home is Tier.DRAM for unit in mine for block in unit.blocks())
     ]
     if not low or sum(_sizes(low)) < _LEAST:
@@ -160,6 +151,19 @@ def choose_exact_sides(
 def _reason(bits: DeviceBits, unit: StepUnit, settings: Sequence[dict[str, Any]]) -> str:
     bits.of(unit, settings)
     return bits.reason
+
+
+def _by_block(units: Sequence[StepUnit], fits: Callable[[StepUnit], bool]) -> list[list[StepUnit]]:
+    """Returns the units that fit, by block of weights: all of a block is on one side.
+
+    Blocks whose parameters are stepped in parts are left out.
+    """
+    groups: dict[int, list[StepUnit]] = {}
+    parted = {id(unit.group) for unit in units if isinstance(unit, PartedUnit)}
+    for unit in units:
+        if id(unit.group) not in parted and fits(unit):
+            groups.setdefault(id(unit.group), []).append(unit)
+    return list(groups.values())
 
 
 def _sizes(groups: Sequence[Sequence[StepUnit]]) -> list[int]:
