@@ -198,22 +198,7 @@ class Bench:
 
     def first(self) -> None:
         """From nothing to the first logits."""
-        before, rows = held(), []
-        for _ in range(self.options.repeats):
-            started = time.perf_counter()
-            with self.loaded(self.options.dram) as (tier, model):
-                bound = time.perf_counter() - started
-                self.call(model, self.options.tokens[-1])()
-                self.clock.wait()
-                ours = time.perf_counter() - started
-                beyond = held() - before - budgeted(tier)
-                self.say(f"first: {ours:.2f} s, load_checkpoint {bound:.2f}; {_traffic(tier)}")
-                with RawRead(tier, "") as raw:
-                    started = time.perf_counter()
-                    nbytes = raw.read()
-                    read = time.perf_counter() - started
-            self.say(f"first: raw read {read:.2f} s, {nbytes / read / 1e9:.2f} GB/s")
-            rows.append((ours, read, beyond, nbytes))
+        rows = [self._first_once() for _ in range(self.options.repeats)]
         ours, read = (statistics.median(r[i] for r in rows) for i in range(2))
         row: Row = {
             "what": "first logits",
@@ -227,6 +212,23 @@ class Bench:
         self.add(row)
         row |= {"peer": "from_pretrained", "peer s": self._plain_first()}
         self.report()
+
+    def _first_once(self) -> tuple[float, float, int, int]:
+        """Returns seconds to the first logits and of a raw read, bytes beyond and bytes read."""
+        before, started = held(), time.perf_counter()
+        with self.loaded(self.options.dram) as (tier, model):
+            made = time.perf_counter() - started
+            self.call(model, self.options.tokens[-1])()
+            self.clock.wait()
+            ours = time.perf_counter() - started
+            beyond = held() - before - budgeted(tier)
+            self.say(f"first: {ours:.2f} s, load_checkpoint {made:.2f}; GB {_traffic(tier)}")
+            with RawRead(tier, "") as raw:
+                started = time.perf_counter()
+                nbytes = raw.read()
+                read = time.perf_counter() - started
+        self.say(f"first: raw read {read:.2f} s, {nbytes / read / 1e9:.2f} GB/s")
+        return ours, read, beyond, nbytes
 
     def _plain_first(self) -> float:
         """Returns the seconds of ``from_pretrained`` onto the device and a forward."""
