@@ -97,6 +97,25 @@ def test_what_from_pretrained_makes(kind: str, tmp_path: Path) -> None:
         assert torch.equal(logits(model), expected)
 
 
+def test_no_random_numbers_for_parameters_without_memory(tmp_path: Path, monkeypatch: Any) -> None:
+    """On the meta device they are as much work as the rest of the model."""
+    plain = save(tmp_path, CONFIGS["tied, bfloat16"]())
+    drawn: list[torch.Size] = []
+    normal = torch.Tensor.normal_
+
+    def counted(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        drawn.append(self.shape)
+        return normal(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "normal_", counted)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        model = tiermem.load_checkpoint(transformers.AutoModelForCausalLM, tmp_path, tier=tier)
+        assert drawn == [plain.model.embed_tokens.weight.shape]  # nn.Embedding's own
+        assert not any("_is_hf_initialized" in vars(param) for param in model.parameters())
+        transformers.AutoModelForCausalLM.from_config(plain.config)
+        assert len(drawn) > 5  # what is counted would have been
+
+
 @pytest.mark.parametrize("kind", ["both", "the head alone", "two values", "old buffers"])
 def test_what_from_pretrained_makes_of_files_that_differ(kind: str, tmp_path: Path) -> None:
     """Weights that are tied and there twice, once, or with other values; names it passes over."""
