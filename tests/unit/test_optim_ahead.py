@@ -266,6 +266,16 @@ def test_what_the_host_steps_is_not_left_and_does_not_move_in_backward() -> None
     assert not best_left(loads, busy, now=hosted) & hosted  # that were left before it was tried
 
 
+def test_how_long_both_passes_compute_is_known_to_the_balance() -> None:
+    pair = warm()
+    for number in range(20):
+        pair.backward(number)
+        pair.step()
+    estimates = pair.tier._manager.parts.pass_timer.estimates
+    forward, backward = map(estimates.computes, pair.optimizer._ahead._runtime.last_passes)
+    assert forward is not None and backward is not None and min(forward, backward) > 0
+
+
 def test_blocks_stay_where_others_are_hardly_better() -> None:
     left = best_left(LAYERS, BUSY)
     near = frozenset(number + 1 for number in left if number + 1 < len(LAYERS))

@@ -455,7 +455,7 @@ def test_a_pass_that_repeats_is_measured_as_one_that_is_decided() -> None:
         manager = made.manager
         observed = []
 
-        def observe(key: Any, compute: Any, flows: Any, fills: Any) -> None:
+        def observe(key: Any, compute: Any, flows: Any, fills: Any, whole: Any) -> None:
             observed.append((sorted(compute), sorted(flows), len(fills)))
 
         manager.parts.pass_timer.estimates.observe = observe  # type: ignore[method-assign]

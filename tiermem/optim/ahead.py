@@ -275,7 +275,8 @@ class StepsAhead:
             return
         if self._rounds >= self._next_look:
             self._next_look = 2 * self._rounds
-        self._leave(Speed(forward, backward, pace.rate("dram->hbm"), pace.rate("hbm->dram")))
+        up = pace.rate("dram->hbm")
+        self._leave(Speed(forward, backward, up, pace.best_rate("hbm->dram") or up))
 
     def _leave(self, speed: Speed) -> None:
         """Leaves to the next forward what that has time for."""
