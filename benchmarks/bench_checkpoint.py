@@ -4,18 +4,19 @@
   the whole folder, and beside ``from_pretrained`` onto the device and a forward.
 * ``disk``: forwards with little DRAM, beside a raw read of the bytes that moved.
 * ``dram``: forwards with ``Policy(params="dram")``, beside a raw copy of what moved.
-* ``lora``: steps that train adapters, beside the resident step and the raw traffic.
+* ``lora``: steps that train adapters, beside the resident step and the raw traffic; with DRAM for
+  all weights, and with less of it (``lora_disk``).
 * ``peers``: forwards by transformers' ``device_map`` and accelerate's ``disk_offload``.
 
 The folder is made first, of random weights, and its pages are dropped from the page cache before
 every row. ``host MiB`` is what the process holds beyond its budgets, once everything that Python,
 torch and CUDA load at a first use is there. ``all s`` are the rows or steps one by one, those
-before the ones that count first.
+before the ones that count first. What is done is printed as it goes, with the seconds since the
+start; the table is printed, and written, after each row.
 
-On a disk of 1.3 GB/s with 64 GB, all of it takes about 4 minutes:
-
-    python benchmarks/bench_checkpoint.py --folder DIR --tokens 2048 --repeats 2 \\
-        --out benchmarks/results/checkpoint_H200.json
+Steps that train adapters have two halves. All that does not stay in HBM comes up in each of them,
+so ``bound s`` is the sum of the longer of compute and copies in each half. It is more than the
+longer of both over the whole step where forward waits for copies and backward does not.
 
     python benchmarks/bench_checkpoint.py --folder DIR --out benchmarks/results/checkpoint_H200.json
     python benchmarks/bench_checkpoint.py --folder DIR --device cpu --shape tiny --hbm 256KiB \\
@@ -45,15 +46,19 @@ from raw import RawRead, raw_copy
 
 import tiermem
 from tiermem.config import parse_size
+from tiermem.core.block import Extent
 
 Row = dict[str, Any]
 _ROW = 4
 """Forwards from DRAM are timed so many at a time, as in a loop."""
 _KNOWN = 3
 """So many rows of them come before those that count: by then the loop is known."""
-_STEPS = 8
-"""The same of steps that train adapters, where all weights are in DRAM."""
-KINDS = ("first", "disk", "dram", "lora", "peers")
+_SAMPLE = 6e9
+"""Bytes of a raw read that is taken for all that a step reads."""
+_PART = 64 << 20
+"""Bytes of each copy of the raw traffic."""
+_LORA = tiermem.Lora(r=8, alpha=16, target_modules=["q_proj", "v_proj"])
+KINDS = ("first", "disk", "dram", "lora", "lora_disk", "peers")
 
 
 def make_folder(folder: Path, shape: str, device: torch.device) -> None:
@@ -101,15 +106,39 @@ def _listed(numbers: list[float]) -> str:
     return " ".join(f"{number:.3g}" for number in numbers)
 
 
+def _traffic(tier: tiermem.TierManager) -> str:
+    """Returns the gigabytes over each link since the counters were set to zero."""
+    links = tier.stats().links.items()
+    return ", ".join(f"{name} {link.nbytes / 1e9:.2f}" for name, link in links if link.nbytes)
+
+
 class Bench:
     """What all rows share."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
+        self.began = time.perf_counter()
         self.device = torch.device(options.device)
         self.clock = Clock(self.device)
         self.folder = Path(options.folder)
         self.rows: list[Row] = []
+
+    def say(self, what: str) -> None:
+        """Prints what has just been done, at once: a time limit may end the process."""
+        print(f"{time.perf_counter() - self.began:7.1f} s  {what}", flush=True)
+
+    def add(self, row: Row) -> None:
+        """Keeps a row, and reports all there are."""
+        self.rows.append(row)
+        self.report()
+
+    def report(self) -> None:
+        """Prints and keeps what there is so far."""
+        options = self.options
+        about = {"hbm": options.hbm, "dram": options.dram, "roomy": options.roomy}
+        size = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
+        report("A model from a checkpoint", self.rows, options.out, size=size, **about)
+        print(end="", flush=True)
 
     @contextmanager
     def loaded(
@@ -145,12 +174,11 @@ class Bench:
         )
         with tempfile.TemporaryDirectory(dir=self.folder.parent) as folder:
             transformers.LlamaForCausalLM(small).bfloat16().save_pretrained(folder)
-            lora = tiermem.Lora(r=8, alpha=16, target_modules=["q_proj", "v_proj"])
             with tiermem.TierManager(self.device, hbm="64MiB", dram="64MiB") as tier:
                 model = tiermem.load_checkpoint(
-                    transformers.AutoModelForCausalLM, folder, tier=tier, lora=lora
+                    transformers.AutoModelForCausalLM, folder, tier=tier, lora=_LORA
                 )
-                step = self._step(model, tier, 64)
+                step, _ = self._step(model, tier, 64)
                 for _ in range(3):
                     step()
                 tier.close(discard=True)
@@ -170,44 +198,52 @@ class Bench:
 
     def first(self) -> None:
         """From nothing to the first logits."""
+        rows = [self._first_once() for _ in range(self.options.repeats)]
+        ours, read = (statistics.median(r[i] for r in rows) for i in range(2))
+        row: Row = {
+            "what": "first logits",
+            "tokens": self.options.tokens[-1],
+            "s": ours,
+            "raw s": read,
+            "of raw": statistics.median(r[1] / r[0] for r in rows),
+            "GB moved": rows[0][3] / 1e9,
+            "host MiB": max(r[2] for r in rows) / 2**20,
+        }
+        self.add(row)
+        row |= {"peer": "from_pretrained", "peer s": self._plain_first()}
+        self.report()
+
+    def _first_once(self) -> tuple[float, float, int, int]:
+        """Returns seconds to the first logits and of a raw read, bytes beyond and bytes read."""
+        before, started = held(), time.perf_counter()
+        with self.loaded(self.options.dram) as (tier, model):
+            made = time.perf_counter() - started
+            self.call(model, self.options.tokens[-1])()
+            self.clock.wait()
+            ours = time.perf_counter() - started
+            beyond = held() - before - budgeted(tier)
+            self.say(f"first: {ours:.2f} s, load_checkpoint {made:.2f}; GB {_traffic(tier)}")
+            with RawRead(tier, "") as raw:
+                started = time.perf_counter()
+                nbytes = raw.read()
+                read = time.perf_counter() - started
+        self.say(f"first: raw read {read:.2f} s, {nbytes / read / 1e9:.2f} GB/s")
+        return ours, read, beyond, nbytes
+
+    def _plain_first(self) -> float:
+        """Returns the seconds of ``from_pretrained`` onto the device and a forward."""
         import transformers
 
-        before, rows = held(), []
-        for _ in range(self.options.repeats):
-            started = time.perf_counter()
-            with self.loaded(self.options.dram) as (tier, model):
-                self.call(model, self.options.tokens[-1])()
-                self.clock.wait()
-                ours = time.perf_counter() - started
-                beyond = held() - before - budgeted(tier)
-                with RawRead(tier, "") as raw:
-                    started = time.perf_counter()
-                    nbytes = raw.read()
-                    read = time.perf_counter() - started
-            forget(self.folder)
-            started = time.perf_counter()
-            plain = transformers.AutoModelForCausalLM.from_pretrained(self.folder)
-            plain = plain.to(self.device)
-            self.call(plain, self.options.tokens[-1])()
-            self.clock.wait()
-            resident = time.perf_counter() - started
-            del plain
-            give_back(self.device)
-            rows.append((ours, read, resident, beyond, nbytes))
-        ours, read, resident = (statistics.median(r[i] for r in rows) for i in range(3))
-        self.rows.append(
-            {
-                "what": "first logits",
-                "tokens": self.options.tokens[-1],
-                "s": ours,
-                "raw s": read,
-                "of raw": read / ours,
-                "GB moved": rows[0][4] / 1e9,
-                "peer": "from_pretrained",
-                "peer s": resident,
-                "host MiB": max(r[3] for r in rows) / 2**20,
-            }
-        )
+        forget(self.folder)
+        started = time.perf_counter()
+        plain = transformers.AutoModelForCausalLM.from_pretrained(self.folder).to(self.device)
+        self.call(plain, self.options.tokens[-1])()
+        self.clock.wait()
+        seconds = time.perf_counter() - started
+        del plain
+        give_back(self.device)
+        self.say(f"first: from_pretrained and a forward {seconds:.2f} s")
+        return seconds
 
     def disk(self) -> None:
         """Forwards from the disk, DRAM being small."""
@@ -215,29 +251,28 @@ class Bench:
             before = held()
             with self.loaded(self.options.dram) as (tier, model):
                 call = self.call(model, tokens)
-                for _ in range(self.options.warm):
-                    call()
-                ours, reads = [], []
+                every = [self._timed(tier, f"disk, {tokens} tokens", call)[0]]
+                ours, reads, moved = [], [], 0
                 with RawRead(tier, "") as raw:
-                    for _ in range(self.options.repeats):
-                        tier.reset_stats()
-                        ours.append(self.clock.once(call))
-                        links = tier.stats().links
-                        moved = sum(v.nbytes for k, v in links.items() if k.startswith("nvme"))
-                        started = time.perf_counter()
-                        read = raw.read(moved)
-                        reads.append((time.perf_counter() - started) * moved / max(1, read))
+                    for turn in range(self.options.warm + self.options.repeats):
+                        seconds, moved = self._timed(tier, f"disk, {tokens} tokens", call)
+                        every.append(seconds)
+                        if turn >= self.options.warm:
+                            ours.append(seconds)
+                            reads.append(self._read(raw, moved))
                 beyond = held() - before - budgeted(tier)
-            self._row("from disk", tokens, ours, reads, moved, beyond)
+            self._row("from disk", tokens, ours, reads, moved, beyond, {"all s": _listed(every)})
 
     def dram(self) -> None:
         """Forwards with all weights in DRAM."""
         for tokens in self.options.tokens:
             before = held()
             with self.loaded(self.options.roomy, "dram") as (tier, model):
+                self.say("dram: loaded")
                 end = tier._manager.flush
                 row = partial(_repeat, self.call(model, tokens), _ROW, end)
                 every = [self.clock.once(row) / _ROW for _ in range(_KNOWN)]
+                self.say(f"dram, {tokens} tokens: each forward {_listed(every)} s")
                 ours, copies = [], []
                 for _ in range(max(3, self.options.repeats)):
                     tier.reset_stats()
@@ -246,64 +281,90 @@ class Bench:
                     copies.append(self.clock.once(raw_copy(tier, moved, "")))
                 every += ours
                 beyond = held() - before - budgeted(tier)
-            self._row("from DRAM", tokens, ours, copies, moved, beyond)
-            self.rows[-1]["all s"] = _listed(every)
+            more = {"all s": _listed(every)}
+            self._row("from DRAM", tokens, ours, copies, moved, beyond, more)
 
     def lora(self) -> None:
-        """Steps of adapters."""
-        resident = self._resident_lora()
-        for dram in (self.options.roomy, self.options.lora_dram):
-            before = held()
-            lora = tiermem.Lora(r=8, alpha=16, target_modules=["q_proj", "v_proj"])
-            roomy = dram == self.options.roomy
-            with self.loaded(dram, lora=lora, hbm=self.options.lora_hbm) as (tier, model):
-                step = self._step(model, tier, self.options.tokens[-1])
-                every, ups = [], []
-                for _ in range(_STEPS if roomy else self.options.warm):
-                    every.append(self._measured(tier, step, ups))
-                ours, raws, moved = [], [], 0
-                with RawRead(tier, "") as raw:
-                    for _ in range(_STEPS // 2 if roomy else self.options.repeats):
-                        ours.append(self._measured(tier, step, ups))
-                        links = tier.stats().links
-                        moved = sum(v.nbytes for k, v in links.items() if k.startswith("nvme"))
-                        raws.append(max(self._raw_traffic(tier, raw, moved), resident))
-                beyond = held() - before - budgeted(tier)
-                used = self._used()
-            self._row(
-                f"LoRA step, {dram} of DRAM", self.options.tokens[-1], ours, raws, moved, beyond
-            )
-            self.rows[-1] |= {
-                "peer": "resident",
-                "peer s": resident,
-                "HBM GiB": used / 2**30,
-                "all s": _listed(every + ours),
-                "GB up": _listed([nbytes / 1e9 for nbytes in ups]),
-            }
+        """Steps of adapters, with all weights in DRAM after the first."""
+        self._lora(self.options.roomy, 6)
 
-    def _measured(
-        self, tier: tiermem.TierManager, step: Callable[[], None], ups: list[int]
-    ) -> float:
-        """Returns the seconds of a step; adds the bytes that it copied up."""
+    def lora_disk(self) -> None:
+        """Steps of adapters, with little DRAM."""
+        self._lora(self.options.lora_dram, 4)
+
+    def _lora(self, dram: str, warm: int) -> None:
+        """Measures steps after ``warm`` others, by which the loop is known."""
+        forward, resident = self._resident_lora()
+        self.say(f"lora: resident forward {forward:.4f} s, step {resident:.4f} s")
+        tokens, before, what = self.options.tokens[-1], held(), f"lora, {dram} of DRAM"
+        with self.loaded(dram, lora=_LORA, hbm=self.options.lora_hbm) as (tier, model):
+            self.say(f"{what}: load_checkpoint")
+            step, _ = self._step(model, tier, tokens)
+            every, ups, halves = [], [], []
+            ours, raws, moved = [], [], 0
+            with RawRead(tier, "") as raw:
+                for turn in range(warm + self.options.repeats):
+                    seconds, moved = self._timed(tier, what, step)
+                    every.append(seconds)
+                    up = tier.stats().links.get("dram->hbm", tiermem.LinkStats()).nbytes
+                    ups.append(up / 1e9)
+                    if turn >= warm:
+                        traffic = max(self._copied(tier, up), self._read(raw, moved))
+                        half = traffic / 2
+                        halves.append(max(half, forward) + max(half, resident - forward))
+                        raws.append(max(traffic, resident))
+                        ours.append(seconds)
+            beyond = held() - before - budgeted(tier)
+            used = self._used()
+        more = {
+            "bound s": statistics.median(halves),
+            "peer": "resident",
+            "peer s": resident,
+            "HBM GiB": used / 2**30,
+            "all s": _listed(every),
+            "GB up": _listed(ups),
+        }
+        self._row(f"LoRA step, {dram} of DRAM", tokens, ours, raws, moved, beyond, more)
+
+    def _timed(
+        self, tier: tiermem.TierManager, what: str, call: Callable[[], Any]
+    ) -> tuple[float, int]:
+        """Returns the seconds of a call and the bytes it read from files; prints both."""
         tier.reset_stats()
-        seconds = self.clock.once(step)
-        ups.append(tier.stats().links.get("dram->hbm", tiermem.LinkStats()).nbytes)
-        return seconds
+        seconds = self.clock.once(call)
+        self.say(f"{what}: {seconds:.3f} s; GB {_traffic(tier) or 'none'}")
+        links = tier.stats().links.items()
+        return seconds, sum(link.nbytes for name, link in links if name.startswith("nvme"))
 
-    def _raw_traffic(self, tier: tiermem.TierManager, raw: RawRead, moved: int) -> float:
-        """Returns the seconds of a step's reads by themselves, or of its copies if longer."""
-        up = tier.stats().links.get("dram->hbm", tiermem.LinkStats()).nbytes
-        target = torch.empty(64 << 20, dtype=torch.uint8, device=self.device)
-        source = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+    def _read(self, raw: RawRead, nbytes: int) -> float:
+        """Returns the seconds of a raw read of so many bytes, by those of a part of them."""
+        if not nbytes:
+            return 0.0
+        started = time.perf_counter()
+        read = raw.read(int(min(nbytes, _SAMPLE)))
+        seconds = time.perf_counter() - started
+        self.say(f"raw read {read / seconds / 1e9:.2f} GB/s")
+        return seconds * nbytes / read
+
+    def _copied(self, tier: tiermem.TierManager, nbytes: int) -> float:
+        """Returns the seconds of copies of so many bytes up, from what DRAM has."""
+        arena = tier._manager.parts.homes.arena
+        there = arena.locked or tier.stats().peak["dram"]  # a CPU locks nothing
+        part = min(_PART, there)
+        if not part or nbytes < part:
+            return 0.0
+        target = torch.empty(part, dtype=torch.uint8, device=self.device)
+        sources = [
+            arena.bytes_of(Extent(offset, part)) for offset in range(0, there - part + 1, part)
+        ]
 
         def copy() -> None:
-            for _ in range(up // target.numel()):
-                target.copy_(source, non_blocking=True)
+            for number in range(nbytes // part):
+                target.copy_(sources[number % len(sources)], non_blocking=True)
 
-        copied = self.clock.once(copy)
-        started = time.perf_counter()
-        read = raw.read(moved) if moved else 0
-        return max(copied, (time.perf_counter() - started) * moved / max(1, read))
+        seconds = self.clock.once(copy) * nbytes / (nbytes // part * part)
+        self.say(f"raw copies {nbytes / seconds / 1e9:.2f} GB/s")
+        return seconds
 
     def _used(self) -> int:
         """Returns the bytes of the device that are in use; no other process uses it."""
@@ -312,22 +373,21 @@ class Bench:
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free
 
-    def _resident_lora(self) -> float:
-        import transformers
-
-        plain = transformers.AutoModelForCausalLM.from_pretrained(self.folder).to(self.device)
-        tiermem.add_adapters(
-            plain, tiermem.Lora(r=8, alpha=16, target_modules=["q_proj", "v_proj"])
-        )
-        step = self._step(plain, None, self.options.tokens[-1])
-        seconds = self.clock.time(step, max(3, self.options.repeats), warm=3)
-        del plain, step
+    def _resident_lora(self) -> tuple[float, float]:
+        """Returns the seconds of a forward and of a step where all is in HBM."""
+        plain = build(self.options.shape, self.device, head=True)  # other weights, the same work
+        tiermem.add_adapters(plain, _LORA)
+        step, forward = self._step(plain, None, self.options.tokens[-1])
+        seconds = self.clock.time(step, max(3, self.options.repeats), warm=2)
+        half = self.clock.time(forward, 3, warm=0)
+        del plain, step, forward
         give_back(self.device)
-        return statistics.median(seconds)
+        return statistics.median(half), statistics.median(seconds)
 
     def _step(
         self, model: Any, tier: tiermem.TierManager | None, tokens: int
-    ) -> Callable[[], None]:
+    ) -> tuple[Callable[[], None], Callable[[], Any]]:
+        """Returns a step that trains the adapters, and its forward to the loss."""
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
@@ -341,14 +401,16 @@ class Bench:
         )
         ids = inputs(model, tokens, self.device)
 
-        def step() -> None:
+        def forward() -> Any:
             hidden = model.model(input_ids=ids).last_hidden_state
-            loss = tiermem.chunked_cross_entropy(hidden, model.lm_head.weight, ids, chunks=8)
-            loss.backward()
+            return tiermem.chunked_cross_entropy(hidden, model.lm_head.weight, ids, chunks=8)
+
+        def step() -> None:
+            forward().backward()
             optimizer.step()
             optimizer.zero_grad()
 
-        return step
+        return step, forward
 
     def peers(self) -> None:
         """Forwards by what is there already."""
@@ -357,8 +419,9 @@ class Bench:
             try:
                 forget(self.folder)
                 model = getattr(self, f"_{name}")(offload)
+                self.say(f"{name}: made")
                 call = self.call(model, self.options.tokens[-1])
-                call()
+                self.say(f"{name}: a first forward in {self.clock.once(call):.2f} s")
                 for folder in (self.folder, offload):
                     forget(folder)
                 seconds = self.clock.once(call)
@@ -368,7 +431,7 @@ class Bench:
             model = call = None  # type: ignore[assignment]
             shutil.rmtree(offload, ignore_errors=True)
             give_back(self.device)
-            self.rows.append({"what": f"peer: {name}", "tokens": self.options.tokens[-1], **row})
+            self.add({"what": f"peer: {name}", "tokens": self.options.tokens[-1], **row})
 
     def _device_map(self, offload: Path) -> Any:
         """Weights on the device and in DRAM as far as the budgets go, the rest in the files."""
@@ -393,18 +456,26 @@ class Bench:
         return model
 
     def _row(
-        self, what: str, tokens: int, ours: list[float], raw: list[float], moved: int, beyond: int
+        self,
+        what: str,
+        tokens: int,
+        ours: list[float],
+        raw: list[float],
+        moved: int,
+        beyond: int,
+        more: Row,
     ) -> None:
-        mine, bound = statistics.median(ours), statistics.median(raw)
-        self.rows.append(
+        shares = [bound / mine for bound, mine in zip(raw, ours, strict=True)]
+        self.add(
             {
                 "what": what,
                 "tokens": tokens,
-                "s": mine,
-                "raw s": bound,
-                "of raw": bound / mine,
+                "s": statistics.median(ours),
+                "raw s": statistics.median(raw),
+                "of raw": statistics.median(shares),
                 "GB moved": moved / 1e9,
                 "host MiB": beyond / 2**20,
+                **more,
             }
         )
 
@@ -414,16 +485,15 @@ def main() -> None:
     options = _options()
     bench = Bench(options)
     make_folder(bench.folder, options.shape, bench.device)
+    bench.say("the folder is there")
     bench.load_libraries()
-    about = {"hbm": options.hbm, "dram": options.dram, "roomy": options.roomy}
-    size = sum(path.stat().st_size for path in bench.folder.glob("*.safetensors"))
+    bench.say("libraries are loaded")
     for kind in options.what:
         try:
             getattr(bench, kind)()
         except (ImportError, RuntimeError, ValueError, tiermem.TierError) as error:
-            bench.rows.append({"what": kind, "note": failure(error)})
+            bench.add({"what": kind, "note": failure(error)})
         gc.collect()
-        report("A model from a checkpoint", bench.rows, options.out, size=size, **about)
 
 
 def _options() -> argparse.Namespace:

@@ -52,6 +52,12 @@ def raw_write(path: Path, nbytes: int) -> None:
         os.close(fd)
 
 
+def raw_read_all(folder: Path) -> None:
+    """Reads the tensors' files of a checkpoint past the page cache, one after another."""
+    for path in sorted(folder.glob("*.safetensors")):
+        raw_read(path, path.stat().st_size)
+
+
 def raw_read(path: Path, nbytes: int) -> None:
     """Reads a file past the page cache, by threads."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
@@ -71,10 +77,21 @@ def _in_chunks(nbytes: int, use: Callable[[int, int, int], object]) -> None:
         list(pool.map(work, range(THREADS)))
 
 
-def timed(work: Callable[[], object]) -> float:
+_BEGAN = time.perf_counter()
+
+
+def say(what: str) -> None:
+    """Prints what has just been done, at once: a time limit may end the process."""
+    print(f"{time.perf_counter() - _BEGAN:7.1f} s  {what}", flush=True)
+
+
+def timed(work: Callable[[], object], what: str = "") -> float:
     began = time.perf_counter()
     work()
-    return time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    if what:
+        say(f"{what}: {seconds:.3f} s")
+    return seconds
 
 
 class State:
@@ -86,11 +103,12 @@ class State:
             device=arguments.device, hbm=arguments.hbm, dram=arguments.dram, policy="dram"
         )
         width = arguments.width
-        layers = [nn.Linear(width, width, bias=False) for _ in range(arguments.layers)]
+        with torch.device(arguments.device):  # which draws their values faster than the host
+            layers = [nn.Linear(width, width, bias=False) for _ in range(arguments.layers)]
         self.model = self.tier.wrap(nn.Sequential(*layers))
         self.optimizer = self.tier.optimizer(self.model, torch.optim.AdamW, lr=1e-4)
         self.nbytes = 12 * arguments.layers * width * width
-        self.step()
+        timed(self.step, "a first step")
 
     def step(self) -> None:
         x = torch.randn(self.arguments.tokens, self.arguments.width, device=self.arguments.device)
@@ -129,21 +147,24 @@ def torch_save(state: dict[str, Any], path: Path) -> None:
 def one_round(state: State, folder: Path, peers: list[str]) -> dict[str, float]:
     """Returns the seconds of each thing, one after the other."""
     raw, run = folder / "raw", folder / "run"
-    found = {"raw write": timed(lambda: raw_write(raw, state.nbytes))}
-    found["tiermem save"] = timed(lambda: state.tier.save(run))
-    evict(folder)
-    found["raw read"] = timed(lambda: raw_read(raw, state.nbytes))
-    found["tiermem load"] = timed(lambda: state.tier.load(run))
+    shutil.rmtree(run, ignore_errors=True)  # the disk need not have room for two
+    found = {"raw write": timed(lambda: raw_write(raw, state.nbytes), "raw write")}
     raw.unlink()
+    found["tiermem save"] = timed(lambda: state.tier.save(run), "save")
+    evict(folder)
+    found["raw read"] = timed(lambda: raw_read_all(run), "raw read")
+    found["tiermem load"] = timed(lambda: state.tier.load(run), "load")
     if peers:
         copied = state.plain()
         for name in peers:
             save, load = {"torch": (torch_save, torch_load), "dcp": (dcp_save, dcp_load)}[name]
             path = folder / name
-            found[f"{name} save"] = timed(lambda save=save, path=path: save(copied, path))
+            what = f"{name} save"
+            found[what] = timed(lambda save=save, path=path: save(copied, path), what)
             os.sync()
             evict(folder)
-            found[f"{name} load"] = timed(lambda load=load, path=path: load(copied, path))
+            what = f"{name} load"
+            found[what] = timed(lambda load=load, path=path: load(copied, path), what)
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     return found
 
@@ -156,7 +177,7 @@ def torch_load(state: dict[str, Any], path: Path) -> None:
 
 def meanwhile(state: State, folder: Path) -> dict[str, float]:
     """Returns the seconds of steps with and without a save under way, and of the call."""
-    alone = [timed(state.step) for _ in range(state.arguments.steps)]
+    alone = [timed(state.step, "a step") for _ in range(state.arguments.steps)]
     began = time.perf_counter()
     handle: Any = None
 
@@ -164,10 +185,10 @@ def meanwhile(state: State, folder: Path) -> dict[str, float]:
         nonlocal handle
         handle = state.tier.save(folder / "later", wait=False)
 
-    blocked = timed(call)
+    blocked = timed(call, "save(wait=False)")
     beside = []
     while not handle.done() or not beside:
-        beside.append(timed(state.step))
+        beside.append(timed(state.step, "a step while saving"))
     handle.result()
     whole = time.perf_counter() - began
     return {
@@ -230,6 +251,7 @@ def main() -> None:
                 raw = "raw write" if name.endswith(("write", "save")) else "raw read"
                 seconds = [r[name] for r in rounds]
                 rows.append(row_of(name, seconds, [r[raw] for r in rounds], state.nbytes))
+            shutil.rmtree(folder / "run")
             if not arguments.no_later:
                 rows.append({"what": "steps while saving", **meanwhile(state, folder)})
             nbytes = state.nbytes

@@ -379,7 +379,7 @@ def test_trainers(tmp_path) -> None:
 def test_checkpoint(tmp_path) -> None:
     line = "--folder model --device cpu --shape tiny --tokens 4 --hbm 512KiB --dram 16MiB"
     line += " --roomy 64MiB --lora-dram 16MiB --warm 1 --repeats 1 --out out.json"
-    line += " --what first disk dram lora"
+    line += " --what first disk dram lora lora_disk"
     rows = run("bench_checkpoint.py", tmp_path, *line.split())["rows"]
     assert [row["what"].split(",")[0] for row in rows] == [
         "first logits",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tiermem
 from tiermem.nn.wrap.scope import CallInterceptor, Inside
@@ -151,3 +152,57 @@ def test_two_threads_in_one_block_are_both_right() -> None:
 
         layer.meanwhile = beside
         assert torch.equal(layer(x), alone) and torch.equal(found[0], alone)
+
+
+class Causal(nn.Module):
+    """A decoder with layers in it, and a head, as transformers' causal models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = Model()
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.decoder(x))
+
+
+def test_a_module_without_tensors_called_by_itself_is_one_pass() -> None:
+    """The decoder alone, with the head's weight used beside it: the loss in chunks."""
+    torch.manual_seed(0)
+    plain = Causal()
+    model = deepcopy(plain)
+    x = torch.randn(3, 8)
+    with tiermem.TierManager("cpu", hbm=4 * 4096, dram=1 << 20) as tier:
+        tier.wrap(model, blocks=[*(f"decoder.layers.{i}" for i in range(4)), "head"])
+        timer, keys = tier._manager.parts.pass_timer, list[Any]()
+        begin = timer.begin
+        timer.begin = lambda key: (keys.append(key), begin(key))  # type: ignore[method-assign]
+        for recompute in (False, True, True):
+            keys.clear()
+            for each in (plain, model):
+                each.zero_grad()
+                call = each.decoder
+                hidden = checkpoint(call, x, use_reentrant=False) if recompute else call(x)
+                nn.functional.linear(hidden, each.head.weight).square().sum().backward()
+            assert len(keys) == 2, "one forward, one backward"
+            for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+                assert (a.grad is None and b.grad is None) or torch.equal(a.grad, b.grad.to("cpu"))
+        assert torch.equal(plain(x), model(x))
+        plain_again = tier.unwrap(model)
+        assert CALL not in vars(plain_again.decoder) and "compile" not in vars(plain_again.decoder)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # dynamo looks at .grad of what is no leaf
+def test_a_module_without_tensors_is_compiled_around_its_blocks() -> None:
+    plain = Causal()
+    model = deepcopy(plain)
+    x = torch.randn(3, 8)
+    with tiermem.TierManager("cpu", hbm=4 * 4096, dram=1 << 20) as tier:
+        tier.wrap(model, blocks=[*(f"decoder.layers.{i}" for i in range(4)), "head"])
+        with pytest.raises(tiermem.WrapError, match="fullgraph=True works for one block only"):
+            model.decoder.compile(fullgraph=True, backend="eager")
+        model.decoder.compile(backend="eager")
+        assert vars(model.decoder)[CALL].compiled is not None
+        for _ in range(2):
+            assert torch.equal(plain.decoder(x), model.decoder(x))
+            assert torch.equal(plain(x), model(x))

@@ -171,3 +171,20 @@ def test_what_fits_in_dram_is_read_once(work: str, tmp_path: Path) -> None:
             made.blocks.index(b) for b in made.blocks if b.id in kept.in_dram | kept.residents
         }
         made.manager.parts.table.check()
+
+
+def test_where_dram_holds_all_a_large_block_slows_no_copies_of_small_ones(tmp_path: Path) -> None:
+    """Steps of adapters, with an embedding as large as four blocks; and a pass that uses none.
+
+    Two slots of such a block's size have room for many others, of which one alone would be
+    fetched ahead. In each pass all that does not stay comes up, so it takes its copies at least.
+    """
+    (ahead, uses), (back, others) = both(0.066)
+    loop = [(ahead, [(len(LLAMA) - 1, 1e-4), *uses]), (back, others), ("step", [])]
+    with streamed(tmp_path, LLAMA, hbm=125, dram=sum(LLAMA) + 10) as made:
+        made.warm(loop)
+        took = made.rounds(loop, 4)
+        copies = (sum(LLAMA) - 125) * PAGE / made.world.machine.bus
+    bound = sum(max(copies, sum(s for _, s in uses)) for _, uses in loop[:2])
+    assert took.nbytes == 0
+    assert took.seconds <= 1.08 * bound

@@ -21,6 +21,8 @@ _SLOTS = (2, 3, 4, 6, 8, 12, 16)
 _AS_GOOD = 1.002
 _FORGIVING = 4
 """Slots that are room enough for what the model of the links does not know."""
+_SEVERAL = 3
+"""With fewer slots than these, one block is in use and one ahead, however small they are."""
 _SLOWER = 1.1
 """Factor on compute times: where compute takes about as long as the copies, the model knows too
 little of how room comes free to tell which of them delays each block."""
@@ -150,8 +152,12 @@ class Loop:
         arrive = [self.transfer[b] if f else 0.0 for b, f in zip(order, fetched, strict=True)]
         streamed = [taken[b] if f else 0 for b, f in zip(order, fetched, strict=True)]
         found = streaming_time(self.compute, arrive, streamed, plan.reserve, self.latency)
+        if plan.reserve >= _SEVERAL * plan.slot:
+            return found
         # its small blocks share a slot, which two slots of whole blocks have none to give for
-        return max(found, self.one_by_one(plan)) if self.by_twos(plan) else found
+        if self.steady:
+            return max(found, self.one_by_one(plan))
+        return max(found, one_ahead_time(fetched, self.compute, arrive, self.latency))
 
     def _all_anew(self, plan: Plan, taken: Mapping[int, int]) -> float:
         """Returns how long rounds take in which each block is used once and stays or is fetched."""
@@ -219,7 +225,7 @@ class Loop:
 
     def by_twos(self, plan: Plan) -> bool:
         """Whether a plan has one block in use and one ahead, in rounds that are alike."""
-        return self.steady and plan.reserve < 3 * plan.slot
+        return self.steady and plan.reserve < _SEVERAL * plan.slot
 
     def _round(self) -> tuple[Sequence[int], Sequence[float], Sequence[float]]:
         """Returns one round's blocks, their compute, and how long each takes to arrive."""

@@ -13,6 +13,8 @@ from tiermem.errors import CheckpointError, ConfigError
 from tiermem.loading.untouched import parameters_on_meta
 from tiermem.storage.checkpoint.folder import CheckpointFiles
 
+_HAS_VALUES = "_is_hf_initialized"
+"""The attribute by which ``transformers.initialization`` (release 5) knows it."""
 Factory = nn.Module | Callable[[], nn.Module]
 
 
@@ -69,8 +71,12 @@ def _transformers_model(
         raise CheckpointError(f"{folder}/config.json: quantized checkpoints cannot be loaded yet")
     dtype = dtype or getattr(config, "dtype", None) or _first_dtype(files)
     make = cls.from_config if auto else cls._from_config
-    with parameters_on_meta():
+    # transformers draws no values for what is said to have them: random numbers for parameters
+    # without memory took as long as all else that makes a model of 32 layers
+    with parameters_on_meta(**{_HAS_VALUES: True}):
         model: Any = make(config, dtype=dtype)
+    for param in model.parameters():
+        param.__dict__.pop(_HAS_VALUES, None)
     model.tie_weights()
     _keep_in_float32(model, dtype)
     model.config._name_or_path = str(folder)

@@ -20,10 +20,13 @@ _building = threading.Lock()
 
 
 @contextmanager
-def parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta(**attributes: Any) -> Iterator[None]:
     """Modules made inside have their parameters on the meta device; buffers are real.
 
     One thread at a time: it changes what ``nn.Module`` does.
+
+    Args:
+        **attributes: What each parameter is given as attributes.
     """
     with _building:
         register = nn.Module.register_parameter
@@ -32,7 +35,8 @@ def parameters_on_meta() -> Iterator[None]:
             register(self, name, param)
             made = self._parameters.get(name)
             if made is not None and not made.is_meta:
-                self._parameters[name] = _like(made, made.detach().to("meta"))
+                on = self._parameters[name] = _like(made, made.detach().to("meta"))
+                on.__dict__.update(attributes)
 
         nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
         try:

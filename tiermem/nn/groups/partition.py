@@ -19,7 +19,8 @@ from tiermem.nn.compat.outside import outside
 from tiermem.nn.compat.stacks import experts_of
 
 Predicate = Callable[[str, nn.Module], bool]
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules that are not called themselves."""
 _SMALL = 1 << 16
 _FINEST = 16 << 20
 _COARSEST = 96 << 20
@@ -144,7 +145,7 @@ def _differ(name: str, module: nn.Module) -> bool:
     """Whether the children of a module are steps of its own: not those of a list of alike ones."""
     kinds = [type(child) for child in module.children()]
     unlike = len(set(kinds)) == len(kinds) and "expert" not in name.rpartition(".")[2]
-    return not isinstance(module, _CONTAINERS) or unlike
+    return not isinstance(module, CONTAINERS) or unlike
 
 
 def _above(name: str) -> Iterator[str]:
@@ -224,7 +225,7 @@ class _Automatic:
             path = f"{name}.{child_name}" if name else child_name
             if not self._size(child):
                 continue
-            if isinstance(child, _CONTAINERS):
+            if isinstance(child, CONTAINERS):
                 self._visit_list(path, child, inside=inside)
             elif experts_of(child):  # of which few may be used
                 self._begin(path, child)
@@ -243,7 +244,7 @@ class _Automatic:
             item = f"{path}.{name}"
             if not self._size(child):
                 continue
-            if isinstance(child, _CONTAINERS):
+            if isinstance(child, CONTAINERS):
                 self._visit_list(item, child, inside=inside)
             elif self._size(child) > _SMALL // 16 or not inside:
                 self._begin(item, child)

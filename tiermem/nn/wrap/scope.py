@@ -87,9 +87,20 @@ class Scope:
         inside: Counts the threads inside the modules that need the same groups.
         begins: Whether a block begins at this module.
         called: Whether its calls are intercepted: not those of one whose tensors all stay in HBM.
+        around: Whether it has no tensors itself, and blocks begin inside.
     """
 
-    __slots__ = ("_order", "begins", "called", "groups", "inside", "name", "number", "wrapped")
+    __slots__ = (
+        "_order",
+        "around",
+        "begins",
+        "called",
+        "groups",
+        "inside",
+        "name",
+        "number",
+        "wrapped",
+    )
 
     def __init__(
         self,
@@ -101,6 +112,7 @@ class Scope:
         *,
         begins: bool,
         called: bool = True,
+        around: bool = False,
     ) -> None:
         self.name = name
         self.number = number
@@ -109,6 +121,7 @@ class Scope:
         self.inside = inside
         self.begins = begins
         self.called = called
+        self.around = around
         self._order: tuple[int, ...] | None = None
 
     def order(self) -> tuple[int, ...]:
@@ -273,6 +286,23 @@ def _announce(runtime: ModuleRuntime, scope: Scope, _gradient: torch.Tensor) -> 
     runtime.before_backward(scope)
 
 
+class AroundInterceptor(CallInterceptor):
+    """Makes one pass of a call of a module that has no block itself, but blocks inside.
+
+    Programs call the decoder of a causal model by itself, to take the loss in chunks. Without this
+    each of its layers would be called by nobody, and be a pass of its own: the planner would
+    foresee a few layers at a time, and plan anew for each of them.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module; inside another call there is nothing to do."""
+        if self._here.depth:
+            return self.inner(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+
 class CompileInterceptor(Interceptor):
     """Makes ``module.compile()`` compile only what runs while the blocks are held."""
 
@@ -297,7 +327,8 @@ class CompileInterceptor(Interceptor):
         call = self.module.__dict__[CallInterceptor.method]
         plain = getattr(type(self.module), CallInterceptor.method).__get__(self.module)
         call.inner = call.compiled = torch.compile(plain, *args, **kwargs)
-        self.scope.wrapped.leave_to_compiler(self.scope.name)
+        if not self.scope.around:  # else it holds nothing that the modules inside need
+            self.scope.wrapped.leave_to_compiler(self.scope.name)
 
     def _own(self) -> set[int]:
         return {group.block.id for group in self.scope.groups}
@@ -402,5 +433,7 @@ OF_SCOPES: tuple[type[Interceptor], ...] = (
 """What stands in modules whose calls are intercepted."""
 OF_ALL: tuple[type[Interceptor], ...] = (LoadAllInterceptor, CopyInterceptor)
 """What stands in every module of a wrapped model, beside ``ApplyInterceptor``."""
+OF_AROUND: tuple[type[Interceptor], ...] = (AroundInterceptor, CompileInterceptor)
+"""What stands in modules that have no tensors themselves, and blocks inside."""
 INTERCEPTED = frozenset(["_apply", *(kind.method for kind in OF_SCOPES + OF_ALL)])
 """Names in a module's ``__dict__`` that are tiermem's."""

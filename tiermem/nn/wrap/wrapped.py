@@ -21,7 +21,7 @@ from tiermem.nn.groups.blocks import BlockPlan, Inventory
 from tiermem.nn.groups.group import Entry, Group, Member
 from tiermem.nn.groups.inspect import Found, can_move, find, link_shared, owners
 from tiermem.nn.groups.names import HeldDict, TieredDict
-from tiermem.nn.groups.partition import Predicate, checked_homes
+from tiermem.nn.groups.partition import CONTAINERS, Predicate, checked_homes
 from tiermem.nn.groups.resident import Resident, is_resident
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.transformed import follow_transforms
@@ -33,6 +33,7 @@ from tiermem.nn.wrap.originals import Originals, undo_wrap
 from tiermem.nn.wrap.origins import Origins, read_in
 from tiermem.nn.wrap.scope import (
     OF_ALL,
+    OF_AROUND,
     OF_SCOPES,
     CallInterceptor,
     Inside,
@@ -243,11 +244,24 @@ class WrappedModel:
                 self.scopes[name] = Scope(
                     name, self.number, groups, self, inside, begins=begins, called=is_called
                 )
+        self._around = self._scopes_around()
         for name, module in self._modules.items():
             if may_write_uncounted(module):
                 only = only_unmerges(module)
                 for group in needed.get(self._territory[name], {}).values():
                     group.suspect_writes(module if only else None)
+
+    def _scopes_around(self) -> dict[str, Scope]:
+        """Returns scopes of the modules that have no tensors themselves, and blocks inside."""
+        around: dict[str, Scope] = {}
+        for name in [name for name, scope in self.scopes.items() if scope.begins]:
+            while (name := name.rpartition(".")[0]) and name not in around:
+                module = self._modules[name]
+                if name not in self.scopes and not isinstance(module, CONTAINERS):
+                    around[name] = Scope(
+                        name, self.number, (), self, Inside(), begins=False, around=True
+                    )
+        return around
 
     def _check_hbm(self) -> None:
         """Refuses a device budget in which the model could not run.
@@ -344,6 +358,10 @@ class WrappedModel:
                     kind = ExpertsInterceptor
                 module.__dict__[kind.method] = kind(module, scope)
             self._intercept_names(module)
+        for name, scope in self._around.items():
+            module = self._modules[name]
+            for kind in OF_AROUND:
+                module.__dict__[kind.method] = kind(module, scope)
         for name in self.scopes:
             call = self._modules[name].__dict__.get(CallInterceptor.method)
             if call is not None and call.compiled is not None:
@@ -418,7 +436,7 @@ class WrappedModel:
         self.runtime.grads.forget(self.entries)
         for entry in self.entries:
             owners.pop(entry.param, None)
-        for name in self.scopes:
+        for name in (*self.scopes, *self._around):
             module = self._modules[name]
             call = module.__dict__.get(CallInterceptor.method)
             if isinstance(call, CallInterceptor):
