@@ -138,7 +138,7 @@ class _Pass:
     Attributes:
         schedule: What it goes by.
         tape: Where the recording will be kept.
-        places: How often room had been asked for when it began.
+        places: How often room had been had when it began.
         departures: How many departures from HBM there had been.
         swaps: What it does, by place in the schedule.
     """
