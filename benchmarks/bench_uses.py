@@ -246,7 +246,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
     for one in (plain, model):
         one.train(options.train).requires_grad_(options.train)
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    budget = nbytes // 4 // 4096 * 4096 * (4 if options.train else 1)
+    budget = int(nbytes * options.hbm) // 4096 * 4096 * (4 if options.train else 1)
     with smaller(by), tiermem.TierManager("cpu", hbm=budget, dram=12 * nbytes + (1 << 24)) as tier:
         calls = stand_in(tier, by)
         optimizer: Any = None
@@ -338,6 +338,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--warm", type=int, default=20)
     parser.add_argument("--lines", type=int, default=40)
+    parser.add_argument("--hbm", type=float, default=0.25, help="as a part of the weights")
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--calls", action="store_true", help="count calls of functions")
     parser.add_argument("--sample", action="store_true", help="let passes be measured by tiermem")

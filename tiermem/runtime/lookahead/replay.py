@@ -13,7 +13,7 @@ of those with nothing asked that cannot have changed since the pass began.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from tiermem.core.block import Extent, Tier
@@ -184,7 +184,7 @@ class Replay:
         self._prefetcher = prefetcher
         self._planner = parts.planner
         self._evictor = parts.evictor
-        self._may_leave = parts.evictor.rules.may_leave
+        self._rules = parts.evictor.rules
         self._transfers = parts.transfers
         self._departures = parts.transfers.departures
         self._deferred = parts.deferred
@@ -244,24 +244,27 @@ class Replay:
         if run is not None:
             run.departures = -1
 
-    def foreseen(self, block_id: int) -> Step | None:
-        """Enters the use of a block that is in HBM and was foreseen.
+    def foreseen(self, block_id: int) -> tuple[Record, Sequence[Swap]] | None:
+        """Enters the use of a block that is in HBM and was foreseen, or is used once more in a row.
 
         Returns:
-            What is to be done then, by :meth:`perform`, once the block is leased; ``used`` is
-            set. None, and nothing is entered, where anything is out of the ordinary.
+            Its record, and what :meth:`perform` is to do once the block is leased. None, and nothing
+            is entered, where anything is out of the ordinary.
         """
-        run = self._run
-        if run is None:
-            return None
-        steps, cursor = run.steps, run.cursor + 1
+        run, planner = self._run, self._planner
         if (
-            cursor >= len(steps)
+            run is None
             or run.departures != self._departures.count
-            or self._planner.cursor + 1 != cursor
+            or planner.cursor != run.cursor
             or self._deferred.owed
             or self._copy.capturing()
         ):
+            return None
+        steps, cursor = run.steps, run.cursor + 1
+        again = block_id == planner.last
+        if again:
+            cursor -= 1
+        elif cursor >= len(steps):
             return None
         step = steps[cursor]
         record = step.used
@@ -273,13 +276,13 @@ class Replay:
             or (extent.offset < self._evictor.largest_later and not record.leases)
         ):
             return None
-        self._planner.follow(block_id)
+        if again:
+            return record, ()
+        planner.follow(block_id)
         run.cursor = cursor
-        if self._waste.outcomes:
+        if block_id in self._waste.pending:
             self._waste.used(block_id)
-        else:
-            self._waste.pending.pop(block_id, None)
-        return step
+        return record, step.swaps
 
     def advance(self) -> bool:
         """Repeats what the passes before did at this use, which :meth:`foreseen` has not entered.
@@ -296,9 +299,9 @@ class Replay:
         run.cursor += 1
         if step.block in self._waste.pending:
             self._waste.used(step.block)
-        return self.perform(step)
+        return self.perform(step.swaps)
 
-    def perform(self, step: Step) -> bool:
+    def perform(self, swaps: Sequence[Swap]) -> bool:
         """Performs the swaps recorded for one place of the schedule.
 
         Returns:
@@ -307,7 +310,7 @@ class Replay:
         run = self._run
         if run is None:
             return False
-        for swap in step.swaps:
+        for swap in swaps:
             if swap.fit is not None:
                 if not self._fill(run, swap, swap.fit):
                     return self._stop()
@@ -315,14 +318,10 @@ class Replay:
             leaves, comes = swap.leaves, swap.comes
             extent = leaves.extent
             as_was = extent is not None and extent.nbytes == swap.nbytes
-            if not (as_was and self._may_leave(leaves, _AHEAD)):
+            if not (as_was and self._rules.may_leave(leaves, _AHEAD)):
                 return self._stop()
-            went = leaves.block.id
-            if (
-                self._current[went].pointed
-                and (holder := self._parts.holders.get(went)) is not None
-            ):
-                holder.unpoint()
+            if self._current[leaves.block.id].pointed:
+                self._rules.unpoint(leaves)
             if not self._transfers.exchange(leaves, comes):
                 return self._stop()
             run.departures += 1
@@ -379,12 +378,9 @@ class Replay:
         absent = comes.in_hbm is State.ABSENT and comes.at_home is _VALID
         if offset < 0 or not (absent and comes.defined and comes.home is Tier.DRAM):
             return False
-        evictor = self._evictor
         for record in fit.leaves:
-            loose = record.in_hbm is _VALID and self._may_leave(record, _AHEAD)
-            if not (loose and evictor.rules.let_loose(record)):
+            if not self._send_away(record):
                 return False
-            evictor.evict(record)
             run.departures += 1
         extent = self._parts.table.hbm.take_at(offset, swap.nbytes)
         if extent is None:
@@ -392,6 +388,21 @@ class Replay:
         self._transfers.fill(comes, extent)
         self._parts.counters.prefetches += 1
         self._waste.fetched(comes.block.id, run.number + swap.passes, swap.key)
+        return True
+
+    def _send_away(self, record: Record) -> bool:
+        """Evicts a block as :meth:`Evictor.evict` does, but for the queue, which is rebuilt later."""
+        if record.in_hbm is not _VALID or not self._rules.may_leave(record, _AHEAD):
+            return False
+        block_id = record.block.id
+        slot = self._current[block_id]
+        if slot.pointed:
+            self._rules.unpoint(record)
+            if slot.aliased:  # what hid behind a parameter's reference
+                return False
+        self._parts.table.drop(block_id)
+        self._transfers.leave(block_id)
+        self._parts.counters.evictions += 1
         return True
 
     def _step_now(self, run: _Run) -> Step | None:
