@@ -32,7 +32,9 @@ from torch import nn
 
 import tiermem
 from tiermem.nn.groups import partition, resident
+from tiermem.runtime import assembly
 from tiermem.runtime.lookahead.walks import Reach
+from tiermem.transfer import driver
 from tiermem.transfer.copy import StreamCopyEngine
 from tiermem.transfer.driver import DriverCalls
 
@@ -94,35 +96,29 @@ def _stream(_index: int) -> int:
     return 7
 
 
-def stand_in(tier: Any, by: int) -> StandInCalls:
-    """Gives a manager of the CPU the engine of CUDA's copies, over :class:`StandInCalls`."""
-    import tiermem.transfer.driver as driver
-
-    driver._current_device = lambda: 0
-    manager = tier._manager
+@contextmanager
+def stand_in() -> Iterator[StandInCalls]:
+    """Gives managers of the CPU the engine of CUDA's copies, over :class:`StandInCalls`."""
     calls = StandInCalls(torch.device("cuda", 0))
     engine = StreamCopyEngine(calls, *(calls.new_stream() for _ in "abc"))
-    host = manager.parts.copy
-    seen: set[int] = set()
-    queue: list[Any] = [manager, manager.parts]
-    while queue:  # wherever the host's engine was handed to
-        thing = queue.pop()
-        names = getattr(thing, "__dict__", None) or {
-            name: getattr(thing, name, None) for name in getattr(type(thing), "__slots__", ())
-        }
-        for name, value in list(names.items()):
-            if value is host:
-                object.__setattr__(thing, name, engine)
-            elif type(value).__module__.startswith("tiermem") and id(value) not in seen:
-                seen.add(id(value))
-                queue.append(value)
+    kept = driver._current_device, assembly.HostCopyEngine
+    driver._current_device = lambda: 0
+    assembly.HostCopyEngine = lambda: engine  # type: ignore[misc, assignment]
+    try:
+        yield calls
+    finally:
+        driver._current_device, assembly.HostCopyEngine = kept  # type: ignore[misc]
+
+
+def as_on_cuda(tier: Any, by: int) -> None:
+    """Has a manager of the CPU fetch ahead, and not look after memory as on the CPU."""
+    manager = tier._manager
     manager.parts.transfers._poison = False
     manager._heap = None
     manager.prefetcher.fetcher.beside = True
     least = min((64 << 20) // by, manager.parts.table.hbm.capacity // 4)
     manager.prefetcher._reach = Reach(None, least)
     manager.prefetcher._maker._least = least
-    return calls
 
 
 class Layers(nn.Module):
@@ -247,8 +243,9 @@ def measure(name: str, options: argparse.Namespace) -> None:
         one.train(options.train).requires_grad_(options.train)
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     budget = int(nbytes * options.hbm) // 4096 * 4096 * (4 if options.train else 1)
-    with smaller(by), tiermem.TierManager("cpu", hbm=budget, dram=12 * nbytes + (1 << 24)) as tier:
-        calls = stand_in(tier, by)
+    room = {"hbm": budget, "dram": 12 * nbytes + (1 << 24)}
+    with smaller(by), stand_in() as calls, tiermem.TierManager("cpu", **room) as tier:
+        as_on_cuda(tier, by)
         optimizer: Any = None
         if options.train:
             own = torch.optim.AdamW(plain.parameters(), lr=1e-4)

@@ -176,13 +176,41 @@ class Group(Holder):
             in the module.
     """
 
-    host_loans: Lender
-    freed = False
-    stepped = 0
-    stays = False
-    resident = False
-    layer = 0
-    rows: Mapping[str, Any] | None = None
+    __slots__ = (  # more than thirty in a dictionary are found more slowly, at every use of a block
+        "__weakref__",
+        "_acquirer",
+        "_counted",
+        "_deferred",
+        "_hidden",
+        "_indices",
+        "_members",
+        "_names",
+        "_placeholders",
+        "_plain",
+        "_release",
+        "_shown",
+        "_slot",
+        "_tensors",
+        "_versions",
+        "_whole",
+        "block",
+        "buffers",
+        "entries",
+        "freed",
+        "holds",
+        "insides",
+        "layer",
+        "lender",
+        "manager",
+        "merging",
+        "resident",
+        "rows",
+        "soft",
+        "stays",
+        "stepped",
+        "suspect",
+        "writes_hidden",
+    )
 
     def __init__(self, manager: BlockManager, block: Block, *, writes_hidden: bool = False) -> None:
         """Describes a block.
@@ -199,6 +227,10 @@ class Group(Holder):
         self._release = manager.parts.table.release
         self.block = block
         self.writes_hidden = writes_hidden
+        self.lender: Lender
+        self.freed = self.stays = self.resident = False
+        self.stepped = self.layer = 0
+        self.rows: Mapping[str, Any] | None = None
         self.entries: list[Entry] = []
         self.buffers: list[Member] = []
         self.holds = 0
