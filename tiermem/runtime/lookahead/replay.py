@@ -50,6 +50,12 @@ class Fit:
     behind: bool
     delta: int
 
+    @property
+    def instead_of(self) -> Record | None:
+        """The one block that leaves for it, where that begins at the same place; else None."""
+        one = len(self.leaves) == 1 and self.anchor is self.leaves[0]
+        return self.anchor if one and not (self.behind or self.delta) else None
+
     def offset(self) -> int:
         """Returns the offset in HBM; below zero where the anchor is not in HBM."""
         if self.anchor is None:
@@ -66,13 +72,15 @@ class Swap:
 
     Attributes:
         comes: The block that is fetched.
-        leaves: The block that is evicted for it; ``comes`` itself where ``fit`` says that.
+        leaves: The block that is evicted for it, and begins where it will; ``comes`` itself where
+            ``fit`` says what leaves.
         nbytes: Size of the place, wherever it is: a loop may go round its slots more slowly than
             round its blocks.
         position: Where in the schedule it is used.
         passes: How many passes later that is.
         key: Name of that pass.
-        fit: Its place, where it is not that of one other of the same size.
+        fit: Its place, where it is not that of one other of the same size; that one may be smaller
+            or larger, if the place begins with it.
     """
 
     comes: Record
@@ -248,8 +256,8 @@ class Replay:
         """Enters the use of a block that is in HBM and was foreseen, or is used once more in a row.
 
         Returns:
-            Its record, and what :meth:`perform` is to do once the block is leased. None, and nothing
-            is entered, where anything is out of the ordinary.
+            Its record, and what :meth:`perform` is to do once the block is leased. None, with
+            nothing entered, where anything is out of the ordinary.
         """
         run, planner = self._run, self._planner
         if (
@@ -311,18 +319,18 @@ class Replay:
         if run is None:
             return False
         for swap in swaps:
-            if swap.fit is not None:
+            leaves, comes = swap.leaves, swap.comes
+            if leaves is comes and swap.fit is not None:
                 if not self._fill(run, swap, swap.fit):
                     return self._stop()
                 continue
-            leaves, comes = swap.leaves, swap.comes
             extent = leaves.extent
-            as_was = extent is not None and extent.nbytes == swap.nbytes
+            as_was = extent is not None and (extent.nbytes == swap.nbytes or swap.fit is not None)
             if not (as_was and self._rules.may_leave(leaves, _AHEAD)):
                 return self._stop()
             if self._current[leaves.block.id].pointed:
                 self._rules.unpoint(leaves)
-            if not self._transfers.exchange(leaves, comes):
+            if not self._transfers.exchange(leaves, comes, swap.nbytes):
                 return self._stop()
             run.departures += 1
             self._waste.pending[comes.block.id] = (run.number + swap.passes, swap.key)
@@ -344,7 +352,8 @@ class Replay:
             if self._evictor.ring.uses:
                 return  # the ring goes on from where it is: not recorded, so not replayed
             fit = self._fit_of(extent)
-        swap = Swap(record, room.left or record, extent.nbytes, cursor + position, fit=fit)
+        leaves = room.left or (fit and fit.instead_of) or record
+        swap = Swap(record, leaves, extent.nbytes, cursor + position, fit=fit)
         noted.swaps.append((cursor, swap))
 
     def repair(self) -> None:
@@ -391,7 +400,7 @@ class Replay:
         return True
 
     def _send_away(self, record: Record) -> bool:
-        """Evicts a block as :meth:`Evictor.evict` does, but for the queue, which is rebuilt later."""
+        """Does what :meth:`Evictor.evict` does, but for the queue, which is rebuilt later."""
         if record.in_hbm is not _VALID or not self._rules.may_leave(record, _AHEAD):
             return False
         block_id = record.block.id
