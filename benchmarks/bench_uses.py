@@ -1,10 +1,10 @@
-"""Host time of the uses of blocks in passes that are replayed, whole models, on the CPU or on CUDA.
+"""Processor time of the uses of blocks in passes that are replayed: whole models, without a GPU.
 
 A pass of the plain model and one of the same model in the tiers take turns; what the second takes
-longer, divided by its uses of blocks, is tiermem's own. On the CPU the models are those of the
-GPU's table by shape and number of layers, and narrow, so that kernels and copies cost little; the
-sizes by which blocks are made are divided as the weights are. Copies go through the same engine and
-the same calls as on CUDA: the driver is a library of a few lines that copies at once.
+longer, divided by its uses of blocks, is tiermem's own. The models are as deep as those of the
+GPU's table and narrow, so that kernels cost little; the sizes by which blocks are made are divided
+as the weights are. Copies go through the same engine and the same calls as on CUDA: the driver is a
+library of a few lines (made by cc), which copies at once, or, while times are taken, not at all.
 
     python benchmarks/bench_uses.py [t5] [vit] [layers] [--calls] [--profile] [--train]
 """
