@@ -114,9 +114,9 @@ def loop(blocks: int, slots: int, *, depth: Any = 1, large: int = 0) -> Iterator
         found.events.append(("left", block_id))
         left(block_id)
 
-    def exchanging(leaves: Record, comes: Record) -> bool:
+    def exchanging(leaves: Record, comes: Record, nbytes: int) -> bool:
         before = len(found.events)
-        done = exchange(leaves, comes)
+        done = exchange(leaves, comes, nbytes)
         if done:
             found.events.insert(before, ("left", leaves.block.id))
         return done
