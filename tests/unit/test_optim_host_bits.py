@@ -115,7 +115,7 @@ def test_steps_are_made_both_ways_until_it_is_decided(monkeypatch: pytest.Monkey
             ahead.append(any(unit in optimizer._ahead.provisional for unit in hosted))
             twins.step()
             sides.append(any(unit.host is not None for unit in hosted))
-            twins.check()
+        twins.check()
         assert sides[:11] == [False] * 9 + [True] * 2  # 8 of them were stepped before its step()
         assert ahead == [False, *[True] * 11]
 
