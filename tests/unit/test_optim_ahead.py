@@ -16,6 +16,7 @@ import tiermem
 from tiermem.optim.ahead import Habit
 from tiermem.optim.balance import Load, Speed, best_left, seconds
 
+
 @pytest.mark.parametrize("master", [torch.float32, None])
 @pytest.mark.parametrize(("cls", "settings"), [SGD, (torch.optim.AdamW, {"lr": 0.01})])
 def test_every_unit_is_stepped_ahead_and_confirmed(cls, settings, master) -> None:

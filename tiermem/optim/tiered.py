@@ -338,9 +338,9 @@ class TieredOptimizer(torch.optim.Optimizer):
     def _tell_others(self, units: Sequence[StepUnit]) -> None:
         """Tells other optimizers not to step blocks inside backward that it steps too."""
         for other in self._runtime.backwards:
-            if isinstance(other, InBackward | StepsAhead):
-                if other is not self._inside and other is not self._ahead:
-                    other.leave(units)
+            own = other is self._inside or other is self._ahead
+            if isinstance(other, InBackward | StepsAhead) and not own:
+                other.leave(units)
 
     def _is_begun(self, ticket: object) -> bool:
         """Whether a step with some ticket is begun: what was made ahead for it counts."""

@@ -44,7 +44,7 @@ class StepAhead:
         return self.job.failed()
 
     def confirm(self) -> None:
-        """Makes it a step that was asked for: deferred work of its blocks; once, if called again."""
+        """Makes it a step that was asked for, once: its end is deferred work of its blocks."""
         self.steps.take_over(self)
 
     def take_back(self) -> None:
