@@ -403,6 +403,18 @@ class ResidencyTable:
         record.at_home = State.ABSENT
         record.home, record.home_extent = home, extent
 
+    def rehome_lent(self, block_id: int, extent: Extent) -> None:
+        """Gives a block that is lent another home in the same tier, which its borrower writes.
+
+        Args:
+            block_id: The block; it holds no data as far as the table knows.
+            extent: As for :meth:`rehome`.
+        """
+        record = self._records[block_id]
+        if record.in_hbm is not State.ABSENT or record.defined or record.home is Tier.HBM:
+            raise self._wrong(record, "given another home while it is lent")
+        record.home_extent = extent
+
     def put_back(self, block_id: int, extent: Extent) -> None:
         """Restores a block's former home, and with it the contents from before :meth:`rehome`.
 
