@@ -25,7 +25,6 @@ when it began; with one at a time that counts for each of them, though the next 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 import traceback
@@ -35,8 +34,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts
-
 import torch
 from common import bars, report
 from llama import (
@@ -44,6 +41,7 @@ from llama import (
     Call,
     Clock,
     Peak,
+    allow_deterministic_products,
     both_ways,
     budget_of,
     build,
@@ -100,6 +98,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.device = torch.device(options.device)
+        allow_deterministic_products(self.device)
         self.clock = Clock(self.device)
 
     def sizes(self, what: str) -> list[int]:

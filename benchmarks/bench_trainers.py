@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import cProfile
 import itertools
-import os
 import pstats
 import statistics
 import tempfile
@@ -28,11 +27,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts
-
 import torch
 from common import failure, integration, report
-from llama import SHAPES, deterministic, give_back
+from llama import SHAPES, allow_deterministic_products, deterministic, give_back
 from profile_step import step_profile
 from torch import Tensor, nn
 from training import LR, Data, build, parameters_of, settle_python
@@ -174,6 +171,7 @@ def bare(
         looks: Whether it looks for NaN in every loss, as Trainer does: the host waits for it.
     """
     device = torch.device(options.device)
+    allow_deterministic_products(device)
     settings: dict[str, Any] = {"lr": LR, "weight_decay": 0.0, "fused": True}
     with ExitStack() as opened:
         optimizer: Any
@@ -306,6 +304,7 @@ LOOPS: dict[str, Callable[..., None]] = dict(
 def measure(kind: str, options: argparse.Namespace) -> tuple[Row, list[Tensor]]:
     """Makes the steps of one loop; returns its row and its losses."""
     device = torch.device(options.device)
+    allow_deterministic_products(device)
     lm = build(options.shape, device, chunks=options.chunks, layers=options.layers)
     ids = Data(options.tokens, lm.head.out_features, torch.device("cpu"), 1).micro_batch(0)
     marks = Marks(kind, device, options)

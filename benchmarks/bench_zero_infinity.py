@@ -23,12 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts
-
 import torch
 from bench_memory import host_memory
 from common import failure, integration, report
-from llama import SHAPES, Clock, deterministic, peak_of
+from llama import SHAPES, Clock, allow_deterministic_products, deterministic, peak_of
 from profile_step import profile_step
 from torch import Tensor, nn
 from training import Data, Loop, Trainer, build, parameters_of, settle_python
@@ -172,6 +170,7 @@ def trainer_of(options: argparse.Namespace, kind: str, model: Any) -> Iterator[T
     """Opens one of the three."""
     config = filled(options)
     device = torch.device(options.device)
+    allow_deterministic_products(device)
     if kind == "plain":
         yield Plain(model, config)
     elif kind == "deepspeed":
@@ -195,6 +194,7 @@ def trainer_of(options: argparse.Namespace, kind: str, model: Any) -> Iterator[T
 def measure(options: argparse.Namespace, kind: str) -> Row:
     """Makes the steps of one of the three; its losses, seconds and memory."""
     device = torch.device(options.device)
+    allow_deterministic_products(device)
     before = host_memory()["rss"]
     model = build(options.shape, device, chunks=options.chunks, layers=options.layers)
     count, vocabulary = parameters_of(model), model.head.out_features

@@ -34,11 +34,9 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts
-
 import torch
 from common import failure, report
-from llama import Clock, deterministic, give_back, nbytes_of
+from llama import Clock, allow_deterministic_products, deterministic, give_back, nbytes_of
 from raw import raw_copy
 from raw_train import BothWays
 from torch import Tensor, nn
@@ -147,6 +145,7 @@ class Bench:
         self.name = name
         self.keep = keep
         self.device = torch.device(options.device)
+        allow_deterministic_products(self.device)
         self.clock = Clock(self.device)
         self.began = time.perf_counter()
 

@@ -20,7 +20,6 @@ to have come before its own call ends.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,8 +28,6 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts
-
 import torch
 from bench_stream import exactly
 from common import bars, failure, report
@@ -38,6 +35,7 @@ from llama import (
     SHAPES,
     Call,
     Clock,
+    allow_deterministic_products,
     both_ways,
     budget_of,
     build,
@@ -243,6 +241,7 @@ class Comparison:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.device = torch.device(args.device)
+        allow_deterministic_products(self.device)
         self.clock = Clock(self.device)
         self.works = works(args)
         self.rows: list[dict[str, Any]] = []

@@ -8,7 +8,7 @@ the same as rounding once.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -156,6 +156,11 @@ def _read(tensor: torch.Tensor) -> Array:
 
 def _write(tensor: torch.Tensor, values: Array) -> None:
     tensor.detach().copy_(torch.from_numpy(np.ascontiguousarray(values)).view(tensor.shape))
+
+
+def every_second(sizes: Sequence[int], _rates: object) -> list[bool]:
+    """A share of the host: every second block, not the first and not the last ones."""
+    return [number % 2 == 1 for number in range(len(sizes))]
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
@@ -324,6 +325,16 @@ def test_host_time(tmp_path) -> None:
     assert streamed["copies per forward"] > 0 and resident["copies per forward"] == 0
     parts = {row["what"].strip() for row in rows if row["what"].startswith(" ")}
     assert {"Acquirer.acquire", "Transfers.fill", "HostCopyEngine.up"} <= parts
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="it compiles what stands for the driver")
+def test_uses(tmp_path) -> None:
+    """The copies go through CUDA's engine; the bits are those of the plain model."""
+    line = "layers --repeats 2 --warm 6 --calls --lines 90"
+    found = output("bench_uses.py", tmp_path, *line.split())
+    assert re.search(r"layers: uses 120, copies [1-9]\d*, misses 0; ", found)
+    assert "BITS DIFFER" not in found
+    assert "2 of 2 passes replayed" in found and "transfer/driver.py:copy_behind" in found
 
 
 _ZERO = (

@@ -22,6 +22,9 @@ steps = st.lists(
         st.tuples(
             st.just("take at"), st.tuples(st.integers(0, PAGES), st.integers(1, 6 * ALIGNMENT))
         ),
+        st.tuples(
+            st.just("retake"), st.tuples(st.integers(0, PAGES), st.integers(1, 6 * ALIGNMENT))
+        ),
     ),
     max_size=60,
 )
@@ -104,6 +107,18 @@ def test_it_agrees_with_a_map_of_bytes(capacity, script) -> None:
                 oracle.put(taken)
             else:
                 assert taken is None
+        elif kind == "retake" and oracle.extents:
+            which, nbytes = value
+            number = sorted(oracle.extents)[which % len(oracle.extents)]
+            before = oracle.drop(number)
+            first, pages = before.offset // ALIGNMENT, align_up(nbytes) // ALIGNMENT
+            inside = oracle.cells[first : first + pages]
+            extent = allocator.retake(before, nbytes)
+            fits = len(inside) == pages and not any(inside)
+            assert extent == (Extent(before.offset, pages * ALIGNMENT) if fits else None)
+            oracle.put(extent or before)
+            with pytest.raises(InvariantError):
+                allocator.retake(Extent(before.offset + 1, before.nbytes), nbytes)
         check(allocator, oracle)
 
 

@@ -388,6 +388,20 @@ def test_a_link_that_slows_down_is_a_reason_to_plan_anew() -> None:
     assert [estimates.wants("f") for _ in range(5)] == [True] * 4 + [False]
 
 
+def test_a_pass_that_uses_a_block_twice_computes_for_both_uses() -> None:
+    estimates = Estimates()
+    for seconds in (9.0, 6.0, 7.0):
+        assert estimates.wants("f")
+        estimates.observe("f", {1: 1.0, 2: 2.0}, {}, (), seconds)
+    assert estimates.computes("f") == 7.0
+    assert estimates.wants("g")
+    estimates.observe("g", {1: 1.0, 2: 2.0}, {}, ())
+    assert estimates.computes("g") is None
+    estimates.wants("g")
+    estimates.observe("g", {1: 1.0, 2: 2.0}, {}, ())
+    assert estimates.computes("g") == 3.0
+
+
 def test_memory_stays_bounded() -> None:
     estimates = Estimates()
     for number in range(300):

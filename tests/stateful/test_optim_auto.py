@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from support_examples import examples
+from support_hostbits import device_of_numpy, every_second
 from support_nn import Tiers, assert_same, check_table, seed, wrap_tight
 from torch import nn
 
 import tiermem
+from tiermem.optim.host import proof
+from tiermem.optim.host.loop import library
+from tiermem.optim.host.spread import Rates
 
 WIDTH = 8
 LAYERS = 4
@@ -150,7 +157,9 @@ class Disturbed:
         self.ahead, self.what = ahead, what
         self.make = ahead._make_one
         self.has_room = ahead.provisional.has_room
+        self.begin = ahead._begin_there
         ahead._make_one = self
+        ahead._begin_there = self.begin_there
         ahead.provisional.has_room = self.room
 
     def room(self, group: Any, units: Any) -> bool:
@@ -171,6 +180,28 @@ class Disturbed:
             unit.__dict__.pop("_run", None)
         if what == "dropped":
             self.ahead.provisional.drop()
+
+    def begin_there(self, host: Any, group: Any, units: Any) -> None:
+        """The same on the host, which is at it while the program goes on."""
+        what = self.what.pop(0) if self.what else ""
+        if what == "no room in HBM":
+            return
+        if what == "no memory":
+            units[0].host._update = partial(self.fail, units[0].host)
+        self.begin(host, group, units)
+        found = self.ahead.provisional
+        LookingOnBothSides.there += len(found._elsewhere)
+        if what == "no memory":  # so that it is known before step(): later it raises
+            for step in found._elsewhere:
+                step.job.wait()
+        if what in ("dropped", "dropped midway"):
+            found.drop()
+        if what == "a home needs room":
+            self.ahead._manager.parts.homes._reclaim()
+
+    def fail(self, side: Any, *_: Any) -> None:
+        del side._update
+        raise torch.OutOfMemoryError
 
     def at_hand(self, at_hand: Callable[[], None], what: str) -> None:
         at_hand()
@@ -208,6 +239,7 @@ class Looking(RuleBasedStateMachine):
     """Does everything to both; whatever the program sees has to agree."""
 
     waited = confirmed = dropped = 0
+    both_sides = False
 
     @initialize(
         kind=st.sampled_from(sorted(CLASSES)),
@@ -220,6 +252,8 @@ class Looking(RuleBasedStateMachine):
     def begin(
         self, kind: str, master: bool, spare: int, policy: Any, start: int, ahead: bool
     ) -> None:
+        if self.both_sides:
+            kind, policy = "fused", None
         cls, given = CLASSES[kind]
         options = {"master_dtype": torch.float32} if master else {}  # no weight has another dtype
 
@@ -238,6 +272,8 @@ class Looking(RuleBasedStateMachine):
             self.optimizer._ahead._may_begin = lambda: False
         self.disturbed = Disturbed(self.optimizer._ahead, [])
         self.scaler = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+        if self.both_sides:
+            self.share(True)
         for _ in range(2):
             self.train(start, -1, "after", False, "", [])
             self.step("none", False)
@@ -314,7 +350,8 @@ class Looking(RuleBasedStateMachine):
         self._both(use)
         Looking.waited += len(self.optimizer._owed)
 
-    @precondition(lambda self: not self.master)  # else the scale is undone in the step
+    # else the scale is undone in the step; and the device of NumPy has none
+    @precondition(lambda self: not (self.master or self.both_sides))
     @rule(start=number, infinite=st.booleans())
     def scaled(self, start: int, infinite: bool) -> None:
         """A step by a scaler, which may be left out."""
@@ -351,6 +388,12 @@ class Looking(RuleBasedStateMachine):
     @rule()
     def let_go(self) -> None:
         self.kept.clear()
+
+    @precondition(lambda self: self.both_sides)
+    @rule(on_host=st.booleans())
+    def share(self, on_host: bool) -> None:
+        """The host gets its share, or loses it."""
+        self.optimizer._movable.trial.on_host = on_host
 
     @rule(release=st.booleans())
     def drop(self, release: bool) -> None:
@@ -437,6 +480,7 @@ class Looking(RuleBasedStateMachine):
         if backward:
             self._both(lambda model, _: model.zero_grad())
 
+    @precondition(lambda self: not self.both_sides)  # torch counts NumPy's writes otherwise
     @rule(factor=st.sampled_from([1.0, 2.0]))
     def a_graph_from_before(self, factor: float) -> None:
         """Backward through weights that a step has written is refused, or right."""
@@ -491,3 +535,42 @@ class TestLooking(Looking.TestCase):  # type: ignore[name-defined,misc]
         assert Looking.waited
         assert Looking.confirmed
         assert Looking.dropped
+
+
+class LookingOnBothSides(Looking):
+    """The same where the host steps every second block, with the bits of a device of NumPy's."""
+
+    there = 0
+    both_sides = True
+
+
+LookingOnBothSides.TestCase.settings = settings(
+    max_examples=examples(6, 400), stateful_step_count=examples(12, 25)
+)
+
+
+@pytest.mark.skipif(isinstance(library(), str), reason=f"no loop here: {library()}")
+class TestLookingOnBothSides(LookingOnBothSides.TestCase):  # type: ignore[name-defined,misc]
+    """The machine; and the host did make steps ahead in it."""
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        sides = "tiermem.optim.host.sides"
+        cls.stack = ExitStack()
+        for what, value in (
+            (f"{sides}._LEAST", 0),
+            (f"{sides}.measure_both", lambda *_: Rates(1.0, 1.0)),
+            (f"{sides}.spread", every_second),
+            ("tiermem.optim.host.proof._SIZES", (512, 253)),
+            ("tiermem.optim.host.proof._COUNTS", (*range(1, 10), 100)),
+            ("tiermem.optim.host.devicebits.ShareTrial.step", lambda trial, _: trial.on_host),
+        ):
+            cls.stack.enter_context(mock.patch(what, value))
+        proof.forget()
+        cls.stack.callback(proof.forget)
+        cls.stack.enter_context(device_of_numpy())
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        cls.stack.close()
+        assert LookingOnBothSides.there

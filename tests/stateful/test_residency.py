@@ -134,15 +134,18 @@ class Residency(RuleBasedStateMachine):
             and not old.fixed
             and new.here == "no"
             and new.home is True
-            and new.pages <= old.pages
         )
-        if allowed and new.pages < old.pages:
-            return  # it may be done; what is left over is then the caller's to know of
         table = self.table
-        extent = table.exchange(table[gone], table[here])
+        if allowed and new.pages > old.pages:  # then what lies behind the other must be free
+            behind = range(old.at + old.pages, old.at + new.pages)
+            gaps = table.hbm.gaps_in(0, CAPACITY * PAGE)
+            free = {p for g in gaps for p in range(g.offset // PAGE, g.end // PAGE)}
+            allowed = all(page in free for page in behind)
+        nbytes = new.pages * PAGE
+        extent = table.exchange(table[gone], table[here], nbytes)
         assert (extent is not None) == allowed
         if allowed:
-            assert extent.offset // PAGE == old.at
+            assert extent == Extent(old.at * PAGE, nbytes)
             new.here, new.at = "coming", old.at
             old.here, old.at = "no", None
 

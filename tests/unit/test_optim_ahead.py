@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+from support_ahead import DROPS, ROOMY, SGD, ahead, drops, units, warm
 from support_nn import Tiers, assert_same, check_table
 from support_optim import Net, Twins, loss_of, two_groups
 from torch import nn
@@ -16,32 +15,6 @@ from torch import nn
 import tiermem
 from tiermem.optim.ahead import Habit
 from tiermem.optim.balance import Load, Speed, best_left, seconds
-
-ROOMY = Tiers("dram", dram=8 << 20)
-SGD = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
-
-
-def warm(*arguments: Any, **options: Any) -> Twins:
-    """Two steps are made: the first at once, and the second ahead."""
-    pair = Twins(*(arguments or (Net, ROOMY)), **options)
-    for number in (90, 91):
-        pair.backward(number)
-        pair.step()
-    assert pair.optimizer.stepped_in_backward == units(pair)
-    return pair
-
-
-def units(pair: Twins) -> int:
-    return len(pair.optimizer._units)
-
-
-def ahead(pair: Twins) -> int:
-    """How many units are stepped and not confirmed."""
-    return len(pair.optimizer._ahead.provisional.units)
-
-
-def drops(pair: Twins) -> int:
-    return int(pair.optimizer._ahead.provisional.drops)
 
 
 @pytest.mark.parametrize("master", [torch.float32, None])
@@ -56,47 +29,6 @@ def test_every_unit_is_stepped_ahead_and_confirmed(cls, settings, master) -> Non
         assert pair.optimizer.stepped_in_backward == 5 * units(pair)
         assert not drops(pair)
         pair.check()
-
-
-def look_at_state(pair: Twins) -> None:
-    param = next(iter(pair.model.parameters()))
-    assert pair.optimizer.state[param]["exp_avg"].abs().sum() >= 0
-
-
-def change_rate(pair: Twins) -> None:
-    for optimizer in (pair.by_hand.optimizer, pair.optimizer):
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.5
-
-
-def scale_gradient(pair: Twins) -> None:
-    for gradient in pair.by_hand.gradients():
-        gradient.mul_(2.0)
-    for param in pair.model.parameters():
-        if param.grad is not None:
-            param.grad.mul_(2.0)
-
-
-def write_weight(pair: Twins) -> None:
-    for model in (pair.plain, pair.model):
-        with torch.no_grad():
-            next(iter(model.parameters())).mul_(2.0)
-
-
-DROPS: dict[str, Callable[[Twins], Any]] = {
-    "a weight": lambda p: p.model.layers[0].up.weight.sum(),
-    "a gradient": lambda p: p.model.layers[0].up.weight.grad.sum(),
-    "state": look_at_state,
-    "state_dict": lambda p: p.optimizer.state_dict(),
-    "a rate": change_rate,
-    "gradients are scaled": scale_gradient,
-    "a weight is written": write_weight,
-    "clipping": lambda p: p.clip_norm(0.01),
-    "clamping": lambda p: p.clip_value(0.001),
-    "another backward": lambda p: p.backward(7),
-    "evaluation": lambda p: loss_of(p.model, 3),
-    "room for a home": lambda p: p.tier._manager.parts.homes._reclaim(),
-}
 
 
 @pytest.mark.parametrize("what", sorted(DROPS))
@@ -262,8 +194,20 @@ def test_what_the_host_steps_is_not_left_and_does_not_move_in_backward() -> None
     assert left
     assert not left & hosted
     assert seconds(loads, busy, left) < seconds(loads, busy, frozenset())
-    assert seconds(loads, busy, frozenset()) == max(150, 10 * 20) + max(300, 60 + 20 * 12 + 20 * 2)
+    assert seconds(loads, busy, frozenset()) == 150 + max(300, 60 + 20 * 12 + 20 * 2)
+    slow = [replace(load, host=load.host and 40.0) for load in loads]  # the longest in backward
+    assert seconds(slow, busy, frozenset()) == 150 + 10 * 40
     assert not best_left(loads, busy, now=hosted) & hosted  # that were left before it was tried
+
+
+def test_how_long_both_passes_compute_is_known_to_the_balance() -> None:
+    pair = warm()
+    for number in range(20):
+        pair.backward(number)
+        pair.step()
+    estimates = pair.tier._manager.parts.pass_timer.estimates
+    forward, backward = map(estimates.computes, pair.optimizer._ahead._runtime.last_passes)
+    assert forward is not None and backward is not None and min(forward, backward) > 0
 
 
 def test_blocks_stay_where_others_are_hardly_better() -> None:

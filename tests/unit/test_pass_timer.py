@@ -321,7 +321,7 @@ def test_a_steady_loop_is_left_alone() -> None:
         estimates = pass_timer.estimates
         observe = estimates.observe
 
-        def alike(key, compute, flows, fills) -> None:  # type: ignore[no-untyped-def]
+        def alike(key, compute, flows, fills, whole) -> None:  # type: ignore[no-untyped-def]
             observe(key, dict.fromkeys(compute, 1.0), {}, ())
 
         estimates.observe = alike  # type: ignore[method-assign]
@@ -386,7 +386,7 @@ def test_the_depth_follows_the_estimates(tmp_path: Path) -> None:
         estimates = manager.parts.pass_timer.estimates
         observe, speed = estimates.observe, [1e12]
 
-        def fixed(key, compute, flows, fills) -> None:  # type: ignore[no-untyped-def]
+        def fixed(key, compute, flows, fills, whole) -> None:  # type: ignore[no-untyped-def]
             flows = {"nvme->hbm": (int(speed[0]), 1.0)}
             observe(key, dict.fromkeys(compute, 0.01), flows, ())
 

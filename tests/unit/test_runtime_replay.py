@@ -114,9 +114,9 @@ def loop(blocks: int, slots: int, *, depth: Any = 1, large: int = 0) -> Iterator
         found.events.append(("left", block_id))
         left(block_id)
 
-    def exchanging(leaves: Record, comes: Record) -> bool:
+    def exchanging(leaves: Record, comes: Record, nbytes: int) -> bool:
         before = len(found.events)
-        done = exchange(leaves, comes)
+        done = exchange(leaves, comes, nbytes)
         if done:
             found.events.insert(before, ("left", leaves.block.id))
         return done
@@ -455,7 +455,7 @@ def test_a_pass_that_repeats_is_measured_as_one_that_is_decided() -> None:
         manager = made.manager
         observed = []
 
-        def observe(key: Any, compute: Any, flows: Any, fills: Any) -> None:
+        def observe(key: Any, compute: Any, flows: Any, fills: Any, whole: Any) -> None:
             observed.append((sorted(compute), sorted(flows), len(fills)))
 
         manager.parts.pass_timer.estimates.observe = observe  # type: ignore[method-assign]

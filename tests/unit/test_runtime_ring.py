@@ -266,3 +266,20 @@ def test_what_stays_goes_once_it_is_removed() -> None:
         alive = {block.id for block in made.blocks}
         assert made.manager.parts.evictor.residents <= alive
         made.check()
+
+
+def test_what_is_used_several_times_takes_its_room_once() -> None:
+    """Half of HBM is fetched ahead: 1, 2 and 3 beside 0, though 0 and 1 are used in turns."""
+    with rig(8, depth="auto") as made:
+        made.manager.prefetcher.fetcher.beside = True
+        for _ in range(20):
+            made.add(1, "dram", Role.OPTIMIZER)
+        order = [*[0, 1] * 6, *range(2, 20)]
+        rounds(made, order, 3)
+        made.manager.begin_pass("f")
+        made.write(made.blocks[0])
+        made.write(made.blocks[1])
+        table = made.manager.parts.table
+        there = {n for n in range(2, 16) if table[made.blocks[n].id].extent is not None}
+        assert there == {2, 3}
+        made.check()

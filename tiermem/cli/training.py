@@ -19,6 +19,8 @@ from tiermem.cli.model import ByteGPT, Layer, Shape, loss_of
 _WARMUP_SHARE = 0.1
 _LEAST_RATE = 0.1
 
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -335,7 +337,11 @@ def deterministic(device: str) -> Iterator[None]:
     if not device.startswith("cuda"):
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if _WORKSPACE not in os.environ:
+        # torch looks once whether it is set, but parses it at every product while it is: 0.1 ms
+        os.environ[_WORKSPACE] = ":4096:8"
+        torch.mm(*2 * [torch.ones(8, 8, device=device)])
+        del os.environ[_WORKSPACE]
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:

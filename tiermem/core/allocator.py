@@ -214,6 +214,38 @@ class Allocator:
         gaps[index : index + 1] = [(start, offset - start), *rest] if start < offset else rest
         return self._take(extent)
 
+    def retake(self, extent: Extent, nbytes: int) -> Extent | None:
+        """Takes bytes where an extent begins that is given back: both in one.
+
+        Args:
+            extent: One that was handed out.
+            nbytes: Bytes asked for instead, above zero; rounded up to the alignment.
+
+        Returns:
+            The new extent; None, and ``extent`` is as it was, where any byte behind it that is
+            needed is taken, or has no memory.
+
+        Raises:
+            InvariantError: If ``extent`` was not handed out.
+        """
+        start, size, gaps = extent.offset, self._size(nbytes), self._gaps
+        if self._taken.get(start) != extent.nbytes or start in self._walls:
+            raise InvariantError(f"{extent} was not allocated")
+        made = Extent(start, size)
+        if size > extent.nbytes and self._backing is not None and not self._backed(made):
+            return None
+        end = start + extent.nbytes
+        index = bisect_left(gaps, (end,))
+        behind = gaps[index][1] if index < len(gaps) and gaps[index][0] == end else 0
+        left = extent.nbytes + behind - size
+        if left < 0:
+            return None
+        gaps[index : index + (behind > 0)] = [(start + size, left)] if left else []
+        self._taken[start] = size
+        self.used += size - extent.nbytes
+        self.peak = max(self.peak, self.used)
+        return made
+
     def free(self, extent: Extent) -> None:
         """Gives an extent back.
 

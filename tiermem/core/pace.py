@@ -69,6 +69,7 @@ class _Pass:
     typical: float = 0.0
     odd: bool = False
     whole: Recent = field(default_factory=Recent)
+    compute: Recent = field(default_factory=Recent)
 
 
 class Estimates:
@@ -154,6 +155,7 @@ class Estimates:
         compute: Mapping[int, float],
         flows: Mapping[str, tuple[int, float]],
         fills: Collection[tuple[str, int, float]],
+        whole: float | None = None,
     ) -> None:
         """Enters one measured pass.
 
@@ -162,6 +164,7 @@ class Estimates:
             compute: Seconds of a use, by block.
             flows: Bytes, and seconds in which they moved, by link.
             fills: Link, block and seconds of single transfers.
+            whole: Seconds of all uses; None where every block was used once.
         """
         known = self._passes.get(key)
         if known is None:
@@ -171,6 +174,7 @@ class Estimates:
             self._fill(link, block, seconds)
         if compute:
             surprised |= _surprise(known, compute)
+            known.compute.add(sum(compute.values()) if whole is None else whole)
             for block, seconds in compute.items():
                 known.blocks.setdefault(block, Recent()).add(seconds)
             if len(known.blocks) > 2 * len(compute) + _SPARE_BLOCKS:
@@ -224,7 +228,7 @@ class Estimates:
         known = self._passes.get(key)
         if known is None or known.samples < _SURE or not known.blocks:
             return None
-        return sum(recent.value for recent in known.blocks.values())
+        return known.compute.value
 
     def transfer(self, link: str, block: int, nbytes: int) -> float:
         """Returns the seconds a block takes to arrive: as measured, else by the link's speed."""

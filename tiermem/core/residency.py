@@ -190,8 +190,13 @@ class ResidencyTable:
             raise self._wrong(record, "placed blank")
         self._enter(record, extent, State.VALID)
 
-    def exchange(self, leaves: Record, comes: Record) -> Extent | None:
+    def exchange(self, leaves: Record, comes: Record, nbytes: int) -> Extent | None:
         """Begins to bring a block up in the place of a clean copy, which is dropped.
+
+        Args:
+            leaves: Whose copy is dropped.
+            comes: What is brought up where that began.
+            nbytes: Bytes of its place, which may end sooner or later than the other.
 
         Returns:
             The place; None, and nothing is changed, where one cannot leave or the other cannot
@@ -206,9 +211,14 @@ class ResidencyTable:
             or leaves.fixed
             or comes.in_hbm is not _ABSENT
             or comes.at_home is not _VALID
-            or extent.nbytes < comes.block.nbytes
+            or nbytes < comes.block.nbytes
         ):
             return None
+        if nbytes != extent.nbytes:
+            found = self.hbm.retake(extent, nbytes)
+            if found is None:
+                return None
+            extent = found
         leaves.in_hbm = _ABSENT
         leaves.extent = None
         comes.in_hbm = _FILLING
@@ -392,6 +402,18 @@ class ResidencyTable:
         record.in_hbm = State.DIRTY  # first: cut short after it, nothing is lost
         record.at_home = State.ABSENT
         record.home, record.home_extent = home, extent
+
+    def rehome_lent(self, block_id: int, extent: Extent) -> None:
+        """Gives a block that is lent another home in the same tier, which its borrower writes.
+
+        Args:
+            block_id: The block; it holds no data as far as the table knows.
+            extent: As for :meth:`rehome`.
+        """
+        record = self._records[block_id]
+        if record.in_hbm is not State.ABSENT or record.defined or record.home is Tier.HBM:
+            raise self._wrong(record, "given another home while it is lent")
+        record.home_extent = extent
 
     def put_back(self, block_id: int, extent: Extent) -> None:
         """Restores a block's former home, and with it the contents from before :meth:`rehome`.

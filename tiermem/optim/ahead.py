@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import is_viewed
 from tiermem.optim.auto import AutoOverlap
 from tiermem.optim.balance import Load, Speed, best_left
+from tiermem.optim.host.steps import HostSteps
 from tiermem.optim.provisional import Provisional
 from tiermem.optim.rules.groups import frozen_settings
 from tiermem.optim.rules.scaling import Scaling
@@ -88,6 +90,10 @@ class Others(Protocol):
         """Whether a unit is stepped there, as a rule."""
         ...
 
+    def place_ahead(self, units: Sequence[StepUnit], groups: Sequence[dict[str, Any]]) -> str:
+        """Moves a block's units to ``"host"`` or ``"device"``, if they can be stepped ahead."""
+        ...
+
 
 class StepsAhead:
     """Makes the steps of one optimizer inside backward, provisionally.
@@ -130,6 +136,7 @@ class StepsAhead:
         self._habit = Habit()
         self._groups: Sequence[dict[str, Any]] = ()
         self._state: State = {}
+        self._host: HostSteps | None = None
         self._settings: list[dict[str, Any]] = []
         self._marks: object = None
         self._drops = 0
@@ -146,7 +153,11 @@ class StepsAhead:
         runtime.grads.watchers.append(self)
 
     def extend(
-        self, units: Iterable[StepUnit], groups: Sequence[dict[str, Any]], state: State
+        self,
+        units: Iterable[StepUnit],
+        groups: Sequence[dict[str, Any]],
+        state: State,
+        host: HostSteps | None = None,
     ) -> None:
         """Takes units on.
 
@@ -154,8 +165,9 @@ class StepsAhead:
             units: New ones.
             groups: All parameter groups, with the settings that a step uses.
             state: The tiered optimizer's, to be kept up to date.
+            host: Makes the steps of units that are the host's, if any are.
         """
-        self._groups, self._state = groups, state
+        self._groups, self._state, self._host = groups, state, host
         self._arrivals.add(units)
 
     def close(self) -> None:
@@ -172,6 +184,7 @@ class StepsAhead:
         if made and (
             scaling is not None
             or not self.provisional.whole
+            or self.provisional.failed
             or self._marks != marks_of(self._groups)
             or not all(map(_is_untouched, self.provisional.units))
         ):
@@ -183,6 +196,12 @@ class StepsAhead:
         self.provisional.drop()
         if self._habit.backwards:
             self._ends_round()
+
+    def leave(self, units: Iterable[StepUnit]) -> None:
+        """Drops steps of blocks that another optimizer is about to step as well."""
+        blocks = [unit.group.block for unit in units if unit.group is not None]
+        if self.provisional and any(map(self.provisional.touches, blocks)):
+            self.provisional.drop()
 
     def settle(self) -> None:
         """Drops the steps made ahead, so that blocks and gradients are as before them."""
@@ -275,7 +294,8 @@ class StepsAhead:
             return
         if self._rounds >= self._next_look:
             self._next_look = 2 * self._rounds
-        self._leave(Speed(forward, backward, pace.rate("dram->hbm"), pace.rate("hbm->dram")))
+        up = pace.rate("dram->hbm")
+        self._leave(Speed(forward, backward, up, pace.best_rate("hbm->dram") or up))
 
     def _leave(self, speed: Speed) -> None:
         """Leaves to the next forward what that has time for."""
@@ -294,11 +314,8 @@ class StepsAhead:
         return frozenset(
             number
             for number, units in self._arrivals.units.items()
-            if any(map(self._is_there, units))
+            if any(map(self._others.has, units))
         )
-
-    def _is_there(self, unit: StepUnit) -> bool:
-        return unit.host is not None or self._others.has(unit)
 
     def _step(self, group: Group) -> None:
         """Steps the units of a block whose gradients are final, if all of them can be."""
@@ -309,8 +326,6 @@ class StepsAhead:
             return
         if not all(self._can_be_made(unit) for unit in units):
             return
-        for unit in units:
-            unit.optimizer_for(self._settings)
         with self._manager.lock, quiet(self._manager.parts.device), torch.no_grad():
             uncompiled(StepsAhead._make)(self, group, units)
 
@@ -318,7 +333,6 @@ class StepsAhead:
         """Whether the step of a unit can be made ahead, and be taken back."""
         return (
             unit.made is not None
-            and not self._is_there(unit)
             and not isinstance(unit, PartedUnit)
             and not (unit.spoils or unit.private or unit.attempt is not None)
             and id(unit) not in self._owed
@@ -332,6 +346,24 @@ class StepsAhead:
         """Makes the steps of a block; what cannot be made here is left to ``step()``."""
         if not self.provisional.has_room(group, units):
             return
+        where = self._others.place_ahead(units, self._settings)
+        for unit in units if where else ():
+            unit.optimizer_for(self._settings)
+        if where == "host" and self._host is not None:
+            self._begin_there(self._host, group, units)
+        elif where == "device":
+            self._make_here(group, units)
+
+    def _begin_there(self, host: HostSteps, group: Group, units: Sequence[StepUnit]) -> None:
+        """Has the host make the steps of a block while backward goes on."""
+        begin = partial(host.begin_ahead, units, self._settings, self.provisional.ticket)
+        try:
+            self.provisional.begin(group, units, self._state, begin)
+        except (StorageError, CapacityError):
+            return
+        self._made_any = True
+
+    def _make_here(self, group: Group, units: Sequence[StepUnit]) -> None:
         began = time.perf_counter_ns()
         try:
             made = self.provisional.make(group, units, self._state, self._make_one)

@@ -8,7 +8,7 @@ of masters and state S (recomputation, everything out of HBM; a step ahead keeps
     in the next forward W + G + S    W + S    W             G
     by the host         W            0        W             G
 
-A pass takes as long as its compute, the busier direction or, in forward, the host. So blocks are
+A pass takes as long as its compute, the busier direction or, in backward, the host. So blocks are
 best left to the forward until its copies take as long as its compute. They lie evenly between the
 others: HBM has room for the state of a block or two ahead. What the host steps is not chosen here
 (:class:`tiermem.optim.host.devicebits.ShareTrial` tries it), only counted.
@@ -85,10 +85,10 @@ def seconds(loads: Sequence[Load], speed: Speed, left: frozenset[int]) -> float:
     fetched = sum(load.gradients + load.kept for load in waits)
     later = sum(load.weights + load.kept for load in waits)
     stepped = sum(load.host for load in loads if load.host is not None)
-    forward = max(speed.forward, (weights + fetched) / speed.up, later / speed.down, stepped)
+    forward = max(speed.forward, (weights + fetched) / speed.up, later / speed.down)
     up = weights + sum(load.kept for load in ahead)
     down = gradients + sum(load.weights + load.kept for load in ahead)
-    return forward + max(speed.backward, up / speed.up, down / speed.down)
+    return forward + max(speed.backward, up / speed.up, down / speed.down, stepped)
 
 
 def _evenly(count: int, of: int) -> frozenset[int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from tiermem.core.block import Block
 from tiermem.core.residency import State as Residency
@@ -25,6 +26,27 @@ _AT_HOME = Residency.VALID
 
 Step = Callable[[StepUnit, Callable[[], None]], None]
 """Makes the step of a unit; calls what it is given once the unit's blocks are at hand."""
+
+
+class Elsewhere(Protocol):
+    """A step of a unit that is under way in another thread."""
+
+    def failed(self) -> bool:
+        """Whether it is known that it could not be made."""
+        ...
+
+    def confirm(self) -> None:
+        """Makes it one that was asked for; it may be called again."""
+        ...
+
+    def take_back(self) -> None:
+        """Ends it, made or not, so that nobody uses its blocks; it may be called again."""
+        ...
+
+
+Begin = Callable[[Callable[[Elsewhere], None], Callable[[Sequence[Block]], None]], None]
+"""Begins the steps of units elsewhere; given what notes each, and what gives lent blocks their
+shadows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +87,7 @@ class Provisional:
         self._is_begun = is_begun
         self._made: dict[int, _Made] = {}
         self._used: set[int] = set()  # entries
+        self._elsewhere: list[Elsewhere] = []
         self._debts: list[Deferred] = []
         self._making = False
         self._broken = False  # not all of it could be dropped: some blocks were in use
@@ -80,6 +103,15 @@ class Provisional:
     def whole(self) -> bool:
         """Whether there are provisional steps, and all of them can be confirmed."""
         return bool(self._made) and not self._broken
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is known that one of them could not be made elsewhere."""
+        return any(step.failed() for step in self._elsewhere)
+
+    def touches(self, block: Block) -> bool:
+        """Whether one of the steps writes a block."""
+        return block in self._shadows
 
     @property
     def units(self) -> list[StepUnit]:
@@ -134,6 +166,35 @@ class Provisional:
                 self.drop()
         return done
 
+    def begin(self, group: Group, units: Sequence[StepUnit], state: State, begin: Begin) -> None:
+        """Has the steps of a block's units made elsewhere, under the manager's lock.
+
+        Args:
+            group: Of their weights.
+            units: For which :meth:`has_room` was true.
+            state: The tiered optimizer's.
+            begin: Lends their blocks and begins them, with :attr:`ticket`.
+        """
+        ticket = self.ticket
+        kept = [block for unit in units for block in unit.kept_blocks()]
+        found = [grads.block for unit in units for grads in unit.grad_units()]
+        self._making = True
+        done = False
+        try:
+            for unit in units:
+                self._made[id(unit)] = _Made(unit, unit.made, _numbers_of(unit, state))
+                unit.counted.later(ticket)
+            begin(self._elsewhere.append, self._shadows.turn_lent)
+            for unit in units:
+                unit.made = ticket
+            self._used.update(id(e) for unit in units for e in unit.entries)
+            self._owe(group.block, [group.block, *kept, *found])
+            done = True
+        finally:
+            self._making = False
+            if not done:
+                self.drop()
+
     def drop(self) -> None:
         """Undoes the steps; cut short, it may be called again.
 
@@ -146,6 +207,8 @@ class Provisional:
             if self._is_begun(self.ticket) and not self._broken:
                 self.confirm()
                 return
+            for step in self._elsewhere:
+                step.take_back()
             manager.parts.copy.synchronize()
             for made in self._made.values():
                 made.numbers.take_back()
@@ -165,6 +228,8 @@ class Provisional:
         with self._manager.lock:
             for made in self._made.values():
                 made.unit.counted.confirm(made.unit, self.ticket)
+            for step in self._elsewhere:  # which have deferred work from here on
+                step.confirm()
             self._shadows.confirm()
             self.total += len(self._made)
             self._end()
@@ -186,9 +251,16 @@ class Provisional:
     # -- inside ----------------------------------------------------------
 
     def _owe(self, block: Block, blocks: Sequence[Block]) -> None:
-        debt = Deferred(block.name, [b.id for b in blocks], self.drop)
+        ids = [b.id for b in blocks]
+        debt = Deferred(block.name, ids, partial(self._is_looked_at, ids))
         self._debts.append(debt)
         self._manager.parts.deferred.add(debt)
+
+    def _is_looked_at(self, blocks: Sequence[int]) -> None:
+        confirmed = self._is_begun(self.ticket) and not self._broken
+        self.drop()
+        for block_id in blocks if confirmed else ():  # elsewhere they may be at it still
+            self._manager.parts.deferred.pay(block_id)
 
     def _end(self) -> None:
         while self._debts:
@@ -196,6 +268,7 @@ class Provisional:
             self._debts.pop()
         self._made.clear()
         self._used.clear()
+        self._elsewhere.clear()
         self._broken, self.ticket = False, object()
 
     def _give_up(self) -> bool:

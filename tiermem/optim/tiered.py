@@ -297,7 +297,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 now = {id(unit) for unit in self._put_off.owe(waiting, current)}
                 units = [u for u in units if id(u) in now or not self._may_wait(u)]
             self._step(units, current)
-            self._finish_but_waiting()
+            self._finish_but_waiting(current)
             if self._auto is not None:
                 self._auto.made(current.units, current.groups)
             if self._inside is not None:
@@ -336,9 +336,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._rounds.clear()
 
     def _tell_others(self, units: Sequence[StepUnit]) -> None:
-        """Tells other optimizers not to step units inside backward whose gradients it uses too."""
+        """Tells other optimizers not to step blocks inside backward that it steps too."""
         for other in self._runtime.backwards:
-            if isinstance(other, InBackward) and other is not self._inside:
+            own = other is self._inside or other is self._ahead
+            if isinstance(other, InBackward | StepsAhead) and not own:
                 other.leave(units)
 
     def _is_begun(self, ticket: object) -> bool:
@@ -411,13 +412,14 @@ class TieredOptimizer(torch.optim.Optimizer):
                 if id(unit) in unfinished and unit.group is not None:
                     self._manager.parts.deferred.pay(unit.group.block.id)
 
-    def _finish_but_waiting(self) -> None:
-        """Makes what is left of a step and may not wait: the host's."""
+    def _finish_but_waiting(self, current: Round) -> None:
+        """Makes what is left of a step and may not wait: the host's, if it was not made ahead."""
         if self._overlap or not self._owed:
             return
         with self._manager.lock:
             for unit in self._units:
-                if id(unit) in self._owed and unit.group is not None and not self._may_wait(unit):
+                left = id(unit) in self._owed and unit.made is not current.ticket
+                if left and unit.group is not None and not self._may_wait(unit):
                     self._manager.parts.deferred.pay(unit.group.block.id)
 
     def _choose(self, auto: AutoOverlap, current: Round) -> None:
@@ -914,7 +916,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self._inside is not None:
             self._inside.extend(taking.planned, self.param_groups, self._state, self._host)
         if self._ahead is not None:
-            self._ahead.extend(taking.planned, self.param_groups, self._state)
+            self._ahead.extend(taking.planned, self.param_groups, self._state, self._host)
         self._taking = None
 
     def _all_units(self) -> list[StepUnit]:
@@ -943,9 +945,11 @@ class TieredOptimizer(torch.optim.Optimizer):
         dtype = next((self._stepped_dtype(p) for u in units for p, _ in u.members), torch.float32)
         args = self._runtime, units, self.make, dtype, self.param_groups, self._bits
         earlier = [unit for unit in self._units if unit.host is not None]
-        inside = self._inside is not None
+        inside, ahead = self._inside is not None, self._ahead is not None
         if self._movable is not None:
-            why, speeds = choose_exact_sides(*args, in_backward=inside, earlier=earlier)
+            why, speeds = choose_exact_sides(
+                *args, in_backward=inside or ahead, keeps=ahead, earlier=earlier
+            )
             some, self._why_device = not why, why
             self.speeds = speeds or self.speeds
             self._movable.seconds = 0.0 if self.speeds is None else self.speeds.host

@@ -50,26 +50,35 @@ class Acquirer:
         look-ahead does what it did then.
         """
         block_id = block.id
-        step = self._replay.foreseen(block_id) if self._replay.swift else None
-        if step is not None:
-            record: Record = step.used  # type: ignore[assignment]
-        else:
-            if modes():
-                with without_modes():
-                    return self.acquire(block)
-            record = self._let_in(block_id)
-            if self._copy.capturing():
-                return self._captured(record)
+        found = self._replay.foreseen(block_id) if self._replay.swift else None
+        if found is None:
+            return self._acquire(block)
+        record, swaps = found
         leases = record.leases
         try:
-            if step is not None:
-                self._counters.hits += 1
-                record.leases += 1  # that it can be has just been looked at
-                self._copy.use(self._ready.get(block_id))
-                if step.swaps and not self._replay.perform(step):
-                    self._go_on(block_id)
-            else:
-                self._use(record)
+            self._counters.hits += 1
+            record.leases = leases + 1  # that it can be has just been looked at
+            self._copy.use(self._ready.get(block_id))
+            if swaps and not self._replay.perform(swaps):
+                self._go_on(block_id)
+            return self._current[block_id]
+        except BaseException:
+            if record.leases > leases:
+                self._table.release(block_id)
+            raise
+
+    def _acquire(self, block: Block) -> Slot:
+        """Does what :meth:`acquire` does in a pass that is measured, or that repeats no other."""
+        if modes():
+            with without_modes():
+                return self._acquire(block)
+        block_id = block.id
+        record = self._let_in(block_id)
+        if self._copy.capturing():
+            return self._captured(record)
+        leases = record.leases
+        try:
+            self._use(record)
             return self._current[block_id]
         except BaseException:
             if record.leases > leases:

@@ -176,13 +176,41 @@ class Group(Holder):
             in the module.
     """
 
-    host_loans: Lender
-    freed = False
-    stepped = 0
-    stays = False
-    resident = False
-    layer = 0
-    rows: Mapping[str, Any] | None = None
+    __slots__ = (  # more than thirty in a dictionary are found more slowly, at every use of a block
+        "__weakref__",
+        "_acquirer",
+        "_counted",
+        "_deferred",
+        "_hidden",
+        "_indices",
+        "_members",
+        "_names",
+        "_placeholders",
+        "_plain",
+        "_release",
+        "_shown",
+        "_slot",
+        "_tensors",
+        "_versions",
+        "_whole",
+        "block",
+        "buffers",
+        "entries",
+        "freed",
+        "holds",
+        "insides",
+        "layer",
+        "lender",
+        "manager",
+        "merging",
+        "resident",
+        "rows",
+        "soft",
+        "stays",
+        "stepped",
+        "suspect",
+        "writes_hidden",
+    )
 
     def __init__(self, manager: BlockManager, block: Block, *, writes_hidden: bool = False) -> None:
         """Describes a block.
@@ -199,6 +227,10 @@ class Group(Holder):
         self._release = manager.parts.table.release
         self.block = block
         self.writes_hidden = writes_hidden
+        self.lender: Lender
+        self.freed = self.stays = self.resident = False
+        self.stepped = self.layer = 0
+        self.rows: Mapping[str, Any] | None = None
         self.entries: list[Entry] = []
         self.buffers: list[Member] = []
         self.holds = 0
@@ -288,17 +320,21 @@ class Group(Holder):
 
     def hold_locked(self) -> None:
         """Does what :meth:`hold` does; the caller has the manager's lock."""
-        if self.holds and self._deferred.owed:  # of a step that could not be taken back
-            self._deferred.pay(self.block.id)
-        if self.holds == 0:
-            if self.merging:
-                self.suspect = any(module.merged_adapters for module in self.merging)
-            slot = self._acquirer.acquire(self.block)
-            _change(self._shown)  # ordinary ones, since their block is held
-            if slot is not self._slot:
-                self._point(slot, plain=self._plain)
-            slot.idle = self.soft = False
-        self.holds += 1
+        if self.holds:
+            if self._deferred.owed:  # of a step that could not be taken back
+                self._deferred.pay(self.block.id)
+            self.holds += 1
+            return
+        if self.merging:
+            self.suspect = any(module.merged_adapters for module in self.merging)
+        slot = self._acquirer.acquire(self.block)
+        for kind, things in self._shown:  # ordinary ones, since their block is held
+            for thing in things:
+                thing.__class__ = kind
+        if slot is not self._slot:
+            self._point(slot, plain=self._plain)
+        slot.idle = self.soft = False
+        self.holds = 1
 
     def hide(self) -> None:
         """Intercepts every operation on the tensors, although the block is held."""
@@ -325,27 +361,48 @@ class Group(Holder):
             if dirty:
                 self.manager.mark_dirty(self.block)
             return
-        slot = self._slot
-        # what was written while the block was not held counts as well, which does no harm
-        before, self._versions = self._versions, self._count()
-        written = dirty or self.writes_hidden or self._versions != before
-        refused = None
-        if slot is not None and self._versions != before:
-            refused = reshaped(self, slot)
-        if slot is not None and (refused is not None or slot.others()):
-            written = True  # an alias may write the bytes, or has replaced them
-            refused = refused or bring_home(self, slot)
-            self._point(slot)
+        slot, versions = self._slot, 0
+        for param in self._counted:  # :meth:`_count`, in line
+            versions += param._version
+        written, refused = dirty or self.writes_hidden, None
+        if versions != self._versions or (slot is not None and slot.others()):
+            written, refused = self._look_for_writes(slot, versions, written)
         if self.suspect and not written:
             written = differs_from_home(self.manager, self.block)
         self.holds = 0
-        _change(self._hidden)  # every operation on them is to bring the block first
+        for kind, things in self._hidden:  # every operation on them is to bring the block first
+            for thing in things:
+                thing.__class__ = kind
         if slot is not None:
             self.soft = soft
             slot.idle = not soft
         self._release(self.block.id, dirty=written)
         if refused is not None:
             raise refused
+
+    def _look_for_writes(
+        self, slot: Slot | None, versions: int, written: bool
+    ) -> tuple[bool, Exception | None]:
+        """Looks at tensors that were written, or whose bytes something else may write.
+
+        Args:
+            slot: Where they point.
+            versions: The sum of their counters.
+            written: Whether they are known to be written.
+
+        Returns:
+            Whether they are to be taken for written, and the error of what cannot be taken over.
+        """
+        # what was written while the block was not held counts as well, which does no harm
+        before, self._versions = self._versions, versions
+        refused = None
+        if slot is not None and versions != before:
+            refused = reshaped(self, slot)
+        if slot is not None and (refused is not None or slot.others()):
+            refused = refused or bring_home(self, slot)
+            self._point(slot)
+            return True, refused  # an alias may write the bytes, or has replaced them
+        return written or versions != before, refused
 
     def may_be_written(self) -> bool:
         """Whether other code can write the bytes, or has written them since their last use."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tiermem.core.block import Block, Extent, Role, Tier
-from tiermem.core.forecast import rounded
+from tiermem.core.forecast import rounded, timed
 from tiermem.core.need import unit_limit
 from tiermem.errors import CapacityError, CheckpointError, WrapError
 from tiermem.nn.compat.entrances import inside
@@ -399,8 +399,8 @@ class ModuleRuntime:
 
     @property
     def last_passes(self) -> tuple[Hashable, Hashable]:
-        """Names of the last forward and of the last backward that have begun."""
-        return self._last_forward, self._last_backward
+        """Names under which the last forward and the last backward that have begun are measured."""
+        return timed(self._last_forward, self._load), timed(self._last_backward, self._load)
 
     @inside
     def enter_backward(self) -> None:

@@ -180,7 +180,8 @@ class CallInterceptor(Interceptor):
     """Holds a module's groups while it runs."""
 
     __slots__ = (
-        "_alone", "_begins", "_groups", "_here", "_inside", "_manager", "_quick", "compiled"
+        "_activations", "_alone", "_begins", "_groups", "_here", "_inside", "_manager", "_quick",
+        "_saved", "compiled",
     )  # fmt: skip
 
     method = _CALL
@@ -193,6 +194,7 @@ class CallInterceptor(Interceptor):
             self.inner = self.compiled
         # looked up in every call, in caches that the kernels in between have emptied
         self._manager, self._here = self.runtime.manager, self.runtime.here
+        self._saved, self._activations = self.runtime.saved, self.runtime.activations
         self._groups, self._begins = scope.groups, scope.begins
         # what stays in HBM is held by the pass as a whole, and by its model's call in another pass
         self._alone = (*scope.groups, *scope.wrapped.kept)
@@ -209,9 +211,8 @@ class CallInterceptor(Interceptor):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module, hooks and all."""
-        if self._quick.thread == get_ident() and (
-            not is_grad_enabled() or self.runtime.saved.on_top()
-        ):
+        grads = is_grad_enabled()
+        if self._quick.thread == get_ident() and (not grads or self._saved.on_top()):
             return self.inner(*args, **kwargs)
         runtime, manager, here = self.runtime, self._manager, self._here
         if manager.gate.unsure:
@@ -229,15 +230,15 @@ class CallInterceptor(Interceptor):
                 runtime.got_further(self.scope)
             here.depth = depth + 1
             try:
-                if self._begins and runtime.activations.store is not None:
-                    entered = runtime.activations.enter(self.scope)
+                if self._begins and self._activations.store is not None:
+                    entered = self._activations.enter(self.scope)
                 with manager.lock:
                     for group in groups:
                         group.hold_locked()
                         held += 1
                     self._inside.enter()
                     inside = True
-                pushed = is_grad_enabled() and runtime.saved.push()
+                pushed = grads and self._saved.push()
                 theirs = True
                 result = self.inner(*args, **kwargs)
                 theirs = False
@@ -246,9 +247,9 @@ class CallInterceptor(Interceptor):
                 return result
             finally:
                 if pushed:
-                    runtime.saved.pop()
+                    self._saved.pop()
                 if entered:
-                    runtime.activations.leave()
+                    self._activations.leave()
                 here.depth = depth
                 with manager.lock:
                     if inside:

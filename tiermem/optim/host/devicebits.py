@@ -207,8 +207,35 @@ class Movable:
 
     def has(self, unit: StepUnit) -> bool:
         """Whether a unit is the host's, wherever its last step was made."""
-        tried = self.trial is None or self.trial.on_host
-        return tried and id(unit) in self._sides
+        if id(unit) not in self._sides:
+            return unit.host is not None  # by the user's choice
+        return self.trial is None or self.trial.on_host
+
+    def place_ahead(self, units: Sequence[StepUnit], groups: Sequence[dict[str, Any]]) -> str:
+        """Moves the units of a block to where their steps can be made before ``step()``.
+
+        Args:
+            units: All that are to be stepped; none of them has deferred work.
+            groups: Settings of the parameter groups.
+
+        Returns:
+            ``"host"`` or ``"device"``; nothing where they are left to ``step()``.
+        """
+        mine = [self.has(unit) for unit in units]
+        if not any(mine):
+            for unit in units:
+                if unit.host is not None:
+                    unit.move(None, self._make)
+            return "device"
+        if not all(mine):
+            return ""
+        for unit in units:
+            found = self._sides.get(id(unit))
+            if found is not None and unit.host is None:
+                unit.move(*found)
+        hosts = map(side_of, units)
+        able = all(host is not None and host.may_be_ahead(self._runtime, groups) for host in hosts)
+        return "host" if able else ""
 
     def place(
         self,

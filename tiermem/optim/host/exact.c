@@ -13,6 +13,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
@@ -40,6 +43,8 @@ typedef struct {
     int64_t count;
     void *param, *grad, *first, *second, *largest;
     uint16_t *cast;     /* where the bfloat16 cast of the new weights goes, or NULL */
+    /* where new weights and state go, so that the old ones stay; all NULL where they take their place */
+    void *param_to, *first_to, *second_to, *largest_to;
 } step_t;
 
 INLINE float as_float(uint32_t bits) {
@@ -174,11 +179,30 @@ INLINE void narrow(const float *from, int64_t n, uint16_t *to, uint32_t nan) {
     for (int64_t i = 0; i < n; i++) to[i] = narrowed(from[i], nan);
 }
 
+/* Writes what is not read again soon past the caches: a line that is written whole need not be read
+ * before. The caller fences. */
+INLINE void put(const void *from, int64_t nbytes, void *to) {
+#if defined(__x86_64__)
+    if (((uintptr_t)to & 15u) == 0) {
+        int64_t whole = nbytes & ~(int64_t)15;
+        for (int64_t i = 0; i < whole; i += 16)
+            _mm_stream_si128((__m128i *)((char *)to + i),
+                             _mm_load_si128((const __m128i *)((const char *)from + i)));
+        memcpy((char *)to + whole, (const char *)from + whole, (size_t)(nbytes - whole));
+        return;
+    }
+#endif
+    memcpy(to, from, (size_t)nbytes);
+}
+
 /* Makes the step of the elements from begin to end. */
 INLINE void piece(const step_t *s, int64_t begin, int64_t end) {
     float own[5][BLOCK] __attribute__((aligned(64)));
+    uint16_t narrow16[BLOCK] __attribute__((aligned(64)));
     const uint32_t nan = (uint32_t)s->nan16;
+    const int apart = s->param_to != NULL;
     void *kept[4] = {s->param, s->first, s->second, s->largest};
+    void *to[4] = {s->param_to, s->first_to, s->second_to, s->largest_to};
     for (int64_t at = begin; at < end; at += BLOCK) {
         int64_t n = end - at < BLOCK ? end - at : BLOCK;
         float *in[4];
@@ -186,16 +210,29 @@ INLINE void piece(const step_t *s, int64_t begin, int64_t end) {
         for (int k = 0; k < 4; k++)
             in[k] = kept[k] == NULL ? NULL
                     : s->bf16       ? widen(kept[k], at, n, own[k])
+                    : apart         ? memcpy(own[k], (float *)kept[k] + at, (size_t)n * 4)
                                     : (float *)kept[k] + at;
         block(s, n, in[0], g, in[1], in[2], in[3]);
-        for (int k = 0; k < 4 && s->bf16; k++)
-            if (kept[k] != NULL) narrow(in[k], n, (uint16_t *)kept[k] + at, nan);
-        if (s->cast != NULL) narrow(in[0], n, s->cast + at, nan);
+        for (int k = 0; k < 4; k++) {
+            if (kept[k] == NULL) continue;
+            if (s->bf16)
+                narrow(in[k], n, (uint16_t *)(apart ? to[k] : kept[k]) + at, nan);
+            else if (apart)
+                put(in[k], n * 4, (float *)to[k] + at);
+        }
+        if (s->cast != NULL && apart) {
+            narrow(in[0], n, narrow16, nan);
+            put(narrow16, n * 2, s->cast + at);
+        } else if (s->cast != NULL) {
+            narrow(in[0], n, s->cast + at, nan);
+        }
     }
+#if defined(__x86_64__)
+    if (apart) _mm_sfence();
+#endif
 }
 
 #if defined(__x86_64__)
-#include <immintrin.h>
 /* Wider vectors are no faster: memory, roots and quotients are what limits. */
 __attribute__((target("avx2,fma"))) static void make(const step_t *s, int64_t a, int64_t b) {
     piece(s, a, b);

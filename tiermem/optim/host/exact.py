@@ -158,22 +158,31 @@ class Beside:
 
 
 class ExactCalls(TorchFunctionMode):
-    """Replaces torch's fused CPU optimizer kernels by the compiled loop, inside ``with``."""
+    """Replaces torch's fused CPU optimizer kernels by the compiled loop, inside ``with``.
+
+    Attributes:
+        written: Addresses of the tensors elsewhere that were written.
+    """
 
     def __init__(
         self,
         device: Proven,
         beside: Mapping[int, Beside] | None = None,
+        elsewhere: Mapping[int, int] | None = None,
     ) -> None:
         """Stores what the loop needs; the mode is entered around the optimizer's ``step()``.
 
         Args:
             device: What is known of the device.
             beside: By the address of what is stepped.
+            elsewhere: Where the results go, by the address of what is stepped or of its state;
+                that stays as it is then. None for in place.
         """
         super().__init__()
         self._device = device
         self._beside = beside or {}
+        self._elsewhere = elsewhere
+        self.written: set[int] = set()
         self._calls: dict[Any, Callable[..., list[Row]]] = {
             torch._fused_adam_: self._adam,
             torch._fused_adamw_: self._adamw,
@@ -278,7 +287,24 @@ class ExactCalls(TorchFunctionMode):
         row.grad_bf16 = gradient.dtype is torch.bfloat16
         row.param, row.grad, row.cast = map(_address, (param, gradient, beside.cast))
         row.first, row.second, row.largest = map(_address, state)
+        if self._elsewhere is not None:
+            row.param_to, row.cast = map(self._target, (param, beside.cast))
+            row.first_to, row.second_to, row.largest_to = map(self._target, state)
         return row
+
+    def _target(self, tensor: torch.Tensor | None) -> int | None:
+        """Returns where the results for a tensor go.
+
+        Raises:
+            RuntimeError: If there is no such place (new state); nothing is stepped then.
+        """
+        address = _address(tensor)
+        if address is None or self._elsewhere is None or not tensor.numel():  # type: ignore[union-attr]
+            return None
+        if address not in self._elsewhere:
+            raise RuntimeError("the host's step has new state, which has no second place")
+        self.written.add(self._elsewhere[address])
+        return self._elsewhere[address]
 
 
 _NOTHING = Beside()

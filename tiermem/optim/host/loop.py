@@ -52,6 +52,10 @@ class Row(ctypes.Structure):
         ("second", ctypes.c_void_p),
         ("largest", ctypes.c_void_p),
         ("cast", ctypes.c_void_p),
+        ("param_to", ctypes.c_void_p),
+        ("first_to", ctypes.c_void_p),
+        ("second_to", ctypes.c_void_p),
+        ("largest_to", ctypes.c_void_p),
     )
 
 

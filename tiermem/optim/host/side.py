@@ -14,9 +14,8 @@ settings.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -40,7 +39,7 @@ from tiermem.optim.rules.plainstep import run, run_unseen
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.rules.separable import Make, ready
 from tiermem.optim.units.held import versions
-from tiermem.optim.units.undo import Undo, cannot_fail_midway
+from tiermem.optim.units.undo import Undo, cannot_fail_midway, has_pre_hooks
 from tiermem.optim.units.unit import State, StepUnit
 from tiermem.runtime.services.host_staging import HostStage, Load, Order
 from tiermem.transfer.copy import Event
@@ -129,6 +128,8 @@ class Job:
         broken: Whether it is to be begun, or begun anew: its failure was reported.
         returned: Whether the blocks were given back.
         future: Its end in the thread.
+        elsewhere: Where results go, by the id of the block, if what was lent shall stay as it is.
+        spare: Which tensors of the weights it has to bring there, if no step writes them.
     """
 
     stored: list[Entry]
@@ -150,6 +151,8 @@ class Job:
     broken: bool = True
     returned: bool = False
     future: Future[None] | None = None
+    elsewhere: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    spare: set[int] = field(default_factory=set)
 
     def succeeded(self) -> bool:
         """Whether it is over, and well."""
@@ -171,6 +174,29 @@ class Job:
     def report(self) -> None:
         """Waits until the thread has ended it; a failure counts as reported from now on."""
         self.broken = self.future is None or self.future.exception() is not None
+
+    def targets(self) -> dict[int, int] | None:
+        """Returns the addresses of results by those of what they follow from; None for in place."""
+        if not self.elsewhere:
+            return None
+        pairs = [
+            pair
+            for number, after in self.elsewhere.items()
+            for pair in zip(self.views[number], after, strict=True)
+        ]
+        return {before.data_ptr(): after.data_ptr() for before, after in pairs if before.numel()}
+
+    def bring_the_rest(self, written: Container[int]) -> None:
+        """Copies what no step has written to where results go.
+
+        Args:
+            written: Addresses there that were written.
+        """
+        for number, after in self.elsewhere.items():
+            weights = number == self.blocks[-1].id
+            for index, (old, new) in enumerate(zip(self.views[number], after, strict=True)):
+                if (index in self.spare or not weights) and new.data_ptr() not in written:
+                    new.copy_(old)
 
 
 class HostSide:
@@ -282,6 +308,41 @@ class HostSide:
         have = [bool(kept) for kept, place in pairs if id(place.param) in stepped]
         return all(have) or not any(have)
 
+    def may_be_ahead(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether a step can be made here now, and be taken back, with the device's bits.
+
+        It reads homes and writes to second places of the blocks. So all it writes has to be known
+        before: state that is there already, and one call of the loop without hooks around it.
+
+        Args:
+            runtime: The modules' runtime.
+            groups: Settings of the parameter groups.
+        """
+        unit, table = self.unit, runtime.manager.parts.table
+        optimizer = unit.optimizer_for(groups)
+        if not cannot_fail_midway(optimizer) or has_pre_hooks(optimizer):
+            return False
+        if any(u.pending for u in unit.grad_units()) or not self._has_state():
+            return False
+        blocks, deferred = self._blocks(), runtime.manager.parts.deferred
+        if any(table[b.id].home is not Tier.DRAM or b.id in deferred for b in blocks):
+            return False  # deferred work there is another optimizer's
+        if unit.masters is not None and unit.foreign.look():
+            unit.foreign.forget()  # masters follow weights that were written: step() does that
+            return False
+        return self.is_exact(runtime, groups)
+
+    def _has_state(self) -> bool:
+        """Whether all state that a step writes is in its places."""
+        stepped = {id(entry.param) for entry in self.unit.entries if entry.has_grad}
+        for kept, place in self.unit.stored_state():
+            if place.shell is not None:
+                return False
+            there = kept is not None and isinstance(kept.get(place.key), LazyTensor)
+            if id(place.param) in stepped and not there:
+                return False
+        return True
+
     def in_files(self, runtime: ModuleRuntime) -> list[Block]:
         """Returns the blocks of a step that are at home in files."""
         if self.stage is None:
@@ -321,7 +382,8 @@ class HostSide:
         """Takes the blocks for a step that :meth:`check` allows; :meth:`take_up` ends it.
 
         From now on the step is deferred work of these blocks: ``register`` enters it, and
-        :meth:`begin` need not have been called.
+        :meth:`begin` need not have been called. Or it is one that is made ahead, which
+        :meth:`take_back` may end as well.
         """
         unit, manager = self.unit, runtime.manager
         unit.optimizer_for(groups)
@@ -448,9 +510,38 @@ class HostSide:
         for u, changes in job.changes:
             if u.block.id not in job.settled:
                 _put_back(u, changes)
+        job.bring_the_rest(())  # where it was confirmed by step(), and failed
         self._return(runtime, job, written=False)
 
+    def turn(self, runtime: ModuleRuntime, job: Job, spare: Iterable[int]) -> None:
+        """Has a step write to the homes that its blocks have by now, not to what was lent.
+
+        Args:
+            runtime: The modules' runtime.
+            job: The step; it is not begun.
+            spare: Tensors of the weights that it brings there beside those of its own.
+        """
+        loans = runtime.manager.host_loans
+        blocks = [*self.unit.kept_blocks(), job.blocks[-1]]
+        job.spare = {*spare, *(entry.index for entry in self.unit.entries)}
+        job.elsewhere = {block.id: loans.views(block) for block in blocks}
+
+    def take_back(self, runtime: ModuleRuntime, job: Job) -> None:
+        """Cancels a step that was made ahead, or waits for it, and gives the blocks back.
+
+        What was lent is as it was; the caller makes that the homes again.
+        """
+        job.wait()
+        self._give_back(runtime, job, written=False)
+
     def _return(self, runtime: ModuleRuntime, job: Job, *, written: bool) -> None:
+        """Gives blocks back, and clears the gradients that users have cleared meanwhile."""
+        self._give_back(runtime, job, written=written)
+        for entry in job.stored:
+            if entry.param.grad is not entry.lazy:
+                runtime.grads.clear(entry)
+
+    def _give_back(self, runtime: ModuleRuntime, job: Job, *, written: bool) -> None:
         """Gives blocks back, each once, also where Ctrl-C comes in between."""
         if not job.returned:
             host_loans = runtime.manager.host_loans
@@ -463,9 +554,6 @@ class HostSide:
                 host_loans.give_back(out, written=written)
                 job.returned = True
                 raise
-        for entry in job.stored:
-            if entry.param.grad is not entry.lazy:
-                runtime.grads.clear(entry)
 
     # -- in the thread ---------------------------------------------------
 
@@ -514,15 +602,20 @@ class HostSide:
         counts = [versions(job.views[u.block.id]) for u in seen]
         undo.keep_entries(optimizer.state, list(self._own.values()))
         undo.keep_settings(optimizer)
-        if not cannot_fail_midway(optimizer):
+        if not job.elsewhere and not cannot_fail_midway(optimizer):
             self._keep_for_undo(job, undo, seen)
         if job.scaling is not None:
             pairs = zip(owns, found, strict=True)
             fresh = [own for own, gradient in pairs if own.grad is not gradient]
             job.scaling.unscale(list(self._own.values()), fresh)
         self._attach(optimizer, job)
-        with nullcontext() if job.proven is None else ExactCalls(job.proven, beside):
+        if job.proven is None:
             run(optimizer)
+        else:
+            with ExactCalls(job.proven, beside, job.targets()) as calls:
+                run(optimizer)
+            if job.elsewhere:
+                self._go_there(optimizer, job, calls.written)
         self._keep(optimizer, job)
         for param, _ in unit.members if job.proven is None else ():
             own = self._own[id(param)]
@@ -623,6 +716,18 @@ class HostSide:
             own = optimizer.state.get(self.own(place.param))
             if own is not None and isinstance(own.get(place.key), LazyTensor):
                 own[place.key] = place.over(job.views[block.id])
+
+    def _go_there(
+        self, optimizer: torch.optim.Optimizer, job: Job, written: Container[int]
+    ) -> None:
+        """Completes the results that are elsewhere, and takes them for the unit's from now on."""
+        job.bring_the_rest(written)
+        block = self.unit.block
+        for place in self.unit.places if block is not None else ():
+            own = optimizer.state.get(self.own(place.param), {})
+            if block is not None and place.is_over(own.get(place.key), job.views[block.id]):
+                own[place.key] = place.over(job.elsewhere[block.id])
+        job.views.update(job.elsewhere)  # at once: what fails before is made again from the old
 
     def _keep(self, optimizer: torch.optim.Optimizer, job: Job) -> None:
         """Writes state that is new to its home."""

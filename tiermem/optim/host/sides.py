@@ -101,6 +101,7 @@ def choose_exact_sides(
     bits: DeviceBits,
     *,
     in_backward: bool,
+    keeps: bool = False,
     earlier: Sequence[StepUnit] = (),
 ) -> tuple[str, Speeds | None]:
     """Assigns the host a share of the units at home in DRAM, where it has the device's bits.
@@ -113,6 +114,7 @@ def choose_exact_sides(
         settings: The parameter groups, by number.
         bits: Decides which steps on the host have the device's bits.
         in_backward: Whether steps are made inside backward.
+        keeps: Whether gradients are kept, as these steps may be dropped.
         earlier: Units of the same optimizer that the host has already; none is under way.
 
     Returns:
@@ -132,6 +134,9 @@ def choose_exact_sides(
     proven = bits.of(able[0][0], settings)
     on_host = with_fused(make)
     traffic, weight = _traffic_of(able, stepped, proven)
+    if keeps:  # then they go home on either side
+        gradient = traffic.passing - weight.itemsize
+        traffic = Traffic(traffic.device + gradient, traffic.passing, traffic.host)
     if not in_backward:  # gradients are there by then
         traffic = Traffic(traffic.device, weight.itemsize, traffic.host)
     sizes = _sizes(able)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from tiermem.core.block import Block
 from tiermem.errors import StepError, StorageError
 from tiermem.nn.compat.quiet import unrecorded
 from tiermem.nn.passes.runtime import ModuleRuntime
@@ -21,8 +23,41 @@ Explain = Callable[[BaseException, Sequence[str]], None]
 """Adds to an error the names of the units that were not stepped."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StepAhead:
+    """A step under way on the host that was not asked for yet.
+
+    Attributes:
+        steps: Takes it up, once it is confirmed.
+        host: Makes it.
+        job: It.
+        ticket: Of the ``step()`` that confirms it.
+    """
+
+    steps: HostSteps
+    host: HostSide
+    job: Job
+    ticket: object
+
+    def failed(self) -> bool:
+        """Whether it is known that it could not be made."""
+        return self.job.failed()
+
+    def confirm(self) -> None:
+        """Makes it a step that was asked for, once: its end is deferred work of its blocks."""
+        self.steps.take_over(self)
+
+    def take_back(self) -> None:
+        """Ends it, made or not, and gives its blocks back; it may be called again."""
+        self.host.take_back(self.steps.runtime, self.job)
+
+
 class HostSteps:
-    """Begins steps on the host, registers their ends as deferred work, and takes them up."""
+    """Begins steps on the host, registers their ends as deferred work, and takes them up.
+
+    Attributes:
+        runtime: The modules' runtime.
+    """
 
     def __init__(
         self,
@@ -41,7 +76,7 @@ class HostSteps:
             state: The tiered optimizer's, to be kept up to date.
             explain: Adds to an error how far a step got.
         """
-        self._runtime = runtime
+        self.runtime = runtime
         self._manager = runtime.manager
         self._owed = owed
         self._state = state
@@ -74,12 +109,12 @@ class HostSteps:
             scaling = scaling.on_host()
         with self._manager.lock, unrecorded():
             for host in hosts:  # weights in files may be in the staging of another optimizer
-                for block in host.in_files(self._runtime):
+                for block in host.in_files(self.runtime):
                     self._manager.parts.deferred.pay(block.id)
             for host in hosts:
-                host.check(self._runtime)
+                host.check(self.runtime)
             for host in hosts:
-                host.settle(self._runtime)
+                host.settle(self.runtime)
             changed = any(u.pending for host in hosts for u in host.unit.grad_units())
             device = self._manager.parts.device
             if changed and device.type == "cuda":  # the host reads their factors
@@ -89,18 +124,62 @@ class HostSteps:
                 for host in hosts:
                     host.unit.counted.ahead(host.unit, ticket)
                     register = partial(self._register, host, ticket)
-                    job = host.submit(self._runtime, groups, scaling, register)
+                    job = host.submit(self.runtime, groups, scaling, register)
                     # the next one is known first: weights that both step go home once
                     host.announce(job)
                     before, waiting = waiting, (host, job)
                     if before is not None:
-                        before[0].begin(self._runtime, before[1], self._pool)
+                        before[0].begin(self.runtime, before[1], self._pool)
             finally:
                 if waiting is not None:
-                    waiting[0].begin(self._runtime, waiting[1], self._pool)
+                    waiting[0].begin(self.runtime, waiting[1], self._pool)
             for host in hosts:
                 if host.unit.is_viewed():  # reads through a view do not wait for the step
                     self._manager.parts.deferred.pay(host.unit.blocks()[-1].id)
+
+    def begin_ahead(
+        self,
+        units: Sequence[StepUnit],
+        groups: Sequence[dict[str, Any]],
+        ticket: object,
+        note: Callable[[StepAhead], None],
+        turn: Callable[[Sequence[Block]], None],
+    ) -> None:
+        """Begins the steps of all units of a block before they are asked for.
+
+        Args:
+            units: For which :meth:`HostSide.may_be_ahead` is true; the manager's lock is held.
+            groups: Settings of the parameter groups, which are not written from now on.
+            ticket: Of the ``step()`` that confirms them.
+            note: Given each of them as soon as its blocks are lent, so that they are given back;
+                perhaps twice.
+            turn: Gives lent blocks the homes that the steps write.
+        """
+        hosts = [host for host in map(side_of, units) if host is not None]
+        jobs: list[tuple[HostSide, Job]] = []
+        with unrecorded():
+            for host in hosts:
+                register = partial(self._note, host, ticket, note)
+                jobs.append((host, host.submit(self.runtime, groups, None, register)))
+            turn([jobs[0][1].blocks[-1], *(b for unit in units for b in unit.kept_blocks())])
+            theirs = {entry.index for unit in units for entry in unit.entries}
+            spare = set(range(len(jobs[0][1].blocks[-1].tensors))) - theirs
+            for host, job in jobs:
+                host.turn(self.runtime, job, spare)
+                spare = set()
+            for host, job in jobs:
+                host.begin(self.runtime, job, self._pool)
+
+    def _note(
+        self, host: HostSide, ticket: object, note: Callable[[StepAhead], None], job: Job
+    ) -> None:
+        note(StepAhead(self, host, job, ticket))
+
+    def take_over(self, step: StepAhead) -> None:
+        """Registers the end of a step that was begun ahead, and is asked for now."""
+        known = self._jobs.get(id(step.host.unit))
+        if not step.job.returned and (known is None or known[1] is not step.job):
+            self._register(step.host, step.ticket, step.job)
 
     def _register(self, host: HostSide, ticket: object, job: Job) -> None:
         """Registers the end of a step as deferred work of its blocks; may be called twice."""
@@ -122,7 +201,7 @@ class HostSteps:
             else:
                 for debt in self._manager.parts.deferred.of(job):
                     self._manager.parts.deferred.cancel(debt)
-                host.give_up(self._runtime, job)
+                host.give_up(self.runtime, job)
                 self._owed.discard(id(unit))
                 self._jobs.pop(id(unit), None)
 
@@ -139,9 +218,9 @@ class HostSteps:
             groups: Settings of the parameter groups.
         """
         host = side_of(unit)
-        if host is None or not host.at_rest(self._runtime):
+        if host is None or not host.at_rest(self.runtime):
             return False
-        return not host.only_exact or host.is_exact(self._runtime, groups)
+        return not host.only_exact or host.is_exact(self.runtime, groups)
 
     def is_begun(self, unit: StepUnit) -> bool:
         """Whether a step of a unit was begun and is still to be taken up."""
@@ -153,7 +232,7 @@ class HostSteps:
             for unit, job in self._jobs.values():
                 host = side_of(unit)
                 if host is not None and job.failed():
-                    host.begin(self._runtime, job, self._pool)
+                    host.begin(self.runtime, job, self._pool)
 
     def _take_up(self, host: HostSide, job: Job, ticket: object) -> None:
         self._manager.gate.guard()
@@ -161,7 +240,7 @@ class HostSteps:
             return  # it is taken up already
         try:
             with torch.inference_mode(False), torch.no_grad():
-                host.take_up(self._runtime, job, self._state, self._pool)
+                host.take_up(self.runtime, job, self._state, self._pool)
         except Exception as error:
             for _, other in self._jobs.values():
                 other.report()

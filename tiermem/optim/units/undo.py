@@ -40,6 +40,11 @@ def cannot_fail_midway(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether other code runs before a step, and may write what it reads."""
+    return bool(torch_optimizer._global_optimizer_pre_hooks or optimizer._optimizer_step_pre_hooks)
+
+
 class Undo:
     """Copies of what a step changes, and the way back."""
 

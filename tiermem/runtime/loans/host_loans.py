@@ -103,7 +103,7 @@ class HostLoans:
                 transfers.departures.add_home(block.id)  # no copy is to be fetched past it
             self._out[block.id] = self._out.get(block.id, 0) + 1
             events.extend(self._before[block.id])
-        return [self._views(block) for block in blocks], events
+        return [self.views(block) for block in blocks], events
 
     def defined(self, block: Block) -> bool:
         """Whether a block that is lent held data before."""
@@ -143,7 +143,8 @@ class HostLoans:
                 table.home_written(block_id)
             del self._defined[block_id]
 
-    def _views(self, block: Block) -> list[torch.Tensor]:
+    def views(self, block: Block) -> list[torch.Tensor]:
+        """Returns the tensors of a lent block's home; none where that is a file."""
         record = self._parts.table[block.id]
         if record.home is not Tier.DRAM or record.home_extent is None:
             return []

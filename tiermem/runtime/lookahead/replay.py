@@ -13,7 +13,7 @@ of those with nothing asked that cannot have changed since the pass began.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from tiermem.core.block import Extent, Tier
@@ -50,6 +50,12 @@ class Fit:
     behind: bool
     delta: int
 
+    @property
+    def instead_of(self) -> Record | None:
+        """The one block that leaves for it, where that begins at the same place; else None."""
+        one = len(self.leaves) == 1 and self.anchor is self.leaves[0]
+        return self.anchor if one and not (self.behind or self.delta) else None
+
     def offset(self) -> int:
         """Returns the offset in HBM; below zero where the anchor is not in HBM."""
         if self.anchor is None:
@@ -66,13 +72,15 @@ class Swap:
 
     Attributes:
         comes: The block that is fetched.
-        leaves: The block that is evicted for it; ``comes`` itself where ``fit`` says that.
+        leaves: The block that is evicted for it, and begins where it will; ``comes`` itself where
+            ``fit`` says what leaves.
         nbytes: Size of the place, wherever it is: a loop may go round its slots more slowly than
             round its blocks.
         position: Where in the schedule it is used.
         passes: How many passes later that is.
         key: Name of that pass.
-        fit: Its place, where it is not that of one other of the same size.
+        fit: Its place, where it is not that of one other of the same size; that one may be smaller
+            or larger, if the place begins with it.
     """
 
     comes: Record
@@ -138,7 +146,7 @@ class _Pass:
     Attributes:
         schedule: What it goes by.
         tape: Where the recording will be kept.
-        places: How often room had been asked for when it began.
+        places: How often room had been had when it began.
         departures: How many departures from HBM there had been.
         swaps: What it does, by place in the schedule.
     """
@@ -184,7 +192,7 @@ class Replay:
         self._prefetcher = prefetcher
         self._planner = parts.planner
         self._evictor = parts.evictor
-        self._may_leave = parts.evictor.rules.may_leave
+        self._rules = parts.evictor.rules
         self._transfers = parts.transfers
         self._departures = parts.transfers.departures
         self._deferred = parts.deferred
@@ -244,24 +252,27 @@ class Replay:
         if run is not None:
             run.departures = -1
 
-    def foreseen(self, block_id: int) -> Step | None:
-        """Enters the use of a block that is in HBM and was foreseen.
+    def foreseen(self, block_id: int) -> tuple[Record, Sequence[Swap]] | None:
+        """Enters the use of a block that is in HBM and was foreseen, or is used once more in a row.
 
         Returns:
-            What is to be done then, by :meth:`perform`, once the block is leased; ``used`` is
-            set. None, and nothing is entered, where anything is out of the ordinary.
+            Its record, and what :meth:`perform` is to do once the block is leased. None, with
+            nothing entered, where anything is out of the ordinary.
         """
-        run = self._run
-        if run is None:
-            return None
-        steps, cursor = run.steps, run.cursor + 1
+        run, planner = self._run, self._planner
         if (
-            cursor >= len(steps)
+            run is None
             or run.departures != self._departures.count
-            or self._planner.cursor + 1 != cursor
+            or planner.cursor != run.cursor
             or self._deferred.owed
             or self._copy.capturing()
         ):
+            return None
+        steps, cursor = run.steps, run.cursor + 1
+        again = block_id == planner.last
+        if again:
+            cursor -= 1
+        elif cursor >= len(steps):
             return None
         step = steps[cursor]
         record = step.used
@@ -273,13 +284,13 @@ class Replay:
             or (extent.offset < self._evictor.largest_later and not record.leases)
         ):
             return None
-        self._planner.follow(block_id)
+        if again:
+            return record, ()
+        planner.follow(block_id)
         run.cursor = cursor
-        if self._waste.outcomes:
+        if block_id in self._waste.pending:
             self._waste.used(block_id)
-        else:
-            self._waste.pending.pop(block_id, None)
-        return step
+        return record, step.swaps
 
     def advance(self) -> bool:
         """Repeats what the passes before did at this use, which :meth:`foreseen` has not entered.
@@ -296,9 +307,9 @@ class Replay:
         run.cursor += 1
         if step.block in self._waste.pending:
             self._waste.used(step.block)
-        return self.perform(step)
+        return self.perform(step.swaps)
 
-    def perform(self, step: Step) -> bool:
+    def perform(self, swaps: Sequence[Swap]) -> bool:
         """Performs the swaps recorded for one place of the schedule.
 
         Returns:
@@ -307,23 +318,19 @@ class Replay:
         run = self._run
         if run is None:
             return False
-        for swap in step.swaps:
-            if swap.fit is not None:
+        for swap in swaps:
+            leaves, comes = swap.leaves, swap.comes
+            if leaves is comes and swap.fit is not None:
                 if not self._fill(run, swap, swap.fit):
                     return self._stop()
                 continue
-            leaves, comes = swap.leaves, swap.comes
             extent = leaves.extent
-            as_was = extent is not None and extent.nbytes == swap.nbytes
-            if not (as_was and self._may_leave(leaves, _AHEAD)):
+            as_was = extent is not None and (extent.nbytes == swap.nbytes or swap.fit is not None)
+            if not (as_was and self._rules.may_leave(leaves, _AHEAD)):
                 return self._stop()
-            went = leaves.block.id
-            if (
-                self._current[went].pointed
-                and (holder := self._parts.holders.get(went)) is not None
-            ):
-                holder.unpoint()
-            if not self._transfers.exchange(leaves, comes):
+            if self._current[leaves.block.id].pointed:
+                self._rules.unpoint(leaves)
+            if not self._transfers.exchange(leaves, comes, swap.nbytes):
                 return self._stop()
             run.departures += 1
             self._waste.pending[comes.block.id] = (run.number + swap.passes, swap.key)
@@ -345,7 +352,8 @@ class Replay:
             if self._evictor.ring.uses:
                 return  # the ring goes on from where it is: not recorded, so not replayed
             fit = self._fit_of(extent)
-        swap = Swap(record, room.left or record, extent.nbytes, cursor + position, fit=fit)
+        leaves = room.left or (fit and fit.instead_of) or record
+        swap = Swap(record, leaves, extent.nbytes, cursor + position, fit=fit)
         noted.swaps.append((cursor, swap))
 
     def repair(self) -> None:
@@ -379,12 +387,9 @@ class Replay:
         absent = comes.in_hbm is State.ABSENT and comes.at_home is _VALID
         if offset < 0 or not (absent and comes.defined and comes.home is Tier.DRAM):
             return False
-        evictor = self._evictor
         for record in fit.leaves:
-            loose = record.in_hbm is _VALID and self._may_leave(record, _AHEAD)
-            if not (loose and evictor.rules.let_loose(record)):
+            if not self._send_away(record):
                 return False
-            evictor.evict(record)
             run.departures += 1
         extent = self._parts.table.hbm.take_at(offset, swap.nbytes)
         if extent is None:
@@ -392,6 +397,21 @@ class Replay:
         self._transfers.fill(comes, extent)
         self._parts.counters.prefetches += 1
         self._waste.fetched(comes.block.id, run.number + swap.passes, swap.key)
+        return True
+
+    def _send_away(self, record: Record) -> bool:
+        """Does what :meth:`Evictor.evict` does, but for the queue, which is rebuilt later."""
+        if record.in_hbm is not _VALID or not self._rules.may_leave(record, _AHEAD):
+            return False
+        block_id = record.block.id
+        slot = self._current[block_id]
+        if slot.pointed:
+            self._rules.unpoint(record)
+            if slot.aliased:  # what hid behind a parameter's reference
+                return False
+        self._parts.table.drop(block_id)
+        self._transfers.leave(block_id)
+        self._parts.counters.evictions += 1
         return True
 
     def _step_now(self, run: _Run) -> Step | None:

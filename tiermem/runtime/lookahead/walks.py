@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
-from tiermem.core.block import Tier
+from tiermem.core.block import Block, Tier
 from tiermem.core.lanes import Lanes, LaneWalk
 from tiermem.core.residency import Record, State
 from tiermem.core.schedule import Schedule
@@ -193,8 +193,10 @@ class SequenceWalk:
         self._departures = parts.transfers.departures
         self._seen = -1  # departures that this walk knows of
         self._cursor = 0
-        # what is ahead of the cursor and takes room: position and bytes of each, and all of them
-        self._ahead: deque[tuple[int, int]] = deque()
+        # uses ahead of the cursor of blocks that take room: position and block of each, how many
+        # of a block, and the bytes of the blocks
+        self._ahead: deque[tuple[int, Block]] = deque()
+        self._uses: dict[int, int] = {}
         self._nbytes = 0
         self._lacking = True
 
@@ -204,6 +206,7 @@ class SequenceWalk:
         self._departures.skip()
         self.position = cursor
         self._ahead.clear()
+        self._uses.clear()
         self._nbytes = 0
         self._lacking = cursor > 0
         if self.complete == self._seen:
@@ -217,7 +220,7 @@ class SequenceWalk:
         self._cursor = cursor
         ahead = self._ahead
         while ahead and ahead[0][0] < cursor:
-            self._nbytes -= ahead.popleft()[1]
+            self._leave_out(ahead.popleft()[1])
         if self.position < cursor:
             self.position = cursor
         return again
@@ -238,8 +241,7 @@ class SequenceWalk:
                             return begun
                         begun += 1
                 if not (record.usable and record.block.id in residents):
-                    self._ahead.append((self.position, record.block.nbytes))
-                    self._nbytes += record.block.nbytes
+                    self._take_in(record.block)
                     self._lacking = True
             self.position += 1
         if not self._lacking and self.position == len(order):
@@ -254,13 +256,28 @@ class SequenceWalk:
         self._departures.skip()  # what left for it comes after it
         return True
 
+    def _take_in(self, block: Block) -> None:
+        """Counts the use at the present position; a block that is used again takes no more room."""
+        uses = self._uses.get(block.id, 0)
+        self._uses[block.id] = uses + 1
+        self._nbytes += 0 if uses else block.nbytes
+        self._ahead.append((self.position, block))
+
+    def _leave_out(self, block: Block) -> None:
+        """Counts a use no more."""
+        uses = self._uses.pop(block.id)
+        if uses > 1:
+            self._uses[block.id] = uses - 1
+        else:
+            self._nbytes -= block.nbytes
+
     def _is_behind(self, cursor: int) -> bool:
         """Whether something has left HBM, so that all has to be looked at again."""
         return self._seen != self._departures.count
 
     def _wants_more(self) -> bool:
         """Whether more is to be ahead of the compute than is."""
-        blocks, reach = len(self._ahead), self._reach
+        blocks, reach = len(self._uses), self._reach
         if reach.blocks is not None:
             return blocks < reach.blocks
         timetable = self._outlook.timetable
@@ -298,7 +315,7 @@ class RingWalk(SequenceWalk):
         if first < self.position:
             self.position, ahead = first, self._ahead
             while ahead and ahead[-1][0] >= first:
-                self._nbytes -= ahead.pop()[1]
+                self._leave_out(ahead.pop()[1])
 
     def _wants_more(self) -> bool:
         if self._reach.blocks is not None:

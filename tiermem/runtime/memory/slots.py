@@ -137,6 +137,8 @@ class Holder(Protocol):
     What derives from it and overrides nothing has no lease and cannot be pointed anew.
     """
 
+    __slots__ = ()
+
     def unpoint(self) -> None:
         """Points elsewhere what points at the block without a lease; it is about to leave."""
         return

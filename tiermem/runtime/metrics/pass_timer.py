@@ -359,7 +359,8 @@ class PassTimer:
             self._let_go(fill)
         sample.fills = []
         compute = {block: total / count for block, (total, count) in sample.compute.items()}
-        estimates.observe(sample.key, compute, sample.flows, fills)
+        whole = sum(total for total, _ in sample.compute.values())
+        estimates.observe(sample.key, compute, sample.flows, fills, whole)
         if first:  # in the first one everything is learned, by tiermem and by torch
             return
         totals = self._totals

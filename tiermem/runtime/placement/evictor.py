@@ -64,7 +64,7 @@ class Evictor:
         order: The blocks in HBM by their next use.
         ring: Hands HBM out in a ring, where a loop writes what it streams.
         largest_later: Bytes of the largest block that may be needed while others are in use.
-        places: How often room was asked for.
+        places: How often room was had; how often it was needed, at least.
         more: Makes HBM larger by so many bytes, and returns whether it could.
     """
 
@@ -151,6 +151,8 @@ class Evictor:
         if room is None:
             extent = self._search(block, position, parts)
             room = None if extent is None else Room(extent)
+        if room is None:
+            self.places -= 1  # nothing came of it
         return room
 
     def _next_in_ring(self, nbytes: int, position: int | None) -> Extent | None:

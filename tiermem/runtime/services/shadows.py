@@ -90,6 +90,15 @@ class Shadows:
                 manager.parts.homes.keeper.before_write(record)
         undisturbed(partial(self._turn, records))
 
+    def turn_lent(self, blocks: Iterable[Block]) -> None:
+        """Gives blocks their shadows for homes; what borrowed them still reads the former ones.
+
+        Args:
+            blocks: They are lent to host code, and have their shadows.
+        """
+        table = self._manager.parts.table
+        undisturbed(partial(self._turn_lent, [table[block.id] for block in blocks]))
+
     def put_back(self) -> None:
         """Restores the former bytes of every changed block; leased blocks are passed over.
 
@@ -110,9 +119,12 @@ class Shadows:
         self._turned = set()
 
     def release(self) -> bool:
-        """Frees all shadows that hold nothing of use; returns whether there were any."""
+        """Frees all shadows that hold nothing of use; returns whether there were any.
+
+        That of a block which is lent may still be read: it holds what the block was.
+        """
         manager = self._manager
-        spare = [block_id for block_id in self._spare if block_id not in self._turned]
+        spare = [i for i in self._spare if i not in self._turned and not self._is_lent(i)]
         if spare:
             manager.parts.copy.synchronize()  # copies to or from there
         for block_id in spare:
@@ -147,6 +159,18 @@ class Shadows:
                 self._manager.parts.table.rehome(block_id, Tier.DRAM, self._spare[block_id])
                 self._spare[block_id] = former
                 self._turned.add(block_id)
+
+    def _turn_lent(self, records: Iterable[Record]) -> None:
+        for record in records:
+            former, block_id = record.home_extent, record.block.id
+            if former is not None and block_id not in self._turned:
+                self._manager.parts.table.rehome_lent(block_id, self._spare[block_id])
+                self._spare[block_id] = former
+                self._turned.add(block_id)
+
+    def _is_lent(self, block_id: int) -> bool:
+        record = self._manager.parts.table.get(block_id)
+        return record is not None and self._manager.host_loans.borrowers(record.block) > 0
 
     def _turn_back(self, records: Iterable[Record]) -> None:
         for record in records:

@@ -223,28 +223,31 @@ class Transfers:
                 self._unfill(block_id, lost=asked and not isinstance(error, Exception))
             raise
 
-    def exchange(self, leaves: Record, comes: Record) -> bool:
-        """Brings a block up from DRAM into the place of one that leaves for it.
+    def exchange(self, leaves: Record, comes: Record, nbytes: int) -> bool:
+        """Brings a block up from DRAM to where another one begins, which leaves for it.
 
         What :meth:`leave` and :meth:`fill` do one after the other, without giving the place back
         in between.
 
         Args:
             leaves: A block without leases and aliases.
-            comes: At home in DRAM, and of the same size.
+            comes: At home in DRAM.
+            nbytes: Bytes of its place.
 
         Returns:
             Whether that could be; otherwise nothing is changed.
         """
-        went = leaves.block.id
+        went, before = leaves.block.id, leaves.extent
         try:
-            extent = self.table.exchange(leaves, comes)
-            if extent is None:
+            extent = self.table.exchange(leaves, comes, nbytes)
+            if extent is None or before is None:
                 return False
             self.departures.count += 1
             if self._poison:
-                self.copy.poison(self.slots.current[went].bytes, extent)
+                self.copy.poison(self.slots.current[went].bytes, before)
             again = self.ready.pop(went, None)  # nothing waits for it any longer
+            if extent.nbytes > before.nbytes:
+                again = None  # it stands for copies to the bytes that are behind the other as well
             if went in self.waste.pending:
                 self.log.counters.prefetch_wasted += self.waste.left(went)
             slot = self._swap_slots(went, comes.block, extent)
