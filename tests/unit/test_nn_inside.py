@@ -192,6 +192,47 @@ def test_a_module_without_tensors_called_by_itself_is_one_pass() -> None:
         assert CALL not in vars(plain_again.decoder) and "compile" not in vars(plain_again.decoder)
 
 
+class Normed(nn.Module):
+    """A layer that has no tensors itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.one = nn.Linear(64, 1024)
+        self.two = nn.Linear(1024, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.two(self.one(self.norm(x)).relu())
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Normed() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def test_a_checkpoint_sees_the_same_tensors_when_it_runs_a_layer_again_by_itself() -> None:
+    torch.manual_seed(0)
+    plain = Recomputed()
+    model = deepcopy(plain)
+    x = torch.randn(3, 64, requires_grad=True)
+    blocks = [f"layers.{i}.{name}" for i in range(3) for name in ("one", "two")]
+    with tiermem.TierManager("cpu", hbm=3 << 20, dram=1 << 24) as tier:
+        tier.wrap(model, blocks=blocks, resident=lambda name, _: "norm" in name)
+        assert CALL in vars(model.layers[0]) and CALL not in vars(model.layers[0].norm)
+        for _ in range(2):
+            for each in (plain, model):
+                each.zero_grad()
+                each(x).square().sum().backward()
+            for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+                assert torch.equal(a.grad, b.grad.to("cpu"))
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # dynamo looks at .grad of what is no leaf
 def test_a_module_without_tensors_is_compiled_around_its_blocks() -> None:
     plain = Causal()

@@ -180,8 +180,8 @@ class CallInterceptor(Interceptor):
     """Holds a module's groups while it runs."""
 
     __slots__ = (
-        "_activations", "_alone", "_begins", "_groups", "_here", "_inside", "_manager", "_quick",
-        "_saved", "compiled",
+        "_activations", "_alone", "_begins", "_groups", "_here", "_inside", "_manager", "_push",
+        "_quick", "_saved", "compiled",
     )  # fmt: skip
 
     method = _CALL
@@ -195,6 +195,7 @@ class CallInterceptor(Interceptor):
         # looked up in every call, in caches that the kernels in between have emptied
         self._manager, self._here = self.runtime.manager, self.runtime.here
         self._saved, self._activations = self.runtime.saved, self.runtime.activations
+        self._push = self._saved.push
         self._groups, self._begins = scope.groups, scope.begins
         # what stays in HBM is held by the pass as a whole, and by its model's call in another pass
         self._alone = (*scope.groups, *scope.wrapped.kept)
@@ -238,7 +239,7 @@ class CallInterceptor(Interceptor):
                         held += 1
                     self._inside.enter()
                     inside = True
-                pushed = grads and self._saved.push()
+                pushed = grads and self._push()
                 theirs = True
                 result = self.inner(*args, **kwargs)
                 theirs = False
@@ -293,9 +294,17 @@ class AroundInterceptor(CallInterceptor):
     Programs call the decoder of a causal model by itself, to take the loss in chunks. Without this
     each of its layers would be called by nobody, and be a pass of its own: the planner would
     foresee a few layers at a time, and plan anew for each of them.
+
+    A checkpoint may run the module once inside another call, and again by itself: what its other
+    operations save is left to the checkpoint, which has to see the same tensors both times.
     """
 
     __slots__ = ()
+
+    def __init__(self, module: nn.Module, scope: Scope) -> None:
+        """Takes over a module that ``module.compile()`` was called on, too."""
+        super().__init__(module, scope)
+        self._push = self._saved.push_for_operation
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; inside another call there is nothing to do."""
