@@ -46,7 +46,6 @@ from raw import RawRead, raw_copy
 
 import tiermem
 from tiermem.config import parse_size
-from tiermem.core.block import Extent
 
 Row = dict[str, Any]
 _ROW = 4
@@ -309,7 +308,7 @@ class Bench:
                     up = tier.stats().links.get("dram->hbm", tiermem.LinkStats()).nbytes
                     ups.append(up / 1e9)
                     if turn >= warm:
-                        traffic = max(self._copied(tier, up), self._read(raw, moved))
+                        traffic = max(self._copied(up), self._read(raw, moved))
                         half = traffic / 2
                         halves.append(max(half, forward) + max(half, resident - forward))
                         raws.append(max(traffic, resident))
@@ -346,23 +345,18 @@ class Bench:
         self.say(f"raw read {read / seconds / 1e9:.2f} GB/s")
         return seconds * nbytes / read
 
-    def _copied(self, tier: tiermem.TierManager, nbytes: int) -> float:
-        """Returns the seconds of copies of so many bytes up, from what DRAM has."""
-        arena = tier._manager.parts.homes.arena
-        there = arena.locked or tier.stats().peak["dram"]  # a CPU locks nothing
-        part = min(_PART, there)
-        if not part or nbytes < part:
+    def _copied(self, nbytes: int) -> float:
+        """Returns the seconds of copies of so many bytes up, from page-locked memory."""
+        if nbytes < _PART:
             return 0.0
-        target = torch.empty(part, dtype=torch.uint8, device=self.device)
-        sources = [
-            arena.bytes_of(Extent(offset, part)) for offset in range(0, there - part + 1, part)
-        ]
+        target = torch.empty(_PART, dtype=torch.uint8, device=self.device)
+        source = torch.empty(_PART, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
         def copy() -> None:
-            for number in range(nbytes // part):
-                target.copy_(sources[number % len(sources)], non_blocking=True)
+            for _ in range(nbytes // _PART):
+                target.copy_(source, non_blocking=True)
 
-        seconds = self.clock.once(copy) * nbytes / (nbytes // part * part)
+        seconds = self.clock.once(copy) * nbytes / (nbytes // _PART * _PART)
         self.say(f"raw copies {nbytes / seconds / 1e9:.2f} GB/s")
         return seconds
 

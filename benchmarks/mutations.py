@@ -65,7 +65,7 @@ _ELSEWHERE = (
     Mutation(
         "a use that is repeated takes no lease",
         _RUNTIME + "acquire.py",
-        "                record.leases += 1  # that it can be has just been looked at\n",
+        "            record.leases = leases + 1  # that it can be has just been looked at\n",
         "",
         STEADY,
     ),
@@ -149,7 +149,7 @@ _ELSEWHERE = (
     Mutation(
         "weights whose block has left a loop that repeats look at what came there",
         _RUNTIME + "lookahead/replay.py",
-        "                holder.unpoint()\n",
+        "                self._rules.unpoint(leaves)\n",
         "                pass\n",
         ("tests/unit/test_replay_loop.py",),
     ),
