@@ -176,42 +176,6 @@ class Group(Holder):
             in the module.
     """
 
-    __slots__ = (  # more than thirty in a dictionary are found more slowly, at every use of a block
-        "__weakref__",
-        "_acquirer",
-        "_counted",
-        "_deferred",
-        "_hidden",
-        "_indices",
-        "_members",
-        "_names",
-        "_placeholders",
-        "_plain",
-        "_release",
-        "_shown",
-        "_slot",
-        "_tensors",
-        "_versions",
-        "_whole",
-        "block",
-        "buffers",
-        "entries",
-        "freed",
-        "holds",
-        "insides",
-        "layer",
-        "lender",
-        "manager",
-        "merging",
-        "resident",
-        "rows",
-        "soft",
-        "stays",
-        "stepped",
-        "suspect",
-        "writes_hidden",
-    )
-
     def __init__(self, manager: BlockManager, block: Block, *, writes_hidden: bool = False) -> None:
         """Describes a block.
 

@@ -137,8 +137,6 @@ class Holder(Protocol):
     What derives from it and overrides nothing has no lease and cannot be pointed anew.
     """
 
-    __slots__ = ()
-
     def unpoint(self) -> None:
         """Points elsewhere what points at the block without a lease; it is about to leave."""
         return
