@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import random
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +40,7 @@ class Loop:
 
     Attributes:
         manager: The manager.
-        blocks: Blocks of one or two pages, at home in DRAM.
+        blocks: Blocks of one or two pages, at home in DRAM or in a file.
         values: What every byte of each is.
         events: Blocks that came up or left, in order.
     """
@@ -75,16 +77,21 @@ class Loop:
 
 
 @contextmanager
-def loop(blocks: int, slots: int, *, depth: Any = 1, large: int = 0) -> Iterator[Loop]:
-    """Opens a manager; ``large`` of its blocks have two pages, and all uses take as long."""
+def loop(
+    blocks: int, slots: int, *, depth: Any = 1, large: int = 0, nvme: Path | None = None
+) -> Iterator[Loop]:
+    """Opens a manager; ``large`` of its blocks have two pages, and all uses take as long.
+
+    With ``nvme`` the blocks are at home in a file there, and DRAM has room for all of them.
+    """
     manager = BlockManager(
         Settings(
             device="cpu",
             hbm=slots * PAGE,
-            dram=2 * blocks * PAGE,
-            nvme=(),
+            dram=2 * blocks * PAGE + (0 if nvme is None else 1 << 20),
+            nvme=() if nvme is None else (nvme,),
             nvme_bytes=None,
-            policy=Policy(params="dram"),
+            policy=Policy(params="dram" if nvme is None else "nvme"),
             prefetch_depth=depth,
         )
     )
@@ -140,14 +147,16 @@ def until_it_repeats(made: Loop) -> None:
         made.go_round()
         if made.manager.replay.repeating:
             return
+        made.manager.flush()  # what is read from a file is there, at whatever speed
     raise AssertionError("the loop is never taken for steady")
 
 
+@pytest.mark.parametrize("home", ["dram", "file"])
 @pytest.mark.parametrize(("slots", "large"), [(3, 0), (5, 2), (6, 3), (8, 5)])
 def test_nothing_is_decided_in_a_loop_that_repeats(
-    slots: int, large: int, monkeypatch: pytest.MonkeyPatch
+    slots: int, large: int, home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with loop(7, slots, large=large) as made:
+    with loop(7, slots, large=large, nvme=tmp_path if home == "file" else None) as made:
         until_it_repeats(made)
         made.manager.parts.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
         before = made.manager.stats()
@@ -163,6 +172,8 @@ def test_nothing_is_decided_in_a_loop_that_repeats(
         assert after.misses == before.misses and after.hits == before.hits + 35
         came, went = after.prefetches - before.prefetches, after.evictions - before.evictions
         assert came == went > 0, "as many as in any loop that goes round"
+        read = [after.links[link] for link in after.links if link.startswith("nvme")]
+        assert read == [before.links[link] for link in before.links if link.startswith("nvme")]
         moved = after.links["dram->hbm"].moves - before.links["dram->hbm"].moves
         assert moved == after.prefetches - before.prefetches
         assert after.prefetch_wasted == before.prefetch_wasted
@@ -255,14 +266,21 @@ DISTURBANCES = [lease, look, point, write, evict, discard, keep_out]
     blocks=st.integers(4, 9),
     slots=st.integers(3, 6),
     large=st.integers(0, 4),
+    from_file=st.booleans(),
 )
 def test_whatever_happens_in_a_loop_that_repeats_no_byte_is_lost(
-    seed: int, blocks: int, slots: int, large: int
+    seed: int, blocks: int, slots: int, large: int, from_file: bool
 ) -> None:
     rng = random.Random(seed)
-    with loop(blocks, slots + 2 * (large > 0), large=large) as made:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        loop(
+            blocks, slots + 2 * (large > 0), large=large, nvme=Path(folder) if from_file else None
+        ) as made,
+    ):
         for _ in range(5):
             made.go_round()
+            made.manager.flush()
         for _ in range(6):
             at = rng.randrange(blocks)
             stop: Callable[[], None] = lambda: None  # noqa: E731
@@ -526,3 +544,17 @@ def test_old_schedules_are_let_go() -> None:
                 made.use(use)
         assert len(made.manager.replay._tapes) <= 16
         assert isinstance(made.manager.replay, Replay)
+
+
+def test_a_block_whose_copy_in_dram_is_gone_is_read_again(tmp_path: Path) -> None:
+    with loop(7, 3, nvme=tmp_path) as made:
+        until_it_repeats(made)
+        made.manager.begin_pass("loop")
+        for number in range(7):
+            if number == 3:
+                assert made.manager.parts.transfers.ahead.drop_all()
+            made.use(number)
+        assert not made.manager.replay.repeating
+        made.check()
+        until_it_repeats(made)
+        made.check()

@@ -32,6 +32,8 @@ class DiskAhead:
         self._ahead = parts.transfers.ahead
         self._read_to = 0
         self._parked_to = 0
+        # blocks that are read from files in this pass again and again; None where others are too
+        self._streamed: frozenset[int] | None = None
 
     @property
     def reads_into(self) -> str:
@@ -45,6 +47,7 @@ class DiskAhead:
         plan, mover = outlook.plan, self._parts.mover
         self.shared = plan.in_dram is not None and self._fetcher.beside
         self.parks = self.shared and plan.parks and mover is not None and mover.parks
+        self._streamed = self._leaving(schedule, plan.residents)
         if not self.shared or plan.in_dram is None:
             self.through_dram = outlook.through_dram or not self._fetcher.beside
             self._ahead.share(None)
@@ -90,7 +93,7 @@ class DiskAhead:
         mover = self._parts.mover
         if mover is None:
             return
-        if self.through_dram or self.shared:
+        if (self.through_dram or self.shared) and not self._all_staged():
             self._read_on(schedule, begin, end, cursor, mover)
         if self.parks:
             self._park(schedule, begin, end, mover)
@@ -176,6 +179,24 @@ class DiskAhead:
                 break
             position += 1
         self._parked_to = position
+
+    def _leaving(self, schedule: Schedule, residents: Set[int]) -> frozenset[int] | None:
+        """Returns the blocks at home in files that leave HBM; None while some come to stay."""
+        if self._parts.mover is None:
+            return frozenset()
+        table, found = self._parts.table, []
+        for block_id in set(schedule.order):
+            record = table.get(block_id)
+            if record is not None and record.home is Tier.NVME:
+                if block_id not in residents:
+                    found.append(block_id)
+                elif not record.usable:
+                    return None
+        return frozenset(found)
+
+    def _all_staged(self) -> bool:
+        """Whether everything that streams from files is in DRAM or on its way there."""
+        return self._streamed is not None and self._streamed <= self._ahead.staged.keys()
 
     def _sizes(self, blocks: Set[int]) -> dict[int, int]:
         """Returns the bytes of those blocks whose home is a file."""

@@ -147,6 +147,7 @@ class _Pass:
         schedule: What it goes by.
         tape: Where the recording will be kept.
         places: How often room had been had when it began.
+        reads: How many reads from files into DRAM there had been.
         departures: How many departures from HBM there had been.
         swaps: What it does, by place in the schedule.
     """
@@ -154,6 +155,7 @@ class _Pass:
     schedule: Schedule
     tape: _Tape
     places: int
+    reads: int
     departures: int
     swaps: list[tuple[int, Swap]] = field(default_factory=list)
 
@@ -233,10 +235,12 @@ class Replay:
         tape.measured += timer.sampling
         check = timer.sampling and not tape.measured % _CHECKED
         if tape.steps is None or check or self._disk_at_work():
-            self._open = _Pass(schedule, tape, self._evictor.places, self._departures.count)
+            places, reads = self._evictor.places, self._transfers.ahead.begun
+            self._open = _Pass(schedule, tape, places, reads, self._departures.count)
             return False
         self._run = _Run(tape.steps, schedule, number, self._departures.count)
         self._evictor.order.lose_track()
+        self._transfers.ahead.lose_track()
         self.swift = not (timer.sampling or timer.pending)
         return self.advance()
 
@@ -385,7 +389,9 @@ class Replay:
         """Brings a block to a place that is not just another's; returns whether that could be."""
         comes, offset = swap.comes, fit.offset()
         absent = comes.in_hbm is State.ABSENT and comes.at_home is _VALID
-        if offset < 0 or not (absent and comes.defined and comes.home is Tier.DRAM):
+        if offset < 0 or not (
+            absent and comes.defined and self._transfers.in_dram(comes) is not None
+        ):
             return False
         for record in fit.leaves:
             if not self._send_away(record):
@@ -481,10 +487,19 @@ class Replay:
         """Whether what a pass needs is in HBM or DRAM, so that no disk is asked for anything."""
         if self._parts.mover is None:
             return True
+        if noted.reads != self._transfers.ahead.begun or self._disk_at_work():
+            return False
         records = map(self._parts.table.get, set(noted.schedule.order))
-        return not any(record is None or record.home is Tier.NVME for record in records)
+        return all(record is not None and self._is_above_disk(record) for record in records)
+
+    def _is_above_disk(self, record: Record) -> bool:
+        """Whether a block is in HBM or in DRAM, be its home in a file or not."""
+        if record.home is not Tier.NVME or record.in_hbm in (_VALID, _DIRTY):
+            return True
+        return self._transfers.in_dram(record) is not None
 
     def _disk_at_work(self) -> bool:
         """Whether what a disk does has to be looked at now and then."""
         transfers = self._transfers
-        return bool(transfers.flights or transfers.ahead.reading or transfers.ahead.staged)
+        ahead = transfers.ahead
+        return bool(transfers.flights or ahead.reading or ahead.parked or ahead.unsettled)

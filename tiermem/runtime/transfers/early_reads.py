@@ -81,6 +81,7 @@ class ReadAhead:
         staged: By block.
         parked: The reads that have no place yet, one at most; by block.
         reading: Reads whose end has not been taken up yet.
+        begun: How many reads into DRAM it has begun so far.
         nbytes: Bytes of DRAM that it has.
         unsettled: Whether a plan's places are still to be taken.
     """
@@ -99,6 +100,7 @@ class ReadAhead:
         self.reading: list[tuple[Record, FileTransfer]] = []
         self._queue = NextUseQueue()
         self._dying: list[Staged] = []
+        self.begun = 0
         self.nbytes = 0
         self.unsettled = False
         self._cancelled: set[FileTransfer] = set()
@@ -290,6 +292,7 @@ class ReadAhead:
             self._queue.drop(block.id)
             self._give_back(extent)
             raise
+        self.begun += 1
         self.reading.append((record, entry.transfer))
         return True
 
@@ -365,6 +368,20 @@ class ReadAhead:
         if record.home_extent != entry.home:
             return False
         return self._homes.version(entry.home) == entry.version
+
+    def at_rest(self, record: Record) -> Extent | None:
+        """Returns where in DRAM the bytes of a block are, all of them; None if not all are."""
+        entry = self.look(record)
+        if entry is None or entry.transfer is None or not entry.transfer.finished:
+            return None
+        return Extent(entry.extent.offset, record.block.nbytes)
+
+    def lose_track(self) -> None:
+        """Notes that uses go unseen from now on: who is used last is looked up anew, if asked."""
+        if self._queue.schedule is not None:
+            self._queue = NextUseQueue()
+            for block_id in self.staged:
+                self._queue.put(block_id, 0)
 
     def copied(self, block_id: int, event: Event | None) -> None:
         """Notes that a copy to HBM was submitted, which ends when ``event`` has passed."""

@@ -231,13 +231,16 @@ class Transfers:
 
         Args:
             leaves: A block without leases and aliases.
-            comes: At home in DRAM.
+            comes: At home in DRAM, or read into it from a file.
             nbytes: Bytes of its place.
 
         Returns:
             Whether that could be; otherwise nothing is changed.
         """
         went, before = leaves.block.id, leaves.extent
+        source = self.in_dram(comes)
+        if source is None:
+            return False
         try:
             extent = self.table.exchange(leaves, comes, nbytes)
             if extent is None or before is None:
@@ -251,11 +254,7 @@ class Transfers:
             if went in self.waste.pending:
                 self.log.counters.prefetch_wasted += self.waste.left(went)
             slot = self._swap_slots(went, comes.block, extent)
-            home: Extent = comes.home_extent  # type: ignore[assignment]
-            source = self.homes.bytes.get(home.offset)
-            if source is None:
-                source = self.homes.bytes_of(home)
-            self._copy_up(comes, slot, source, again)
+            self._copy_up(comes, slot, source, again, staged=comes.home is not Tier.DRAM)
             counters = self.log.counters
             counters.evictions += 1
             counters.prefetches += 1
@@ -265,6 +264,17 @@ class Transfers:
                 self.slots.leave(went)
                 self._unfill(comes.block.id)
             raise
+
+    def in_dram(self, record: Record) -> torch.Tensor | None:
+        """Returns a block's bytes in DRAM, 1-D uint8: its home's, or those read from its file."""
+        extent = record.home_extent
+        if record.home is not Tier.DRAM:
+            extent = self.ahead.at_rest(record)
+            return None if extent is None else self.homes.arena.bytes_of(extent)
+        if extent is None:
+            return None
+        source = self.homes.bytes.get(extent.offset)
+        return self.homes.bytes_of(extent) if source is None else source
 
     def _swap_slots(self, went: int, block: Block, extent: Extent) -> Slot:
         """Returns the slot of a block that comes to the address of another, which leaves."""
