@@ -123,10 +123,11 @@ def expect_error(error: tiermem.StorageError, path: Path, number: int | None) ->
 
 
 def empty_hbm(tier: tiermem.TierManager) -> None:
-    """Evicts every clean block, prefetched ones as well."""
+    """Evicts every clean block, prefetched ones as well, and what was read ahead into DRAM."""
     manager = tier._manager
     with manager.lock:
         manager.flush()
+        manager.parts.transfers.ahead.drop_all()
         for record in list(manager.parts.table):
             if record.in_hbm is State.VALID and not record.leases and not record.fixed:
                 manager.parts.evictor.evict(record)
