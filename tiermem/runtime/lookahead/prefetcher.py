@@ -65,11 +65,14 @@ class Prefetcher:
     def plan(self, load: int = 0) -> tuple[object, int]:
         """Decides on a pass that begins; returns what stands for the plan, and its number.
 
+        A pass of which no tokens are known, such as an optimizer's, goes by those of the pass
+        before: a plan of its own would undo, once a round, what the others keep and lay out.
+
         Args:
             load: Tokens of the pass, rounded; 0 where they are not known.
         """
-        self._load = load
-        self._maker.begin(load)
+        self._load = load or self._load
+        self._maker.begin(self._load)
         outlook, _ = self._plan(self._planner.schedule)
         return outlook, self.fetcher.number
 
