@@ -12,11 +12,11 @@ from tiermem.core.lanes import (
     Lanes,
     LaneWalk,
     all_fit,
-    even_parts,
     lane_of,
     lane_parts,
     laned_time,
     one_ahead_time,
+    slots_in,
 )
 from tiermem.core.plans import Loop, Plan, share_hbm
 from tiermem.core.residents import keep_largest
@@ -147,8 +147,9 @@ def test_how_long_a_pass_takes_by_hand() -> None:
 def test_slots_lie_side_by_side() -> None:
     assert lane_parts(SLOTS, 4, 18) == {LARGE: [(4, 12)], SMALL: [(12, 15), (15, 18)]}
     assert lane_parts(SLOTS, 5, 18) == {}
-    assert even_parts(4, 2, 15) == [(2, 6), (6, 10), (10, 15)]
-    assert even_parts(4, 2, 9) == [] == even_parts(0, 0, 9)
+    assert slots_in(2, 15, 4) == [(2, 6), (6, 10), (10, 15)]
+    assert slots_in(2, 9, 4) == [(2, 9)]
+    assert slots_in(2, 5, 4) == [] == slots_in(0, 9, 0)
     assert [lane_of(SLOTS, size) for size in (1, 3, 4, 8, 9)] == [3, 3, 8, 8, 0]
     assert all_fit([3, 2, 2], [4, 3]) and not all_fit([3, 3], [5, 2])
 

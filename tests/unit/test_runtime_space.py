@@ -138,6 +138,48 @@ def test_a_place_of_the_schedule_is_looked_at_once(tmp_path: Path) -> None:
         assert looked <= 6 * 40 + 40
 
 
+def test_what_stays_for_good_lies_side_by_side() -> None:
+    """Where it comes late, the blocks at the lowest addresses leave for it."""
+    with rig(12, [(2, "dram")] * 8) as made:
+        loop(made, list(range(8)), 1)
+        for _ in range(3):
+            made.add(1, "hbm")
+        places = sorted(made.manager.record(b).extent.offset for b in made.blocks[8:])
+        assert places == [0, PAGE, 2 * PAGE]
+        loop(made, list(range(8)), 4)
+        made.check()
+
+
+def test_what_stays_for_good_is_placed_around_a_lease() -> None:
+    with rig(12, [(2, "dram")] * 8) as made:
+        held = made.blocks[0]
+        made.manager.acquire(held)
+        start = made.manager.record(held).extent
+        added = made.add(3, "hbm")
+        there = made.manager.record(added).extent
+        assert start == made.manager.record(held).extent
+        assert there.offset == start.end
+        made.manager.release(held)
+        loop(made, list(range(8)), 4)
+        made.check()
+
+
+def test_slots_lie_on_both_sides_of_what_stays_for_good() -> None:
+    with rig(20, [(2, "dram")] * 8) as made:
+        held = made.blocks[0]
+        made.manager.acquire(held)
+        middle = made.add(1, "hbm")
+        made.manager.release(held)
+        regions = made.manager.parts.evictor.regions
+        assert regions.keep(frozenset({made.blocks[7].id}), 2 * PAGE)
+        there = made.manager.record(middle).extent
+        parts = regions.parts_for(made.blocks[0])
+        assert parts[0] == (0, 2 * PAGE) == (0, there.offset)
+        assert parts[1][0] == there.end
+        assert parts[-1][1] == regions.border == 18 * PAGE
+        assert all(end - begin >= 2 * PAGE for begin, end in parts)
+
+
 @pytest.mark.parametrize("home", ["dram", "nvme"])
 @pytest.mark.parametrize("said", ["at release", "before"])
 def test_what_was_written_comes_back(tmp_path: Path, home: str, said: str) -> None:

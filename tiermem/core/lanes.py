@@ -17,18 +17,18 @@ def lane_of(slots: Sequence[int], size: int) -> int:
     return next((slot for slot in reversed(slots) if slot >= size), 0)
 
 
-def even_parts(slot: int, base: int, border: int) -> list[tuple[int, int]]:
+def slots_in(base: int, border: int, slot: int) -> list[tuple[int, int]]:
     """Returns first byte and end of slots that are alike, side by side, the last with the rest.
 
     Args:
-        slot: Bytes of each; 0 for none.
         base: First byte that they may have.
         border: First byte behind them that they may not have.
+        slot: Bytes of each; 0 for none.
 
     Returns:
-        Bounds; none where there are not two.
+        Bounds; none where there is no room for one.
     """
-    if slot == 0 or border - base < 2 * slot:
+    if slot == 0 or border - base < slot:
         return []
     begins = range(base, border - slot + 1, slot)
     return [*((begin, begin + slot) for begin in begins[:-1]), (begins[-1], border)]

@@ -106,6 +106,12 @@ class Acquirer:
         """Allocates HBM for a block without data, which the caller is about to write."""
         self._transfers.blank(record, self._place(record.block))
 
+    def place_for_good(self, record: Record) -> None:
+        """Allocates HBM for a block without data that never leaves."""
+        extent = self._evictor.place_for_good(record.block) or self._place(record.block)
+        self._transfers.blank(record, extent)
+        record.fixed = True
+
     def _let_in(self, block_id: int) -> Record:
         """Returns the record of a block that may be used now, its deferred work done.
 

@@ -586,6 +586,5 @@ class BlockManager:
         if not self.parts.limit.require(there + sum(block.nbytes for block in blocks)):
             raise too_much_for_good(blocks, there, self.parts.table.hbm.capacity)
         for block in blocks:
-            record = self.parts.table[block.id]
-            self.acquirer.place_blank(record)
-            record.fixed = True
+            self.acquirer.place_for_good(self.parts.table[block.id])
+        self.parts.evictor.regions.divide_anew()

@@ -12,6 +12,7 @@ from tiermem.core.block import Block, Extent, align_up
 from tiermem.core.cost import eviction_cost
 from tiermem.core.residency import Record, ResidencyTable, State
 from tiermem.core.schedule import Planner
+from tiermem.errors import StorageError
 from tiermem.runtime.memory.slots import Holder, SlotCache
 from tiermem.runtime.metrics.counters import Counters
 from tiermem.runtime.placement.compaction import Compactor
@@ -154,6 +155,35 @@ class Evictor:
         if room is None:
             self.places -= 1  # nothing came of it
         return room
+
+    def place_for_good(self, block: Block) -> Extent | None:
+        """Makes room at the lowest address at which all that is there can leave.
+
+        What stays for good so lies side by side: in the holes between, no slot could be had.
+
+        Args:
+            block: What will never leave.
+
+        Returns:
+            Its place; None where that cannot be had, so that any other will have to do.
+        """
+        hbm, size = self.table.hbm, align_up(block.nbytes)
+        start, victims = 0, list[int]()
+        for extent in hbm.extents():
+            if extent.offset >= start + size:
+                break
+            record = self.table.at(extent.offset)
+            if record is not None and self.rules.may_leave(record, Why.NEEDED):
+                victims.append(extent.offset)
+            else:
+                start, victims = extent.end, []
+        if start + size > hbm.capacity:
+            return None
+        try:
+            self.clear(victims, wait=True)
+        except StorageError:
+            return None  # it stays where it is until it can be written
+        return hbm.take_at(start, size)
 
     def _next_in_ring(self, nbytes: int, position: int | None) -> Extent | None:
         """Makes room where the ring has come to, if nothing there is needed soon."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tiermem.core.block import Block, align_up
-from tiermem.core.lanes import all_fit, even_parts, lane_of, lane_parts
+from tiermem.core.lanes import all_fit, lane_of, lane_parts, slots_in
 from tiermem.core.residency import Record, ResidencyTable
 
 Part = tuple[int, int]
@@ -66,12 +66,15 @@ class Regions:
         self.residents = residents
         self._slot, self._lanes = slot, lanes
         self.border = capacity - sum(self._sizes(residents))
-        fixed = (r.extent.end for r in self._table if r.fixed and r.extent is not None)
-        base = max((end for end in fixed if end <= self.border), default=0)
-        slots = align_up(slot) if residents else 0
-        self._parts = even_parts(slots, base, self.border) or [(0, self.border)]
-        self.by_lane = lane_parts(lanes, base, self.border)
+        runs = self._runs()
+        parts = [part for run in runs for part in slots_in(*run, align_up(slot))]
+        self._parts = parts if residents and len(parts) > 1 else [(0, self.border)]
+        self.by_lane = lane_parts(lanes, *max(runs, key=lambda run: run[1] - run[0]))
         return True
+
+    def divide_anew(self) -> None:
+        """Notes that more is in HBM for good: :meth:`keep` divides the rest, whatever it was."""
+        self._capacity = -1
 
     def parts_for(self, block: Block) -> list[Part]:
         """Returns the bounds of the runs of HBM that a block belongs in."""
@@ -116,6 +119,17 @@ class Regions:
                 start = record.extent.end
         runs.append(self._table.hbm.capacity - start)
         return all_fit(self._sizes(self.residents - there), runs)
+
+    def _runs(self) -> list[Part]:
+        """Returns the runs below the border in which nothing lies for good."""
+        fixed = sorted((r.extent.offset, r.extent.end) for r in self._table if r.fixed and r.extent)
+        runs, start = [], 0
+        for offset, end in fixed:
+            if offset >= self.border:
+                break
+            runs.append((start, offset))
+            start = end
+        return [*runs, (start, max(start, self.border))]
 
     def _sizes(self, blocks: frozenset[int]) -> list[int]:
         records = map(self._table.get, blocks)
