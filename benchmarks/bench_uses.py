@@ -183,7 +183,7 @@ def vit() -> tuple[nn.Module, Callable[[nn.Module], Any], int]:
 def layers() -> tuple[nn.Module, Callable[[nn.Module], Any], int]:
     """Returns 120 small layers; each is a block."""
     x = torch.rand(1, 64)
-    return Layers(), lambda m: m(x), 1 << 10
+    return Layers(), lambda m: m(x), 800
 
 
 KINDS = {"t5": t5, "vit": vit, "layers": layers}
@@ -193,7 +193,10 @@ KINDS = {"t5": t5, "vit": vit, "layers": layers}
 def smaller(by: int) -> Iterator[None]:
     """Divides the sizes by which blocks are made."""
     places: list[tuple[Any, str]] = [
-        *((partition, name) for name in ("_FINEST", "_COARSEST", "_RUN", "_PARTS", "_SMALL")),
+        *(
+            (partition, name)
+            for name in ("_FINEST", "_COARSEST", "_RUN", "_RUN_TRAINED", "_PARTS", "_SMALL")
+        ),
         (resident, "_LITTLE"),
     ]
     kept = [getattr(module, name) for module, name in places]

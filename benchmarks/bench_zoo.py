@@ -17,6 +17,8 @@ later ones' speed. A model that fails is a row that says so, rows are written as
 there, and no row of a model begins after its ``--model-seconds``, nor a model after ``--seconds``.
 
     python benchmarks/bench_zoo.py --quick --out benchmarks/results/zoo_H200.json
+    python benchmarks/bench_zoo.py --only llama3b --rows train --recompute --fused \\
+        --hbm 3GiB --train-tokens 4096 16384 --clip 1e9
     python benchmarks/bench_zoo.py --device cpu --set tiny --only llama layers
 """
 
@@ -43,6 +45,7 @@ from torch import Tensor, nn
 from zoo import KINDS, SETS, Draw, Kind, first_of, loss_of
 
 import tiermem
+from tiermem.config import parse_size
 
 Row = dict[str, Any]
 Call = Callable[[], Tensor]
@@ -91,7 +94,7 @@ class Sheet:
 
     def run(self) -> None:
         """Measures all that were asked for."""
-        for name in self.options.only or KINDS:
+        for name in self.options.only or [name for name, kind in KINDS.items() if not kind.apart]:
             if self.spent() > self.options.seconds:
                 self.keep({"model": name, "note": "no time left"})
             elif self.options.apart:
@@ -313,15 +316,19 @@ class Bench:
         options = self.options
         if "train" not in options.rows:
             return
-        size = min(options.train_tokens, kind.most_trained)
+        for size in dict.fromkeys(min(n, kind.most_trained) for n in options.train_tokens):
+            self.trained_on(name, kind, size)
+
+    def trained_on(self, name: str, kind: Kind, size: int) -> None:
+        """Measures training steps of so many tokens."""
         row: Row = {"model": name, "what": "train", "size": size}
         if self.late():
             self.keep({**row, "note": "no time left"})
             return
         model = self.trained(kind)
         nbytes = nbytes_of([*model.parameters(), *model.buffers()])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=_LR)
-        step = self.step(kind, model, optimizer)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, **self.settings)
+        step = self.step(kind, model, optimizer, size)
         _, losses, why = _exactly(step, optimizer, self.clock)
         bits = _bits(model, None)
         resident = self.in_a_row(step, 1)
@@ -330,7 +337,7 @@ class Bench:
         del model, optimizer, step
         give_back(self.device)
         try:
-            row |= self.tiered_training(kind, nbytes, within, losses, bits)
+            row |= self.tiered_training(kind, size, nbytes, within, losses, bits)
         finally:
             give_back(self.device)
         if why:
@@ -338,23 +345,30 @@ class Bench:
         self.keep(row)
 
     def tiered_training(
-        self, kind: Kind, nbytes: int, within: float, losses: list[float], bits: list[Tensor]
+        self,
+        kind: Kind,
+        size: int,
+        nbytes: int,
+        within: float,
+        losses: list[float],
+        bits: list[Tensor],
     ) -> Row:
         """Measures the same steps by tiermem."""
         model = self.trained(kind)
-        hbm = nbytes // 2 // 4096 * 4096
+        hbm = parse_size(self.options.hbm, "hbm") if self.options.hbm else nbytes // 2
+        hbm = hbm // 4096 * 4096
         with tiermem.TierManager(device=self.device, hbm=hbm) as tier:
             began = time.perf_counter()
             model = tier.wrap(model)
-            optimizer = tier.optimizer(model, torch.optim.AdamW, lr=_LR)
+            optimizer = tier.optimizer(model, torch.optim.AdamW, lr=_LR, **self.settings)
             give_back(self.device)
             wrapped = time.perf_counter() - began
-            step = self.step(kind, model, optimizer)
+            step = self.step(kind, model, optimizer, size)
             first, mine, _ = _exactly(step, optimizer, self.clock)
             equal = mine == losses and all(
                 torch.equal(a, b) for a, b in zip(_bits(model, tier), bits, strict=True)
             )
-            self.in_a_row(step, 4)
+            self.in_a_row(step, self.options.train_warm)
             tier.reset_stats()
             times = self.in_a_row(step, 0)
             stats = tier.stats()
@@ -386,15 +400,22 @@ class Bench:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
 
-    def step(self, kind: Kind, model: Any, optimizer: Any) -> Call:
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the optimizer is made with beside its rate."""
+        return {"fused": True} if self.options.fused else {}
+
+    def step(self, kind: Kind, model: Any, optimizer: Any, tokens: int) -> Call:
         """Returns a call that makes a training step and returns its loss."""
-        tokens = min(self.options.train_tokens, kind.most_trained)
+        clip = self.options.clip
         given = kind.given(model, tokens, Draw(self.device, tokens), True)
         torch.manual_seed(0)  # dropout
 
         def step() -> Tensor:
             loss = loss_of(model(**given))
             loss.backward()
+            if clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
             return loss.detach()
@@ -483,7 +504,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", choices=sorted(KINDS), help="all by default")
     parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=ROWS)
     parser.add_argument("--tokens", type=int, nargs="*", help="by default 1, 2048, 16384")
-    parser.add_argument("--train-tokens", type=int, default=8192)
+    parser.add_argument("--train-tokens", type=int, nargs="*", default=[8192])
+    parser.add_argument("--train-warm", type=int, default=4, help="steps that do not count")
+    parser.add_argument("--hbm", help="in training; by default half of the weights' bytes")
+    parser.add_argument("--clip", type=float, help="largest norm of the gradients")
+    parser.add_argument("--fused", action="store_true", help="AdamW")
     parser.add_argument("--new-tokens", type=int, default=4)
     parser.add_argument("--share", type=float, default=0.25, help="of the bytes in HBM, forwards")
     parser.add_argument("--recompute", action="store_true", help="layers in backward")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class Kind:
         experts: How many experts of how many a token chooses, and the parameters' names.
         cudnn: Whether cuDNN's attention may be used, resident as well.
         most_trained: The most tokens of a training step, where more take too much memory.
+        apart: Whether it is measured only where it is asked for by name.
     """
 
     make: Callable[[Given], nn.Module]
@@ -41,6 +42,7 @@ class Kind:
     experts: tuple[int, int, str] | None = None
     most_trained: int = 1 << 30
     cudnn: bool = True
+    apart: bool = False
 
     def build(self, which: str, device: torch.device) -> nn.Module:
         """Returns one of a set, the same every time, made on the device itself."""
@@ -305,6 +307,15 @@ KINDS: dict[str, Kind] = {
         {**_sizes(3072, 8192, 28, 24, 8), "vocab_size": 128256, "tie_word_embeddings": True},
         {"num_hidden_layers": 20, "vocab_size": 64000},
         _TINY,
+    ),
+    "llama3b": replace(
+        _dense(
+            "Llama",
+            {**_sizes(3072, 8192, 28, 24), "vocab_size": 32000, "attn_implementation": "sdpa"},
+            {},
+            _TINY,
+        ),
+        apart=True,
     ),
     "gemma2": _dense(
         "Gemma2",

@@ -143,6 +143,36 @@ def test_small_layers_in_a_row_share_blocks_and_experts_do_not() -> None:
     assert runs(model, roots, sizes, 24 * layer) == {}, "where HBM has no room for it"
 
 
+def test_layers_that_are_trained_share_larger_blocks() -> None:
+    """A step is so much work for the host whatever its bytes, so there are fewer."""
+    model = nn.Sequential(*[nn.Linear(2048, 4096, bias=False, device="meta") for _ in range(4)])
+    roots, sizes = sizes_of(model, 32 << 20)
+    room = 48 * (32 << 20)
+    assert runs(model, roots, sizes, room) == {}, "32 MiB hide the host's work of a fetch"
+    assert runs(model, roots, sizes, room, trained=True) == {
+        **dict.fromkeys("01", "0-1"),
+        **dict.fromkeys("23", "2-3"),
+    }
+    assert runs(model, roots, sizes, 42 * (32 << 20) - 1, trained=True) == {}
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_what_is_trained_is_seen_by_the_models_mode(trained: bool) -> None:
+    """Two of these layers are more than a 24th of HBM and less than a 21st."""
+    model = nn.Sequential(*[nn.Linear(96, 96, bias=False) for _ in range(48)]).train(trained)
+    size = parameter_bytes(model[0])
+    with tiermem.TierManager(device="cpu", hbm=44 * size, dram=400 * size) as tier:
+        tier.wrap(model)
+        optimizer = tier.optimizer(model, torch.optim.AdamW, lr=1e-3)
+        model.train()
+        model(torch.randn(2, 96)).square().mean().backward()
+        optimizer.step()
+        rows = tier.residency()
+        units = [row for row in rows if row.role == "grad"]
+        blocks = [row for row in rows if row.role == "param"]
+        assert len(units) == len(blocks) == (24 if trained else 48)
+
+
 def test_sequences_inside_sequences_are_in_order() -> None:
     stages = [nn.Sequential(*[nn.Linear(64, 64) for _ in range(count)]) for count in (3, 2)]
     model = nn.Sequential(stages[0], nn.GELU(), stages[1])

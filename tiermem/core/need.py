@@ -15,12 +15,11 @@ from tiermem.core.block import ALIGNMENT, align_up
 Home = Literal["hbm", "dram", "nvme", "auto"]
 
 _LEAST_UNIT = 16 << 20
-_JOINED = 64  # that part of HBM a unit may be that is of several layers
 _ROUNDS = 256
 _FINE = 256  # so many parts of a budget are told apart, as long as they are pages
 
 
-def unit_limit(hbm: int, block: int, sizes: Sequence[int], layer: int = 0) -> int:
+def unit_limit(hbm: int, block: int, sizes: Sequence[int]) -> int:
     """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM.
 
     A step holds a block of weights, its unit of gradients, and state and masters of a few
@@ -31,13 +30,9 @@ def unit_limit(hbm: int, block: int, sizes: Sequence[int], layer: int = 0) -> in
         hbm: Budget in bytes.
         block: Bytes of the block of weights.
         sizes: Bytes of its parameters.
-        layer: Bytes of the largest layer where several share the block: so that a step takes no
-            more than it would if each had a block of its own; 0 for one.
     """
     free = max(0, hbm - block)
     limit = max(free // 20, min(_LEAST_UNIT, free // 8))
-    if layer:
-        limit = min(limit, max(layer, hbm // _JOINED))
     return max(max(sizes, default=0), min(sum(sizes), limit))
 
 

@@ -89,7 +89,6 @@ class BlockPlan:
         params: Parameters that share a block, by that name; of those over the same memory one.
             Those that stay in HBM come last, by names of :mod:`tiermem.nn.groups.resident`.
         buffers: Large buffers, likewise.
-        joined: Blocks that several layers share, with the bytes of the largest of these.
         small: Buffers that stay in HBM.
     """
 
@@ -99,7 +98,6 @@ class BlockPlan:
     territory: dict[str, str] = field(init=False)
     params: dict[str, list[Found]] = field(init=False, default_factory=dict)
     buffers: dict[str, list[Found]] = field(init=False, default_factory=dict)
-    joined: dict[str, int] = field(init=False, default_factory=dict)
     small: list[Found] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -161,9 +159,10 @@ class BlockPlan:
         known = self.inventory
         free = {name: module for name, module in self.roots.items() if name not in known.homes}
         sizes = {root: known.packed(members) for root, members in self.params.items()}
-        joined = runs(known.model, free, sizes, self.hbm)
-        for root, name in joined.items():
-            self.joined[name] = max(self.joined.get(name, 0), sizes[root])
+        elements = [(f.tensor.numel(), f.tensor.requires_grad) for f in known.params]
+        most = sum(number for number, _ in elements) // 2
+        trained = known.model.training and sum(n for n, grad in elements if grad) > most
+        joined = runs(known.model, free, sizes, self.hbm, trained=trained)
         for blocks in (self.params, self.buffers):
             apart, found = list(blocks.items()), dict[str, list[Found]]()
             for root, members in apart:

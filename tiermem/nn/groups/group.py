@@ -171,7 +171,6 @@ class Group(Holder):
         stepped: How many of its writes were steps of an optimizer.
         stays: Whether it is held for as long as its module is in the tiers.
         resident: Whether gradients and state of its parameters are at home in HBM as well.
-        layer: Bytes of the largest layer where several share the block; 0 for one.
         rows: While experts of it come up one by one: what stands for each parameter, by its name
             in the module.
     """
@@ -193,7 +192,7 @@ class Group(Holder):
         self.writes_hidden = writes_hidden
         self.lender: Lender
         self.freed = self.stays = self.resident = False
-        self.stepped = self.layer = 0
+        self.stepped = 0
         self.rows: Mapping[str, Any] | None = None
         self.entries: list[Entry] = []
         self.buffers: list[Member] = []

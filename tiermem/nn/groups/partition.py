@@ -31,6 +31,12 @@ _AT_ONCE = 24  # in so many pieces HBM is divided, between the finest and the co
 _RUN = 20 << 20
 """Bytes of layers that are fetched together: 0.37 ms at 57 GB/s, a few times the host's work."""
 _PARTS = 48 << 20  # likewise of parts of one layer, which are used at about the same time
+_RUN_TRAINED = 64 << 20
+"""Bytes of layers, and of parts of one, that are fetched and stepped together. A step of bf16
+weights by Adam moves four times as much each way (4.7 ms at 57 GB/s), and is one to three
+milliseconds of work for the host, however few bytes it steps."""
+_TRAINED_AT_ONCE = 21
+"""That part of HBM they may be: not more than gradients of one unit (:mod:`tiermem.core.need`)."""
 
 
 def largest_block(model_nbytes: int, hbm: int) -> int:
@@ -97,7 +103,12 @@ def territories(
 
 
 def runs(
-    model: nn.Module, roots: Mapping[str, nn.Module], sizes: Mapping[str, int], hbm: int
+    model: nn.Module,
+    roots: Mapping[str, nn.Module],
+    sizes: Mapping[str, int],
+    hbm: int,
+    *,
+    trained: bool = False,
 ) -> dict[str, str]:
     """Chooses layers that share a block with those called just before and after them.
 
@@ -111,16 +122,18 @@ def runs(
         roots: Modules at which a block begins, by qualified name.
         sizes: Bytes of the block of each that has one.
         hbm: Device budget in bytes.
+        trained: Whether most of the weights will be trained.
 
     Returns:
         Names of shared blocks, such as ``layers.0-3``, by the name of each module in them.
     """
     divided = {above for name in sizes for above in _above(name)}
     found: dict[str, str] = {}
-    room = hbm // _AT_ONCE
-    layers = [(name, container, _RUN) for name, container in _lists("", model)]
+    room = hbm // (_TRAINED_AT_ONCE if trained else _AT_ONCE)
+    of_layers, of_parts = (_RUN_TRAINED, _RUN_TRAINED) if trained else (_RUN, _PARTS)
+    layers = [(name, container, of_layers) for name, container in _lists("", model)]
     inner = {name for name in divided if name} - {name for name, _, _ in layers}
-    parts = [(n, m, _PARTS) for n, m in model.named_modules() if n in inner and _differ(n, m)]
+    parts = [(n, m, of_parts) for n, m in model.named_modules() if n in inner and _differ(n, m)]
     for name, container, most in (*layers, *parts):
         run: list[str] = []
         nbytes = 0

@@ -224,7 +224,7 @@ class ModuleRuntime:
         """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM."""
         sizes = [e.param.numel() * e.param.element_size() for e in group.entries]
         hbm = self.manager.parts.table.hbm.capacity
-        return unit_limit(hbm, group.block.nbytes, sizes, group.layer)
+        return unit_limit(hbm, group.block.nbytes, sizes)
 
     def owner_of(self, block: Block, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the parameter or buffer that shares a version counter with a view of a block."""

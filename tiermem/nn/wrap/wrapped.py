@@ -167,7 +167,7 @@ class WrappedModel:
         roots = [*plan.params, *plan.buffers]
         for root, block, members, in_files in zip(roots, blocks, members_of, stored, strict=True):
             group = Group(self.manager, block, writes_hidden=block.role is Role.BUFFER)
-            group.resident, group.layer = is_resident(root), plan.joined.get(root, 0)
+            group.resident = is_resident(root)
             self._fill_group(group, members, known.params)
             self.groups.append(group)
             if in_files is None:
