@@ -102,6 +102,22 @@ def test_a_share_stays_where_it_makes_a_loop_faster(seconds: float, kept: bool) 
     assert trial.decided
 
 
+def test_a_share_is_tried_with_each_number_of_tokens_and_remembered() -> None:
+    """Here the host helps short passes and hinders long ones; lengths come in turn."""
+    now, load = 0.0, 0
+    trial = ShareTrial(lambda: now, lambda: load)
+    seen: dict[int, list[bool]] = {1: [], 4: []}
+    for number in range(48):
+        load = 4 if number % 2 else 1
+        now += load * (1.5 if load == 4 else 0.5) if trial.on_host else load
+        seen[load].append(_TRY(trial, object()))
+    for load, kept in ((1, True), (4, False)):
+        assert seen[load] == [False] * 8 + [True] * 3 + [kept] * 13
+        assert trial.decided and trial.on_host is kept
+    load = 2
+    assert not trial.decided and not trial.on_host
+
+
 def test_steps_are_made_both_ways_until_it_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     """All are made in backward, on the side that is tried by then."""
     monkeypatch.setattr(ShareTrial, "step", _TRY)

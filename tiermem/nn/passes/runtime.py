@@ -203,6 +203,11 @@ class ModuleRuntime:
         self._load = 0
         self._homed = 0
 
+    @property
+    def load(self) -> int:
+        """Tokens of the last forward, rounded (:func:`tiermem.core.forecast.rounded`)."""
+        return self._load
+
     # -- membership ------------------------------------------------------
 
     def add(self, groups: Iterable[Group]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ _AT_FIRST = 6
 _SETTLING = 1
 _TIMED = 2
 _FASTER = 0.97
+_MOST_LOADS = 32
 
 
 class DeviceBits:
@@ -110,31 +112,71 @@ def _plainly(unit: StepUnit) -> tuple[int, torch.dtype, torch.dtype] | str:
     return numbers.pop(), stepped, weight
 
 
-class ShareTrial:
-    """Whether a share of the host makes a loop faster: some steps are made with and without.
-
-    What limits is often the host's memory, which serves copies and steps, and how much that
-    bears is not known before. Bits are the same both ways, so it is tried in the loop itself.
+@dataclass(slots=True)
+class _Tried:
+    """What was tried with passes of one load.
 
     Attributes:
         on_host: Whether the host has its share by now.
         decided: Whether that stays so.
+        steps: How many were made on this side.
+        settling: The first so many of them do not count.
+        best: Seconds of the shortest step without and with the share.
     """
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+    on_host: bool = False
+    decided: bool = False
+    steps: int = 0
+    settling: int = _AT_FIRST
+    best: dict[bool, float] = field(default_factory=lambda: {False: math.inf, True: math.inf})
+
+
+class ShareTrial:
+    """Whether a share of the host makes a loop faster: some steps are made with and without.
+
+    What limits is often the host's memory, which serves copies and steps, and how much that
+    bears is not known before. Bits are the same both ways, so it is tried in the loop itself: with
+    each number of tokens, since what takes longest differs, and remembered.
+    """
+
+    def __init__(
+        self, now: Callable[[], float] = time.perf_counter, load: Callable[[], int] = lambda: 0
+    ) -> None:
         """Begins without.
 
         Args:
             now: Returns seconds.
+            load: Returns the tokens of the present passes, rounded; 0 where they are not known.
         """
-        self.on_host = False
-        self.decided = False
         self._now = now
+        self._load = load
         self._ticket: object = None
         self._began = 0.0
-        self._steps = 0
-        self._settling = _AT_FIRST
-        self._best = {False: math.inf, True: math.inf}
+        self._by_load: dict[int, _Tried] = {}
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the host has its share by now."""
+        return self._tried.on_host
+
+    @on_host.setter
+    def on_host(self, on_host: bool) -> None:
+        self._tried.on_host = on_host
+
+    @property
+    def decided(self) -> bool:
+        """Whether that stays so, with as many tokens."""
+        return self._tried.decided
+
+    @property
+    def _tried(self) -> _Tried:
+        load = self._load()
+        found = self._by_load.get(load)
+        if found is None:
+            found = self._by_load[load] = _Tried()
+            if len(self._by_load) > _MOST_LOADS:
+                del self._by_load[next(iter(self._by_load))]
+        return found
 
     def step(self, ticket: object) -> bool:
         """Returns whether the host has its share in a step, and in the forward after it.
@@ -142,17 +184,21 @@ class ShareTrial:
         Args:
             ticket: Stands for the step; with the same one it counts once.
         """
-        if self.decided or ticket is self._ticket:
-            return self.on_host
+        tried = self._tried
+        if ticket is self._ticket:
+            return tried.on_host
         ended, self._ticket = self._now(), ticket
-        if self._steps > self._settling:  # a schedule is learned anew first
-            self._best[self.on_host] = min(self._best[self.on_host], ended - self._began)
-        self._began, self._steps = ended, self._steps + 1
-        if self._steps > self._settling + _TIMED:
-            self.decided = self.on_host
-            self.on_host = not self.on_host or self._best[True] < _FASTER * self._best[False]
-            self._steps, self._settling = 1, _SETTLING
-        return self.on_host
+        took, self._began = ended - self._began, ended
+        if tried.decided:
+            return tried.on_host
+        if tried.steps > tried.settling:  # a schedule is learned anew first
+            tried.best[tried.on_host] = min(tried.best[tried.on_host], took)
+        tried.steps += 1
+        if tried.steps > tried.settling + _TIMED:
+            tried.decided = tried.on_host
+            tried.on_host = not tried.on_host or tried.best[True] < _FASTER * tried.best[False]
+            tried.steps, tried.settling = 1, _SETTLING
+        return tried.on_host
 
 
 class Movable:
@@ -188,7 +234,7 @@ class Movable:
             tried: Whether it is tried that this is faster; else it is so.
         """
         if tried and self.trial is None:
-            self.trial = ShareTrial()
+            self.trial = ShareTrial(load=lambda: self._runtime.load)
         new = [(unit, host) for unit in units if (host := side_of(unit)) is not None]
         for unit, host in new:
             host.only_exact = True
