@@ -8,7 +8,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -443,10 +443,28 @@ def test_a_block_that_left_in_between_is_fetched_ahead() -> None:
 def test_a_new_plan_is_followed_at_once() -> None:
     with loop(8, 4) as made:
         until_it_repeats(made)
+        maker = made.manager.prefetcher._maker
+        make = maker.make
+        maker.make = lambda *a, **k: replace(make(*a, **k), ahead=3 * PAGE)  # type: ignore[method-assign]
         made.manager.parts.pass_timer.estimates.version += 1
         made.go_round()
         assert not made.manager.replay.repeating
         until_it_repeats(made)
+
+
+def test_a_plan_that_says_the_same_of_other_times_takes_them_over_and_goes_on() -> None:
+    with loop(8, 4) as made:
+        until_it_repeats(made)
+        manager = made.manager
+        before = manager.prefetcher.outlook
+        times = before.timetable
+        manager.parts.pass_timer.estimates.version += 1
+        made.go_round()
+        assert manager.replay.repeating
+        assert manager.prefetcher.outlook is before
+        assert before.timetable is not times
+        assert before.made_of == manager.prefetcher._maker.made_of(manager.prefetcher._held)
+        made.check()
 
 
 def test_of_the_passes_that_are_measured_one_in_four_is_decided() -> None:
@@ -496,6 +514,8 @@ def test_what_is_held_beside_others_shows_in_a_measured_pass_that_repeats() -> N
         until_it_repeats(made)
         manager = made.manager
         manager.parts.pass_timer.estimates.wants = lambda _: True  # type: ignore[method-assign]
+        while made.go_round() and manager.replay.repeating:
+            pass  # until the one of four that is decided
         manager.begin_pass("loop")
         assert manager.replay.repeating
         manager.acquire(made.blocks[0])

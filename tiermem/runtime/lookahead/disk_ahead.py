@@ -47,8 +47,8 @@ class DiskAhead:
         plan, mover = outlook.plan, self._parts.mover
         self.shared = plan.in_dram is not None and self._fetcher.beside
         self.parks = self.shared and plan.parks and mover is not None and mover.parks
-        beside = self._fetcher.beside and self._parts.mover is not None
-        self._streamed = self._leaving(schedule, plan.residents) if beside else frozenset()
+        beside = self._fetcher.beside
+        self._streamed = self._leaving(schedule, plan.residents) if beside else None
         if not self.shared or plan.in_dram is None:
             self.through_dram = outlook.through_dram or not self._fetcher.beside
             self._ahead.share(None)

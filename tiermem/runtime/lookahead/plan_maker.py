@@ -86,15 +86,25 @@ class StreamPlan:
     turn: int = 0
     lanes: Lanes | None = None
 
-    def same_as(self, other: StreamPlan) -> bool:
-        """Whether another plan says just the same: made of the same times, with the same result."""
-        return (
-            self.made_of[1:] == other.made_of[1:]
-            and (self.plan, self.ahead, self.turn, self.through_dram)
-            == (other.plan, other.ahead, other.turn, other.through_dram)
-            and self.lanes is None
-            and other.lanes is None
+    def takes_over(self, other: StreamPlan) -> bool:
+        """Takes over the times of a newer plan for the same schedule if it decides the same.
+
+        So what goes by this plan goes on: a recording of what it did is not made anew for times
+        that differ by a little, and those that differ by more are met with at the next check.
+
+        Returns:
+            Whether it does.
+        """
+        same = (self.plan, self.ahead, self.turn, self.through_dram) == (
+            other.plan,
+            other.ahead,
+            other.turn,
+            other.through_dram,
         )
+        if not same or self.lanes is not None or other.lanes is not None:
+            return False
+        self.made_of, self.timetable = other.made_of, other.timetable
+        return True
 
 
 class PlanMaker:

@@ -150,9 +150,7 @@ class Prefetcher:
         if found is None or found[0].made_of != made_of:
             self._begin_early(schedule)
             outlook = self._maker.make(schedule, made_of, self._held, beside=self.fetcher.beside)
-            if found is not None and found[0].same_as(outlook):
-                found[0].made_of = made_of  # what goes by it goes on
-            else:
+            if found is None or not found[0].takes_over(outlook):
                 walk = make_walk(self._parts, self.fetcher, schedule, outlook, self._reach)
                 walk.complete = -1 if found is None else found[1].complete
                 found = outlook, walk
