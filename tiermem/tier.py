@@ -26,8 +26,10 @@ from tiermem.nn.wrap.materialize import Target, materialize
 from tiermem.nn.wrap.origins import Origins
 from tiermem.nn.wrap.repair import repair
 from tiermem.nn.wrap.wrapped import Blocks, WrappedModel
+from tiermem.optim.hostpart import Where
 from tiermem.optim.rules.groups import Params
-from tiermem.optim.tiered import Overlap, TieredOptimizer, Where
+from tiermem.optim.tiered import TieredOptimizer
+from tiermem.optim.timing import Overlap
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.hostmemory import available_memory, total_memory
 from tiermem.runtime.memory.opening import AT_ONCE

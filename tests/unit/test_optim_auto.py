@@ -26,7 +26,7 @@ def _no_shadows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def waiting(twins: Twins) -> int:
     """How many units are still to be stepped."""
-    return len(twins.optimizer._owed)
+    return len(twins.optimizer._units.owed)
 
 
 def units(twins: Twins) -> int:

@@ -74,7 +74,7 @@ def test_what_was_put_off_is_stepped_first() -> None:
         tier.wrap(model)
         ours = tier.optimizer(model, torch.optim.AdamW, overlap="forward")
         train([(plain, torch.optim.AdamW(plain.parameters())), (model, ours)], 1)
-        assert ours._owed
+        assert ours._units.owed
         ours.close()
         assert same(plain, model)
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from tiermem.core.block import Block
-from tiermem.errors import StepError, StorageError
 from tiermem.nn.compat.quiet import unrecorded
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.host.side import HostSide, Job, side_of
@@ -250,25 +249,3 @@ class HostSteps:
         host.unit.made = ticket
         self._owed.discard(id(host.unit))
         self._jobs.pop(id(host.unit), None)
-
-
-def say_how_far(error: BaseException, units: int, left: Sequence[str], again: str) -> None:
-    """Adds to an error's message which units of a step are made.
-
-    Args:
-        error: Its message grows.
-        units: How many there are.
-        left: Names of those that are not made.
-        again: What makes them.
-    """
-    names = ", ".join(repr(name) for name in left[:8]) + (", ..." if len(left) > 8 else "")
-    text = (
-        f"; {units - len(left)} of {units} units of the optimizer step are made, each whole, and "
-        f"{len(left)} are as they were: {names}; {again}"
-    )
-    if isinstance(error, StorageError):
-        error.message += text
-    elif isinstance(error, StepError):
-        error.args = (f"{error}{text}",)
-    elif hasattr(error, "add_note"):  # from Python 3.11 on
-        error.add_note(f"tiermem{text}")
