@@ -507,7 +507,7 @@ class Run:
         thread.join()
         if not taken[0]:
             raise Left("the lock is held")
-        self.tier._runtime.end_backward()
+        self.tier._runtime.backward.end()
         manager.flush()
         manager.parts.table.check()
         for record in manager.parts.table:

@@ -206,7 +206,7 @@ def test_how_long_both_passes_compute_is_known_to_the_balance() -> None:
         pair.backward(number)
         pair.step()
     estimates = pair.tier._manager.parts.pass_timer.estimates
-    forward, backward = map(estimates.computes, pair.optimizer._timing.ahead._runtime.last_passes)
+    forward, backward = map(estimates.computes, pair.optimizer._timing.ahead._runtime.names.last)
     assert forward is not None and backward is not None and min(forward, backward) > 0
 
 

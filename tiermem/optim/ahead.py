@@ -149,7 +149,7 @@ class StepsAhead:
         self._made_any = False  # in the last that was likely to have steps
         self._pipeline = BlockSweep(self._manager)
         self._held_back: set[int] = set()
-        runtime.backwards.append(self)
+        runtime.backward.watchers.append(self)
         runtime.grads.watchers.append(self)
 
     def extend(
@@ -173,7 +173,7 @@ class StepsAhead:
     def close(self) -> None:
         """Stops watching backwards; steps made ahead are dropped."""
         self.provisional.close()
-        self._runtime.backwards.remove(self)
+        self._runtime.backward.watchers.remove(self)
         self._runtime.grads.watchers.remove(self)
 
     # -- what the user calls ---------------------------------------------
@@ -276,7 +276,7 @@ class StepsAhead:
         if self._steps:
             self._settings = frozen_settings(self._groups)
             self._pipeline = BlockSweep(self._manager)
-            self._runtime.unwritten = []
+            self._runtime.unwritten.clear()
             self._held_back = self._arrivals.held_back(self._runtime)
             self._look_at_pace()
         self._made_any = False
@@ -289,7 +289,7 @@ class StepsAhead:
             return  # on the CPU copies from DRAM hide behind nothing
         if self._rounds < self._next_look and self._on_host() == self._hosted:
             return
-        forward, backward = map(pace.computes, self._runtime.last_passes)
+        forward, backward = map(pace.computes, self._runtime.names.last)
         if forward is None or backward is None:
             return
         if self._rounds >= self._next_look:

@@ -87,7 +87,7 @@ class InBackward:
         self._counted = self._steps = self._watches = False
         self._pipeline = BlockSweep(self._manager)
         self._held_back: set[int] = set()  # blocks that go home in the next forward
-        runtime.backwards.append(self)
+        runtime.backward.watchers.append(self)
         runtime.grads.watchers.append(self)
 
     def extend(
@@ -112,7 +112,7 @@ class InBackward:
 
     def close(self) -> None:
         """Stops watching backwards."""
-        self._runtime.backwards.remove(self)
+        self._runtime.backward.watchers.remove(self)
         self._runtime.grads.watchers.remove(self)
 
     def leave(self, units: Iterable[StepUnit]) -> None:
@@ -334,7 +334,7 @@ class InBackward:
             self._settings = frozen_settings(self._groups)
             self._marks = marks_of(self._groups)
             self._pipeline = BlockSweep(self._manager)
-            self._runtime.unwritten = []
+            self._runtime.unwritten.clear()
             self._held_back = self._arrivals.held_back(self._runtime)
             self._edited.clear()
             if self._steps:

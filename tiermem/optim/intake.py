@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,9 +153,14 @@ class Intake:
         """Whether a parameter of a group has a unit, or gets one."""
         return any(n == number for unit in self._all_units() for _, n in unit.members)
 
-    def enter(self, optimizer: object) -> None:
-        """Enters in the runtime what the optimizer keeps in the tiers."""
-        self._keeper = Keeper(self._blocks, self._owned, optimizer)
+    def enter(self, optimizer: object, before_forward: Callable[[bool], None]) -> None:
+        """Enters in the runtime what the optimizer keeps in the tiers.
+
+        Args:
+            optimizer: The optimizer.
+            before_forward: Called before each top-level pass, with whether gradients are taken.
+        """
+        self._keeper = Keeper(self._blocks, self._owned, optimizer, before_forward)
         self._runtime.keepers.append(self._keeper)
 
     def leave(self) -> None:

@@ -129,8 +129,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._intake = Intake(runtime, *args, self._timing)
         self._keep_gradients(self.param_groups)
         self._intake.take_wanted(self.param_groups)
-        self._intake.enter(self)
-        runtime.on_begin.append(self._before_forward)
+        self._intake.enter(self, self._before_forward)
         self._timing.begin()
 
     # -- the optimizer's own methods -------------------------------------
@@ -165,7 +164,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _begin_round(self, loss: Any) -> bool:
         """Collects the units to step; returns whether a step is to be made at all."""
-        self._runtime.end_backward()
+        self._runtime.backward.end()
         scaling, on_host = Scaling.of(self), self._host.steps is not None
         self._timing.before_step(scaling)
         if scaling is not None and not (self._tried.fused and not on_host) and scaling.skips:
@@ -304,7 +303,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             RuntimeError: If it is not finite and ``error_if_nonfinite``.
         """
         self._settle_to_clip("clip_grad_norm_()")
-        self._runtime.end_backward()
+        self._runtime.backward.end()
         self._intake.take_wanted(self.param_groups)
         params = [p for group in self.param_groups for p in group["params"]]
         with torch.no_grad():
@@ -332,7 +331,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             dtype: The gradients are cast to it first, say to the masters'; None for as they are.
         """
         self._settle_to_clip("grad_norm()")
-        self._runtime.end_backward()
+        self._runtime.backward.end()
         self._intake.take_wanted(self.param_groups)
         kind = float(norm_type), foreach, floating("dtype", dtype)
         params = [p for group in self.param_groups for p in group["params"]]
@@ -497,7 +496,6 @@ class TieredOptimizer(torch.optim.Optimizer):
             runtime.manager.remove_blocks([b for unit in units for b in unit.kept_blocks()])
             self._closed = True
             self._units.replace([])
-            runtime.on_begin.remove(self._before_forward)
             self._intake.leave()
             self._norms.close(units)
             for kept in self._state.values():

@@ -264,7 +264,7 @@ class StepTiming:
 
     def tell_others(self, units: Sequence[StepUnit]) -> None:
         """Tells other optimizers not to step blocks inside backward that this one steps too."""
-        for other in self._runtime.backwards:
+        for other in self._runtime.backward.watchers:
             own = other is self.inside or other is self.ahead
             if isinstance(other, InBackward | StepsAhead) and not own:
                 other.leave(units)

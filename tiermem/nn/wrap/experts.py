@@ -71,7 +71,7 @@ class ExpertsInterceptor(CallInterceptor):
         if choice is None:
             return super().__call__(*args, **kwargs)
         if self.runtime.unwritten:
-            self.runtime.got_further(self.scope)
+            self.runtime.unwritten.got_further(self.scope)
         return self._call(choice, args, kwargs)
 
     def _call(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

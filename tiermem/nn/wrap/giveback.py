@@ -115,7 +115,7 @@ class Leaving:
         members = [member for group in self._groups() for member in group.members()]
         self._not_ours = {id(m) for m in members if m.materialized and not self._is_begun(m)}
         if torch._C._current_graph_task_id() == -1:
-            self._runtime.let_go_kept()  # of a backward that was cut short
+            self._runtime.backward.let_go_kept()  # of a backward that was cut short
         with self._manager.lock:
             for group in self._groups():
                 with suppress(StorageError):  # named below, with all others

@@ -228,7 +228,7 @@ class CallInterceptor(Interceptor):
                 runtime.begin_forward(self.module, self.scope, args, kwargs)
                 began = time.perf_counter_ns()
             elif runtime.unwritten and groups:
-                runtime.got_further(self.scope)
+                runtime.unwritten.got_further(self.scope)
             here.depth = depth + 1
             try:
                 if self._begins and self._activations.store is not None:
@@ -285,7 +285,7 @@ class CallInterceptor(Interceptor):
 
 
 def _announce(runtime: ModuleRuntime, scope: Scope, _gradient: torch.Tensor) -> None:
-    runtime.before_backward(scope)
+    runtime.backward.comes_to(scope)
 
 
 class AroundInterceptor(CallInterceptor):

@@ -271,7 +271,7 @@ class WrappedModel:
         """
         fixed = self.manager.parts.table.fixed_nbytes()
         worst, chain = self._worst_chain()
-        self.runtime.worst_chain = max(self.runtime.worst_chain, worst)
+        self.runtime.program.worst_chain = max(self.runtime.program.worst_chain, worst)
         least = fixed + worst
         if not chain or self.manager.can_hold(least):
             return
