@@ -49,6 +49,10 @@ class Groups(Sequence[Group]):
         self._list = [group for group in self._list if id(group) not in gone]
         self._by_block = {g.block.id: g for g in self._list}
 
+    def of(self, block: Block) -> Group | None:
+        """Returns the group of weights or buffers that a block is of."""
+        return self._by_block.get(block.id)
+
     def owner_of(self, block: Block, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the parameter or buffer that shares a version counter with a view of a block."""
         group = self._by_block.get(block.id)
