@@ -107,17 +107,7 @@ class HostSteps:
         if scaling is not None:
             scaling = scaling.on_host()
         with self._manager.lock, unrecorded():
-            for host in hosts:  # weights in files may be in the staging of another optimizer
-                for block in host.in_files(self.runtime):
-                    self._manager.parts.deferred.pay(block.id)
-            for host in hosts:
-                host.check(self.runtime)
-            for host in hosts:
-                host.settle(self.runtime)
-            changed = any(u.pending for host in hosts for u in host.unit.grad_units())
-            device = self._manager.parts.device
-            if changed and device.type == "cuda":  # the host reads their factors
-                torch.cuda.current_stream(device).synchronize()
+            self._prepare(hosts)
             waiting: tuple[HostSide, Job] | None = None
             try:
                 for host in hosts:
@@ -135,6 +125,25 @@ class HostSteps:
             for host in hosts:
                 if host.unit.is_viewed():  # reads through a view do not wait for the step
                     self._manager.parts.deferred.pay(host.unit.blocks()[-1].id)
+
+    def _prepare(self, hosts: Sequence[HostSide]) -> None:
+        """Checks that units can be stepped on the host, and settles what is to be written first.
+
+        Raises:
+            StepError: If one cannot be stepped there now.
+            StorageError: If what is in HBM alone cannot be written.
+        """
+        for host in hosts:  # weights in files may be in the staging of another optimizer
+            for block in host.in_files(self.runtime):
+                self._manager.parts.deferred.pay(block.id)
+        for host in hosts:
+            host.check(self.runtime)
+        for host in hosts:
+            host.settle(self.runtime)
+        changed = any(u.pending for host in hosts for u in host.unit.grad_units())
+        device = self._manager.parts.device
+        if changed and device.type == "cuda":  # the host reads their factors
+            torch.cuda.current_stream(device).synchronize()
 
     def begin_ahead(
         self,
