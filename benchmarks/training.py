@@ -233,8 +233,8 @@ class Tiered(Trainer):
 
     def rest(self) -> None:
         """Waits until the host steps nothing any more; nothing is brought forward."""
-        if self.optimizer._host is not None:
-            self.optimizer._host._pool.submit(int).result()  # its one thread works in order
+        if self.optimizer._host.steps is not None:
+            self.optimizer._host.steps._pool.submit(int).result()  # its one thread works in order
 
     def on_host(self) -> int:
         """Returns how many parameters the host steps."""

@@ -29,11 +29,11 @@ def units(pair: Twins) -> int:
 
 def ahead(pair: Twins) -> int:
     """How many units are stepped and not confirmed."""
-    return len(pair.optimizer._ahead.provisional.units)
+    return len(pair.optimizer._timing.ahead.provisional.units)
 
 
 def drops(pair: Twins) -> int:
-    return int(pair.optimizer._ahead.provisional.drops)
+    return int(pair.optimizer._timing.ahead.provisional.drops)
 
 
 def look_at_state(pair: Twins) -> None:

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tiermem
 from tiermem.errors import InvariantError, TierError
-from tiermem.optim import tiered
+from tiermem.optim import tried
 from tiermem.optim.rules.probe import StateProbe
 from tiermem.optim.rules.separable import check_separable
 
@@ -507,7 +507,7 @@ class Run:
         thread.join()
         if not taken[0]:
             raise Left("the lock is held")
-        self.tier._runtime.end_backward()
+        self.tier._runtime.backward.end()
         manager.flush()
         manager.parts.table.check()
         for record in manager.parts.table:
@@ -587,8 +587,8 @@ def tried_once() -> Iterator[None]:
         return _probes[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiered, "check_separable", nature)
-        patch.setattr(tiered, "StateProbe", probe)
+        patch.setattr(tried, "check_separable", nature)
+        patch.setattr(tried, "StateProbe", probe)
         yield
 
 

@@ -270,7 +270,7 @@ def watched(pair: Twins) -> Twins:
     for number in (90, 91):
         pair.backward(number)
         pair.step()
-    assert pair.optimizer.stepped_in_backward == 0 or pair.optimizer._auto is not None
+    assert pair.optimizer.stepped_in_backward == 0 or pair.optimizer._timing.auto is not None
     return pair
 
 
@@ -280,7 +280,7 @@ def units(pair: Twins) -> int:
 
 def made(pair: Twins) -> int:
     """How many units are stepped inside backward, of the step that is to come."""
-    return len(pair.optimizer._inside.made)
+    return len(pair.optimizer._timing.inside.made)
 
 
 def stop_in_backward(pair: Twins, number: int) -> None:

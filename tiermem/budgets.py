@@ -21,9 +21,10 @@ from tiermem.nn.groups.resident import Resident
 from tiermem.nn.wrap.wrapped import Blocks
 from tiermem.optim.classes import optimizer_class
 from tiermem.optim.host.side import with_fused
+from tiermem.optim.hostpart import Where
 from tiermem.optim.rules.groups import Params, floating, groups_of, with_defaults
 from tiermem.optim.rules.probe import StateProbe, settings_of
-from tiermem.optim.tiered import Overlap, Where
+from tiermem.optim.timing import Overlap
 from tiermem.optim.units.master import master_dtype_of
 from tiermem.optim.units.parted import ELEMENTWISE
 from tiermem.optim.units.plan import kept_of

@@ -26,8 +26,10 @@ from tiermem.nn.wrap.materialize import Target, materialize
 from tiermem.nn.wrap.origins import Origins
 from tiermem.nn.wrap.repair import repair
 from tiermem.nn.wrap.wrapped import Blocks, WrappedModel
+from tiermem.optim.hostpart import Where
 from tiermem.optim.rules.groups import Params
-from tiermem.optim.tiered import Overlap, TieredOptimizer, Where
+from tiermem.optim.tiered import TieredOptimizer
+from tiermem.optim.timing import Overlap
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.hostmemory import available_memory, total_memory
 from tiermem.runtime.memory.opening import AT_ONCE
@@ -276,7 +278,7 @@ class TierManager:
         self._optimizers += 1
         known = {record.block.id for record in self._manager.parts.table}
         runtime = self._runtime
-        lists: list[list[Any]] = [runtime.on_begin, runtime.on_backward, runtime.keepers]
+        lists: list[list[Any]] = [runtime.backward.on_begin, runtime.keepers]
         begun = [len(found) for found in lists]
         try:
             return TieredOptimizer(
@@ -451,7 +453,7 @@ class TierManager:
         if self._saving is not None and not self._manager.gate.closed:
             self._saving.wait()
         if not discard and not self._manager.gate.closed:
-            for watcher in self._runtime.backwards:
+            for watcher in self._runtime.backward.watchers:
                 watcher.settle()
             try:
                 self._leaving = prepare(self._wrapped.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,6 +14,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from tiermem import StepError, TieredOptimizer, TierManager
 
 from . import checkpoints, comm, mapping, utils
+from .accumulation import Accumulation
+from .clipping import Clipping
 from .explaining import Explanation, explained
 from .mapping import Plan
 from .queries import Monitor, Queries, Throughput
@@ -68,13 +69,11 @@ class DeepSpeedEngine(Queries):
         self.monitor, self.tput_timer = Monitor(), Throughput()
         self._repeating: utils.RepeatingLoader | None = None
         self._collate_fn = collate_fn
-        self._needs_norm = mapping.needs_norm(plan.config)
-        self._clip = float(plan.config["gradient_clipping"])
-        self._managed = bool(plan.config["managed_gradient_accumulation"])
-        self._boundary: bool | None = None
-        self._inside_no_sync = self._inside_backward = self._scaled = False
+        self._clipping = Clipping(plan)
+        self._accumulation = Accumulation(
+            managed=bool(plan.config["managed_gradient_accumulation"])
+        )
         self._step_applied = False
-        self._norm: torch.Tensor | None = None
         self._times: dict[str, float] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -174,18 +173,14 @@ class DeepSpeedEngine(Queries):
         steps = self.gradient_accumulation_steps()
         divided = loss / steps if scale_wrt_gas and steps > 1 else loss
         work = divided if self.scaler is None else divided.float() * self.scaler.scale
-        self._inside_backward = True
-        try:
-            with self._timed("backward"):
-                work.backward(retain_graph=retain_graph)
-        finally:
-            self._inside_backward = False
+        with self._accumulation.backward(), self._timed("backward"):
+            work.backward(retain_graph=retain_graph)
         return divided.detach()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns the loss for a ``backward()`` of its own: divided, and times the loss scale."""
         self._refuse_without_optimizer("scale()")
-        self._scaled = True
+        self._accumulation.scaled = True
         divided = loss / self.gradient_accumulation_steps()
         return divided if self.scaler is None else divided.float() * self.scaler.scale
 
@@ -200,10 +195,9 @@ class DeepSpeedEngine(Queries):
                 go no lower.
         """
         optimizer = self._refuse_without_optimizer("step()")
-        if self._inside_no_sync:
-            raise StepError("step() inside no_sync(): leave no_sync first")
-        self._step_applied = self._scaled = False
-        boundary = not self._managed or self.is_gradient_accumulation_boundary()
+        self._accumulation.begin_step()
+        self._step_applied = False
+        boundary = not self._accumulation.managed or self.is_gradient_accumulation_boundary()
         if boundary:
             with self._timed("step"):
                 self._take_step(optimizer, lr_kwargs or {})
@@ -211,7 +205,8 @@ class DeepSpeedEngine(Queries):
         self.micro_steps += 1
 
     def _take_step(self, optimizer: TieredOptimizer, lr_kwargs: dict[str, Any]) -> None:
-        overflow = self._settle_gradients(optimizer)
+        scale = 1.0 if self.scaler is None else self.scaler.scale
+        overflow = self._clipping.settle(optimizer, scale)
         if not overflow:
             optimizer.step()
             if self.client_optimizer is not None:  # which torch's schedulers look at
@@ -229,56 +224,17 @@ class DeepSpeedEngine(Queries):
         self.global_steps += 1
         self.global_samples += self.plan.batch
 
-    def _settle_gradients(self, optimizer: TieredOptimizer) -> bool:
-        """Undoes the loss scale and clips; returns whether a gradient is infinite or NaN.
-
-        Norm and factor are float32 where there are masters, as if the masters' gradients were
-        clipped.
-        """
-        self._norm = None
-        if not self._clip > 0 and not self._needs_norm:
-            return False
-        if self.plan.dtype is None:
-            self._norm = optimizer.clip_grad_norm_(self._clip)
-            return False
-        norm = optimizer.grad_norm(dtype=torch.float32)
-        scale = 1.0 if self.scaler is None else self.scaler.scale
-        self._norm = norm = norm if scale == 1.0 else norm / scale
-        if self._needs_norm and not math.isfinite(found := float(norm)):
-            return True
-        if self._clip > 0:
-            factor = torch.clamp(self._clip / (norm + 1e-6), max=1.0)
-            clips = not self._needs_norm or found * 1.00001 + 1e-5 > self._clip
-            if scale != 1.0 or clips:  # a factor of 1 need not be applied
-                optimizer.grad_factor = factor / scale
-        elif scale != 1.0:
-            optimizer.grad_factor = torch.full_like(norm, 1.0 / scale)
-        return False
-
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next :meth:`step` steps."""
-        if self._boundary is not None:
-            return self._boundary
-        if not self._managed:
-            return False
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return self._accumulation.is_boundary(self.micro_steps, self.gradient_accumulation_steps())
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Sets whether :meth:`step` steps, until it is set again."""
-        if not self._managed:
-            raise StepError("with managed_gradient_accumulation=false every step() is a step")
-        self._boundary = bool(is_boundary)
+        self._accumulation.set_boundary(is_boundary)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """For backwards without an exchange of gradients, of which there is none here."""
-        if self._inside_no_sync:
-            raise StepError("no_sync() inside no_sync()")
-        self._inside_no_sync = True
-        try:
-            yield
-        finally:
-            self._inside_no_sync = False
+        return self._accumulation.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients."""
@@ -405,17 +361,7 @@ class DeepSpeedEngine(Queries):
         """Refuses a backward past the engine that would miss a factor."""
         if self.scaler is None and self.gradient_accumulation_steps() == 1:
             return
-        for tensor in _tensors(found):
-            if tensor.requires_grad:
-                tensor.register_hook(self._refuse_past_engine)
-
-    def _refuse_past_engine(self, gradient: torch.Tensor) -> None:
-        if not self._inside_backward and not self._scaled:
-            raise StepError(
-                "loss.backward() would miss the loss scale and the division by "
-                "gradient_accumulation_steps; call engine.backward(loss), or "
-                "engine.scale(loss).backward()"
-            )
+        self._accumulation.watch(found)
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
@@ -446,17 +392,6 @@ class DeepSpeedEngine(Queries):
                 self.get_lr(),
                 self.get_mom(),
             )
-
-
-def _tensors(found: Any) -> Iterator[torch.Tensor]:
-    if isinstance(found, torch.Tensor):
-        yield found
-    elif isinstance(found, Mapping):
-        for value in found.values():
-            yield from _tensors(value)
-    elif isinstance(found, list | tuple):
-        for value in found:
-            yield from _tensors(value)
 
 
 def _halved(value: Any) -> Any:

@@ -9,6 +9,7 @@ from torch import nn
 
 from tiermem import ConfigError, TieredOptimizer
 
+from .clipping import Clipping
 from .mapping import Plan
 from .scaling import LossScale
 from .zerooptions import PARAM, STATE, ZERO
@@ -81,9 +82,8 @@ class Queries(nn.Module):
     plan: Plan
     optimizer: TieredOptimizer | None
     scaler: LossScale | None
-    _norm: torch.Tensor | None
+    _clipping: Clipping
     _step_applied: bool
-    _clip: float
 
     def gradient_accumulation_steps(self) -> int:
         """Returns the backwards of a step."""
@@ -127,7 +127,8 @@ class Queries(nn.Module):
 
     def get_global_grad_norm(self) -> float | None:
         """Returns the norm of the last step's gradients before clipping; None if not taken."""
-        return None if self._norm is None else float(self._norm)
+        norm = self._clipping.norm
+        return None if norm is None else float(norm)
 
     def get_lr(self) -> list[Any]:
         """Returns the learning rate of each group."""
@@ -152,7 +153,7 @@ class Queries(nn.Module):
 
     def gradient_clipping(self) -> float:
         """Returns the most that the norm may be; 0 for any."""
-        return self._clip
+        return self._clipping.limit
 
     def zero_optimization_stage(self) -> int:
         """Returns the ZeRO stage of the configuration."""

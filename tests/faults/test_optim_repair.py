@@ -13,7 +13,7 @@ from torch import nn
 
 from tiermem.core import parts
 from tiermem.errors import StorageError
-from tiermem.optim import tiered
+from tiermem.optim import intake
 from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.undo import Undo
 
@@ -66,11 +66,11 @@ def test_a_step_that_waits_to_be_taken_back_survives_a_repair(
         monkeypatch.setattr(parts, "_ALIGNED", 16)
         monkeypatch.setattr(parts, "_LEAST", 0)
         monkeypatch.setattr(parts, "_MOST", 0.05)
-        monkeypatch.setattr(tiered, "ELEMENTWISE", (FailsMidway,))
+        monkeypatch.setattr(intake, "ELEMENTWISE", (FailsMidway,))
     settings = {"lr": 0.1, "momentum": 0.9}
     with Twins(Small, PLACES[place], FailsMidway, settings, master_dtype=None) as pair:
         stepped = [type(unit) for unit in pair.optimizer._units]
-        assert (PartedUnit in stepped) == (FailsMidway in tiered.ELEMENTWISE)
+        assert (PartedUnit in stepped) == (FailsMidway in intake.ELEMENTWISE)
         pair.backward(0)
         pair.step()
         pair.backward(1)

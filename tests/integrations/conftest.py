@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tiermem.optim import tiered
+from tiermem.optim import tried
 
 _OF_PROCESSES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 _TRIED: dict[Any, Any] = {}
-_try = tiered.check_separable
+_try = tried.check_separable
 
 
 def _tried_once(name: str, make: Any, settings: Any, *rest: Any) -> Any:
     """Tries an optimizer class once for the same settings; other tests try every time."""
     if rest[-1] is not None:  # a method of the class
         return _try(name, make, settings, *rest)
-    cls = getattr(getattr(make, "__self__", make), "_cls", make)
+    cls = getattr(getattr(make, "__self__", make), "cls", make)
     key = name, cls, repr(sorted(settings.items(), key=str)), repr(rest)
     if key not in _TRIED:
         _TRIED[key] = _try(name, make, settings, *rest)
@@ -33,7 +33,7 @@ def _tried_once(name: str, make: Any, settings: Any, *rest: Any) -> Any:
 def classes_are_tried_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the many optimizers of these tests cheap: a trial is half of what one costs."""
     if any(name in request.module.__name__ for name in ("zero_infinity", "test_lora")):
-        monkeypatch.setattr(tiered, "check_separable", _tried_once)
+        monkeypatch.setattr(tried, "check_separable", _tried_once)
 
 
 @pytest.fixture(autouse=True)

@@ -129,7 +129,7 @@ def test_any_loop(
             with faults(chance, shuffle + step) as failed:
                 for part in range(parts):
                     twins.backward(10 * step + part, use_extra=use_extra)
-            made = len(twins.optimizer._inside.made)
+            made = len(twins.optimizer._timing.inside.made)
             assert step > 1 or not made
             assert made or failed or step < 2 or step == short or set(modes) != {"plain"}
             for loop in loops:

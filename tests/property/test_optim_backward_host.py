@@ -144,7 +144,7 @@ def test_any_loop_and_any_order_of_ends(
                 for step, use_extra in enumerate(extra):
                     for part in range(accumulate):
                         twins.backward(accumulate * step + part, use_extra=use_extra)
-                    made = optimizer._inside.made
+                    made = optimizer._timing.inside.made
                     assert step > 1 or not made
                     if step > 1 and in_dram:
                         wanted = [u for u in on_host if any(e.has_grad for e in u.entries)]

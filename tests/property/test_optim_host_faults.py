@@ -306,8 +306,8 @@ def test_ctrl_c_in_the_middle(
         # a step begins once the next one is known: with the last but one none is left to go
         last_but_one = where == "begin" and number + 2 == len(twins.optimizer._units)
         if last_but_one:
-            left = [unit for current in twins.optimizer._rounds for unit in current.left()]
-            assert all(id(unit) in twins.optimizer._owed for unit in left)
+            left = [unit for current in twins.optimizer._timing.rounds for unit in current.left()]
+            assert all(id(unit) in twins.optimizer._units.owed for unit in left)
         elif where != "take_up" and (number or where == "begin"):
             with pytest.raises(tiermem.StepError, match=r"step\(\) again"):
                 twins.optimizer.zero_grad()

@@ -269,8 +269,8 @@ class Looking(RuleBasedStateMachine):
         self.plain_optimizer = cls(self.plain.parameters(), **copy.deepcopy(given))
         self.kept: list[tuple[Any, Any]] = []
         if not ahead:  # as where DRAM has no room for shadows: steps wait, or are made at once
-            self.optimizer._ahead._may_begin = lambda: False
-        self.disturbed = Disturbed(self.optimizer._ahead, [])
+            self.optimizer._timing.ahead._may_begin = lambda: False
+        self.disturbed = Disturbed(self.optimizer._timing.ahead, [])
         self.scaler = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
         if self.both_sides:
             self.share(True)
@@ -348,7 +348,7 @@ class Looking(RuleBasedStateMachine):
             return norm
 
         self._both(use)
-        Looking.waited += len(self.optimizer._owed)
+        Looking.waited += len(self.optimizer._units.owed)
 
     # else the scale is undone in the step; and the device of NumPy has none
     @precondition(lambda self: not (self.master or self.both_sides))
@@ -393,12 +393,12 @@ class Looking(RuleBasedStateMachine):
     @rule(on_host=st.booleans())
     def share(self, on_host: bool) -> None:
         """The host gets its share, or loses it."""
-        self.optimizer._movable.trial.on_host = on_host
+        self.optimizer._host.movable.trial.on_host = on_host
 
     @rule(release=st.booleans())
     def drop(self, release: bool) -> None:
         """What was made ahead is dropped where the program can see no reason."""
-        self.optimizer._ahead.settle()
+        self.optimizer._timing.ahead.settle()
         if release:
             self.tier._manager.parts.homes._reclaim()
 
@@ -517,7 +517,7 @@ class Looking(RuleBasedStateMachine):
         if hasattr(self, "kept"):
             self.kept.clear()
             Looking.confirmed += self.optimizer.stepped_in_backward
-            Looking.dropped += self.optimizer._ahead.provisional.drops
+            Looking.dropped += self.optimizer._timing.ahead.provisional.drops
             self.check()
             self.tier.close()
 

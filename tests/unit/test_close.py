@@ -362,7 +362,7 @@ def test_a_model_keeps_its_tiers(tmp_path: Path) -> None:
     steps(plain, torch.optim.AdamW(plain.parameters(), lr=0.01), range(2))
     steps(model, optimizer, range(2))
     assert_same(dict(plain.state_dict()), dict(model.state_dict()), "state")
-    manager = weakref.ref(optimizer._manager)
+    manager = weakref.ref(optimizer._runtime.manager)
     param = model.layers[0].weight
     del optimizer, model
     gc.collect()

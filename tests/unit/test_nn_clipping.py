@@ -195,7 +195,7 @@ def test_gradients_that_are_forgotten_while_a_step_is_owed() -> None:
             pair.both(lambda model, _: model.zero_grad())
             if number == 2:  # a forward in between, and one gradient that is kept
                 pair.both(lambda model, _: loss_of(model, 9).item())
-            assert (len(pair.optimizer._owed) > 0) == (number != 2)
+            assert (len(pair.optimizer._units.owed) > 0) == (number != 2)
         pair.check_state()
 
 

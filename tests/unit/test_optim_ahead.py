@@ -49,7 +49,7 @@ def test_whoever_looks_finds_everything_as_it_was(what: str) -> None:
                 assert_same(dict(pair.plain.state_dict()), dict(pair.model.state_dict()), "weights")
             pair.step()
             pair.check()
-            if pair.optimizer._looked_into or what == "another backward":
+            if pair.optimizer._units.looked_into or what == "another backward":
                 break
 
 
@@ -136,7 +136,7 @@ def test_where_dram_has_room_for_some_the_others_wait() -> None:
             assert (0 < found < units(pair)) == bool(number)
             pair.by_hand.step()
             pair.optimizer.step()
-            assert len(pair.optimizer._owed) == (units(pair) - found if number else 0)
+            assert len(pair.optimizer._units.owed) == (units(pair) - found if number else 0)
             pair.by_hand.zero_grad()
             pair.optimizer.zero_grad()
         pair.check()
@@ -206,7 +206,7 @@ def test_how_long_both_passes_compute_is_known_to_the_balance() -> None:
         pair.backward(number)
         pair.step()
     estimates = pair.tier._manager.parts.pass_timer.estimates
-    forward, backward = map(estimates.computes, pair.optimizer._ahead._runtime.last_passes)
+    forward, backward = map(estimates.computes, pair.optimizer._timing.ahead._runtime.names.last)
     assert forward is not None and backward is not None and min(forward, backward) > 0
 
 

@@ -54,7 +54,7 @@ def _host_has_share(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def hosted(pair: Twins) -> list[Any]:
     """The units that are stepped ahead on the host, and not confirmed."""
-    found = pair.optimizer._ahead.provisional
+    found = pair.optimizer._timing.ahead.provisional
     assert len(found._elsewhere) == sum(u.host is not None for u in found.units)
     return [unit for unit in found.units if unit.host is not None]
 
@@ -101,7 +101,7 @@ def test_whoever_looks_finds_everything_as_it_was(what: str) -> None:
             if number == 0:
                 assert_same(dict(pair.plain.state_dict()), dict(pair.model.state_dict()), "weights")
             pair.step()
-            if pair.optimizer._looked_into or what == "another backward":
+            if pair.optimizer._units.looked_into or what == "another backward":
                 break
         pair.check()
 
@@ -148,10 +148,10 @@ def test_step_does_not_wait_for_the_host(monkeypatch: pytest.MonkeyPatch) -> Non
         there = hosted(pair)
         pair.step()
         assert not ahead(pair)
-        assert {id(unit) for unit in there} <= pair.optimizer._owed
+        assert {id(unit) for unit in there} <= pair.optimizer._units.owed
         homes = pair.tier._manager.parts.homes
         homes._reclaim()  # what steps under way read from is not given away
-        shadows = pair.optimizer._ahead.provisional._shadows
+        shadows = pair.optimizer._timing.ahead.provisional._shadows
         assert shadows.nbytes
         may_go_on.set()
         pair.backward(2)
@@ -178,7 +178,7 @@ def test_a_step_that_failed_before_step_is_called_is_dropped(monkeypatch) -> Non
             patch.setattr(exact, "make_steps", failing)
             pair.backward(2)
             failing.may_go_on.set()
-            for step in pair.optimizer._ahead.provisional._elsewhere:
+            for step in pair.optimizer._timing.ahead.provisional._elsewhere:
                 step.job.wait()
         pair.step()
         assert drops(pair) == 1

@@ -26,7 +26,7 @@ def _no_shadows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def waiting(twins: Twins) -> int:
     """How many units are still to be stepped."""
-    return len(twins.optimizer._owed)
+    return len(twins.optimizer._units.owed)
 
 
 def units(twins: Twins) -> int:
@@ -261,12 +261,12 @@ def test_an_optimizer_that_is_closed_or_refused_looks_at_no_backward() -> None:
     with tiermem.TierManager(device="cpu", hbm="2MiB", dram="16MiB") as tier:
         model = tier.wrap(Net(torch.float32))
         optimizer = tier.optimizer(model, torch.optim.AdamW, lr=0.01)
-        assert len(tier._runtime.on_backward) == 1
+        assert len(tier._runtime.backward.on_begin) == 1
         with pytest.raises(tiermem.StepError):
             tier.optimizer(model, torch.optim.LBFGS)
-        assert len(tier._runtime.on_backward) == 1
+        assert len(tier._runtime.backward.on_begin) == 1
         optimizer.close()
-        assert not tier._runtime.on_backward
+        assert not tier._runtime.backward.on_begin
 
 
 def test_other_words_are_refused() -> None:

@@ -417,7 +417,7 @@ def test_checkpoints_that_become_reentrant() -> None:
 def test_weights_that_are_used_again_after_their_gradient() -> None:
     """Detached: its gradient is final before backward is done with the weight itself."""
     with tried(with_attributes(detached=True)) as pair:
-        assert pair.optimizer._inside._late
+        assert pair.optimizer._timing.inside._late
         for number in range(1, 4):
             pair.backward(number)
             assert 0 < made(pair) < units(pair)
@@ -650,5 +650,5 @@ def test_other_spellings_are_refused() -> None:
             pair.optimizer.accumulate(2)  # says nothing to it
             pair.backward(0)
             pair.step()
-            assert len(pair.optimizer._owed) == units(pair)
+            assert len(pair.optimizer._units.owed) == units(pair)
             pair.check()

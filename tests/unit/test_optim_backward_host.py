@@ -71,7 +71,7 @@ def test_nobody_waits_for_the_host() -> None:
             pair.backward(1)
             pair.step()
             assert (len(gate.begun), gate.waited) == (units(pair), 0)
-            assert len(pair.optimizer._owed) == units(pair)
+            assert len(pair.optimizer._units.owed) == units(pair)
             pair.backward(2)
             assert gate.waited
             pair.step()

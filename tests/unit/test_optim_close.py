@@ -64,7 +64,7 @@ def test_one_after_the_other_takes_the_room_of_one(overlap: Any, home: Any, tmp_
             ours.close()
             assert same(plain, model)
         assert taken[1:] == taken[:-1]
-        assert not tier._runtime.on_begin and not tier._runtime.backwards
+        assert not tier._runtime.keepers and not tier._runtime.backward.watchers
         assert not tier._runtime.grads.watchers
 
 
@@ -74,7 +74,7 @@ def test_what_was_put_off_is_stepped_first() -> None:
         tier.wrap(model)
         ours = tier.optimizer(model, torch.optim.AdamW, overlap="forward")
         train([(plain, torch.optim.AdamW(plain.parameters())), (model, ours)], 1)
-        assert ours._owed
+        assert ours._units.owed
         ours.close()
         assert same(plain, model)
 

@@ -123,12 +123,12 @@ def test_steps_are_made_both_ways_until_it_is_decided(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ShareTrial, "step", _TRY)
     with device_of_numpy(), Twins(Net, DRAM, torch.optim.AdamW, FUSED) as twins:
         optimizer = twins.optimizer
-        assert optimizer._ahead is not None
+        assert optimizer._timing.ahead is not None
         hosted = [unit for unit in optimizer._units if unit.host is not None]
         ahead, sides = [], []
         for step in range(12):
             twins.backward(step, use_extra=step != 2)
-            ahead.append(any(unit in optimizer._ahead.provisional for unit in hosted))
+            ahead.append(any(unit in optimizer._timing.ahead.provisional for unit in hosted))
             twins.step()
             sides.append(any(unit.host is not None for unit in hosted))
         twins.check()

@@ -21,7 +21,7 @@ Look = Callable[[nn.Module, Any], Any]
 
 def owed(twins: Twins) -> int:
     """How many units are still to be stepped."""
-    return len(twins.optimizer._owed)
+    return len(twins.optimizer._units.owed)
 
 
 def trained(**options: Any) -> Twins:

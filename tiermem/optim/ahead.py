@@ -10,7 +10,7 @@ other than one, changes settings, runs another forward or backward, or makes no 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,13 +26,11 @@ from tiermem.optim.auto import AutoOverlap
 from tiermem.optim.balance import Load, Speed, best_left
 from tiermem.optim.host.steps import HostSteps
 from tiermem.optim.provisional import Provisional
-from tiermem.optim.rules.groups import frozen_settings
 from tiermem.optim.rules.scaling import Scaling
-from tiermem.optim.units.arrivals import Arrivals
-from tiermem.optim.units.finality import accumulates, grad_of, is_nested, is_own, marks_of
+from tiermem.optim.stepping import SteppedBackward
+from tiermem.optim.units.finality import accumulates, grad_of, is_nested, is_own
 from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.unit import State, StepUnit
-from tiermem.runtime.services.sweep import BlockSweep
 
 _MOST_PAUSE = 64
 _IN_VAIN = 2
@@ -95,13 +93,76 @@ class Others(Protocol):
         ...
 
 
+class LeftToForward:
+    """Chooses the steps that are left to the next forward, which has time for them."""
+
+    def __init__(
+        self, runtime: ModuleRuntime, units: Mapping[int, Sequence[StepUnit]], others: Others
+    ) -> None:
+        """Leaves none.
+
+        Args:
+            runtime: The modules' runtime.
+            units: Of the optimizer, by the id of their group; kept up to date.
+            others: What the host steps.
+        """
+        self._runtime = runtime
+        self._units = units
+        self._others = others
+        self._ids: set[int] = set()  # of the groups
+        self._rounds, self._next_look = 0, _FIRST_LOOK
+        self._hosted: frozenset[int] = frozenset()  # ids of the groups that were the host's then
+
+    def has(self, group: Group) -> bool:
+        """Whether the step of a group is left to the next forward."""
+        return id(group) in self._ids
+
+    def look(self, made_any: bool) -> None:
+        """Chooses anew, once it is known how long passes compute.
+
+        Args:
+            made_any: Whether steps were made in the backward before.
+        """
+        self._rounds += made_any
+        parts = self._runtime.manager.parts
+        pace = parts.pass_timer.estimates
+        if parts.device.type != "cuda":
+            return  # on the CPU copies from DRAM hide behind nothing
+        if self._rounds < self._next_look and self._on_host() == self._hosted:
+            return
+        forward, backward = map(pace.computes, self._runtime.names.last)
+        if forward is None or backward is None:
+            return
+        if self._rounds >= self._next_look:
+            self._next_look = 2 * self._rounds
+        up = pace.rate("dram->hbm")
+        self._choose(Speed(forward, backward, up, pace.best_rate("hbm->dram") or up))
+
+    def _choose(self, speed: Speed) -> None:
+        """Leaves to the next forward what that has time for."""
+        hosted, by_group = self._on_host(), self._units
+        groups = [group for group in self._runtime.groups if id(group) in by_group]
+        loads = []
+        for group in groups:
+            host = self._others.seconds if id(group) in hosted else None
+            loads.append(_load_of(group, by_group[id(group)], host))
+        now = frozenset(number for number, group in enumerate(groups) if id(group) in self._ids)
+        self._ids = {id(groups[number]) for number in best_left(loads, speed, now)}
+        self._hosted = hosted
+
+    def _on_host(self) -> frozenset[int]:
+        """Returns the ids of the groups that are stepped on the host, as a rule."""
+        return frozenset(
+            number for number, units in self._units.items() if any(map(self._others.has, units))
+        )
+
+
 class StepsAhead:
     """Makes the steps of one optimizer inside backward, provisionally.
 
     Attributes:
         revocable: Whether its steps can be taken back.
         provisional: Those that are made and not confirmed.
-        left: Ids of the groups whose steps are left to the next forward, which has time for them.
     """
 
     revocable = True
@@ -127,29 +188,18 @@ class StepsAhead:
         """
         self.provisional = Provisional(runtime, is_begun)
         self._runtime = runtime
-        self._manager = runtime.manager
         self._auto = auto
         self._owed = owed
         self._may_begin = may_begin
         self._others = others
-        self._arrivals = Arrivals()
+        self._backward = SteppedBackward(runtime)
+        self._left = LeftToForward(runtime, self._backward.units, others)
         self._habit = Habit()
-        self._groups: Sequence[dict[str, Any]] = ()
         self._state: State = {}
         self._host: HostSteps | None = None
-        self._settings: list[dict[str, Any]] = []
-        self._marks: object = None
         self._drops = 0
-        self.left: set[int] = set()
-        self._rounds, self._next_look = 0, _FIRST_LOOK
-        self._hosted: frozenset[int] = frozenset()  # ids of the groups that were the host's then
-        # the backward under way
-        self._task = -1
-        self._counted = self._steps = False
         self._made_any = False  # in the last that was likely to have steps
-        self._pipeline = BlockSweep(self._manager)
-        self._held_back: set[int] = set()
-        runtime.backwards.append(self)
+        runtime.backward.watchers.append(self)
         runtime.grads.watchers.append(self)
 
     def extend(
@@ -167,13 +217,13 @@ class StepsAhead:
             state: The tiered optimizer's, to be kept up to date.
             host: Makes the steps of units that are the host's, if any are.
         """
-        self._groups, self._state, self._host = groups, state, host
-        self._arrivals.add(units)
+        self._state, self._host = state, host
+        self._backward.extend(units, groups)
 
     def close(self) -> None:
         """Stops watching backwards; steps made ahead are dropped."""
         self.provisional.close()
-        self._runtime.backwards.remove(self)
+        self._runtime.backward.watchers.remove(self)
         self._runtime.grads.watchers.remove(self)
 
     # -- what the user calls ---------------------------------------------
@@ -185,7 +235,7 @@ class StepsAhead:
             scaling is not None
             or not self.provisional.whole
             or self.provisional.failed
-            or self._marks != marks_of(self._groups)
+            or self._backward.has_changed()
             or not all(map(_is_untouched, self.provisional.units))
         ):
             self.provisional.drop()
@@ -209,7 +259,7 @@ class StepsAhead:
 
     def repair(self) -> None:
         """Drops all steps, after an exception at a line of tiermem's; nothing is under way."""
-        self._steps = False
+        self._backward.steps = False
         self.provisional.repair()
 
     def _ends_round(self, *, scales: bool = False) -> None:
@@ -222,32 +272,27 @@ class StepsAhead:
 
     def begins(self) -> bool:
         """Called as a backward begins; returns whether steps are likely to be made in it."""
-        self._task = torch._C._current_graph_task_id()
-        self._counted = self._steps = False
-        self._arrivals.forget()
+        self._backward.begins()
         return self._made_any and self._is_last(self._habit.backwards + 1)
 
     def ends(self) -> None:
         """Called as a backward ends."""
-        self._task = -1
-        self._steps = False
-        self._arrivals.forget()
+        self._backward.ends()
 
     def arriving(self, entry: Entry) -> bool:
         """Called before a gradient is accumulated, or caught by ``autograd.grad``."""
-        if not self._counted and id(entry.param) in self._arrivals.entries:
-            task = torch._C._current_graph_task_id()
-            if task == self._task and accumulates(entry) and not is_nested():
-                self._first()
+        now = self._backward
+        known = now.counted or id(entry.param) not in now.entries
+        if not known and now.is_here() and accumulates(entry) and not is_nested():
+            self._first()
         return False
 
     def arrived(self, entry: Entry) -> None:
         """Called when a gradient is in the tiers; steps its block if it was the last of that."""
-        if not self._steps or id(entry.param) not in self._arrivals.entries:
+        now = self._backward
+        if not now.steps or id(entry.param) not in now.entries or not now.is_here():
             return
-        if torch._C._current_graph_task_id() != self._task:
-            return
-        if not self._arrivals.awaits(entry.group, entry):
+        if not now.awaits(entry):
             self._step(entry.group)
 
     def edited(self, entry: Entry) -> None:
@@ -265,68 +310,29 @@ class StepsAhead:
 
     def _first(self) -> None:
         """Decides, at the first gradient of a backward, whether steps are made in it."""
-        habit = self._habit
-        self._counted = True
+        habit, now = self._habit, self._backward
+        now.counted = True
         habit.backwards += 1
-        marks = marks_of(self._groups)
-        if self.provisional and self._marks != marks:
+        if self.provisional and now.has_changed():
             self.provisional.drop()
-        self._marks = marks
-        self._steps = self._is_last(habit.backwards)
-        if self._steps:
-            self._settings = frozen_settings(self._groups)
-            self._pipeline = BlockSweep(self._manager)
-            self._runtime.unwritten = []
-            self._held_back = self._arrivals.held_back(self._runtime)
-            self._look_at_pace()
+        now.mark()
+        now.steps = self._is_last(habit.backwards)
+        if now.steps:
+            now.prepare()
+            self._left.look(self._made_any)
         self._made_any = False
-
-    def _look_at_pace(self) -> None:
-        """Chooses what is left to the next forward, once it is known how long passes compute."""
-        self._rounds += self._made_any
-        manager, pace = self._manager, self._manager.parts.pass_timer.estimates
-        if manager.parts.device.type != "cuda":
-            return  # on the CPU copies from DRAM hide behind nothing
-        if self._rounds < self._next_look and self._on_host() == self._hosted:
-            return
-        forward, backward = map(pace.computes, self._runtime.last_passes)
-        if forward is None or backward is None:
-            return
-        if self._rounds >= self._next_look:
-            self._next_look = 2 * self._rounds
-        up = pace.rate("dram->hbm")
-        self._leave(Speed(forward, backward, up, pace.best_rate("hbm->dram") or up))
-
-    def _leave(self, speed: Speed) -> None:
-        """Leaves to the next forward what that has time for."""
-        hosted, by_group = self._on_host(), self._arrivals.units
-        groups = [group for group in self._runtime.groups if id(group) in by_group]
-        loads = []
-        for group in groups:
-            host = self._others.seconds if id(group) in hosted else None
-            loads.append(_load_of(group, by_group[id(group)], host))
-        now = frozenset(number for number, group in enumerate(groups) if id(group) in self.left)
-        self.left = {id(groups[number]) for number in best_left(loads, speed, now)}
-        self._hosted = hosted
-
-    def _on_host(self) -> frozenset[int]:
-        """Returns the ids of the groups that are stepped on the host, as a rule."""
-        return frozenset(
-            number
-            for number, units in self._arrivals.units.items()
-            if any(map(self._others.has, units))
-        )
 
     def _step(self, group: Group) -> None:
         """Steps the units of a block whose gradients are final, if all of them can be."""
-        units = [u for u in self._arrivals.units[id(group)] if any(e.has_grad for e in u.entries)]
-        if not units or id(group) in self.left:
+        units = self._backward.final_units(group)
+        if not units or self._left.has(group):
             return
         if group.suspect or group.writes_hidden or group.merging or group.resident:
             return
         if not all(self._can_be_made(unit) for unit in units):
             return
-        with self._manager.lock, quiet(self._manager.parts.device), torch.no_grad():
+        manager = self._runtime.manager
+        with manager.lock, quiet(manager.parts.device), torch.no_grad():
             uncompiled(StepsAhead._make)(self, group, units)
 
     def _can_be_made(self, unit: StepUnit) -> bool:
@@ -338,7 +344,7 @@ class StepsAhead:
             and id(unit) not in self._owed
             and len(unit.entries) == len(unit.members)
             and (unit.masters is None or (unit.masters.made and not unit.masters.loose()))
-            and self._auto.is_steady(unit, self._groups)
+            and self._auto.is_steady(unit, self._backward.groups)
             and unit.can_wait(self._runtime)
         )
 
@@ -346,9 +352,10 @@ class StepsAhead:
         """Makes the steps of a block; what cannot be made here is left to ``step()``."""
         if not self.provisional.has_room(group, units):
             return
-        where = self._others.place_ahead(units, self._settings)
+        settings = self._backward.settings
+        where = self._others.place_ahead(units, settings)
         for unit in units if where else ():
-            unit.optimizer_for(self._settings)
+            unit.optimizer_for(settings)
         if where == "host" and self._host is not None:
             self._begin_there(self._host, group, units)
         elif where == "device":
@@ -356,7 +363,7 @@ class StepsAhead:
 
     def _begin_there(self, host: HostSteps, group: Group, units: Sequence[StepUnit]) -> None:
         """Has the host make the steps of a block while backward goes on."""
-        begin = partial(host.begin_ahead, units, self._settings, self.provisional.ticket)
+        begin = partial(host.begin_ahead, units, self._backward.settings, self.provisional.ticket)
         try:
             self.provisional.begin(group, units, self._state, begin)
         except (StorageError, CapacityError):
@@ -370,29 +377,25 @@ class StepsAhead:
         except (StorageError, CapacityError):
             return
         except torch.OutOfMemoryError:
-            self._steps = False
+            self._backward.steps = False
             return
         except Exception as error:
             if OUTSIDE not in error.__dict__:
                 raise  # a signal handler's, or no memory, at a line of tiermem's
-            self._steps = False  # step() meets with it, too
+            self._backward.steps = False  # step() meets with it, too
             return
-        self._manager.parts.timeline.add(
-            "optimizer", group.block.name, began, time.perf_counter_ns()
-        )
+        timeline = self._runtime.manager.parts.timeline
+        timeline.add("optimizer", group.block.name, began, time.perf_counter_ns())
         if not made:
             return
         self._made_any = True
         blocks = [group.block, *(block for unit in units for block in unit.kept_blocks())]
-        if id(group) in self._held_back:
-            self._runtime.unwritten += blocks  # until forward has got further
-        else:
-            self._pipeline.write(blocks)
+        self._backward.write(group, blocks)
 
     def _make_one(self, unit: StepUnit, at_hand: Callable[[], None]) -> None:
         unit.step(
             self._runtime,
-            self._settings,
+            self._backward.settings,
             self._state,
             ticket=self.provisional.ticket,
             meanwhile=at_hand,

@@ -59,11 +59,11 @@ class AutoOverlap:
     def begin(self, state: State) -> None:
         """Begins to watch backwards; no user has seen the tiered optimizer's state yet."""
         self._holders = sys.getrefcount(state)
-        self._runtime.on_backward.append(self.backward_begins)
+        self._runtime.backward.on_begin.append(self.backward_begins)
 
     def close(self) -> None:
         """Stops watching backwards."""
-        self._runtime.on_backward.remove(self.backward_begins)
+        self._runtime.backward.on_begin.remove(self.backward_begins)
 
     def choose(
         self,
@@ -182,7 +182,7 @@ class AutoOverlap:
         is no room that could be counted on.
         """
         seen = max(self._seen_nbytes, self._seen_now())
-        held = self._runtime.worst_chain + seen
+        held = self._runtime.program.worst_chain + seen
         room = self._table.hbm.capacity - self._table.fixed_nbytes() - held
         return 0 if seen else room
 

@@ -46,6 +46,32 @@ def load_state(
     Raises:
         CheckpointError: If groups, their lengths or a tensor's shape differ; nothing is changed.
     """
+    saved, masters = _by_param(groups, state_dict)
+    _check_shapes(units, saved)
+    _check_masters(units, masters)
+    if begin is not None:
+        begin()
+    for group, other in zip(groups, state_dict["param_groups"], strict=True):
+        group.update(deepcopy(settings_of(other)))  # a tensor learning rate is written in place
+    loads = cls.load_state_dict is not torch.optim.Optimizer.load_state_dict
+    for unit in units:
+        if isinstance(unit, PartedUnit):
+            take = partial(_take_part, runtime, groups)
+            unit.take_state(runtime, state, saved.get(unit.ids()[0]), take)
+        else:
+            found = _cast(unit, groups, saved, state_dict if loads else None)
+            import_state(unit, runtime, groups, state, found)
+        import_masters(unit, runtime, {i: masters[i] for i in unit.ids() if i in masters})
+
+
+def _by_param(
+    groups: Sequence[dict[str, Any]], state_dict: dict[str, Any]
+) -> tuple[dict[int, State], dict[int, torch.Tensor]]:
+    """Returns the state and the masters in a state dict, by the parameter's id.
+
+    Raises:
+        CheckpointError: If it is none, or of other groups.
+    """
     if not {"state", "param_groups"} <= state_dict.keys():
         raise CheckpointError(
             "the state dict has no 'state' or no 'param_groups': give what optimizer.state_dict() "
@@ -67,21 +93,7 @@ def load_state(
                 saved[id(param)] = state_dict["state"][number]
             if number in state_dict.get(MASTER, {}):
                 masters[id(param)] = state_dict[MASTER][number]
-    _check_shapes(units, saved)
-    _check_masters(units, masters)
-    if begin is not None:
-        begin()
-    for group, other in zip(groups, saved_groups, strict=True):
-        group.update(deepcopy(settings_of(other)))  # a tensor learning rate is written in place
-    loads = cls.load_state_dict is not torch.optim.Optimizer.load_state_dict
-    for unit in units:
-        if isinstance(unit, PartedUnit):
-            take = partial(_take_part, runtime, groups)
-            unit.take_state(runtime, state, saved.get(unit.ids()[0]), take)
-        else:
-            found = _cast(unit, groups, saved, state_dict if loads else None)
-            import_state(unit, runtime, groups, state, found)
-        import_masters(unit, runtime, {i: masters[i] for i in unit.ids() if i in masters})
+    return saved, masters
 
 
 def _take_part(

@@ -78,7 +78,7 @@ def load_run(runtime: ModuleRuntime, path: str | os.PathLike[str]) -> Any:
     with told_of(folder.path, "the checkpoint cannot be read:"):
         folder.recover()
     runtime.refuse_inside("tier.load()")
-    runtime.end_backward()
+    runtime.backward.end()
     return _Loader(runtime, open_checkpoint(folder)).load()
 
 

@@ -68,7 +68,7 @@ def make_plan(runtime: ModuleRuntime, path: str | os.PathLike[str], extra: Any) 
     """
     runtime.refuse_half_loaded("tier.save()")
     runtime.refuse_inside("tier.save()")
-    runtime.end_backward()
+    runtime.backward.end()
     folder = CheckpointFolder(os.fspath(path), FILES)
     with told_of(folder.path, "a checkpoint cannot be saved to"):
         folder.check()

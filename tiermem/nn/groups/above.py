@@ -65,12 +65,10 @@ class Passes(Protocol):
     Attributes:
         manager: Of the blocks.
         program: Models and optimizers, simulated to know what a budget needs.
-        worst_chain: Bytes of weights that are held at once, at most.
     """
 
     manager: BlockManager
     program: Program
-    worst_chain: int
 
     @property
     def groups(self) -> Sequence[Group]:

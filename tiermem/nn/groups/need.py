@@ -69,6 +69,7 @@ class Program:
     Attributes:
         models: The wrapped models, in the order of ``wrap``.
         optimizers: What their optimizers keep.
+        worst_chain: Most bytes of blocks that nested calls of one model hold at once.
     """
 
     def __init__(self, settings: Settings, dtype_for: DtypeFor) -> None:
@@ -82,6 +83,7 @@ class Program:
         self._dtype_for = dtype_for
         self.models: list[Inventory] = []
         self.optimizers: list[Kept] = []
+        self.worst_chain = 0
 
     # -- simulation ------------------------------------------------------
 
@@ -337,7 +339,7 @@ def check_gradients(runtime: Passes) -> list[GradUnit]:
         largest = max(loose, key=lambda block: block.nbytes, default=None)
         if largest is None:
             return made
-        need = table.fixed_nbytes() + runtime.worst_chain + largest.nbytes
+        need = table.fixed_nbytes() + runtime.program.worst_chain + largest.nbytes
         if not runtime.manager.can_hold(need):
             raise CapacityError(
                 f"backward cannot run in tier hbm with a budget of "

@@ -119,7 +119,7 @@ class ReducedGradients:
                 f"{_NAME}(gradient_as_bucket_view=True) keeps gradients in buckets of its own, "
                 "where they cannot go to the tiers; leave that option out"
             )
-        if not all(watcher.revocable for watcher in self._runtime.backwards):
+        if not all(watcher.revocable for watcher in self._runtime.backward.watchers):
             raise StepError(
                 f"overlap='backward' makes steps before {_NAME} has reduced the gradients; use "
                 "overlap='forward' or none"

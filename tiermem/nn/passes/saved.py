@@ -106,6 +106,7 @@ class SavedHooks:
     def __init__(self, runtime: ModuleRuntime) -> None:
         """Serves ``runtime``."""
         self._runtime = runtime
+        self._owner_of = runtime.groups.owner_of
         self.manager = runtime.manager
         self._plain: Pair = (self._pack_plain, self._unpack)
 
@@ -183,7 +184,7 @@ class SavedHooks:
         slot = self._slot_of(tensor)
         if slot is None or slot.block.role not in _REFERRED:
             return None
-        owner = self._runtime.owner_of(slot.block, tensor)
+        owner = self._owner_of(slot.block, tensor)
         return SavedView(self, slot.block, tensor, int(tensor.storage_offset()), owner)
 
     def _slot_of(self, tensor: torch.Tensor) -> Slot | None:

@@ -71,7 +71,7 @@ class ExpertsInterceptor(CallInterceptor):
         if choice is None:
             return super().__call__(*args, **kwargs)
         if self.runtime.unwritten:
-            self.runtime.got_further(self.scope)
+            self.runtime.unwritten.got_further(self.scope)
         return self._call(choice, args, kwargs)
 
     def _call(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -196,13 +196,13 @@ def router_of(scope: Scope, experts: int) -> Callable[[torch.Tensor], torch.Tens
     That is a module next to them whose weight has a row of features for each expert.
     """
     wrapped = scope.wrapped
-    beside = wrapped.beside(scope.name)
+    beside = wrapped.modules.beside(scope.name)
     for module in beside:
         params = module.__dict__["_parameters"]
         weight, bias = _item(params, "weight"), _item(params, "bias")
         if weight is None or weight.dim() != 2 or weight.shape[0] != experts:
             continue
-        entries = [wrapped.entry_of(p) for p in (weight, bias) if p is not None]
+        entries = [wrapped.modules.entry_of(p) for p in (weight, bias) if p is not None]
         found = [entry for entry in entries if entry is not None]
         if len(found) == len(entries) and len({id(entry.group) for entry in found}) == 1:
             return partial(_scores, found)

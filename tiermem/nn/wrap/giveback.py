@@ -53,7 +53,7 @@ class Leaving:
         self._closing = closing
         self._target = device or _HOST
         self._runtime = wrapped.runtime
-        self._manager = wrapped.manager
+        self._manager = wrapped.runtime.manager
         self._values: dict[int, list[torch.Tensor]] = {}
         self._gradients: dict[int, torch.Tensor] = {}
         self._not_ours: set[int] = set()  # what a user has as ordinary tensors, or has got already
@@ -115,17 +115,8 @@ class Leaving:
         members = [member for group in self._groups() for member in group.members()]
         self._not_ours = {id(m) for m in members if m.materialized and not self._is_begun(m)}
         if torch._C._current_graph_task_id() == -1:
-            self._runtime.let_go_kept()  # of a backward that was cut short
-        with self._manager.lock:
-            for group in self._groups():
-                with suppress(StorageError):  # named below, with all others
-                    self._manager.parts.deferred.pay(group.block.id)
-                waits = group.block.id in self._manager.parts.deferred  # for a disk
-                if not waits and group.holds > self._runtime.reduced.holds(group):
-                    raise WrapError(
-                        f"block {group.block.name!r} is in use (its module is being called); take "
-                        "the model out of the tiers once the call has returned"
-                    )
+            self._runtime.backward.let_go_kept()  # of a backward that was cut short
+        self._refuse_in_use()
         lost: dict[str, StorageError] = {}
         for group in self._groups():
             group.unpoint()
@@ -146,6 +137,24 @@ class Leaving:
                 lost[unit.block.name] = error
         if lost:
             raise _lost(self.wrapped, lost)
+
+    def _refuse_in_use(self) -> None:
+        """Makes the steps that wait, and refuses a model that is in use.
+
+        Raises:
+            WrapError: Then.
+        """
+        deferred = self._manager.parts.deferred
+        with self._manager.lock:
+            for group in self._groups():
+                with suppress(StorageError):  # named by the caller, with all others
+                    deferred.pay(group.block.id)
+                waits = group.block.id in deferred  # for a disk
+                if not waits and group.holds > self._runtime.reduced.holds(group):
+                    raise WrapError(
+                        f"block {group.block.name!r} is in use (its module is being called); take "
+                        "the model out of the tiers once the call has returned"
+                    )
 
     def _read_gradients(self, unit: GradUnit) -> None:
         if unit.pending:

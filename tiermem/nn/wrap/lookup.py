@@ -68,7 +68,7 @@ class LookupInterceptor(CallInterceptor):
             found = self._found(ids)
             if found is not None:
                 if self.runtime.unwritten:
-                    self.runtime.got_further(self.scope)
+                    self.runtime.unwritten.got_further(self.scope)
                 return self._hooked(ids, found)
         return super().__call__(*args, **kwargs)
 

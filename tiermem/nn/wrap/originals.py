@@ -62,7 +62,7 @@ class Originals:
 
 def undo_wrap(wrapped: WrappedModel) -> None:
     """Undoes a wrap that an exception cut short anywhere; can be called again."""
-    manager, runtime = wrapped.manager, wrapped.runtime
+    manager, runtime = wrapped.runtime.manager, wrapped.runtime
     manager.gate.guard()
     runtime.models.pop(id(wrapped.model), None)
     if wrapped.before is not None:

@@ -58,9 +58,7 @@ def repair(runtime: ModuleRuntime) -> None:
                 holder.repair()
         finish_changes(runtime)
         end_leases(manager.parts, kept)
-        for watcher in runtime.backwards:
-            watcher.repair()
-        runtime.reset_backward()
+        runtime.reset()
         repair_gradients(runtime)
         if runtime.activations.store is not None:
             runtime.activations.store.repair()

@@ -228,7 +228,7 @@ class CallInterceptor(Interceptor):
                 runtime.begin_forward(self.module, self.scope, args, kwargs)
                 began = time.perf_counter_ns()
             elif runtime.unwritten and groups:
-                runtime.got_further(self.scope)
+                runtime.unwritten.got_further(self.scope)
             here.depth = depth + 1
             try:
                 if self._begins and self._activations.store is not None:
@@ -285,7 +285,7 @@ class CallInterceptor(Interceptor):
 
 
 def _announce(runtime: ModuleRuntime, scope: Scope, _gradient: torch.Tensor) -> None:
-    runtime.before_backward(scope)
+    runtime.backward.comes_to(scope)
 
 
 class AroundInterceptor(CallInterceptor):
@@ -331,14 +331,14 @@ class CompileInterceptor(Interceptor):
             name = self.scope.name or type(self.module).__name__
             raise WrapError(f"compile() of {name!r}: {WHOLE_GRAPH}")
         if not self.scope.called:
-            self.scope.wrapped.leave_to_compiler(self.scope.name)
+            self.scope.wrapped.modules.leave_to_compiler(self.scope.name)
             self.inner(*args, **kwargs)
             return
         call = self.module.__dict__[CallInterceptor.method]
         plain = getattr(type(self.module), CallInterceptor.method).__get__(self.module)
         call.inner = call.compiled = torch.compile(plain, *args, **kwargs)
         if not self.scope.around:  # else it holds nothing that the modules inside need
-            self.scope.wrapped.leave_to_compiler(self.scope.name)
+            self.scope.wrapped.modules.leave_to_compiler(self.scope.name)
 
     def _own(self) -> set[int]:
         return {group.block.id for group in self.scope.groups}
@@ -397,7 +397,7 @@ class SaveInterceptor(Interceptor):
     def __call__(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Fills ``destination`` with copies in host memory."""
         outside(self.inner, destination, prefix, keep_vars)
-        self.scope.wrapped.export(self.module, destination, prefix)
+        self.scope.wrapped.dicts.export(self.module, destination, prefix)
 
 
 class LoadInterceptor(Interceptor):
@@ -410,7 +410,7 @@ class LoadInterceptor(Interceptor):
     @entrance
     def __call__(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
         """Loads into the blocks."""
-        with self.scope.wrapped.holding(self.module):
+        with self.scope.wrapped.dicts.holding(self.module):
             return outside(self.inner, state_dict, prefix, *args, **kwargs)
 
 
@@ -426,12 +426,12 @@ class LoadAllInterceptor(Interceptor):
         """Checks every shape, then loads."""
         self.runtime.manager.gate.guard()
         check_state(self.module, state_dict, *args, **kwargs)
-        wrapped = self.scope.wrapped
-        wrapped.given = given_values(self.module, state_dict)
+        dicts = self.scope.wrapped.dicts
+        dicts.given = given_values(self.module, state_dict)
         try:
             return outside(self.inner, state_dict, *args, **kwargs)
         finally:
-            wrapped.given = {}
+            dicts.given = {}
 
 
 OF_SCOPES: tuple[type[Interceptor], ...] = (

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from tiermem.errors import CheckpointError, StorageError
-
-if TYPE_CHECKING:
-    from tiermem.nn.groups.group import Group
+from tiermem.nn.groups.group import Group
+from tiermem.runtime.manager import BlockManager
 
 
 def check_state(module: nn.Module, state: Any, strict: bool = True, assign: bool = False) -> None:
@@ -105,3 +106,98 @@ def _give_anew(group: Group, given: Mapping[int, torch.Tensor]) -> bool:
         raise
     manager.release(block, dirty=True)
     return True
+
+
+class StateDicts:
+    """Makes the state dicts of one wrapped model, and holds its blocks while one is loaded.
+
+    Attributes:
+        given: While a state dict is loaded: its values by the id of each tensor.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        manager: BlockManager,
+        group_of: Mapping[int, Group],
+        resident: Group | None,
+    ) -> None:
+        """Starts with none.
+
+        Args:
+            model: The model.
+            manager: Of its blocks.
+            group_of: The group of each tensor, by the tensor's id.
+            resident: The group of small buffers, which stay in HBM; None where there are none.
+        """
+        self.given: dict[int, torch.Tensor] = {}
+        self._model = model
+        self._manager = manager
+        self._group_of = group_of
+        self._resident = resident
+        self._states: dict[int, tuple[dict[int, torch.Tensor], set[tuple[int, str]]]] = {}
+
+    def export(self, module: nn.Module, destination: Any, prefix: str) -> None:
+        """Replaces a module's own entries of a state dict by copies in host memory."""
+        cache = self._state_of(destination, (id(module), prefix))
+        for which in ("_parameters", "_buffers"):
+            for name, tensor in module.__dict__[which].items():
+                key = prefix + name
+                if tensor is None or key not in destination:
+                    continue
+                group = self._group_of.get(id(tensor))
+                if group is not None:
+                    destination[key] = self._copy_of(tensor, group, cache)
+                elif self._resident is not None and which == "_buffers":
+                    destination[key] = tensor.detach().clone()
+
+    def _state_of(self, destination: Any, part: tuple[int, str]) -> dict[int, torch.Tensor]:
+        """Returns the copies made for one state dict, so that tied tensors stay tied in it.
+
+        A part that comes once more, or the whole model, is of another call: it gets new copies.
+        """
+        key = id(destination)
+        if key not in self._states:
+            try:
+                weakref.finalize(destination, self._states.pop, key, None)
+            except TypeError:
+                return {}
+            self._states[key] = ({}, set())
+        copies, parts = self._states[key]
+        if part in parts or part[0] == id(self._model):
+            copies.clear()
+            parts.clear()
+        parts.add(part)
+        return copies
+
+    def _copy_of(
+        self, tensor: torch.Tensor, group: Group, cache: dict[int, torch.Tensor]
+    ) -> torch.Tensor:
+        if id(tensor) not in cache:
+            tensors = self._manager.read(group.block)
+            for entry in group.entries:
+                source = entry.param.detach() if entry.materialized else tensors[entry.index]
+                cache[id(entry.param)] = source.clone()
+            for member in group.buffers:
+                cache[id(member.tensor)] = tensors[member.index].clone()
+        return cache[id(tensor)]
+
+    @contextmanager
+    def holding(self, module: nn.Module) -> Iterator[None]:
+        """Holds the blocks of a module's own tensors."""
+        groups: dict[int, Group] = {}
+        for which in ("_parameters", "_buffers"):
+            for tensor in module.__dict__[which].values():
+                group = self._group_of.get(id(tensor))
+                if group is not None:
+                    groups[id(group)] = group
+        held = []
+        self._manager.gate.guard()
+        try:
+            for group in groups.values():
+                hold_or_give(group, self.given)
+                held.append(group)
+            yield
+        finally:
+            for group in reversed(held):
+                group.let_go()

@@ -458,13 +458,29 @@ class HostSide:
                 another try has gone well.
             StorageError: The same, where the disk was the reason.
         """
-        unit, host_loans = self.unit, runtime.manager.host_loans
-        optimizer = unit.optimizer_for(None)
         if job.future is None or (job.broken and not job.computed):
             self.begin(runtime, job, pool)
-        future = job.future
+        self._await(runtime, job)
+        self._show(runtime, job, state)
+        for u, changes in job.changes:
+            if u.block.id in job.settled:
+                for entry in job.stored:
+                    if entry.unit is u:
+                        refresh(entry.lazy, job.views[u.block.id][entry.unit_index])
+            elif u.block.id not in job.written:  # the file has them without
+                _put_back(u, changes)
+        self._return(runtime, job, written=True)
+
+    def _await(self, runtime: ModuleRuntime, job: Job) -> None:
+        """Waits for a step, and for what it has in staging to be settled there.
+
+        Raises:
+            StepError: If it failed.
+            StorageError: The same, where the disk was the reason.
+        """
+        host_loans, future = runtime.manager.host_loans, job.future
         if future is None:
-            raise RuntimeError(f"{unit.name}: its step was never begun")
+            raise RuntimeError(f"{self.unit.name}: its step was never begun")
         try:
             failure = future.exception()
             if failure is not None and not job.computed:
@@ -478,8 +494,14 @@ class HostSide:
             if not isinstance(error, Exception) or isinstance(error, TierError):
                 raise
             raise StepError(
-                f"the step of {unit.name!r} on the host failed with {type(error).__name__}: {error}"
+                f"the step of {self.unit.name!r} on the host failed with {type(error).__name__}: "
+                f"{error}"
             ) from error
+
+    def _show(self, runtime: ModuleRuntime, job: Job, state: State) -> None:
+        """Shows the state that a step has made in the tiered optimizer's."""
+        unit = self.unit
+        optimizer = unit.optimizer_for(None)
         slot = job.views.get(unit.block.id) if unit.block is not None else None
         for place in unit.places:
             own = optimizer.state.get(self.own(place.param))
@@ -493,14 +515,6 @@ class HostSide:
                 else:
                     refresh(stand_in, value)
         unit.publish(optimizer, state)
-        for u, changes in job.changes:
-            if u.block.id in job.settled:
-                for entry in job.stored:
-                    if entry.unit is u:
-                        refresh(entry.lazy, job.views[u.block.id][entry.unit_index])
-            elif u.block.id not in job.written:  # the file has them without
-                _put_back(u, changes)
-        self._return(runtime, job, written=True)
 
     def give_up(self, runtime: ModuleRuntime, job: Job) -> None:
         """Takes the blocks of a failed step back, as they were before it; it is not tried again."""

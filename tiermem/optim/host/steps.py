@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from tiermem.core.block import Block
-from tiermem.errors import StepError, StorageError
 from tiermem.nn.compat.quiet import unrecorded
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.host.side import HostSide, Job, side_of
@@ -108,17 +107,7 @@ class HostSteps:
         if scaling is not None:
             scaling = scaling.on_host()
         with self._manager.lock, unrecorded():
-            for host in hosts:  # weights in files may be in the staging of another optimizer
-                for block in host.in_files(self.runtime):
-                    self._manager.parts.deferred.pay(block.id)
-            for host in hosts:
-                host.check(self.runtime)
-            for host in hosts:
-                host.settle(self.runtime)
-            changed = any(u.pending for host in hosts for u in host.unit.grad_units())
-            device = self._manager.parts.device
-            if changed and device.type == "cuda":  # the host reads their factors
-                torch.cuda.current_stream(device).synchronize()
+            self._prepare(hosts)
             waiting: tuple[HostSide, Job] | None = None
             try:
                 for host in hosts:
@@ -136,6 +125,25 @@ class HostSteps:
             for host in hosts:
                 if host.unit.is_viewed():  # reads through a view do not wait for the step
                     self._manager.parts.deferred.pay(host.unit.blocks()[-1].id)
+
+    def _prepare(self, hosts: Sequence[HostSide]) -> None:
+        """Checks that units can be stepped on the host, and settles what is to be written first.
+
+        Raises:
+            StepError: If one cannot be stepped there now.
+            StorageError: If what is in HBM alone cannot be written.
+        """
+        for host in hosts:  # weights in files may be in the staging of another optimizer
+            for block in host.in_files(self.runtime):
+                self._manager.parts.deferred.pay(block.id)
+        for host in hosts:
+            host.check(self.runtime)
+        for host in hosts:
+            host.settle(self.runtime)
+        changed = any(u.pending for host in hosts for u in host.unit.grad_units())
+        device = self._manager.parts.device
+        if changed and device.type == "cuda":  # the host reads their factors
+            torch.cuda.current_stream(device).synchronize()
 
     def begin_ahead(
         self,
@@ -250,25 +258,3 @@ class HostSteps:
         host.unit.made = ticket
         self._owed.discard(id(host.unit))
         self._jobs.pop(id(host.unit), None)
-
-
-def say_how_far(error: BaseException, units: int, left: Sequence[str], again: str) -> None:
-    """Adds to an error's message which units of a step are made.
-
-    Args:
-        error: Its message grows.
-        units: How many there are.
-        left: Names of those that are not made.
-        again: What makes them.
-    """
-    names = ", ".join(repr(name) for name in left[:8]) + (", ..." if len(left) > 8 else "")
-    text = (
-        f"; {units - len(left)} of {units} units of the optimizer step are made, each whole, and "
-        f"{len(left)} are as they were: {names}; {again}"
-    )
-    if isinstance(error, StorageError):
-        error.message += text
-    elif isinstance(error, StepError):
-        error.args = (f"{error}{text}",)
-    elif hasattr(error, "add_note"):  # from Python 3.11 on
-        error.add_note(f"tiermem{text}")

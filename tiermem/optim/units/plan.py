@@ -256,7 +256,7 @@ def _reserve(
     for (kept_by, params), block in zip(masters, blocks[len(states) :], strict=True):
         kept_by.place(block, params)
     try:
-        _check_step(runtime, units, runtime.worst_chain if overlap else 0)
+        _check_step(runtime, units, runtime.program.worst_chain if overlap else 0)
         stepped = {e.group.block.id: e.group.block for unit in units for e in unit.entries}
         runtime.manager.make_writable(list(stepped.values()))
     except (CapacityError, StorageError):

@@ -1,0 +1,182 @@
+"""The backward under way: where it begins and ends, and which groups it points at their blocks."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from tiermem.core.block import Role
+from tiermem.nn.compat.entrances import inside
+from tiermem.nn.groups.group import Group
+from tiermem.nn.passes.scopes import PassScope
+
+if TYPE_CHECKING:
+    from tiermem.nn.passes.runtime import ModuleRuntime
+
+_SOFT = 2  # groups that stay pointed at their blocks after those they come after
+
+
+class BackwardWatcher(Protocol):
+    """Notified of every backward."""
+
+    @property
+    def revocable(self) -> bool:
+        """Whether steps that it makes in backward can be taken back."""
+        ...
+
+    def begins(self) -> bool:
+        """Called as one begins; returns if it uses more blocks than weights and gradients."""
+        ...
+
+    def ends(self) -> None:
+        """Called when it is over."""
+        ...
+
+    def settle(self) -> None:
+        """Permits access to all blocks, also while a step is under way."""
+        ...
+
+    def repair(self) -> None:
+        """Takes back what can be, after an exception anywhere; nothing is under way."""
+        ...
+
+
+class _Ending:
+    """Ends a backward; autograd drops it uncalled where that is cut short by an error."""
+
+    __slots__ = ("__weakref__", "_backward", "_waited")
+
+    def __init__(self, backward: BackwardPass) -> None:
+        self._backward = backward
+        self._waited = False
+
+    def __call__(self) -> None:
+        if self._backward.runtime.reduced.active and not self._waited:
+            self._waited = True  # for what was queued since: the reducer's end is among it
+            torch.autograd.Variable._execution_engine.queue_callback(self)
+            return
+        self._backward.end()
+
+
+class BackwardPass:
+    """Begins a pass where autograd reaches a wrapped module, and ends it with its backward.
+
+    Attributes:
+        runtime: Of the modules.
+        manager: Of their blocks.
+        under_way: Whether one has begun and is not ended.
+        on_begin: Called as each backward begins.
+        watchers: Notified of every backward (optimizers that step in it).
+    """
+
+    def __init__(self, runtime: ModuleRuntime) -> None:
+        """Starts with none under way."""
+        self.runtime = runtime
+        self.manager = runtime.manager
+        self.under_way = False
+        self.on_begin: list[Callable[[], None]] = []
+        self.watchers: list[BackwardWatcher] = []
+        self._soft: deque[Group] = deque()
+        self._kept: list[Group] = []
+        self._began = 0
+        self._ending: weakref.ref[_Ending] | None = None
+
+    @inside
+    def enter(self) -> None:
+        """Called where backward reaches a wrapped module: begins a new pass the first time."""
+        if torch._C._current_graph_task_id() == -1:
+            return
+        if self.under_way:
+            if self._ending is not None and self._ending() is not None:
+                return
+            self.end()  # that was another one
+        runtime, manager = self.runtime, self.manager
+        ending = _Ending(self)
+        self._ending = weakref.ref(ending, self._cut_short)
+        torch.autograd.Variable._execution_engine.queue_callback(ending)
+        self.under_way = True
+        self._began = time.perf_counter_ns()
+        for look in self.on_begin:
+            look()
+        trained = {e.unit.block.id for g in runtime.groups for e in g.entries if e.unit is not None}
+        order = [b for b in manager.parts.planner.schedule.order if b not in trained]
+        del order[manager.parts.planner.cursor :]
+        asked = [(watcher.begins(), watcher.revocable) for watcher in self.watchers]
+        stepping = [steps for steps, revocable in asked if steps or not revocable]
+        manager.begin_pass(runtime.names.backward(stepping), order[::-1], load=runtime.names.load)
+        runtime.activations.begin_backward()
+        runtime.grads.begin_backward()
+
+    @inside
+    def comes_to(self, scope: PassScope) -> None:
+        """Called when the gradient of a module's output is there: its backward comes next."""
+        if self.manager.gate.closed:
+            return
+        self.enter()
+        for group in scope.groups:
+            if group.holds or group.freed or group.block.role is not Role.PARAM:
+                continue
+            group.point_softly(dirty=False)
+            if group in self._soft:
+                self._soft.remove(group)
+            self._soft.append(group)
+        while len(self._soft) > _SOFT:
+            self._soft.popleft().rest()
+
+    def keep(self, groups: Iterable[Group]) -> None:
+        """Holds groups until backward is over: each layer that is computed again would hold them.
+
+        They are at home in HBM, so that it takes no room.
+        """
+        for group in groups:
+            if group not in self._kept:
+                group.hold()
+                self._kept.append(group)
+
+    def let_go_kept(self) -> None:
+        """Releases the groups that backward holds."""
+        while self._kept:
+            self._kept.pop().let_go()
+
+    def forget(self, gone: set[int]) -> None:
+        """Forgets groups, given by their ids, that are taken out."""
+        self._soft = deque(g for g in self._soft if id(g) not in gone)
+
+    def _cut_short(self, ending: weakref.ref[_Ending]) -> None:
+        """Ends a backward that an error cut short; gradients that made way are shown again."""
+        if self.under_way and ending is self._ending:
+            self.runtime.grads.restore()
+
+    @inside
+    def end(self) -> None:
+        """Ends a backward that is over, or was cut short by an error some time ago."""
+        if not self.under_way:
+            return
+        runtime = self.runtime
+        self.under_way = False
+        self.let_go_kept()
+        runtime.reduced.end_backward()
+        for watcher in self.watchers:
+            watcher.ends()
+        runtime.grads.end_backward()
+        for group in self._soft:
+            group.rest()
+        self._soft.clear()
+        runtime.activations.end_backward()
+        runtime.busy("backward", self._began)
+
+    def reset(self) -> None:
+        """Ends a backward after an exception anywhere, however far its end had come.
+
+        Watchers take back what can be before that.
+        """
+        for watcher in self.watchers:
+            watcher.repair()
+        self.under_way = True
+        self._kept = []  # no group is held
+        self.end()

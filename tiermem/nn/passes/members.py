@@ -1,0 +1,84 @@
+"""The groups of all wrapped models of one manager."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import overload
+
+import torch
+
+from tiermem.core.block import Block
+from tiermem.errors import CapacityError
+from tiermem.nn.groups.grads import GradStore
+from tiermem.nn.groups.group import Group
+
+
+class Groups(Sequence[Group]):
+    """Every group of parameters, in the order of the modules, and found by block."""
+
+    def __init__(self) -> None:
+        """Starts without groups."""
+        self._list: list[Group] = []
+        self._by_block: dict[int, Group] = {}
+        self._homed = 0
+
+    def __len__(self) -> int:
+        return len(self._list)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._list)
+
+    @overload
+    def __getitem__(self, index: int) -> Group: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Group]: ...
+
+    def __getitem__(self, index: int | slice) -> Group | list[Group]:
+        return self._list[index]
+
+    def add(self, group: Group) -> None:
+        """Enters a group."""
+        self._list.append(group)
+        self._by_block[group.block.id] = group
+
+    def remove(self, gone: set[int]) -> None:
+        """Takes groups out that are given by their ids."""
+        self._list = [group for group in self._list if id(group) not in gone]
+        self._by_block = {g.block.id: g for g in self._list}
+
+    def of(self, block: Block) -> Group | None:
+        """Returns the group of weights or buffers that a block is of."""
+        return self._by_block.get(block.id)
+
+    def owner_of(self, block: Block, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Returns the parameter or buffer that shares a version counter with a view of a block."""
+        group = self._by_block.get(block.id)
+        if group is None:
+            return None
+        position = tensor.storage_offset() * tensor.dtype.itemsize
+        index = bisect_right(block.tensors, position, key=lambda spec: spec.offset) - 1
+        for entry in group.entries:
+            if entry.index == index:
+                return entry.param if entry.param._version == tensor._version else None
+        for member in group.buffers:
+            if member.index == index:
+                buffer = member.tensor
+                return buffer if buffer._version == tensor._version else None
+        return None
+
+    def track(self, tensor: torch.Tensor, grads: GradStore) -> None:
+        """Has the gradients of a parameter taken from now on."""
+        for group in self._list:
+            for entry in group.entries:
+                if entry.param is tensor:
+                    grads.track(entry)
+
+    def home_gradients(self, grads: GradStore) -> None:
+        """Reserves the gradients' homes before saved tensors take what room there is."""
+        if self._homed != len(self._list):
+            self._homed = len(self._list)
+            with suppress(CapacityError):  # there may be no backward; if there is, it says so
+                grads.reserve(self._list)

@@ -1,0 +1,65 @@
+"""Under which names passes are measured and planned."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from tiermem.core.forecast import rounded, timed
+from tiermem.nn.passes.load import Kinds, tokens
+from tiermem.nn.passes.scopes import PassScope
+
+
+class PassNames:
+    """Names each forward by what is called and how, and each backward by its forward.
+
+    Attributes:
+        load: Tokens of the last forward, rounded; 0 where that is unknown.
+    """
+
+    def __init__(self) -> None:
+        """Starts without a pass."""
+        self.load = 0
+        self._forward: Hashable = None
+        self._backward: Hashable = None
+        self._kinds = Kinds()
+
+    def forward(
+        self,
+        scope: PassScope,
+        modes: tuple[bool, bool, bool],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> tuple[Hashable, ...]:
+        """Returns the name of the forward that begins.
+
+        Args:
+            scope: Of the module that is called.
+            modes: Whether the module is in training mode, gradients are taken, and there are
+                optimizer steps in it (it uses other blocks then).
+            args: Of the call.
+            kwargs: Of the call.
+        """
+        mode, training, stepping = modes
+        kind = self._kinds.number((scope.name, scope.number), mode, args, kwargs)
+        key: tuple[Hashable, ...]
+        key = ("forward", scope.name, scope.number, training, stepping)
+        if kind:
+            key = (*key, kind)
+        self._forward = key
+        self.load = rounded(tokens(args, kwargs))
+        return key
+
+    def backward(self, stepping: Sequence[bool]) -> Hashable:
+        """Returns the name of the backward that begins.
+
+        Args:
+            stepping: Whether steps are made in it, by watcher.
+        """
+        self._backward = ("backward", self._forward, *stepping)
+        return self._backward
+
+    @property
+    def last(self) -> tuple[Hashable, Hashable]:
+        """Names under which the last forward and the last backward that have begun are measured."""
+        return timed(self._forward, self.load), timed(self._backward, self.load)

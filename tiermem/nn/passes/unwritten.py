@@ -1,0 +1,53 @@
+"""What optimizer steps wrote of the blocks that forward begins with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tiermem.core.block import Block
+from tiermem.nn.passes.scopes import PassScope
+from tiermem.runtime.services.sweep import BlockSweep
+
+if TYPE_CHECKING:
+    from tiermem.nn.passes.runtime import ModuleRuntime
+
+_PAST = 3  # blocks that forward has come to after the first one: it "has got further"
+
+
+class Unwritten(list[Block]):
+    """Blocks that go home once forward has got further.
+
+    Models read values back as they begin (is a mask needed?), and on CUDA such a read waits for all
+    copies down that are ready to run.
+    """
+
+    def __init__(self, runtime: ModuleRuntime) -> None:
+        """Starts without blocks."""
+        super().__init__()
+        self._runtime = runtime
+        self._past = -1
+
+    def got_further(self, scope: PassScope) -> None:
+        """Notes that forward uses a block; writes these home once it is past the first.
+
+        Modules around both may be called, and have blocks of their own, before either. And not
+        before some kernels of what follows are launched: until then the device has nothing to do.
+        """
+        groups = self._runtime.groups
+        if groups and groups[0] in scope.groups:
+            self._past = 0
+        elif self._past >= 0:
+            self._past += 1
+            if self._past >= _PAST:
+                self._home()
+
+    def _home(self) -> None:
+        """Writes the blocks home, except those in use."""
+        manager, blocks = self._runtime.manager, list(self)
+        get = manager.parts.table.get
+        self[:] = [b for b in blocks if (record := get(b.id)) is not None and record.leases]
+        if not self:
+            self._past = -1
+        if len(self) < len(blocks):
+            used = {block.id for block in self}
+            BlockSweep(manager).write([block for block in blocks if block.id not in used])

@@ -1,0 +1,253 @@
+"""Which modules of a wrapped model are intercepted, and what the calls of each hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from tiermem.nn.compat.writes import may_write_uncounted, only_unmerges
+from tiermem.nn.groups.group import Entry, Group
+from tiermem.nn.groups.inspect import Found
+from tiermem.nn.groups.names import HeldDict, TieredDict
+from tiermem.nn.groups.partition import CONTAINERS
+from tiermem.nn.wrap.applied import ApplyInterceptor
+from tiermem.nn.wrap.experts import ExpertsInterceptor, is_experts
+from tiermem.nn.wrap.lookup import LookupInterceptor, is_lookup
+from tiermem.nn.wrap.originals import Originals
+from tiermem.nn.wrap.scope import (
+    OF_ALL,
+    OF_AROUND,
+    OF_SCOPES,
+    CallInterceptor,
+    Inside,
+    Interceptor,
+    Scope,
+)
+
+if TYPE_CHECKING:
+    from tiermem.nn.wrap.wrapped import WrappedModel
+
+_OF_ALL: tuple[type[Interceptor], ...] = (ApplyInterceptor, *OF_ALL)
+_TENSORS = ("_parameters", "_buffers")
+_REPLACED = (
+    *_TENSORS,
+    "_compiled_call_impl",
+    *(kind.method for kind in (*OF_SCOPES, *_OF_ALL)),
+)
+
+
+class InterceptedModules:
+    """Decides which groups each module's call holds, and puts interceptors in and out.
+
+    Attributes:
+        scopes: Of the modules that have tensors in the tiers, by qualified name.
+        group_of: The group of each tensor, by the tensor's id.
+    """
+
+    def __init__(
+        self,
+        wrapped: WrappedModel,
+        modules: Mapping[str, nn.Module],
+        territory: Mapping[str, str],
+        groups: Iterable[Group],
+    ) -> None:
+        """Intercepts nothing yet.
+
+        Args:
+            wrapped: The model.
+            modules: Its modules, by qualified name.
+            territory: The root of the block that each module's tensors are in, by name.
+            groups: Its groups, but for the resident one.
+        """
+        self._wrapped = wrapped
+        self._modules = modules
+        self._territory = territory
+        self.scopes: dict[str, Scope] = {}
+        self._around: dict[str, Scope] = {}
+        self.group_of: dict[int, Group] = {}
+        for group in groups:
+            for tensor in group.tensors():
+                self.group_of[id(tensor)] = group
+
+    # -- who holds what --------------------------------------------------
+
+    def find_groups(self, found: Sequence[Found]) -> None:
+        """Decides which groups each module's call holds.
+
+        Args:
+            found: The parameters and the large buffers.
+        """
+        needed, called = self._needed(found)
+        own = {module_name for tensor in found for module_name, _ in tensor.places}
+        insides: dict[str, Inside] = {}
+        for name in self._modules:
+            root = self._territory[name]
+            groups = list(needed.get(root, {}).values())
+            if root not in insides:
+                insides[root] = Inside(groups)
+            begins = root == name and (name in needed or not name)
+            if begins or name in own or not name:
+                self.scopes[name] = Scope(
+                    name,
+                    self._wrapped.number,
+                    groups,
+                    self._wrapped,
+                    insides[root],
+                    begins=begins,
+                    called=begins or name in called,
+                )
+        self._find_around()
+        for name, module in self._modules.items():
+            if may_write_uncounted(module):
+                only = only_unmerges(module)
+                for group in needed.get(self._territory[name], {}).values():
+                    group.suspect_writes(module if only else None)
+
+    def _needed(self, found: Sequence[Found]) -> tuple[dict[str, dict[int, Group]], set[str]]:
+        """Returns the groups that each block's modules need, and whose calls hold them."""
+        needed: dict[str, dict[int, Group]] = {}
+        called: set[str] = set()
+        numbered = self._wrapped.runtime.activations.store is not None  # by the calls of layers
+        for tensor in found:
+            group = self.group_of[id(tensor.tensor)]
+            for module_name, _ in tensor.places:
+                root = self._territory[module_name]
+                if not group.resident:  # else the pass holds it
+                    needed.setdefault(root, {})[id(group)] = group
+                    called.add(module_name)
+                elif numbered:
+                    needed.setdefault(root, {})
+        return needed, called
+
+    def _find_around(self) -> None:
+        """Finds the modules that have no tensors themselves, and blocks inside."""
+        around, number = self._around, self._wrapped.number
+        for name in [name for name, scope in self.scopes.items() if scope.begins]:
+            while (name := name.rpartition(".")[0]) and name not in around:
+                module = self._modules[name]
+                if name not in self.scopes and not isinstance(module, CONTAINERS):
+                    around[name] = Scope(
+                        name, number, (), self._wrapped, Inside(), begins=False, around=True
+                    )
+
+    def worst_chain(self) -> tuple[int, list[Group]]:
+        """Returns the most bytes that nested calls hold at once, and by which groups."""
+        record = self._wrapped.runtime.manager.record
+        best: tuple[int, list[Group]] = (0, [])
+        for name in self.scopes:
+            chain: dict[int, Group] = {}
+            for outer, scope in self.scopes.items():
+                if outer in ("", name) or name.startswith(f"{outer}."):
+                    chain.update({id(g): g for g in scope.groups if not record(g.block).fixed})
+            total = sum(g.block.nbytes for g in chain.values())
+            if total > best[0]:
+                best = (total, list(chain.values()))
+        return best
+
+    # -- interceptors ----------------------------------------------------
+
+    def originals(self, groups: Iterable[Group]) -> Originals:
+        """Returns the tensors of groups and the modules' dictionaries, as they are now."""
+        return Originals(groups, self._modules.values(), _REPLACED)
+
+    def install(self) -> None:
+        """Puts the interceptors in."""
+        for name, scope in self.scopes.items():
+            module = self._modules[name]
+            for kind in OF_SCOPES:
+                if kind is not CallInterceptor:
+                    module.__dict__[kind.method] = kind(module, scope)
+                elif scope.called:
+                    module.__dict__[kind.method] = _call_kind(module, scope)(module, scope)
+            self._intercept_names(module)
+        for name, scope in self._around.items():
+            module = self._modules[name]
+            for kind in OF_AROUND:
+                module.__dict__[kind.method] = kind(module, scope)
+        self._leave_compiled()
+        root = self.scopes[""]
+        for module in self._modules.values():
+            for whole in _OF_ALL:
+                module.__dict__[whole.method] = whole(module, root)
+
+    def uninstall(self) -> None:
+        """Takes the interceptors out."""
+        for name in (*self.scopes, *self._around):
+            module = self._modules[name]
+            call = module.__dict__.get(CallInterceptor.method)
+            if isinstance(call, CallInterceptor):
+                call.give_back()
+            for kind in OF_SCOPES:
+                if isinstance(module.__dict__.get(kind.method), Interceptor):
+                    del module.__dict__[kind.method]  # what other code put there stays
+            _plain_names(module)
+        for module in self._modules.values():
+            for whole in _OF_ALL:
+                module.__dict__.pop(whole.method, None)
+
+    def _leave_compiled(self) -> None:
+        """Leaves modules to the compiler whose ``compile()`` was called before."""
+        for name in self.scopes:
+            call = self._modules[name].__dict__.get(CallInterceptor.method)
+            if call is not None and call.compiled is not None:
+                self.leave_to_compiler(name)
+
+    def leave_to_compiler(self, name: str) -> None:
+        """Takes interceptors out that a compiler cannot trace, inside a module that is compiled.
+
+        Its own call, which stays intercepted, holds all that the modules of its block need.
+        """
+        prefix = f"{name}." if name else ""
+        for inner, module in self._modules.items():
+            below = inner.startswith(prefix) and self._territory[inner] == self._territory[name]
+            if inner != name and not below:
+                continue
+            _plain_names(module)
+            if inner != name:
+                call = module.__dict__.pop(CallInterceptor.method, None)
+                if call is not None:
+                    call.give_back()
+
+    def _intercept_names(self, module: nn.Module) -> None:
+        for which in _TENSORS:
+            plain = module.__dict__[which]
+            managed = {
+                name: self.group_of[id(tensor)]
+                for name, tensor in plain.items()
+                if tensor is not None and id(tensor) in self.group_of
+            }
+            if managed:
+                names = module.__dict__[which] = TieredDict(plain, managed, self._wrapped.runtime)
+                first, *others = {id(group): group for group in managed.values()}.values()
+                if not others:
+                    first.add_names(names)
+
+    # -- looks -----------------------------------------------------------
+
+    def beside(self, name: str) -> list[nn.Module]:
+        """Returns the other modules that a module's parent has."""
+        parent = self._modules.get(name.rpartition(".")[0])
+        own = self._modules.get(name)
+        return [] if parent is None else [c for c in parent.children() if c is not own]
+
+    def entry_of(self, param: torch.Tensor) -> Entry | None:
+        """Returns the entry of a managed parameter; None where it is none of this model."""
+        group = self.group_of.get(id(param))
+        entries = [] if group is None else group.entries
+        return next((entry for entry in entries if entry.param is param), None)
+
+
+def _call_kind(module: nn.Module, scope: Scope) -> type[CallInterceptor]:
+    """Returns what stands in front of a module's calls."""
+    if is_lookup(module, scope):
+        return LookupInterceptor
+    return ExpertsInterceptor if is_experts(module, scope) else CallInterceptor
+
+
+def _plain_names(module: nn.Module) -> None:
+    for which in _TENSORS:
+        if isinstance(module.__dict__[which], HeldDict):
+            module.__dict__[which] = dict(module.__dict__[which].items())

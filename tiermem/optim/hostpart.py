@@ -1,0 +1,193 @@
+"""The host's part in the steps of one optimizer (``where``, ``host_share``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from tiermem.errors import StepError
+from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.optim.host.devicebits import DeviceBits, Movable
+from tiermem.optim.host.room import HostRoom
+from tiermem.optim.host.share import Speeds
+from tiermem.optim.host.side import rooms_of
+from tiermem.optim.host.sides import choose_exact_sides, choose_sides
+from tiermem.optim.host.steps import HostSteps
+from tiermem.optim.rounds import Round
+from tiermem.optim.rules.groups import frozen_settings
+from tiermem.optim.tried import TriedClass
+from tiermem.optim.units.collection import Units
+from tiermem.optim.units.unit import StepUnit
+
+Where = Literal["auto", "device", "host", "both"]
+
+
+def check_where(where: Where, host_share: float | None) -> None:
+    """Checks where steps are to be made.
+
+    Raises:
+        StepError: If it is no such place, or a share is given that is not asked for.
+    """
+    if where not in ("auto", "device", "host", "both"):
+        raise StepError(
+            f"where={where!r}: a step is made on 'device', 'host' or 'both', or where it is "
+            "fastest with the device's bits ('auto')"
+        )
+    if host_share is not None and (where != "both" or not 0 <= host_share <= 1):
+        raise StepError(
+            f"host_share={host_share!r}, where={where!r}: it is a share from 0 to 1 of what "
+            "where='both' has the host step"
+        )
+
+
+class HostPart:
+    """Decides which units the host steps, and begins their steps there.
+
+    Attributes:
+        steps: Those under way on the host; None while it has no unit.
+        movable: Moves units between host and device (``where="auto"``), else None.
+        speeds: Of host and device, once they were measured.
+    """
+
+    def __init__(
+        self,
+        runtime: ModuleRuntime,
+        tried: TriedClass,
+        units: Units,
+        number: int,
+        where: Where,
+        host_share: float | None,
+    ) -> None:
+        """Starts with all units on the device.
+
+        Args:
+            runtime: The modules' runtime.
+            tried: The class that makes the steps.
+            units: All of the optimizer.
+            number: Of the optimizer.
+            where: Where blocks are stepped.
+            host_share: With ``where="both"``: the host's share of the elements; None to measure.
+        """
+        self._runtime = runtime
+        self._tried = tried
+        self._units = units
+        self._number = number
+        # by default the host only steps units where it has the device's bits
+        self._where = "device" if where == "auto" else where
+        self._share = host_share
+        self._bits = DeviceBits(tried.cls, tried.make, runtime.manager.parts.device)
+        self._why_device = "" if where == "auto" else f"where={where!r}"
+        self.movable: Movable | None = None
+        if where == "auto":
+            self.movable = self.as_movable()
+        self.steps: HostSteps | None = None
+        self.speeds: Speeds | None = None
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the user has asked for steps on the host."""
+        return self._where != "device"
+
+    @property
+    def whole_only(self) -> bool:
+        """Whether all units are the host's, which steps no parameter in parts."""
+        return self._where == "host"
+
+    def as_movable(self) -> Movable:
+        """Returns what knows of units whether the host steps them, for steps made ahead."""
+        return self.movable or Movable(self._runtime, self._bits, self._tried.make)
+
+    def choose(
+        self,
+        planned: Sequence[StepUnit],
+        groups: Sequence[dict[str, Any]],
+        *,
+        inside: bool,
+        ahead: bool,
+    ) -> None:
+        """Decides which of some new units the host steps.
+
+        Args:
+            planned: The new units.
+            groups: The parameter groups.
+            inside: Whether steps are made inside backward (``overlap="backward"``).
+            ahead: Whether they may be made there provisionally.
+
+        Raises:
+            CapacityError: If the DRAM budget does not hold what the host needs.
+        """
+        if not self.is_chosen and self.movable is None:
+            return
+        params = (p for unit in planned for p, _ in unit.members)
+        dtype = next(map(self._tried.stepped_dtype, params), torch.float32)
+        args = self._runtime, planned, self._tried.make, dtype, groups, self._bits
+        earlier = [unit for unit in self._units if unit.host is not None]
+        if self.movable is not None:
+            why, speeds = choose_exact_sides(
+                *args, in_backward=inside or ahead, keeps=ahead, earlier=earlier
+            )
+            some, self._why_device = not why, why
+            self.speeds = speeds or self.speeds
+            self.movable.seconds = 0.0 if self.speeds is None else self.speeds.host
+            if some:
+                self.movable.take_on(planned, tried=not inside)
+        else:
+            share = self._where == "both" if self._share is None else float(self._share)
+            some, self.speeds = choose_sides(
+                *args, share=share, in_backward=inside, earlier=earlier
+            )
+        if some and self.steps is None:
+            units = self._units
+            self.steps = HostSteps(
+                self._runtime, self._number, units.owed, units.state, units.explain
+            )
+
+    def begin(self, current: Round) -> list[StepUnit]:
+        """Begins the steps that the host makes; returns the units that are left to the device."""
+        left = current.left()
+        host = self.steps
+        if host is not None:
+            if self.movable is not None:
+                here = [unit for unit in left if not host.is_begun(unit)]
+                self.movable.place(here, current.groups, current.scaling, current.ticket)
+            mine = [u for u in left if u.host is not None and not host.is_begun(u)]
+            if mine:
+                host.begin(mine, frozen_settings(current.groups), current.scaling, current.ticket)
+        return [unit for unit in left if unit.host is None]
+
+    def rooms(self, units: Sequence[StepUnit]) -> list[HostRoom]:
+        """Returns the DRAM reserved for steps of units on the host, wherever they are now."""
+        found = rooms_of(units)
+        if self.movable is not None:
+            found += [room for room in self.movable.rooms() if room not in found]
+        return found
+
+    def abandon(self) -> None:
+        """Gives up steps under way on the host."""
+        if self.steps is not None:
+            self.steps.abandon()
+
+    def close(self, rooms: Sequence[HostRoom]) -> None:
+        """Ends its thread and frees its DRAM.
+
+        Args:
+            rooms: What it had while there were units.
+        """
+        if self.steps is not None:
+            self.steps.close()
+        for room in rooms:
+            room.close()
+
+    def __str__(self) -> str:
+        """Says which share of the elements the host steps, or why it steps none."""
+        share = self._units.host_share()
+        if share:
+            bits = "its own" if self._bits.reason else "the device's"
+            return f"{share:.2f} of the elements on the host, with {bits} bits"
+        trial = None if self.movable is None else self.movable.trial
+        if trial is not None and not trial.on_host:
+            slow = "with a share on the host steps took longer" if trial.decided else ""
+            return f"all on the device: {slow or 'a share on the host is tried later'}"
+        return f"all on the device: {self._why_device or self._bits.reason}"

@@ -1,0 +1,187 @@
+"""How parameters come to be stepped by an optimizer, and what it keeps for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tiermem.core.block import Block, Extent, Tier
+from tiermem.errors import CapacityError, StepError
+from tiermem.nn.groups.need import Kept
+from tiermem.nn.passes.runtime import Keeper, ModuleRuntime, entries_of
+from tiermem.optim.classes import in_order
+from tiermem.optim.host.room import HostRoom
+from tiermem.optim.hostpart import HostPart
+from tiermem.optim.timing import StepTiming
+from tiermem.optim.tried import TriedClass
+from tiermem.optim.units.collection import Units
+from tiermem.optim.units.parted import ELEMENTWISE
+from tiermem.optim.units.plan import Member, kept_of, plan_units
+from tiermem.optim.units.unit import StepUnit
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Taking:
+    """Units that are being added to an optimizer.
+
+    Attributes:
+        planned: The new units.
+        units: All units of the optimizer, with the new ones, in order.
+        members: The parameters of the planned ones.
+        kept: What the optimizer keeps for them.
+        groups: The parameter groups.
+    """
+
+    planned: list[StepUnit]
+    units: list[StepUnit]
+    members: Sequence[Member]
+    kept: Kept
+    groups: Sequence[dict[str, Any]]
+
+
+class Intake:
+    """Plans the units of parameters that are trained from now on, and reserves their homes."""
+
+    def __init__(
+        self,
+        runtime: ModuleRuntime,
+        tried: TriedClass,
+        units: Units,
+        host: HostPart,
+        timing: StepTiming,
+    ) -> None:
+        """Starts without parameters.
+
+        Args:
+            runtime: The modules' runtime.
+            tried: The class that makes the steps.
+            units: Where the new units go.
+            host: What the host does.
+            timing: When steps are made.
+        """
+        self._runtime = runtime
+        self._tried = tried
+        self._units = units
+        self._host = host
+        self._timing = timing
+        self._kept: list[Kept] = []
+        self._taking: _Taking | None = None
+        self._keeper: Keeper | None = None
+
+    def take_wanted(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Takes on what is trained, or has a gradient, and has no unit yet; see :meth:`take_on`."""
+        self.take_on(self._units.members.wanted(frozen=self._tried.eager), groups)
+
+    def take_on(self, members: Sequence[Member], groups: Sequence[dict[str, Any]]) -> None:
+        """Plans the units of parameters, and reserves their homes.
+
+        Args:
+            members: The parameters, and the numbers of their groups.
+            groups: All parameter groups.
+
+        Raises:
+            CapacityError: If a budget does not hold them; nothing is changed then.
+        """
+        self.end()
+        if not members:
+            return
+        tried, program = self._tried, self._runtime.program
+        tried.learn(groups, sorted({number for _, number in members}))
+        homed = {id(e.unit) for e in entries_of(self._runtime.groups)}
+        overlap = self._timing.waits
+        elementwise = tried.cls in ELEMENTWISE and not self._host.whole_only
+        kept = kept_of(
+            groups,
+            members,
+            tried.probe,
+            tried.master_dtype,
+            overlap=overlap,
+            elementwise=elementwise,
+        )
+        planned: list[StepUnit] = []
+        try:
+            planned = plan_units(
+                self._runtime,
+                groups,
+                members,
+                tried.probe,
+                tried.make,
+                tried.master_dtype,
+                overlap=overlap,
+                on_host=self._host.is_chosen,
+                elementwise=elementwise,
+            )
+            units = [*self._units, *planned]
+            if tried.draws:
+                units = in_order(tried.cls.__name__, units, groups)
+            inside, ahead = self._timing.inside is not None, self._timing.ahead is not None
+            self._host.choose(planned, groups, inside=inside, ahead=ahead)
+        except (CapacityError, StepError) as error:
+            blocks = [b for unit in planned for b in unit.kept_blocks()]
+            self._runtime.manager.remove_blocks(blocks)
+            fresh = {id(g): g for u in planned for g in u.grad_units() if id(g) not in homed}
+            self._runtime.grads.unreserve(list(fresh.values()))
+            if isinstance(error, StepError):
+                raise
+            raise program.refuse_optimizer(error, kept) from None
+        self._taking = _Taking(planned, units, members, kept, groups)  # completed from here on
+        self.end()
+
+    def end(self) -> None:
+        """Adds the planned units to the optimizer; goes on where that was cut short."""
+        taking = self._taking
+        if taking is None:
+            return
+        if taking.kept not in self._kept:
+            self._kept.append(taking.kept)
+        if taking.kept not in self._runtime.program.optimizers:
+            self._runtime.program.optimizers.append(taking.kept)
+        if self._tried.eager:
+            for unit in taking.planned:
+                unit.begin(self._runtime, taking.groups, self._units.state)
+        self._units.replace(taking.units)
+        self._units.members.taken(taking.members)
+        for unit in taking.planned:
+            for entry in unit.entries:
+                self._runtime.grads.track(entry)
+        self._tried.counts.prepare(taking.planned)
+        self._timing.extend(taking.planned, taking.groups)
+        self._taking = None
+
+    def has_any_of(self, number: int) -> bool:
+        """Whether a parameter of a group has a unit, or gets one."""
+        return any(n == number for unit in self._all_units() for _, n in unit.members)
+
+    def enter(self, optimizer: object, before_forward: Callable[[bool], None]) -> None:
+        """Enters in the runtime what the optimizer keeps in the tiers.
+
+        Args:
+            optimizer: The optimizer.
+            before_forward: Called before each top-level pass, with whether gradients are taken.
+        """
+        self._keeper = Keeper(self._blocks, self._owned, optimizer, before_forward)
+        self._runtime.keepers.append(self._keeper)
+
+    def leave(self) -> None:
+        """Takes out of the runtime what :meth:`take_on` and :meth:`enter` put there."""
+        for kept in self._kept:
+            self._runtime.program.optimizers.remove(kept)
+        if self._keeper is not None:
+            self._runtime.keepers.remove(self._keeper)
+
+    def rooms(self) -> list[HostRoom]:
+        """Returns the DRAM reserved for steps on the host."""
+        return self._host.rooms(self._all_units())
+
+    def _all_units(self) -> Sequence[StepUnit]:
+        """Returns the units, also those that are being added."""
+        return self._units if self._taking is None else self._taking.units
+
+    def _owned(self) -> list[tuple[Tier, Extent]]:
+        """Returns the space below HBM that the optimizer has beside blocks."""
+        return [place for room in self.rooms() for place in room.owned()]
+
+    def _blocks(self) -> list[Block]:
+        """Returns the blocks of state and masters."""
+        return [block for unit in self._all_units() for block in unit.kept_blocks()]

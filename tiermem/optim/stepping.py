@@ -1,0 +1,162 @@
+"""The backward under way, as an optimizer sees it that makes steps inside backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from tiermem.core.block import Block
+from tiermem.nn.groups.group import Entry, Group
+from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.optim.rules.groups import frozen_settings
+from tiermem.optim.units.arrivals import Arrivals
+from tiermem.optim.units.finality import marks_of
+from tiermem.optim.units.unit import StepUnit
+from tiermem.runtime.services.sweep import BlockSweep
+
+_TRIALS = 2
+
+
+class SteppedBackward:
+    """Knows which gradients of a backward are final, and with which settings it steps.
+
+    Attributes:
+        entries: The optimizer's managed parameters, by the id of the parameter.
+        units: Its units, by the id of the group of weights that they are from.
+        groups: The parameter groups.
+        settings: Those, as they were at the first gradient of a backward with steps.
+        counted: Whether the first gradient of this backward has come.
+        steps: Whether steps are made in it.
+        pipeline: Writes home what they write.
+        held_back: Ids of the groups whose blocks go home in the next forward.
+    """
+
+    def __init__(self, runtime: ModuleRuntime) -> None:
+        """Starts without units."""
+        self._runtime = runtime
+        self._arrivals = Arrivals()
+        self.entries, self.units = self._arrivals.entries, self._arrivals.units
+        self.groups: Sequence[dict[str, Any]] = ()
+        self.settings: list[dict[str, Any]] = []
+        self.counted = self.steps = False
+        self.pipeline = BlockSweep(runtime.manager)
+        self.held_back: set[int] = set()
+        self._task = -1
+        self._marks: object = None
+
+    def extend(self, units: Iterable[StepUnit], groups: Sequence[dict[str, Any]]) -> None:
+        """Follows the gradients of new units.
+
+        Args:
+            units: The new ones.
+            groups: All parameter groups, with the settings that a step uses.
+        """
+        self.groups = groups
+        self._arrivals.add(units)
+
+    def begins(self) -> None:
+        """Called as a backward begins."""
+        self._task = torch._C._current_graph_task_id()
+        self.counted = self.steps = False
+        self._arrivals.forget()
+
+    def ends(self) -> None:
+        """Called as a backward ends."""
+        self._task = -1
+        self.steps = False
+        self._arrivals.forget()
+
+    def is_here(self) -> bool:
+        """Whether the calling code runs in this backward, not in one inside it."""
+        return torch._C._current_graph_task_id() == self._task
+
+    def prepare(self) -> None:
+        """Freezes the settings, and clears what steps of the backward before have left."""
+        self.settings = frozen_settings(self.groups)
+        self.pipeline = BlockSweep(self._runtime.manager)
+        self._runtime.unwritten.clear()
+        self.held_back = self._arrivals.held_back(self._runtime)
+
+    def mark(self) -> None:
+        """Notes what the settings are."""
+        self._marks = marks_of(self.groups)
+
+    def has_changed(self) -> bool:
+        """Whether settings changed since :meth:`mark`."""
+        return self._marks != marks_of(self.groups)
+
+    def awaits(self, entry: Entry) -> bool:
+        """Whether gradients of a block are still to come after this one."""
+        return self._arrivals.awaits(entry.group, entry)
+
+    def final_units(self, group: Group) -> list[StepUnit]:
+        """Returns the units of a block that have gradients."""
+        return [u for u in self.units[id(group)] if any(e.has_grad for e in u.entries)]
+
+    def write(self, group: Group, blocks: Sequence[Block]) -> None:
+        """Writes home what steps wrote of a group, or holds it back for the next forward."""
+        if id(group) in self.held_back:
+            self._runtime.unwritten += blocks  # until forward has got further
+        else:
+            self.pipeline.write(blocks)
+
+
+class FirstSteps:
+    """The first steps of a loop, which are made after backward and only watched.
+
+    Attributes:
+        watches: Whether the backward under way is only watched.
+        watched: Whether a whole backward was watched since the last step.
+        final: Gradients that a step in that backward would have used.
+    """
+
+    def __init__(self) -> None:
+        """Starts with all of them to come."""
+        self.watches = self.watched = False
+        self.final: list[Entry] = []
+        self._number = 0
+        self._thrown = False  # whether gradients were, that such a step would have used
+        self._trained: list[bool] = []
+
+    @property
+    def are_over(self) -> bool:
+        """Whether steps are made inside backward from now on."""
+        return self._number >= _TRIALS
+
+    def restart(self) -> None:
+        """Begins anew, as there are new units."""
+        self._number = 0
+        self.watched = False
+
+    def look_at(self, entries: Iterable[Entry]) -> None:
+        """Begins anew where other parameters are trained: a block's last gradient may be another.
+
+        Args:
+            entries: All parameters of the optimizer.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            trained = [entry.param.requires_grad for entry in entries]
+        if trained != self._trained:
+            self._trained, self._number = trained, 0
+
+    def end_backward(self) -> bool:
+        """Notes that a backward is over; returns whether it was only watched."""
+        watches, self.watches = self.watches, False
+        self.watched = self.watched or watches
+        return watches
+
+    def after_step(self) -> None:
+        """Counts a step that is made; cut short, it may be called again."""
+        watched, thrown = self.watched, self._thrown
+        self.watched = self._thrown = False
+        if thrown and not self.are_over:
+            self._number = 0
+        elif watched:
+            self._number += 1
+
+    def thrown_away(self) -> None:
+        """Notes that gradients are thrown away: they must not be used, another loop is to come."""
+        self._thrown = self._thrown or bool(self.final)
+        self.watched = False

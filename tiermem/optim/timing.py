@@ -1,0 +1,397 @@
+"""When the steps of one optimizer are made (``overlap``)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import zip_longest
+from typing import Any, Literal
+
+import torch
+
+from tiermem.errors import StepError
+from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.optim.ahead import StepsAhead
+from tiermem.optim.auto import AutoOverlap
+from tiermem.optim.backward import InBackward
+from tiermem.optim.hostpart import HostPart
+from tiermem.optim.putoff import PutOff
+from tiermem.optim.rounds import Round
+from tiermem.optim.rules.scaling import Scaling
+from tiermem.optim.tried import TriedClass
+from tiermem.optim.units.collection import Units
+from tiermem.optim.units.unit import StepUnit
+from tiermem.runtime.services.sweep import BlockSweep
+
+Overlap = bool | Literal["auto", "forward", "backward"]
+
+
+def check_overlap(overlap: Overlap) -> None:
+    """Checks when steps are to be made.
+
+    Raises:
+        StepError: If it is no such time.
+    """
+    if overlap not in (False, True, "auto", "forward", "backward"):
+        raise StepError(f"overlap={overlap!r}: it is 'auto', False, True, 'forward' or 'backward'")
+
+
+class StepTiming:
+    """Makes the steps of one optimizer in ``step()``, inside backward, or at the blocks' next use.
+
+    Attributes:
+        rounds: The call of ``step()`` that is begun and not ended, if any.
+        waits: Whether steps wait for the next use of their block, whatever comes of it.
+        auto: Chooses those that wait (``overlap="auto"``), else None.
+        inside: Makes steps inside backward (``overlap="backward"``), else None.
+        ahead: Makes them there provisionally (``overlap="auto"``), else None.
+        put_off: Those that wait.
+    """
+
+    def __init__(
+        self,
+        runtime: ModuleRuntime,
+        tried: TriedClass,
+        units: Units,
+        host: HostPart,
+        number: int,
+        overlap: Overlap,
+        take_in: Callable[[], None],
+    ) -> None:
+        """Watches the backwards of ``runtime``, where steps may be made in them.
+
+        Args:
+            runtime: The modules' runtime.
+            tried: The class that makes the steps.
+            units: All of the optimizer.
+            host: What the host does.
+            number: Of the optimizer.
+            overlap: When steps are made.
+            take_in: Takes in edits of the state.
+        """
+        self._runtime = runtime
+        self._tried = tried
+        self._units = units
+        self._host = host
+        self._number = number
+        self.rounds: list[Round] = []
+        self.waits = overlap not in (False, "auto")
+        self.auto = AutoOverlap(runtime, tried.cls) if overlap == "auto" else None
+        self.inside = InBackward(runtime, take_in) if overlap == "backward" else None
+        self.put_off = PutOff(runtime, units.owed, units.state, units.explain_deferred, self.auto)
+        self.ahead: StepsAhead | None = None
+        if self.auto is not None:
+            args = self.auto, units.owed, self._is_begun, self._may_step_ahead
+            self.ahead = StepsAhead(runtime, *args, host.as_movable())
+
+    def begin(self) -> None:
+        """Begins to watch what the program does with the state; no user has seen it yet."""
+        if self.auto is not None:
+            self.auto.begin(self._units.state)
+
+    def extend(self, planned: Sequence[StepUnit], groups: Sequence[dict[str, Any]]) -> None:
+        """Takes new units on; other optimizers leave their blocks to ``step()``.
+
+        Args:
+            planned: The new units.
+            groups: All parameter groups.
+        """
+        self.tell_others(planned)
+        args = planned, groups, self._units.state, self._host.steps
+        if self.inside is not None:
+            self.inside.extend(*args)
+        if self.ahead is not None:
+            self.ahead.extend(*args)
+
+    def close(self) -> None:
+        """Stops watching backwards."""
+        if self.auto is not None:
+            self.auto.close()
+        if self.inside is not None:
+            self.inside.close()
+        if self.ahead is not None:
+            self.ahead.close()
+
+    @property
+    def total(self) -> int:
+        """How many units were stepped inside backward so far, where ``step()`` has asked for it."""
+        if self.ahead is not None:
+            return self.ahead.provisional.total
+        return 0 if self.inside is None else self.inside.total
+
+    @property
+    def backwards(self) -> int:
+        """How many there were since the last step, where it matters (``overlap="backward"``)."""
+        return 0 if self.inside is None else self.inside.count
+
+    @backwards.setter
+    def backwards(self, count: int) -> None:
+        if self.inside is not None:
+            self.inside.count = count
+
+    @property
+    def has_made(self) -> bool:
+        """Whether units were stepped inside backward, and ``step()`` is to ask for it."""
+        return self.inside is not None and bool(self.inside.made)
+
+    # -- a step ----------------------------------------------------------
+
+    def before_step(self, scaling: Scaling | None) -> None:
+        """Checks steps made inside backward against what ``step()`` would make now.
+
+        Args:
+            scaling: What a GradScaler left to the step, or None.
+
+        Raises:
+            StepError: If they differ and cannot be dropped.
+        """
+        if self.inside is not None:
+            self.inside.before_step(scaling)
+        if self.ahead is not None:
+            self.ahead.before_step(scaling)
+
+    def begin_round(
+        self, groups: Sequence[dict[str, Any]], scaling: Scaling | None, loss: Any
+    ) -> None:
+        """Begins a step: collects the units that are not stepped yet.
+
+        Args:
+            groups: Settings of the parameter groups.
+            scaling: What a GradScaler left to the step, or None.
+            loss: What the closure of ``step()`` returned.
+        """
+        inside, ahead = self.inside, self.ahead
+        units = [unit for unit in self._units if self._is_left(unit)]
+        self.tell_others(units)
+        self._tried.counts.note(self._units, set() if inside is None else set(inside.made))
+        ticket = object() if inside is None else inside.ticket
+        if ahead is not None and ahead.provisional.whole:
+            ticket = ahead.provisional.ticket
+        units = [unit for unit in units if unit.made is not ticket]
+        error = None if inside is None else inside.failure
+        self.rounds.append(Round(ticket, units, groups, scaling, loss, error))
+
+    def make(self, current: Round) -> None:
+        """Makes what is left of a step, or defers it to the next use of the blocks."""
+        self._confirm_ahead()
+        if current.error is not None:
+            error, current.error = current.error, None
+            raise error
+        if self.auto is not None:
+            self._choose(self.auto, current)
+        units = self._host.begin(current)
+        waiting = [unit for unit in units if self._may_wait(unit)]
+        if waiting:
+            now = {id(unit) for unit in self.put_off.owe(waiting, current)}
+            units = [u for u in units if id(u) in now or not self._may_wait(u)]
+        self._step(units, current)
+        self._finish_but_waiting(current)
+        if self.auto is not None:
+            self.auto.made(current.units, current.groups)
+        if self.inside is not None:
+            self.inside.after_step()
+
+    def _step(self, units: Sequence[StepUnit], current: Round) -> None:
+        """Steps units now."""
+        manager = self._runtime.manager
+        guess = [block.id for unit in units for block in unit.blocks()]
+        began = time.perf_counter_ns()
+        if units or not self._units.owed:
+            manager.begin_pass(("optimizer", self._number), guess)
+        pipeline = BlockSweep(manager)
+        try:
+            with torch.no_grad(), pipeline.sweeping():
+                for unit, following in zip_longest(units, units[1:]):
+                    ahead = [] if following is None else following.begins_with()
+                    self.put_off.cancel(unit)
+                    unit.step(
+                        self._runtime,
+                        current.groups,
+                        self._units.state,
+                        current.scaling,
+                        ticket=current.ticket,
+                        meanwhile=partial(pipeline.fetch, ahead),
+                        write=pipeline.write,
+                    )
+                    pipeline.write([block for block in unit.blocks() if block not in ahead])
+        except BaseException as error:
+            left = [unit for unit in units if unit.made is not current.ticket]
+            self._units.explain(error, [unit.name for unit in left])
+            raise
+        self._runtime.busy("optimizer", began)
+
+    def finish(self) -> None:
+        """Makes what is left of the last step, as an access to its blocks would."""
+        unfinished, manager = self._unfinished(), self._runtime.manager
+        with manager.lock:
+            for unit in self._units if unfinished else ():
+                if id(unit) in unfinished and unit.group is not None:
+                    manager.parts.deferred.pay(unit.group.block.id)
+
+    def _finish_but_waiting(self, current: Round) -> None:
+        """Makes what is left of a step and may not wait: the host's, if it was not made ahead."""
+        owed, manager = self._units.owed, self._runtime.manager
+        if self.waits or not owed:
+            return
+        with manager.lock:
+            for unit in self._units:
+                left = id(unit) in owed and unit.made is not current.ticket
+                if left and unit.group is not None and not self._may_wait(unit):
+                    manager.parts.deferred.pay(unit.group.block.id)
+
+    def abandon(self) -> None:
+        """Gives up what is left of a step that was cut short.
+
+        Raises:
+            StorageError: If a block cannot be taken back because its disk fails.
+        """
+        self._confirm_ahead()
+        cut_short = self.rounds or self.put_off.failed  # else deferred steps can be made
+        with self._runtime.manager.lock, torch.no_grad():
+            for unit in self._units:
+                unit.abandon()
+                if cut_short and self.put_off.cancel(unit):
+                    unit.clear_forgotten(self._runtime)
+            self.put_off.failed = False
+            self._host.abandon()
+        if self.inside is not None:
+            self.inside.settle()
+            self.inside.after_step()
+        self.rounds.clear()
+
+    # -- which units -----------------------------------------------------
+
+    def tell_others(self, units: Sequence[StepUnit]) -> None:
+        """Tells other optimizers not to step blocks inside backward that this one steps too."""
+        for other in self._runtime.backward.watchers:
+            own = other is self.inside or other is self.ahead
+            if isinstance(other, InBackward | StepsAhead) and not own:
+                other.leave(units)
+
+    def _is_begun(self, ticket: object) -> bool:
+        """Whether a step with some ticket is begun: what was made ahead for it counts."""
+        return any(current.ticket is ticket for current in self.rounds)
+
+    def _may_step_ahead(self) -> bool:
+        """Whether steps may be made before they are asked for."""
+        if self.auto is None or self.rounds or self._runtime.reduced.active:
+            return False
+        looked_into, draws = self._units.looked_into, self._tried.draws
+        return self.auto.may_begin(looked_into=looked_into, draws=draws)
+
+    def _is_left(self, unit: StepUnit) -> bool:
+        """Whether a unit has a gradient that no step inside backward has used."""
+        inside = self.inside
+        made = inside is not None and (id(unit) in inside.made or unit.made is inside.ticket)
+        return not made and unit.wanted(self._runtime)
+
+    def _choose(self, auto: AutoOverlap, current: Round) -> None:
+        auto.choose(
+            current.left(),
+            current.groups,
+            self._units.state,
+            looked_into=self._units.looked_into,
+            draws=self._tried.draws,
+        )
+
+    def _may_wait(self, unit: StepUnit) -> bool:
+        """Whether a step may wait for the next use of its block."""
+        return self.waits or (self.auto is not None and id(unit) in self.auto.waiting)
+
+    def _unfinished(self) -> set[int]:
+        """Returns the ids of units whose step was asked for and is still deferred."""
+        owed = self._units.owed
+        return owed if self.inside is None else owed - self.inside.made.keys()
+
+    # -- what comes in between -------------------------------------------
+
+    def before_forward(self) -> None:
+        """Drops steps made ahead, and makes those that could not wait for this forward."""
+        self.drop_ahead()
+        if self.auto is not None and self.auto.has_failed:
+            self.finish()  # here, not in the middle of the forward, where it might have no room
+
+    def settle(self, what: str, *, drop: bool = True) -> None:
+        """Makes what is left of the last step, before a call that looks at it.
+
+        Args:
+            what: The call, for messages.
+            drop: Whether steps made ahead are dropped.
+
+        Raises:
+            StepError: If units were stepped inside backward and ``step()`` is to come.
+        """
+        self.refuse_if_made(what)
+        if drop:
+            self.drop_ahead()
+        self.finish()
+
+    def refuse_clipping(self, what: str) -> None:
+        """Refuses a call that has to see all gradients, where steps are made before that.
+
+        Raises:
+            StepError: Then.
+        """
+        if self.inside is not None:
+            self.inside.refuse_clipping(what)
+
+    def refuse_if_made(self, what: str) -> None:
+        """Refuses a call where units were stepped inside backward and ``step()`` is to come.
+
+        Raises:
+            StepError: Then.
+        """
+        if self.inside is not None:
+            self.inside.refuse(what)
+
+    def refuse_if_pending(self, what: str) -> None:
+        """Refuses a call while a step is unfinished; where only its end was cut off, ends it.
+
+        Raises:
+            StepError: If one is.
+        """
+        if not self.rounds:
+            return
+        current = self.rounds[-1]
+        left = [unit for unit in current.left() if id(unit) not in self._units.owed]
+        if left or current.error is not None:
+            raise StepError(
+                f"{what} while an optimizer step is unfinished: it was cut short by "
+                f"{current.failed}, with {len(left)} of {len(self._units)} units to go; call "
+                "optimizer.step() again, it goes on where it stopped, or optimizer.abandon_step() "
+                "to leave them unstepped"
+            )
+        self._confirm_ahead()
+        if self.inside is not None:  # all is made or deferred, only the end was cut off
+            self.inside.after_step()
+        self.rounds.clear()
+
+    def drop_ahead(self) -> None:
+        """Drops the steps made ahead of ``step()``."""
+        if self.ahead is not None:
+            self.ahead.settle()
+
+    def _confirm_ahead(self) -> None:
+        """Confirms the steps made ahead of the one that is begun."""
+        if self.ahead is not None:
+            self.ahead.provisional.confirm()
+
+    def before_clearing(self) -> None:
+        """Drops the steps made ahead, as their gradients are about to be cleared."""
+        if self.ahead is not None:
+            self.ahead.thrown_away()
+
+    def after_clearing(self, *, set_to_none: bool) -> None:
+        """Notes that gradients were cleared, or set to zero."""
+        if self.inside is not None:
+            self.inside.forgotten(set_to_none=set_to_none)
+
+    def accumulate(self, micro_batches: int) -> None:
+        """Sets how many backwards there are for each step (``overlap="backward"``).
+
+        Raises:
+            StepError: If it is no such number, or blocks are stepped and ``step()`` is to come.
+        """
+        if self.inside is not None:
+            self.inside.accumulate(micro_batches)

@@ -1,0 +1,140 @@
+"""The class that an optimizer makes its steps with, and what tries have shown of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from tiermem.nn.compat.outside import outside
+from tiermem.optim.classes import refuse_draws
+from tiermem.optim.methods import Counts
+from tiermem.optim.rules.groups import with_defaults
+from tiermem.optim.rules.probe import StateProbe
+from tiermem.optim.rules.separable import Nature, check_separable, settings_of
+from tiermem.optim.units.master import master_dtype_of
+
+
+class TriedClass:
+    """Makes plain optimizers of the class asked for, and knows how it steps.
+
+    Each parameter group is tried once on tiny tensors: whether its update of a parameter depends
+    on others, what it counts, whether it draws random numbers.
+
+    Attributes:
+        cls: The class.
+        master_dtype: Of the masters, or None where the weights themselves are stepped.
+        defaults: The class's own settings, as ``Optimizer.defaults``; of the groups completed last.
+        eager: Whether it makes all state when it is made, not at the first step.
+        fused: Whether its step undoes a GradScaler's scale.
+        probe: Finds out what state a parameter has; there from the first :meth:`learn` on.
+        counts: What the class counts in its groups.
+    """
+
+    probe: StateProbe
+
+    def __init__(
+        self,
+        cls: type[torch.optim.Optimizer],
+        settings: dict[str, Any],
+        device: torch.device,
+        master_dtype: torch.dtype | None,
+        *,
+        reorders: bool,
+    ) -> None:
+        """Knows nothing of the class yet.
+
+        Args:
+            cls: The class.
+            settings: As the user gave them.
+            device: Where steps are made.
+            master_dtype: Of the masters, or None.
+            reorders: Whether units may be stepped in another order than that of the parameters.
+        """
+        self.cls = cls
+        self.master_dtype = master_dtype
+        self.defaults: dict[str, Any] = {}
+        self.eager = self.fused = False
+        self.counts = Counts()
+        self._settings = settings
+        self._device = device
+        self._reorders = reorders
+        self._natures: dict[int, Nature] = {}  # what the class was found to be, by group
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers as it steps."""
+        return any(nature.draws for nature in self._natures.values())
+
+    @property
+    def undoes_scale(self) -> bool:
+        """Whether a GradScaler leaves it to ``step()`` to undo the scale.
+
+        With masters that comes after the cast to them.
+        """
+        return self.fused or self.master_dtype is not None
+
+    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Returns a plain optimizer of the class and settings over ``groups``."""
+        return outside(self.cls, groups, **self._settings)
+
+    def complete(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Fills every default into groups, as the class itself does it; returns them."""
+        filled, optimizer = with_defaults(self.make, groups, self.stepped_dtype)
+        self.defaults = optimizer.defaults
+        self.eager = bool(optimizer.state)
+        self.fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        for group, full in zip(groups, filled, strict=True):
+            group.update(full)
+        return groups
+
+    def learn(self, groups: Sequence[dict[str, Any]], numbers: Iterable[int]) -> None:
+        """Tries the class on groups that have parameters, each once.
+
+        Args:
+            groups: All parameter groups.
+            numbers: Of those to be tried.
+
+        Raises:
+            StepError: If its update of a parameter depends on others.
+        """
+        new = [n for n in numbers if n not in self._natures and groups[n]["params"]]
+        found = {n: self.try_on(groups[n]) for n in new}
+        if not hasattr(self, "probe"):
+            sparse = any(nature.sparse for nature in found.values())
+            self.probe = StateProbe(self.make, self._device, sparse=sparse)
+        if self._reorders:
+            refuse_draws(self.cls.__name__, list(found.values()))
+        for number, nature in found.items():
+            self.counts.add(number, self.make, nature)
+        self._natures.update(found)
+
+    def forget(self, number: int) -> None:
+        """Forgets what was found of a group, which is taken out again."""
+        self._natures.pop(number, None)
+
+    def try_on(self, group: dict[str, Any], what: str = "", method: Any = None) -> Nature:
+        """Tries the class, or a method of it, with the settings of a group.
+
+        Args:
+            group: With parameters.
+            what: For messages; empty for the class's name.
+            method: Called on the optimizer instead of ``step()``; None for that.
+
+        Raises:
+            StepError: If what it does to a parameter depends on others.
+        """
+        return check_separable(
+            what or self.cls.__name__,
+            self.make,
+            settings_of(group),
+            sorted({p.dim() for p in group["params"]}),
+            self.stepped_dtype(group["params"][0]),
+            self._device,
+            method,
+        )
+
+    def stepped_dtype(self, param: torch.Tensor) -> torch.dtype:
+        """Returns the dtype of what is stepped: of the parameter, or of its master."""
+        return master_dtype_of(param, self.master_dtype) or param.dtype
