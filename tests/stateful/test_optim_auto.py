@@ -523,7 +523,7 @@ class Looking(RuleBasedStateMachine):
 
 
 Looking.TestCase.settings = settings(
-    max_examples=examples(15, 400), stateful_step_count=examples(15, 25)
+    max_examples=examples(30, 400), stateful_step_count=examples(15, 25)
 )
 
 
