@@ -190,6 +190,7 @@ class Attempt:
         self._waiting.end()
         unit.attempt = None
         self._over = True
+        self._gradients = []  # this is a circle of references: it would keep stand-ins alive
 
     def drop(self) -> None:
         """Leaves everything as the failure has left it; the caller takes it back."""
