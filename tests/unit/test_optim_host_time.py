@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support_ahead import ahead, units, warm
+
+from tiermem.runtime.base import undisturbed as threads
 
 
 @pytest.fixture
@@ -40,4 +43,22 @@ def test_gradients_of_a_step_are_cleared_without_a_look_at_them() -> None:
             pair.optimizer.zero_grad()
             assert _uses(pair) == before
             assert not any(ref() is not None for ref in kept)
+        pair.check()
+
+
+def test_no_thread_is_started_for_a_step_that_is_confirmed(monkeypatch: Any) -> None:
+    with warm() as pair:
+        started: list[object] = []
+        start = threads._thread.start_new_thread
+
+        def counted(*args: Any) -> int:
+            if threading.current_thread() is threading.main_thread():
+                started.append(args)
+            return start(*args)
+
+        monkeypatch.setattr(threads._thread, "start_new_thread", counted)
+        pair.backward(1)
+        assert ahead(pair) == units(pair)
+        pair.step()
+        assert not started
         pair.check()
