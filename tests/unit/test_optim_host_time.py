@@ -62,3 +62,18 @@ def test_no_thread_is_started_for_a_step_that_is_confirmed(monkeypatch: Any) -> 
         pair.step()
         assert not started
         pair.check()
+
+
+def test_what_backward_does_with_a_block_is_one_use_of_it() -> None:
+    """However many gradients arrive in a block, and however many weights of one are looked at."""
+    with warm() as pair:
+        for number in range(2):
+            pair.backward(number)
+            pair.step()
+        before = _uses(pair)
+        pair.backward(2)
+        assert ahead(pair) == units(pair)
+        pair.step()
+        weights = len(pair.tier._runtime.groups)
+        assert _uses(pair) - before <= 2 * weights + 5 * units(pair)
+        pair.check()

@@ -24,6 +24,7 @@ from tiermem.nn.tensors.lazy import (
     is_elsewhere,
     is_gone,
     is_held,
+    is_viewed,
     lazy,
     orphan,
     refresh,
@@ -313,8 +314,9 @@ class GradStore:
         self._measured.pop(id(entry), None)
         stand_in = entry.lazy
         if isinstance(stand_in, LazyTensor):
-            if entry.param.grad is stand_in:
-                entry.param.grad = None
+            with torch._C.DisableTorchFunctionSubclass():
+                if entry.param.grad is stand_in:
+                    entry.param.grad = None
             if entry.has_grad and (is_held(stand_in, besides=1) or is_elsewhere(stand_in)):
                 orphan(stand_in)
         entry.lazy = None  # after references to it have the value
@@ -373,6 +375,18 @@ class GradStore:
         self._follow(entry)
         if entry.has_grad:
             flush(entry.lazy)
+
+    def sync_all(self, entries: Sequence[Entry]) -> None:
+        """Does what :meth:`sync` does with each of some parameters."""
+        with torch._C.DisableTorchFunctionSubclass():  # once, not at every look
+            as_left = all(
+                not e.displaced
+                and e.param.grad is e.lazy
+                and not (e.has_grad and is_viewed(e.lazy))
+                for e in entries
+            )
+        for entry in entries if self._displaced or not as_left else ():
+            self.sync(entry)
 
     def _follow(self, entry: Entry) -> None:
         """Ends the stored gradient where ``param.grad`` is another tensor, or None.
@@ -465,6 +479,12 @@ class GradStore:
             raise
         return slot
 
+    def _open_for(self, unit: GradUnit, *, add: bool) -> Slot:
+        """Opens a unit's block; as a part of its last use if that was for the gradient before."""
+        if add and unit is self._arriving and not unit.pending:
+            return self.manager.again(unit.block)
+        return self.open(unit)
+
     def settle(self, unit: GradUnit, slot: Slot) -> None:
         """Makes the changes that are pending on a unit whose block has been acquired."""
         if not unit.pending:
@@ -488,7 +508,7 @@ class GradStore:
         unit = entry.unit
         if unit is None:
             raise RuntimeError(f"parameter {entry.name!r} is not tracked")
-        slot = self.open(unit)
+        slot = self._open_for(unit, add=add)
         written = False
         try:
             with unrecorded():

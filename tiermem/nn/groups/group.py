@@ -282,8 +282,12 @@ class Group(Holder):
         with self.manager.lock:  # threads may evaluate one model together
             self.hold_locked()
 
-    def hold_locked(self) -> None:
-        """Does what :meth:`hold` does; the caller has the manager's lock."""
+    def hold_locked(self, *, again: bool = False) -> None:
+        """Does what :meth:`hold` does; the caller has the manager's lock.
+
+        Args:
+            again: Whether a hold is a part of the use before, if the tensors are pointed softly.
+        """
         if self.holds:
             if self._deferred.owed:  # of a step that could not be taken back
                 self._deferred.pay(self.block.id)
@@ -291,7 +295,9 @@ class Group(Holder):
             return
         if self.merging:
             self.suspect = any(module.merged_adapters for module in self.merging)
-        slot = self._acquirer.acquire(self.block)
+        slot = self._acquirer.again(self.block) if again and self.soft else None
+        if slot is None:
+            slot = self._acquirer.acquire(self.block)
         for kind, things in self._shown:  # ordinary ones, since their block is held
             for thing in things:
                 thing.__class__ = kind

@@ -226,6 +226,10 @@ class ModuleRuntime:
         hbm = self.manager.parts.table.hbm.capacity
         return unit_limit(hbm, group.block.nbytes, sizes, group.layer)
 
+    def group_of(self, block: Block) -> Group | None:
+        """Returns the group of weights or buffers that a block is of."""
+        return self._by_block.get(block.id)
+
     def owner_of(self, block: Block, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the parameter or buffer that shares a version counter with a view of a block."""
         group = self._by_block.get(block.id)
