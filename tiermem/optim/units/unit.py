@@ -344,13 +344,14 @@ class StepUnit(UnitGradients):
         slot = runtime.manager.parts.slots.current.get(group.block.id)
         if slot is not None and slot.aliased:
             return False
-        for entry in self.entries:
-            if entry.materialized or entry.param.grad is not (
-                entry.lazy if entry.has_grad else None
-            ):
-                return False
-            if is_viewed(entry.lazy):
-                return False
+        with torch._C.DisableTorchFunctionSubclass():
+            for entry in self.entries:
+                if entry.materialized or entry.param.grad is not (
+                    entry.lazy if entry.has_grad else None
+                ):
+                    return False
+                if is_viewed(entry.lazy):
+                    return False
         return not self.is_viewed()
 
     def is_viewed(self) -> bool:
