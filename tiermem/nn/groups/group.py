@@ -14,6 +14,7 @@ from tiermem.nn.groups.above import Calls, WeightViews
 from tiermem.nn.groups.away import away_class, group_of
 from tiermem.nn.groups.names import HeldDict, TieredDict
 from tiermem.nn.groups.replaced import bring_home, reshaped, take_home
+from tiermem.nn.tensors.lazy import Ways
 from tiermem.nn.tensors.placeholder import shared_placeholder
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.slots import Holder, Slot
@@ -89,6 +90,7 @@ class Entry(Member):
         announced: Whether one was announced and has not come yet.
         hooks: Handles of the hooks that take them.
         lazy: What stands for the gradient in ``param.grad``.
+        ways: How stand-ins get at the gradient, once there was one.
     """
 
     __slots__ = (
@@ -102,6 +104,7 @@ class Entry(Member):
         "tracked",
         "unit",
         "unit_index",
+        "ways",
     )
 
     def __init__(self, param: nn.Parameter, name: str, group: Group, index: int) -> None:
@@ -117,6 +120,7 @@ class Entry(Member):
         self.announced = False
         self.hooks: list[RemovableHandle] = []
         self.lazy: torch.Tensor | None = None
+        self.ways: Ways | None = None
 
 
 class Lender(Protocol):

@@ -406,14 +406,16 @@ class ModuleRuntime:
         """Names under which the last forward and the last backward that have begun are measured."""
         return timed(self._last_forward, self._load), timed(self._last_backward, self._load)
 
-    @inside
     def enter_backward(self) -> None:
         """Called where backward reaches a wrapped module: begins a new pass the first time."""
         if torch._C._current_graph_task_id() == -1:
             return
+        if not self._in_backward or self._ending is None or self._ending() is None:
+            self._begin_backward()
+
+    @inside
+    def _begin_backward(self) -> None:
         if self._in_backward:
-            if self._ending is not None and self._ending() is not None:
-                return
             self.end_backward()  # that was another one
         ending = _Ending(self)
         self._ending = weakref.ref(ending, self._cut_short)
