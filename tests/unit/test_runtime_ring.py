@@ -106,6 +106,26 @@ def test_only_loops_that_write_beside_the_compute_go_in_circles(role: Role, circ
             assert (outlook.turn > 0) == (circles and beside)
 
 
+@pytest.mark.parametrize(("role", "anew"), [(Role.PARAM, True), (Role.OPTIMIZER, False)])
+def test_times_that_change_make_no_plan_anew_for_a_ring(role: Role, anew: bool) -> None:
+    with rig(4) as made:
+        for _ in range(9):
+            made.add(1, "dram", role)
+        for _ in range(3):
+            made.manager.begin_pass("f")
+            for block in made.blocks:
+                made.use(block)
+        parts = made.manager.parts
+        maker = PlanMaker(parts, PAGE)
+        was = maker.made_of(set())
+        plan = maker.make(parts.planner.schedule, was, set(), beside=True)
+        assert not maker.is_stale(plan, was)
+        parts.pass_timer.estimates.version += 1
+        assert maker.is_stale(plan, maker.made_of(set())) == anew
+        made.add(1, "dram", role)
+        assert maker.is_stale(plan, maker.made_of(set()))
+
+
 def test_copies_are_not_fetched_past_a_block_that_the_host_works_on() -> None:
     """Its own copy, once it is back, would wait for theirs."""
     with rig(8, [(1, "dram")] * 6, depth=4) as made:

@@ -43,6 +43,8 @@ def test_blocks_that_lie_alike_share_their_views_at_one_place(cache: SlotCache) 
         cache.slot(block(5, role=Role.GRAD), place(1)),
     ):
         assert other.views is not first.views and other.storage != first.storage
+    gradients = [cache.slot(block(n, role=Role.GRAD), place(1)) for n in (4, 5)]
+    assert gradients[0].views is gradients[1].views
     assert cache.slot(block(0), place(1)) is first
 
 

@@ -403,17 +403,40 @@ class ResidencyTable:
         record.at_home = State.ABSENT
         record.home, record.home_extent = home, extent
 
-    def rehome_lent(self, block_id: int, extent: Extent) -> None:
-        """Gives a block that is lent another home in the same tier, which its borrower writes.
+    def exchange_home(
+        self, block_id: int, places: dict[int, Extent], changed: dict[int, None]
+    ) -> None:
+        """Exchanges the home of a block that is in HBM for another, as :meth:`rehome` does.
+
+        Nothing can cut that short: one line does it, in which Python calls nothing.
+
+        Args:
+            block_id: The block; its HBM copy is at rest.
+            places: By block, an address in the same tier; it is given the former one.
+            changed: Is given the block.
+        """
+        record = self._records[block_id]
+        if not record.usable or not record.defined or record.home_extent is None:
+            raise self._wrong(record, "given another home")
+        former, later, i = record.home_extent, places[block_id], block_id
+        record.in_hbm = State.DIRTY  # first: cut short after it, nothing is lost
+        record.at_home, record.home_extent, places[i], changed[i] = _ABSENT, later, former, None
+
+    def exchange_lent(
+        self, block_id: int, places: dict[int, Extent], changed: dict[int, None]
+    ) -> None:
+        """Exchanges the home of a block that is lent for another, which its borrower writes.
 
         Args:
             block_id: The block; it holds no data as far as the table knows.
-            extent: As for :meth:`rehome`.
+            places: As for :meth:`exchange_home`, and so is the rest.
+            changed: Likewise.
         """
         record = self._records[block_id]
-        if record.in_hbm is not State.ABSENT or record.defined or record.home is Tier.HBM:
+        if record.in_hbm is not State.ABSENT or record.defined or record.home_extent is None:
             raise self._wrong(record, "given another home while it is lent")
-        record.home_extent = extent
+        former, later, i = record.home_extent, places[block_id], block_id
+        record.home_extent, places[i], changed[i] = later, former, None
 
     def put_back(self, block_id: int, extent: Extent) -> None:
         """Restores a block's former home, and with it the contents from before :meth:`rehome`.

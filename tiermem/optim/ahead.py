@@ -344,7 +344,7 @@ class StepsAhead:
             and id(unit) not in self._owed
             and len(unit.entries) == len(unit.members)
             and (unit.masters is None or (unit.masters.made and not unit.masters.loose()))
-            and self._auto.is_steady(unit, self._backward.groups)
+            and self._auto.is_steady(unit, self._backward.settings)
             and unit.can_wait(self._runtime)
         )
 

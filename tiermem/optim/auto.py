@@ -49,6 +49,8 @@ class AutoOverlap:
         modules = cls.__module__, getattr(cls.step, "__module__", None) or ""
         self._known = all(name.startswith("torch.optim.") for name in modules)
         self._tried: dict[int, Any] = {}  # settings that the class was seen to step with, by group
+        self._asked: object = None  # settings that were looked at last, and those tried among them
+        self._steady: set[int] = set()
         self._failed = False
         self._holders = 0
         self._seen_nbytes = 0  # of HBM that a backward before found in use by others
@@ -122,9 +124,17 @@ class AutoOverlap:
         return not self._seen_now()  # what once was there may be gone: a look is no habit
 
     def is_steady(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether a unit was stepped before with settings such as the present ones."""
-        numbers = {number for _, number in unit.members}
-        return all(self._tried.get(number) == kind_of(groups[number]) for number in numbers)
+        """Whether a unit was stepped before with settings such as these.
+
+        Args:
+            unit: The unit.
+            groups: Settings that stay as they are as long as they are the same object.
+        """
+        if self._asked is not groups:  # once for all units
+            self._asked = groups
+            kinds = enumerate(map(kind_of, groups))
+            self._steady = {number for number, kind in kinds if self._tried.get(number) == kind}
+        return {number for _, number in unit.members} <= self._steady
 
     def made(self, units: Iterable[StepUnit], groups: Sequence[dict[str, Any]]) -> None:
         """Notes that a step was made, or deferred as it was chosen.
@@ -134,6 +144,7 @@ class AutoOverlap:
             groups: Settings of the parameter groups that it was made with.
         """
         now = [unit for unit in units if id(unit) not in self.waiting]
+        self._asked = None
         for number in {number for unit in now for _, number in unit.members}:
             self._tried[number] = kind_of(groups[number])
         self._owed, self._early = len(self.waiting), 0

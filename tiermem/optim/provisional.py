@@ -128,7 +128,8 @@ class Provisional:
         # state that stays in HBM, and is newer there, need not be moved at all: that comes later
         if any(record.at_home is not _AT_HOME for record in kept):
             return False
-        self._shadows.forget_removed()
+        if not self._made:  # once a round: that looks at all of them
+            self._shadows.forget_removed()
         return self._shadows.reserve(record.block for record in (weights, *kept))
 
     def make(self, group: Group, units: Sequence[StepUnit], state: State, step: Step) -> bool:

@@ -67,6 +67,30 @@ class Acquirer:
                 self._table.release(block_id)
             raise
 
+    def again(self, block: Block) -> Slot | None:
+        """Leases a block that was used a moment ago, as a part of that use.
+
+        Neither schedule nor look-ahead move on: nothing has come up or left for it.
+
+        Returns:
+            Its slot; None where it is not as it was, so that it has to be acquired.
+        """
+        block_id, deferred, gate = block.id, self._deferred, self._gate
+        record = self._get(block_id)
+        if record is None or gate.closed or gate.torn or block_id in deferred.owed or modes():
+            return None
+        if not record.usable or self._copy.capturing():
+            return None
+        leases = record.leases
+        try:
+            self._table.lease(record.block.id)
+            self._copy.use(self._ready.get(block_id))
+            return self._current[block_id]
+        except BaseException:
+            if record.leases > leases:
+                self._table.release(block_id)
+            raise
+
     def _acquire(self, block: Block) -> Slot:
         """Does what :meth:`acquire` does in a pass that is measured, or that repeats no other."""
         if modes():

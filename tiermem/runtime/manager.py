@@ -271,6 +271,15 @@ class BlockManager:
         with self.lock:
             return self.acquirer.acquire(block)
 
+    def again(self, block: Block) -> Slot:
+        """Leases a block as a part of its last use, just before; see :meth:`Acquirer.again`.
+
+        Where it is not as it was then, it is acquired.
+        """
+        self.gate.guard()
+        with self.lock:
+            return self.acquirer.again(block) or self.acquirer.acquire(block)
+
     def acquire_all(self, blocks: Sequence[Block]) -> list[Slot]:
         """Acquires several blocks that are used together, or none.
 

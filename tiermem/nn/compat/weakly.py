@@ -18,17 +18,17 @@ class Hook:
     hook that kept the parameter would keep it for ever.
     """
 
-    __slots__ = ("_entry", "_method")
+    __slots__ = ("_call", "_entry", "_owner")
 
     def __init__(self, method: Callable[[Any, torch.Tensor], None], entry: object) -> None:
-        self._method = weakref.WeakMethod(method)
+        self._owner, self._call = _parts(method)
         self._entry = weakref.ref(entry)
 
     def __call__(self, tensor: torch.Tensor) -> None:
         """Calls the method, where both objects are still alive."""
-        method, entry = self._method(), self._entry()
-        if method is not None and entry is not None:
-            method(entry, tensor)
+        owner, entry = self._owner(), self._entry()
+        if owner is not None and entry is not None:
+            self._call(owner, entry, tensor)
 
 
 class Weak:
@@ -37,19 +37,28 @@ class Weak:
     torch keeps what is in ``param.grad``, and the garbage collector does not see that it does.
     """
 
-    __slots__ = ("_entry", "_given", "_method")
+    __slots__ = ("_call", "_entry", "_given", "_owner")
 
     def __init__(self, method: Callable[..., Any], entry: object, *given: Any) -> None:
-        self._method = weakref.WeakMethod(method)
+        self._owner, self._call = _parts(method)
         self._entry = weakref.ref(entry)
         self._given = given
 
     def __call__(self, *args: Any) -> Any:
         """Calls the method; raises ClosedError where one of both objects is gone."""
-        method, entry = self._method(), self._entry()
-        if method is None or entry is None:
+        owner, entry = self._owner(), self._entry()
+        if owner is None or entry is None:
             raise ClosedError(
                 "this gradient lived in the tiers of a model and a TierManager that are gone; "
                 "clone() it before, or keep the model"
             )
-        return method(entry, *self._given, *args)
+        return self._call(owner, entry, *self._given, *args)
+
+
+def _parts(method: Callable[..., Any]) -> tuple[weakref.ref[Any], Callable[..., Any]]:
+    """Returns a weak reference to a bound method's object, and its function.
+
+    ``weakref.WeakMethod`` does the same with some calls more, at every parameter's gradient.
+    """
+    bound: Any = method
+    return weakref.ref(bound.__self__), bound.__func__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -20,11 +20,11 @@ from tiermem.nn.groups.group import Entry, Group
 from tiermem.nn.groups.need import accumulates, beside_optimizer, check_gradients
 from tiermem.nn.tensors.lazy import (
     LazyTensor,
+    Ways,
     flush,
     is_elsewhere,
     is_gone,
     is_held,
-    lazy,
     orphan,
     refresh,
 )
@@ -148,6 +148,7 @@ class GradStore:
         """Serves ``runtime``."""
         self._runtime = runtime
         self.manager = runtime.manager
+        self._deferred = runtime.manager.parts.deferred
         self._displaced: list[Entry] = []
         self._dtypes: dict[int, torch.dtype] = {}
         self.watchers: list[Watcher] = []
@@ -313,14 +314,18 @@ class GradStore:
         self._measured.pop(id(entry), None)
         stand_in = entry.lazy
         if isinstance(stand_in, LazyTensor):
-            if entry.param.grad is stand_in:
-                entry.param.grad = None
+            with torch._C.DisableTorchFunctionSubclass():
+                if entry.param.grad is stand_in:
+                    entry.param.grad = None
             if entry.has_grad and (is_held(stand_in, besides=1) or is_elsewhere(stand_in)):
                 orphan(stand_in)
         entry.lazy = None  # after references to it have the value
         entry.has_grad = False
         unit = entry.unit
-        if unit is not None and not any(e.has_grad for e in unit.entries):
+        for other in () if unit is None else unit.entries:
+            if other.has_grad:
+                return
+        if unit is not None:
             unit.pending.clear()
             self.manager.discard(unit.block)
 
@@ -356,13 +361,13 @@ class GradStore:
 
     def owed(self, entry: Entry) -> bool:
         """Whether a step that uses the gradient of a parameter is still to be made."""
-        return entry.unit is not None and entry.unit.block.id in self.manager.parts.deferred
+        return entry.unit is not None and entry.unit.block.id in self._deferred.owed
 
     def pay(self, unit: GradUnit | None) -> None:
         """Makes the deferred step that uses the gradients of a unit, if there is one."""
-        if unit is not None and unit.block.id in self.manager.parts.deferred:
+        if unit is not None and unit.block.id in self._deferred.owed:
             with self.manager.lock:
-                self.manager.parts.deferred.pay(unit.block.id)
+                self._deferred.pay(unit.block.id)
 
     def sync(self, entry: Entry) -> None:
         """Follows a user's change of ``param.grad``: another tensor or None ends the stored one."""
@@ -373,6 +378,18 @@ class GradStore:
         self._follow(entry)
         if entry.has_grad:
             flush(entry.lazy)
+
+    def sync_all(self, entries: Sequence[Entry]) -> None:
+        """Does what :meth:`sync` does with each of some parameters."""
+        as_left = not self._displaced
+        with torch._C.DisableTorchFunctionSubclass():  # once, not at every look
+            for entry in entries if as_left else ():
+                stand_in: Any = entry.lazy
+                viewed = entry.has_grad and stand_in._kept is not None
+                if viewed or entry.displaced or entry.param.grad is not stand_in:
+                    as_left = False
+        for entry in entries if not as_left else ():
+            self.sync(entry)
 
     def _follow(self, entry: Entry) -> None:
         """Ends the stored gradient where ``param.grad`` is another tensor, or None.
@@ -465,6 +482,12 @@ class GradStore:
             raise
         return slot
 
+    def _open_for(self, unit: GradUnit, *, add: bool) -> Slot:
+        """Opens a unit's block; as a part of its last use if that was for the gradient before."""
+        if add and unit is self._arriving and not unit.pending:
+            return self.manager.again(unit.block)
+        return self.open(unit)
+
     def settle(self, unit: GradUnit, slot: Slot) -> None:
         """Makes the changes that are pending on a unit whose block has been acquired."""
         if not unit.pending:
@@ -488,7 +511,7 @@ class GradStore:
         unit = entry.unit
         if unit is None:
             raise RuntimeError(f"parameter {entry.name!r} is not tracked")
-        slot = self.open(unit)
+        slot = self._open_for(unit, add=add)
         written = False
         try:
             with unrecorded():
@@ -518,18 +541,19 @@ class GradStore:
     def expose(self, entry: Entry) -> None:
         """Makes ``param.grad`` the lazy stand-in of the stored gradient."""
         if entry.lazy is None:
-            dtype = self.dtype_of(entry)
-            entry.lazy = lazy(
-                entry.param.shape,
-                dtype,
-                self.manager.parts.device,
-                Weak(self.load, entry, dtype),
-                Weak(self._written, entry),
-                formal=entry.param.dtype,
-            )
-            entry.lazy._clippable = Clippable(self, entry)
+            dtype = self._dtypes.get(id(entry.param), entry.param.dtype)
+            ways = entry.ways
+            if ways is None or ways.dtype is not dtype or ways.shape != entry.param.shape:
+                ways = entry.ways = self._ways_of(entry, dtype)
+            entry.lazy = ways.stand_in()
         if entry.param.grad is not entry.lazy:
             entry.param.grad = entry.lazy
+
+    def _ways_of(self, entry: Entry, dtype: torch.dtype) -> Ways:
+        """Returns how the stand-ins of a parameter's gradient get at it; they keep nothing."""
+        device, formal = self.manager.parts.device, entry.param.dtype
+        load, store = Weak(self.load, entry, dtype), Weak(self._written, entry)
+        return Ways(entry.param.shape, dtype, device, load, store, formal, Clippable(self, entry))
 
     @inside
     def _written(self, entry: Entry, gradient: torch.Tensor) -> None:

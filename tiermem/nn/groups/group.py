@@ -14,6 +14,7 @@ from tiermem.nn.groups.above import Calls, WeightViews
 from tiermem.nn.groups.away import away_class, group_of
 from tiermem.nn.groups.names import HeldDict, TieredDict
 from tiermem.nn.groups.replaced import bring_home, reshaped, take_home
+from tiermem.nn.tensors.lazy import Ways
 from tiermem.nn.tensors.placeholder import shared_placeholder
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.slots import Holder, Slot
@@ -89,6 +90,7 @@ class Entry(Member):
         announced: Whether one was announced and has not come yet.
         hooks: Handles of the hooks that take them.
         lazy: What stands for the gradient in ``param.grad``.
+        ways: How stand-ins get at the gradient, once there was one.
     """
 
     __slots__ = (
@@ -102,6 +104,7 @@ class Entry(Member):
         "tracked",
         "unit",
         "unit_index",
+        "ways",
     )
 
     def __init__(self, param: nn.Parameter, name: str, group: Group, index: int) -> None:
@@ -117,6 +120,7 @@ class Entry(Member):
         self.announced = False
         self.hooks: list[RemovableHandle] = []
         self.lazy: torch.Tensor | None = None
+        self.ways: Ways | None = None
 
 
 class Lender(Protocol):
@@ -281,8 +285,12 @@ class Group(Holder):
         with self.manager.lock:  # threads may evaluate one model together
             self.hold_locked()
 
-    def hold_locked(self) -> None:
-        """Does what :meth:`hold` does; the caller has the manager's lock."""
+    def hold_locked(self, *, again: bool = False) -> None:
+        """Does what :meth:`hold` does; the caller has the manager's lock.
+
+        Args:
+            again: Whether a hold is a part of the use before, if the tensors are pointed softly.
+        """
         if self.holds:
             if self._deferred.owed:  # of a step that could not be taken back
                 self._deferred.pay(self.block.id)
@@ -290,7 +298,9 @@ class Group(Holder):
             return
         if self.merging:
             self.suspect = any(module.merged_adapters for module in self.merging)
-        slot = self._acquirer.acquire(self.block)
+        slot = self._acquirer.again(self.block) if again and self.soft else None
+        if slot is None:
+            slot = self._acquirer.acquire(self.block)
         for kind, things in self._shown:  # ordinary ones, since their block is held
             for thing in things:
                 thing.__class__ = kind

@@ -86,14 +86,16 @@ class BackwardPass:
         self._began = 0
         self._ending: weakref.ref[_Ending] | None = None
 
-    @inside
     def enter(self) -> None:
         """Called where backward reaches a wrapped module: begins a new pass the first time."""
         if torch._C._current_graph_task_id() == -1:
             return
+        if not self.under_way or self._ending is None or self._ending() is None:
+            self._begin()
+
+    @inside
+    def _begin(self) -> None:
         if self.under_way:
-            if self._ending is not None and self._ending() is not None:
-                return
             self.end()  # that was another one
         runtime, manager = self.runtime, self.manager
         ending = _Ending(self)

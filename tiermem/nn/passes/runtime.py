@@ -141,11 +141,6 @@ class ModuleRuntime:
         self.unwritten = Unwritten(self)
         self._ambient: list[Group] = []
 
-    @property
-    def load(self) -> int:
-        """Tokens of the last forward, rounded (:func:`tiermem.core.forecast.rounded`)."""
-        return self._load
-
     # -- membership ------------------------------------------------------
 
     def add(self, groups: Iterable[Group]) -> None:

@@ -271,7 +271,9 @@ class SavedHooks:
         if self.manager.parts.table.get(saved.block.id) is None and not self.manager.gate.closed:
             view = _taken_out(saved)
         else:
-            slot = self.manager.acquire(saved.block)
+            group = self._runtime.groups.of(saved.block)
+            soft = group is not None and group.soft  # its backward has just begun
+            slot = (self.manager.again if soft else self.manager.acquire)(saved.block)
             try:
                 view = _view_of(slot, saved)
             finally:

@@ -270,13 +270,52 @@ def lazy(
         store: Takes a changed copy back.
         formal: The dtype that torch's C++ is to see, if another.
     """
-    stand_in = shared_placeholder(shape, formal or dtype, device)
-    tensor: LazyTensor = torch.Tensor._make_subclass(LazyTensor, stand_in)
-    tensor._dtype = dtype
-    tensor._load = load
-    tensor._store = store
-    tensor._kept = None
-    return tensor
+    return Ways(shape, dtype, device, load, store, formal).stand_in()
+
+
+class Ways:
+    """How the bytes of a tensor are got at, for one stand-in after another.
+
+    Attributes:
+        shape: Of the real tensor.
+        dtype: Of the real tensor.
+    """
+
+    __slots__ = ("_clippable", "_load", "_placeholder", "_store", "dtype", "shape")
+
+    def __init__(
+        self,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        load: Callable[[], torch.Tensor],
+        store: Callable[[torch.Tensor], Any],
+        formal: torch.dtype | None = None,
+        clippable: Any = None,
+    ) -> None:
+        """Describes a tensor; see :func:`lazy`.
+
+        Args:
+            shape: As there, and so is the rest.
+            dtype: Likewise.
+            device: Likewise.
+            load: Likewise.
+            store: Likewise.
+            formal: Likewise.
+            clippable: Of the gradient of a parameter: knows its norm, and what it awaits.
+        """
+        self.shape, self.dtype = shape, dtype
+        self._load, self._store, self._clippable = load, store, clippable
+        self._placeholder = shared_placeholder(shape, formal or dtype, device)
+
+    def stand_in(self) -> LazyTensor:
+        """Returns a new lazy tensor."""
+        tensor: LazyTensor = torch.Tensor._make_subclass(LazyTensor, self._placeholder)
+        tensor._dtype = self.dtype
+        tensor._load, tensor._store, tensor._kept = self._load, self._store, None
+        if self._clippable is not None:
+            tensor._clippable = self._clippable
+        return tensor
 
 
 def gone(

@@ -234,7 +234,7 @@ class Movable:
             tried: Whether it is tried that this is faster; else it is so.
         """
         if tried and self.trial is None:
-            self.trial = ShareTrial(load=lambda: self._runtime.load)
+            self.trial = ShareTrial(load=lambda: self._runtime.names.load)
         new = [(unit, host) for unit in units if (host := side_of(unit)) is not None]
         for unit, host in new:
             host.only_exact = True

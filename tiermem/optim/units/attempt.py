@@ -178,7 +178,8 @@ class Attempt:
             if unit.masters is not None:
                 unit.masters.made = self._masters_made
         for stand_in, value in self.shown:
-            refresh(stand_in, value)
+            if isinstance(stand_in, LazyTensor) and stand_in._kept is not None:
+                refresh(stand_in, value)
         self.shown = ()
         self._undo = None  # it holds views of the slots
         with torch._C.DisableTorchFunctionSubclass():
@@ -190,6 +191,7 @@ class Attempt:
         self._waiting.end()
         unit.attempt = None
         self._over = True
+        self._gradients = []  # this is a circle of references: it would keep stand-ins alive
 
     def drop(self) -> None:
         """Leaves everything as the failure has left it; the caller takes it back."""

@@ -44,7 +44,9 @@ class ForeignWrites:
     def hold(self) -> None:
         """Holds the group for a step."""
         if self._group is not None:
-            self._group.hold()
+            self._group.manager.gate.guard()
+            with self._group.manager.lock:
+                self._group.hold_locked(again=True)  # in backward it was used just before
             self.alone = not self._group.may_be_written()
 
     def let_go(self, *, dirty: bool) -> None:

@@ -39,14 +39,15 @@ class UnitGradients:
             StepError: If one was used up by another optimizer's step.
         """
         self.sync(runtime)
-        for param, _ in self.members:
-            ensure_there(param.grad)
-        return any(param.grad is not None for param, _ in self.members)
+        with torch._C.DisableTorchFunctionSubclass():
+            gradients = [param.grad for param, _ in self.members]
+        for gradient in gradients:
+            ensure_there(gradient)
+        return any(gradient is not None for gradient in gradients)
 
     def sync(self, runtime: ModuleRuntime) -> None:
         """Follows users' changes of the gradients."""
-        for entry in self.entries:
-            runtime.grads.sync(entry)
+        runtime.grads.sync_all(self.entries)
 
     def clear_forgotten(self, runtime: ModuleRuntime) -> None:
         """Clears gradients that users cleared or replaced while a step was deferred."""
@@ -61,13 +62,12 @@ class UnitGradients:
         if not set_to_none:
             self.change(runtime, _zero)
             return
+        with torch._C.DisableTorchFunctionSubclass():  # once, not at every parameter
+            for param, _ in self.members:
+                param.grad = None
         for entry in self.entries:
-            if entry.has_grad:
-                entry.param.grad = None
-                if not runtime.grads.owed(entry):  # else once it has been used
-                    runtime.grads.clear(entry)
-        for param, _ in self.members:
-            param.grad = None
+            if entry.has_grad and not runtime.grads.owed(entry):  # else once it has been used
+                runtime.grads.clear(entry)
 
     def each_gradient(
         self,

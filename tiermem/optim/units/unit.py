@@ -344,18 +344,19 @@ class StepUnit(UnitGradients):
         slot = runtime.manager.parts.slots.current.get(group.block.id)
         if slot is not None and slot.aliased:
             return False
-        for entry in self.entries:
-            if entry.materialized or entry.param.grad is not (
-                entry.lazy if entry.has_grad else None
-            ):
-                return False
-            if is_viewed(entry.lazy):
-                return False
+        with torch._C.DisableTorchFunctionSubclass():
+            for entry in self.entries:
+                if entry.materialized or entry.param.grad is not (
+                    entry.lazy if entry.has_grad else None
+                ):
+                    return False
+                if is_viewed(entry.lazy):
+                    return False
         return not self.is_viewed()
 
     def is_viewed(self) -> bool:
         """Whether users may have a view of the state."""
-        return any(is_viewed(stand_in) for stand_in in self._stand_ins.values())
+        return any(stand_in._kept is not None for stand_in in self._stand_ins.values())
 
     def _hand_over(self, gradients: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """Gives the optimizer the gradients, in the dtype of what it steps.

@@ -44,6 +44,8 @@ _STATE = (Role.MASTER, Role.OPTIMIZER)
 _OF_THE_REST = 0.65
 """Of HBM beside what stays: how far a loop that writes fetches ahead. More than without anything
 that stays, since weights that do are not counted."""
+_OF_A_RING = (3, 6)
+"""What of :meth:`PlanMaker.made_of` a ring depends on: how many blocks there are, and HBM."""
 _READ_ONLY = (Role.PARAM, Role.BUFFER, Role.QUANT)
 
 
@@ -159,6 +161,32 @@ class PlanMaker:
             self._spare() if parts.mover is not None else 0,
         )
 
+    def is_stale(self, plan: StreamPlan, made_of: tuple[int, ...]) -> bool:
+        """Whether a plan that was made for a schedule is to be made anew.
+
+        Where HBM is handed out in a ring, times change nothing: only which blocks there are, how
+        much room, and what stays, which goes by the speed of the link.
+
+        Args:
+            plan: It was made before.
+            made_of: What one would depend on now.
+        """
+        if plan.made_of == made_of:
+            return False
+        if not plan.turn or self._parts.mover is not None:
+            return True
+        stays = self._staying
+        if [plan.made_of[i] for i in _OF_A_RING] != [made_of[i] for i in _OF_A_RING]:
+            return True
+        if plan.plan.residents != stays.kept:
+            return True
+        return bool(stays.kept) and self._rate_up() > _FASTER * stays.rate
+
+    def _rate_up(self) -> float:
+        """Returns the bytes a second that come up from DRAM, by the best that was measured."""
+        link, estimates = LINK_UP[Tier.DRAM], self._parts.pass_timer.estimates
+        return max(estimates.rate(link), estimates.best_rate(link) or 0.0)
+
     def make(
         self, schedule: Schedule, made_of: tuple[int, ...], held: set[int], *, beside: bool
     ) -> StreamPlan:
@@ -223,10 +251,8 @@ class PlanMaker:
         or a link that turns out to be faster. The first steps, in which memory is still being
         page-locked, see a slow one; what stayed because of that would cost the loop its window.
         """
-        table, estimates = self._parts.table, self._parts.pass_timer.estimates
+        table, rate = self._parts.table, self._rate_up()
         state = {b: r for b, r in loose.items() if r.block.role in _STATE}
-        link = LINK_UP[Tier.DRAM]
-        rate = max(estimates.rate(link), estimates.best_rate(link) or 0.0)
         before = self._staying
         other_room = before.known and not before.room <= room <= _FASTER * before.room
         if other_room or (before.kept and rate > _FASTER * before.rate):

@@ -147,7 +147,7 @@ class Prefetcher:
         made_of = self._maker.made_of(self._held)
         name = (schedule, self._load)
         found = self._outlooks.pop(name, None)
-        if found is None or found[0].made_of != made_of:
+        if found is None or self._maker.is_stale(found[0], made_of):
             self._begin_early(schedule)
             outlook = self._maker.make(schedule, made_of, self._held, beside=self.fetcher.beside)
             if found is None or not found[0].takes_over(outlook):

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from tiermem.core.block import Block, Extent, Role
+from tiermem.core.block import Block, Extent
 from tiermem.runtime.base.functorch import modes, transforming, untransformed, without_modes
 from tiermem.storage.arena import Arena
 
@@ -47,8 +47,12 @@ def typed_view(
         with without_modes():
             return typed_view(storage, dtype, offset, shape, stride)
     empty = torch.empty(0, dtype=dtype, device=storage.device)
-    with torch.no_grad():
+    recorded = torch.is_grad_enabled()  # torch.no_grad(), in line
+    torch._C._set_grad_enabled(False)
+    try:
         return empty.set_(storage, offset, shape, stride)
+    finally:
+        torch._C._set_grad_enabled(recorded)
 
 
 @dataclass(eq=False)
@@ -171,7 +175,9 @@ class SlotCache:
         """Makes slots in ``arena``."""
         self.arena = arena
         self.kept: dict[int, dict[int, Slot]] = {}
-        self._sights: WeakValueDictionary[tuple[Extent, Hashable], Sight] = WeakValueDictionary()
+        self._sights: WeakValueDictionary[tuple[Extent, int], Sight] = WeakValueDictionary()
+        self._layouts: dict[int, int] = {}  # by block: which of the layouts below
+        self._numbers: dict[Hashable, int] = {}
         self.current: dict[int, Slot] = {}
         self.by_address: dict[int, Slot] = {}
 
@@ -220,6 +226,7 @@ class SlotCache:
     def forget(self, block_id: int) -> None:
         """Drops the slots of a block."""
         self.kept.pop(block_id, None)
+        self._layouts.pop(block_id, None)
 
     def clear(self) -> None:
         """Drops every slot."""
@@ -228,13 +235,10 @@ class SlotCache:
         self.by_address.clear()
 
     def _make(self, block: Block, extent: Extent) -> Slot:
-        if block.role is Role.PARAM:
-            layout = tuple((s.offset, s.shape, s.stride, s.dtype) for s in block.tensors)
-            sight = self._sights.get((extent, layout))
-            if sight is None:
-                sight = self._sights[extent, layout] = self._look(block, extent)
-        else:
-            sight = self._look(block, extent)
+        layout = self._layout_of(block)
+        sight = self._sights.get((extent, layout))
+        if sight is None:
+            sight = self._sights[extent, layout] = self._look(block, extent)
         return Slot(
             block,
             extent,
@@ -246,6 +250,16 @@ class SlotCache:
             sight.reading_baseline,
             sight,
         )
+
+    def _layout_of(self, block: Block) -> int:
+        """Returns a number that blocks of one role have in common that are laid out alike."""
+        found = self._layouts.get(block.id)
+        if found is None:
+            tensors = tuple((s.offset, s.shape, s.stride, s.dtype) for s in block.tensors)
+            layout = block.role, tensors  # what is written counts its writes apart from weights
+            found = self._numbers.setdefault(layout, len(self._numbers))
+            self._layouts[block.id] = found
+        return found
 
     def _look(self, block: Block, extent: Extent) -> Sight:
         if transforming():

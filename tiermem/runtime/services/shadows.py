@@ -35,7 +35,8 @@ class Shadows:
         """
         self._manager = manager
         self._spare: dict[int, Extent] = {}
-        self._turned: set[int] = set()  # blocks whose spare place holds what they were
+        # blocks whose spare place holds what they were; entered without a call
+        self._turned: dict[int, None] = {}
         self._give_up = give_up
         manager.parts.homes.owners.append(self._owned)
         manager.parts.homes.reclaimers.append(give_up)
@@ -88,7 +89,9 @@ class Shadows:
                 manager.parts.transfers.copy_home(record)
             elif manager.parts.homes.keeper is not None:
                 manager.parts.homes.keeper.before_write(record)
-        undisturbed(partial(self._turn, records))
+        for record in records:
+            if record.home_extent is not None:
+                manager.parts.table.exchange_home(record.block.id, self._spare, self._turned)
 
     def turn_lent(self, blocks: Iterable[Block]) -> None:
         """Gives blocks their shadows for homes; what borrowed them still reads the former ones.
@@ -97,7 +100,9 @@ class Shadows:
             blocks: They are lent to host code, and have their shadows.
         """
         table = self._manager.parts.table
-        undisturbed(partial(self._turn_lent, [table[block.id] for block in blocks]))
+        for block in blocks:
+            if table[block.id].home_extent is not None and block.id not in self._turned:
+                table.exchange_lent(block.id, self._spare, self._turned)
 
     def put_back(self) -> None:
         """Restores the former bytes of every changed block; leased blocks are passed over.
@@ -105,8 +110,8 @@ class Shadows:
         Cut short, it may be called again, and has to be before the blocks are used.
         """
         manager, table = self._manager, self._manager.parts.table
-        gone = [block_id for block_id in self._turned if table.get(block_id) is None]
-        self._turned.difference_update(gone)
+        for block_id in [i for i in self._turned if table.get(i) is None]:
+            del self._turned[block_id]
         records = [table[i] for i in self._turned if not table[i].leases]
         for record in records:
             manager.parts.transfers.settle(record.block.id)
@@ -116,7 +121,7 @@ class Shadows:
 
     def confirm(self) -> None:
         """Makes the changes of all blocks final."""
-        self._turned = set()
+        self._turned = {}
 
     def release(self) -> bool:
         """Frees all shadows that hold nothing of use; returns whether there were any.
@@ -139,7 +144,7 @@ class Shadows:
         if gone:
             self._manager.parts.copy.synchronize()
         for block_id in gone:
-            self._turned.discard(block_id)
+            self._turned.pop(block_id, None)
             homes.release(Tier.DRAM, self._spare.pop(block_id))
 
     def close(self) -> None:
@@ -152,22 +157,6 @@ class Shadows:
 
     # -- inside ----------------------------------------------------------
 
-    def _turn(self, records: Iterable[Record]) -> None:
-        for record in records:
-            former, block_id = record.home_extent, record.block.id
-            if former is not None:
-                self._manager.parts.table.rehome(block_id, Tier.DRAM, self._spare[block_id])
-                self._spare[block_id] = former
-                self._turned.add(block_id)
-
-    def _turn_lent(self, records: Iterable[Record]) -> None:
-        for record in records:
-            former, block_id = record.home_extent, record.block.id
-            if former is not None and block_id not in self._turned:
-                self._manager.parts.table.rehome_lent(block_id, self._spare[block_id])
-                self._spare[block_id] = former
-                self._turned.add(block_id)
-
     def _is_lent(self, block_id: int) -> bool:
         record = self._manager.parts.table.get(block_id)
         return record is not None and self._manager.host_loans.borrowers(record.block) > 0
@@ -178,7 +167,7 @@ class Shadows:
             if later is not None and block_id in self._turned:
                 self._manager.parts.table.put_back(block_id, self._spare[block_id])
                 self._spare[block_id] = later
-                self._turned.discard(block_id)
+                self._turned.pop(block_id, None)
 
     def _owned(self) -> list[tuple[Tier, Extent]]:
         return [(Tier.DRAM, extent) for extent in self._spare.values()]
