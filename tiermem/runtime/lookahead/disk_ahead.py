@@ -49,7 +49,8 @@ class DiskAhead:
             self._ahead.begin_pass()
         self.shared = plan.in_dram is not None and self._fetcher.beside
         self.parks = self.shared and plan.parks and mover is not None and mover.parks
-        self._streamed = self._leaving(schedule, plan.residents)
+        beside = self._fetcher.beside and mover is not None
+        self._streamed = self._leaving(schedule, plan.residents) if beside else None
         if not self.shared or plan.in_dram is None:
             self.through_dram = outlook.through_dram or not self._fetcher.beside
             self._ahead.share(None)
