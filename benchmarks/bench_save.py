@@ -4,6 +4,10 @@ The state is that of AdamW over layers of one matrix: weights and two moments in
 bytes for each parameter. All of it is at home in DRAM. Every round does one after the other; what
 counts is the ratio within a round. What is read was put out of the page cache before.
 
+The folder that was saved is removed before the next thing is measured, so that the disk needs room
+for one state; a peer's file is as large, and its rounds are set against the raw figures of ours.
+Rows are printed and written as they come, and one that fails costs no other.
+
     python benchmarks/bench_save.py --folder /mnt/nvme --out results/save_H200.json
 
 Without --quick that is the 3.02 B state (36 GB), which needs 90 GiB of host memory: another copy of
@@ -144,29 +148,96 @@ def torch_save(state: dict[str, Any], path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def one_round(state: State, folder: Path, peers: list[str]) -> dict[str, float]:
+def one_round(state: State, folder: Path) -> dict[str, float]:
     """Returns the seconds of each thing, one after the other."""
     raw, run = folder / "raw", folder / "run"
-    shutil.rmtree(run, ignore_errors=True)  # the disk need not have room for two
     found = {"raw write": timed(lambda: raw_write(raw, state.nbytes), "raw write")}
     raw.unlink()
     found["tiermem save"] = timed(lambda: state.tier.save(run), "save")
     evict(folder)
     found["raw read"] = timed(lambda: raw_read_all(run), "raw read")
     found["tiermem load"] = timed(lambda: state.tier.load(run), "load")
-    if peers:
-        copied = state.plain()
-        for name in peers:
-            save, load = {"torch": (torch_save, torch_load), "dcp": (dcp_save, dcp_load)}[name]
-            path = folder / name
-            what = f"{name} save"
-            found[what] = timed(lambda save=save, path=path: save(copied, path), what)
-            os.sync()
-            evict(folder)
-            what = f"{name} load"
-            found[what] = timed(lambda load=load, path=path: load(copied, path), what)
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shutil.rmtree(run)
     return found
+
+
+def peer_round(copied: dict[str, Any], folder: Path, name: str) -> dict[str, float]:
+    """Returns the seconds that a peer takes to save and to load what it is given."""
+    save, load = {"torch": (torch_save, torch_load), "dcp": (dcp_save, dcp_load)}[name]
+    path = folder / name
+    try:
+        found = {f"{name} save": timed(lambda: save(copied, path), f"{name} save")}
+        os.sync()
+        evict(folder)
+        found[f"{name} load"] = timed(lambda: load(copied, path), f"{name} load")
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        path.unlink(missing_ok=True)
+    return found
+
+
+class Bench:
+    """The rows so far, printed and written after each of them.
+
+    Args:
+        state: What is saved.
+        folder: On the disk that is measured.
+    """
+
+    def __init__(self, state: State, folder: Path) -> None:
+        self.state, self.folder = state, folder
+        self.rows: list[dict[str, Any]] = []
+        self.errors: list[Exception] = []
+        self._rounds: list[dict[str, float]] = []
+
+    def run(self) -> None:
+        """Measures everything; raises the first error at the end."""
+        arguments = self.state.arguments
+        for _ in range(arguments.repeats):
+            self._rounds.append(one_round(self.state, self.folder))
+            self._report([*self._of(self._rounds)])
+        self.rows = self._of(self._rounds)
+        if not arguments.no_later:  # it needs as much room as a peer, and comes first
+            self._try("steps while saving", self._later)
+        copied = self.state.plain() if arguments.peers else {}
+        for name in arguments.peers:
+            self._try(name, lambda name=name: self._peer(copied, name))
+        if self.errors:
+            raise self.errors[0]
+
+    def _later(self) -> list[dict[str, Any]]:
+        found = meanwhile(self.state, self.folder)
+        shutil.rmtree(self.folder / "later")
+        return [{"what": "steps while saving", **found}]
+
+    def _peer(self, copied: dict[str, Any], name: str) -> list[dict[str, Any]]:
+        repeats = range(len(self._rounds))
+        return self._of([peer_round(copied, self.folder, name) for _ in repeats])
+
+    def _of(self, rounds: list[dict[str, float]]) -> list[dict[str, Any]]:
+        """Returns a row for each thing, beside the raw figures of our rounds."""
+        rows = []
+        for what in rounds[0]:
+            raw = "raw write" if what.endswith(("write", "save")) else "raw read"
+            raws = [one[raw] for one in self._rounds]
+            rows.append(row_of(what, [one[what] for one in rounds], raws, self.state.nbytes))
+        return rows
+
+    def _try(self, what: str, measure: Callable[[], list[dict[str, Any]]]) -> None:
+        """Adds rows, or one that says why there are none."""
+        try:
+            self.rows += measure()
+        except (tiermem.TierError, RuntimeError, OSError) as error:
+            self.errors.append(error)
+            self.rows.append({"what": f"{what}, failed", "note": failure(error)})
+            say(f"{what} failed: {failure(error)}")
+        self._report(self.rows)
+
+    def _report(self, rows: list[dict[str, Any]]) -> None:
+        size = format_size(self.state.nbytes)
+        title = f"Saving and loading a training state of {size}"
+        report(title, rows, self.state.arguments.out)
+        print(end="", flush=True)
 
 
 def torch_load(state: dict[str, Any], path: Path) -> None:
@@ -242,28 +313,13 @@ def main() -> None:
     arguments = arguments_of()
     folder = Path(arguments.folder) / f"bench_save_{os.getpid()}"
     folder.mkdir()
-    rows: list[dict[str, Any]] = []
     try:
         state = State(arguments)
         with state.tier:
-            rounds = [one_round(state, folder, arguments.peers) for _ in range(arguments.repeats)]
-            for name in rounds[0]:
-                raw = "raw write" if name.endswith(("write", "save")) else "raw read"
-                seconds = [r[name] for r in rounds]
-                rows.append(row_of(name, seconds, [r[raw] for r in rounds], state.nbytes))
-            shutil.rmtree(folder / "run")
-            if not arguments.no_later:
-                rows.append({"what": "steps while saving", **meanwhile(state, folder)})
-            nbytes = state.nbytes
+            Bench(state, folder).run()
             state.tier.close(discard=True)
-    except (tiermem.TierError, RuntimeError, OSError) as error:
-        rows.append({"what": "failed", "note": failure(error)})
-        report("Saving and loading a training state", rows, arguments.out)
-        raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    size = format_size(nbytes)
-    report(f"Saving and loading a training state of {size}", rows, arguments.out)
 
 
 if __name__ == "__main__":

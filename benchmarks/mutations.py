@@ -354,7 +354,7 @@ _ELSEWHERE = (
     ),
     Mutation(
         "a place in DRAM is used again while the disk reads into it",
-        "tiermem/runtime/transfers/early_reads.py",
+        "tiermem/runtime/transfers/staged.py",
         "there = self.transfer is not None and self.transfer.finished",
         "there = self.transfer is not None",
         ("tests/unit/test_runtime_readahead.py",),

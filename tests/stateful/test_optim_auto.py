@@ -273,6 +273,7 @@ class Looking(RuleBasedStateMachine):
         self.disturbed = Disturbed(self.optimizer._timing.ahead, [])
         self.scaler = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
         if self.both_sides:
+            self.optimizer._host.movable.trial._load = int  # one share, whatever is called
             self.share(True)
         for _ in range(2):
             self.train(start, -1, "after", False, "", [])

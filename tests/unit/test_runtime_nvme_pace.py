@@ -15,6 +15,7 @@ from support_virtual import LLAMA, PAGE, Machine, Streamed, both, forward, strea
 
 from tiermem.core import plans
 from tiermem.core.plans import Loop, Plan
+from tiermem.runtime.lookahead.plan_maker import PlanMaker
 
 HBM, DRAM = 213, 75
 WORKS = {"one token": forward(0.006), "forward": forward(0.071), "train": both(0.244)}
@@ -94,6 +95,7 @@ def test_what_is_foretold_comes_true(
         return below
 
     monkeypatch.setattr("tiermem.runtime.lookahead.plan_maker.share_hbm", choose)
+    monkeypatch.setattr(PlanMaker, "_nearer", lambda self, loop, plan: plan)
     with streamed(tmp_path, LLAMA, hbm=HBM, dram=DRAM, machine=as_fast(2.5)) as made:
         made.warm(WORKS[work])
         took = made.rounds(WORKS[work], 4)

@@ -15,6 +15,7 @@ from support_runtime import PAGE, Rig, rig
 from tiermem.core.plans import Plan
 from tiermem.errors import StorageError
 from tiermem.io.engine import IoOp, IoRequest
+from tiermem.runtime.transfers.early_reads import ReadAhead
 from tiermem.testing.io import Fault
 from tiermem.transfer.file.mover import FileTransfer
 
@@ -367,6 +368,7 @@ def shared(made: Rig, kept: list[int], slots: int) -> Callable[[int, int], bool]
     loop(made, [*range(8)], 3)
     manager.flush()
     ahead, mover = manager.parts.transfers.ahead, manager.parts.transfers.need_mover()
+    ahead.drop_all()
     ahead.share({made.blocks[n].id: PAGE for n in kept}, PAGE, slots, mover)
     schedule = manager.parts.planner.schedule
 
@@ -442,3 +444,25 @@ def test_reads_that_a_plan_has_no_use_for_are_given_up(tmp_path: Path) -> None:
         assert ahead.nbytes == 2 * PAGE and manager.parts.counters.errors == errors
         loop(made, [*range(8)], 2)
         made.check()
+
+
+def read_before_a_plan(made: Rig) -> ReadAhead:
+    """Reads three blocks into DRAM; returns where they are when a plan has no place for them."""
+    begin = shared(made, [], 4)
+    manager = made.manager
+    ahead, mover = manager.parts.transfers.ahead, manager.parts.transfers.need_mover()
+    assert all(begin(n, n) for n in (0, 1, 2))
+    manager.flush()
+    ahead.share({made.blocks[7].id: PAGE}, PAGE, 0, mover)
+    assert staged(made) == {0, 1, 2} and ahead.unsettled
+    return ahead
+
+
+def test_what_was_read_before_the_first_plan_waits_for_one_pass(tmp_path: Path) -> None:
+    with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
+        ahead = read_before_a_plan(made)
+        ahead.begin_pass()
+        assert staged(made) == {0, 1, 2}, "it may be for this one"
+        ahead.begin_pass()
+        ahead.lay_out()
+        assert staged(made) == set() and not ahead.unsettled

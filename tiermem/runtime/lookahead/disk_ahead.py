@@ -45,9 +45,11 @@ class DiskAhead:
     def plan(self, schedule: Schedule, outlook: StreamPlan) -> None:
         """Follows a plan from now on, and shares spare DRAM out as it says."""
         plan, mover = outlook.plan, self._parts.mover
+        if self._parts.planner.last < 0:
+            self._ahead.begin_pass()
         self.shared = plan.in_dram is not None and self._fetcher.beside
         self.parks = self.shared and plan.parks and mover is not None and mover.parks
-        beside = self._fetcher.beside
+        beside = self._fetcher.beside and mover is not None
         self._streamed = self._leaving(schedule, plan.residents) if beside else None
         if not self.shared or plan.in_dram is None:
             self.through_dram = outlook.through_dram or not self._fetcher.beside
@@ -79,8 +81,8 @@ class DiskAhead:
             transfers.poll()
         if ahead.staged:
             ahead.used(block_id, cursor)
-        if ahead.unsettled:
-            ahead.lay_out(self._parts.mover)
+        if ahead.unsettled and ahead.lay_out(self._parts.mover):
+            self.restart(cursor)  # there are places now for what was passed over
 
     def go_on(self, schedule: Schedule, begin: int, end: int, cursor: int) -> None:
         """Begins what the disk can do now for the uses from ``begin`` to ``end``.
@@ -145,6 +147,8 @@ class DiskAhead:
         """Reads into spare DRAM what HBM has no room for yet."""
         table, ahead, order = self._parts.table, self._ahead, schedule.order
         position = max(self._read_to, begin)
+        if position < end:
+            end = self._before_the_next_pass(schedule, begin, end)
         while position < end:
             block_id = order[position]
             if block_id not in ahead.staged:
@@ -160,6 +164,30 @@ class DiskAhead:
                     break
             position += 1
         self._read_to = position
+
+    def _before_the_next_pass(self, schedule: Schedule, begin: int, end: int) -> int:
+        """Returns the use up to which may be read: no pass's reads go before the present one's.
+
+        Args:
+            schedule: What comes.
+            begin: The first use for which HBM has no room yet.
+            end: The use to which to look.
+
+        Returns:
+            The end of the pass while something in it is still to be read straight into HBM.
+        """
+        last = schedule.passes[1][0] if self.shared and len(schedule.passes) > 1 else 0
+        for position in range(begin, min(last, end)):
+            record = self._parts.table.get(schedule.order[position])
+            if (
+                record is not None
+                and record.home is Tier.NVME
+                and not self._ahead.takes(record.block)
+                and record.block.id not in self._ahead.staged
+                and self._fetcher.is_due(record, schedule, position)
+            ):
+                return min(last, end)
+        return end
 
     def _park(self, schedule: Schedule, begin: int, end: int, mover: FileMover) -> None:
         """Begins with the next block that is read straight into HBM."""

@@ -9,6 +9,7 @@ from tiermem.core.block import Role, Tier, align_up
 from tiermem.core.cost import Timetable, refetched
 from tiermem.core.forecast import Forecast
 from tiermem.core.lanes import Lanes
+from tiermem.core.nearer import nearer_from_disk
 from tiermem.core.plans import Files, Loop, Plan, largest_beside, share_hbm
 from tiermem.core.residency import Record
 from tiermem.core.residents import adjust_residents, choose_residents
@@ -344,7 +345,8 @@ class PlanMaker:
             loop = replace(loop, steady=steady)
             if plan is None:
                 plan = share_hbm(loop, before)
-                plan = plan if plan is before or files else self._nearer(loop.slower(), plan)
+                if plan is not before:
+                    plan = self._nearer(loop if files else loop.slower(), plan)
         self._settled[self._load] = alike, spared if plan is before else spare, plan
         if len(self._settled) > _MOST_LOADS:
             del self._settled[next(iter(self._settled))]
@@ -364,6 +366,9 @@ class PlanMaker:
         # what stays lies behind what streams: what lies between them changes sides
         kept = [*gone, *(block for block in inside if block in before)]
         there = [block for block in reversed(inside) if block not in before]
+        if loop.files is not None:
+            kept = [block for block in kept if self._parts.table[block].usable]
+            return nearer_from_disk(loop, plan, kept, there, [*self._parts.transfers.ahead.staged])
         order = [block for block in loop.order if block in loop.sizes]
         enough = _AS_GOOD * loop.seconds(plan)
         for near in (there, ()):

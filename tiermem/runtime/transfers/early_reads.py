@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
 
 from tiermem.core.block import Block, Extent, align_up
 from tiermem.core.residency import Record
@@ -12,55 +11,11 @@ from tiermem.core.schedule import Schedule
 from tiermem.core.victims import NextUseQueue
 from tiermem.errors import ClosedError
 from tiermem.runtime.memory.homes import Homes
+from tiermem.runtime.transfers.staged import Parked, Staged
 from tiermem.transfer.copy import Event
 from tiermem.transfer.file.mover import FileMover, FileTransfer
 
 _MOST_VICTIMS = 4
-
-
-@dataclass(slots=True, eq=False)
-class Staged:
-    """A block's bytes in DRAM, or on their way there.
-
-    Attributes:
-        extent: Where in DRAM.
-        home: Where in the files.
-        version: Of the bytes there when the read was asked for.
-        transfer: The read; None where a Ctrl-C came while it was asked for, so that its bytes
-            may still be written to and are not used again.
-        copied: Event of the last copy up.
-    """
-
-    extent: Extent
-    home: Extent
-    version: int | None
-    transfer: FileTransfer | None = None
-    copied: Event | None = None
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing writes or reads these bytes any more."""
-        there = self.transfer is not None and self.transfer.finished
-        return there and (self.copied is None or self.copied.done())
-
-
-@dataclass(slots=True, eq=False)
-class Parked:
-    """A read straight into HBM that has begun, and has no place there yet.
-
-    Attributes:
-        transfer: The read.
-        mover: Makes it.
-        home: Where in the files.
-        version: Of the bytes there when it was asked for.
-        taken: Whether it was about to get a place; if it did not (Ctrl-C), it is not used again.
-    """
-
-    transfer: FileTransfer
-    mover: FileMover
-    home: Extent
-    version: int | None
-    taken: bool = False
 
 
 class ReadAhead:
@@ -103,6 +58,7 @@ class ReadAhead:
         self.begun = 0
         self.nbytes = 0
         self.unsettled = False
+        self._patient = False
         self._cancelled: set[FileTransfer] = set()
         self._shared: tuple[Mapping[int, int], int, int, Set[int]] | None = None
         self._places: dict[int, Extent] = {}
@@ -144,7 +100,8 @@ class ReadAhead:
         """Sets how spare DRAM is used from now on; copies that do not fit that are dropped.
 
         What has been read already of the blocks that are kept is not read again: it stays where it
-        is, unless it lies in the way of the rest.
+        is, unless it lies in the way of the rest. Of what was read before the first plan, what has
+        not gone up yet does so from where it is; the places of the plan are taken after that.
 
         Args:
             kept: Bytes of the blocks that have places of their own; None where the order of use
@@ -162,11 +119,12 @@ class ReadAhead:
         self._forget_places()
         self.unsettled = wanted is not None
         if wanted is not None:
+            self._patient = not any(entry.risen for entry in self.staged.values())
             for block_id in list(self.staged):
                 if block_id in wanted[0] or block_id in inside:
                     self._adopt(block_id)
                 else:
-                    self.drop(block_id)
+                    self._let_go(block_id)
             self._hasten(mover)
             self.lay_out(mover)
 
@@ -182,29 +140,78 @@ class ReadAhead:
         self._places[block_id] = self.staged[block_id].extent
         self._fixed.add(self.staged[block_id].extent)
 
-    def lay_out(self, mover: FileMover | None = None) -> None:
+    def lay_out(self, mover: FileMover | None = None) -> bool:
         """Allocates the places that a plan wants, once the transfers of earlier ones have ended.
 
         All at once: taken one by one, as what was there before goes, they would lie with holes
-        between them. Where what has stayed of it makes such holes, it goes as well, and all
-        begins from a clean sheet.
+        between them. Where what has stayed of it makes such holes, it goes as well: first what
+        stays in HBM, then everything, to begin from a clean sheet. Returns whether that is done.
 
         Args:
             mover: Makes the reads under way.
         """
-        self._bury()
-        if self._shared is None or any(entry.transfer is not None for entry in self._dying):
-            return
-        adopted = [block_id for block_id in self._places if block_id in self.staged]
-        if not self._take_places(*self._shared[:3]) and adopted:
-            self._forget_places()
-            for block_id in adopted:
-                self.drop(block_id)
-            self._hasten(mover)
-            if any(entry.transfer is not None for entry in self._dying):
-                return  # they are being read or copied: later
-            self._take_places(*self._shared[:3])
+        self._drop_risen()
+        if self._shared is None or self._is_clearing():
+            return False
+        if not self._take_places(*self._shared[:3]):
+            for inside in (True, False):
+                goes = self._adopted(inside=inside)
+                if goes and not self._clear(goes, mover):
+                    return False  # they are being read or copied, or have not gone up: later
+                if goes and self._take_places(*self._shared[:3]):
+                    break
         self.unsettled = False
+        return True
+
+    def begin_pass(self) -> None:
+        """Notes that a pass begins: what has waited for a use for a whole one waits no longer."""
+        for block_id, entry in list(self.staged.items()):
+            entry.passes += entry.leaves
+            if entry.passes > 1:
+                self.drop(block_id)
+
+    def _is_clearing(self) -> bool:
+        """Whether something that has no place by the plan is still on its way."""
+        if any(entry.transfer is not None for entry in self._dying):
+            return True
+        return any(entry.leaves for entry in self.staged.values())
+
+    def _adopted(self, *, inside: bool) -> list[int]:
+        """Returns the blocks that keep the places they had: those that stay in HBM, or all."""
+        kept = self._shared[0] if self._shared is not None else {}
+        return [b for b in self._places if b in self.staged and not (inside and b in kept)]
+
+    def _let_go(self, block_id: int) -> None:
+        """Drops a block, or has it go once it has gone up, where it was read before any plan."""
+        entry = self.staged[block_id]
+        entry.leaves = True
+        begun = entry.transfer is not None and entry.transfer.started_ns
+        if entry.risen or not begun or not self._patient:
+            self.drop(block_id)
+
+    def _clear(self, block_ids: Sequence[int], mover: FileMover | None) -> bool:
+        """Drops blocks, with the places that nothing is in yet; returns whether all are gone."""
+        for block_id in block_ids:
+            self._fixed.discard(self._places.pop(block_id))
+            self._let_go(block_id)
+        used = {entry.extent for entry in (*self._dying, *self.staged.values())}
+        for block_id, extent in list(self._places.items()):
+            if extent not in used:
+                del self._places[block_id]
+                self._fixed.discard(extent)
+                self._give_back(extent)
+        self._slots, self._free, slots = set(), [], self._slots
+        for extent in slots - used:
+            self._give_back(extent)
+        self._hasten(mover)
+        return not self._is_clearing()
+
+    def _drop_risen(self) -> None:
+        """Drops what has no place by the plan and has gone up."""
+        for block_id, entry in list(self.staged.items()):
+            if entry.leaves and entry.risen:
+                self.drop(block_id)
+        self._bury()
 
     def _take_places(self, kept: Mapping[int, int], slot: int, slots: int) -> bool:
         """Takes slots, and places for the blocks that have none; returns whether it has all."""
@@ -385,7 +392,8 @@ class ReadAhead:
 
     def copied(self, block_id: int, event: Event | None) -> None:
         """Notes that a copy to HBM was submitted, which ends when ``event`` has passed."""
-        self.staged[block_id].copied = event
+        entry = self.staged[block_id]
+        entry.copied, entry.risen = event, True
 
     def used(self, block_id: int, cursor: int) -> None:
         """Notes that a block was used: its next use is another."""

@@ -1,0 +1,44 @@
+"""Plans for loops from a disk that leave what is in HBM and DRAM there, as far as can be. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tiermem.core.plans import Loop, Plan, largest_beside
+from tiermem.core.residents import adjust_residents
+
+_AS_GOOD = 1.005
+"""A plan that reads less to come into force may be so many times as slow."""
+
+
+def nearer_from_disk(
+    loop: Loop, plan: Plan, kept: Sequence[int], there: Sequence[int], staged: Sequence[int]
+) -> Plan:
+    """Returns a plan that is as good and keeps what HBM and DRAM have, as far as it can.
+
+    Every block that another plan brings to HBM or DRAM is read from the disk once more.
+
+    Args:
+        loop: What it is for.
+        plan: The best one, whatever is where.
+        kept: Blocks in HBM that stay there so far.
+        there: Other blocks in HBM, those that are to stay first.
+        staged: Blocks of which DRAM has copies.
+    """
+    files = loop.files
+    if files is None or plan.in_dram is None or not plan.slot or not kept:
+        return plan
+    order = [block for block in loop.order if block in loop.sizes]
+    enough = [_AS_GOOD * figure for figure in loop.from_disk(plan, files)]
+    near = adjust_residents(kept, there, order, loop.sizes, loop.room - plan.reserve)
+    for stay in (near, plan.residents):
+        rest = {b: loop.sizes[b] for b in files.seconds if b in loop.sizes and b not in stay}
+        room = files.room - plan.ahead * max(rest.values(), default=0)
+        copies = [block for block in staged if block in rest]
+        passing = [block for block in order if block in rest]
+        below = adjust_residents(copies, (), passing, rest, room)
+        other = replace(plan, residents=stay, slot=largest_beside(loop.sizes, stay), in_dram=below)
+        if all(f <= most for f, most in zip(loop.from_disk(other, files), enough, strict=True)):
+            return other
+    return plan
