@@ -420,7 +420,7 @@ class ResidencyTable:
             raise self._wrong(record, "given another home")
         former, later, i = record.home_extent, places[block_id], block_id
         record.in_hbm = State.DIRTY  # first: cut short after it, nothing is lost
-        record.at_home, record.home_extent, places[i], changed[i] = _ABSENT, later, former, None
+        changed[i], record.at_home, record.home_extent, places[i] = None, _ABSENT, later, former
 
     def exchange_lent(
         self, block_id: int, places: dict[int, Extent], changed: dict[int, None]
@@ -436,7 +436,7 @@ class ResidencyTable:
         if record.in_hbm is not State.ABSENT or record.defined or record.home_extent is None:
             raise self._wrong(record, "given another home while it is lent")
         former, later, i = record.home_extent, places[block_id], block_id
-        record.home_extent, places[i], changed[i] = later, former, None
+        changed[i], record.home_extent, places[i] = None, later, former
 
     def put_back(self, block_id: int, extent: Extent) -> None:
         """Restores a block's former home, and with it the contents from before :meth:`rehome`.
