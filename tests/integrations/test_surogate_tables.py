@@ -148,7 +148,9 @@ def test_masters(off: Run) -> None:
     assert on.homes["master", "hbm"] <= little(masters)
     assert on.homes["master", "dram"] >= masters - little(masters)
     assert without.hbm - on.hbm >= masters * (LAYERS - 5) // LAYERS
-    assert on.homes["param", "hbm"] == without.homes["param", "hbm"]  # work weights stay
+    # work weights stay; blocks are of whole pages, and as large as the budget lets them be
+    there = without.homes["param", "hbm"]
+    assert on.homes["param", "hbm"] == pytest.approx(there, abs=LAYERS * 4096)
 
 
 def test_weights_without_masters_are_their_own(plain: list[float]) -> None:
