@@ -251,7 +251,7 @@ def test_a_step_moves_what_the_bare_loops_does(tmp_path: Path) -> None:
             moved["bare"].append(nbytes_moved(tier))
     # what is learned in the first steps differs, so the schedules do by some blocks
     trainer, bare = (counts[-1] - counts[2] for counts in moved.values())
-    assert trainer == pytest.approx(bare, rel=0.05)
+    assert trainer == pytest.approx(bare, rel=0.1)
 
 
 def nbytes_moved(tier: tiermem.TierManager) -> int:
