@@ -24,10 +24,9 @@ from tiermem.saving.layout import PAGE, FilePlan, bytes_of
 from tiermem.storage.checksum import checksum
 
 CHUNK = 8 << 20
-_CHUNKS = 16
+_CHUNKS = 10
 _OPEN = 4
-_THREADS = 8
-"""Twice as many as keep a disk busy: each hashes its chunk before it writes it."""
+_THREADS = 4
 
 Checks = dict[str, list[tuple[int, str]]]
 """For each tensor: the lengths of runs of its bytes, in order, and their checksums."""
