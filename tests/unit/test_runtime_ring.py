@@ -91,8 +91,9 @@ def test_what_is_held_is_passed_by() -> None:
         made.check()
 
 
-@pytest.mark.parametrize(("role", "circles"), [(Role.PARAM, False), (Role.OPTIMIZER, True)])
-def test_only_loops_that_write_beside_the_compute_go_in_circles(role: Role, circles: bool) -> None:
+@contextmanager
+def going_round(role: Role) -> Iterator[Rig]:
+    """A loop of nine blocks of one role that has gone round three times, in HBM for four."""
     with rig(4) as made:
         for _ in range(9):
             made.add(1, "dram", role)
@@ -100,6 +101,12 @@ def test_only_loops_that_write_beside_the_compute_go_in_circles(role: Role, circ
             made.manager.begin_pass("f")
             for block in made.blocks:
                 made.use(block)
+        yield made
+
+
+@pytest.mark.parametrize(("role", "circles"), [(Role.PARAM, False), (Role.OPTIMIZER, True)])
+def test_only_loops_that_write_beside_the_compute_go_in_circles(role: Role, circles: bool) -> None:
+    with going_round(role) as made:
         schedule, maker = made.manager.parts.planner.schedule, PlanMaker(made.manager.parts, PAGE)
         for beside in (False, True):
             outlook = maker.make(schedule, maker.made_of(set()), set(), beside=beside)
@@ -108,13 +115,7 @@ def test_only_loops_that_write_beside_the_compute_go_in_circles(role: Role, circ
 
 @pytest.mark.parametrize(("role", "anew"), [(Role.PARAM, True), (Role.OPTIMIZER, False)])
 def test_times_that_change_make_no_plan_anew_for_a_ring(role: Role, anew: bool) -> None:
-    with rig(4) as made:
-        for _ in range(9):
-            made.add(1, "dram", role)
-        for _ in range(3):
-            made.manager.begin_pass("f")
-            for block in made.blocks:
-                made.use(block)
+    with going_round(role) as made:
         parts = made.manager.parts
         maker = PlanMaker(parts, PAGE)
         was = maker.made_of(set())
