@@ -30,6 +30,7 @@ from tiermem.config import Policy, Settings
 from tiermem.core.block import Role
 from tiermem.core.layout import TensorShape
 from tiermem.core.plans import Loop, Plan
+from tiermem.core.schedule import Schedule
 from tiermem.runtime.lookahead import plan_maker as outlook
 from tiermem.runtime.manager import BlockManager
 
@@ -110,6 +111,23 @@ def test_where_compute_is_what_takes_long_there_are_slots_enough() -> None:
         assert at(made, 16384) >= 0.99
     with forward(HALF) as made:
         assert at(made, 8192) >= 0.97 and not made.plan.lanes
+
+
+@pytest.mark.parametrize(
+    ("order", "begins", "round_"),
+    [
+        ([0, 1, 2] * 3, (0, 3, 6), True),
+        ([0, 1, 2] * 3, (0,), False),  # how long a pass is, is not known
+        ([0, 1, 1] * 2, (0, 3), False),
+        ([0, 1, 2, 0, 2, 1], (0, 3), False),
+        ([0, 1, 2] * 2, (0, 0, 3, 3), False),  # a pass that uses nothing comes first
+    ],
+)
+def test_a_schedule_goes_round_where_each_pass_is_the_first(
+    order: list[int], begins: tuple[int, ...], round_: bool
+) -> None:
+    schedule = Schedule(order, [(begin, "") for begin in begins])
+    assert outlook._goes_round(schedule) is round_
 
 
 SIZES = [1, 3, 3, 3, 8, 8] * 4

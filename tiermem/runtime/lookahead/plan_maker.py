@@ -526,9 +526,12 @@ def _length(schedule: Schedule) -> int:
 
 
 def _goes_round(schedule: Schedule) -> bool:
-    """Whether the same blocks are used in the same order pass for pass, each once."""
+    """Whether the same blocks are used in the same order pass for pass, each once.
+
+    A pass may use nothing: a step all of whose blocks were stepped in backward.
+    """
     order, length = schedule.order, _length(schedule)
-    if len(order) < 2 * length or len(order) % max(1, length):
+    if not length or len(order) < 2 * length or len(order) % length:
         return False
     if len(set(order[:length])) != length:
         return False
