@@ -197,7 +197,7 @@ class Disturbed:
         if what in ("dropped", "dropped midway"):
             found.drop()
         if what == "a home needs room":
-            self.ahead._manager.parts.homes._reclaim()
+            self.ahead._runtime.manager.parts.homes._reclaim()
 
     def fail(self, side: Any, *_: Any) -> None:
         del side._update
@@ -208,7 +208,7 @@ class Disturbed:
         if what == "dropped midway":
             self.ahead.provisional.drop()
         if what == "a home needs room":
-            self.ahead._manager.parts.homes._reclaim()
+            self.ahead._runtime.manager.parts.homes._reclaim()
 
     def spoil(self, unit: Any, *_: Any) -> None:
         """An update that finds no memory once it has written half of everything."""

@@ -187,14 +187,28 @@ def test_what_the_host_would_round_otherwise_is_the_devices_for_that_step() -> N
         twins.check()
 
 
+def test_state_comes_about_in_the_order_of_the_parameters() -> None:
+    """A program that adds up what it finds in the state adds in the same order."""
+    with device_of_numpy(), Twins(Net, DRAM, torch.optim.AdamW, FUSED) as twins:
+        units = [unit for unit in twins.optimizer._units if unit.host is not None]
+        assert 0 < len(units) < len(twins.optimizer._units)
+        for step in range(2):
+            twins.backward(step)
+            twins.step()
+        assert all(unit.host is not None for unit in units)
+        order = [id(param) for param in twins.optimizer.state]
+        assert order == [id(p) for group in twins.optimizer.param_groups for p in group["params"]]
+
+
 def test_a_clipping_that_does_not_clip_leaves_steps_to_the_host() -> None:
     with device_of_numpy(), Twins(Net, DRAM, torch.optim.AdamW, FUSED) as twins:
         units = [unit for unit in twins.optimizer._units if unit.host is not None]
-        for step, norm in enumerate((1e6, 0.01, 1e6)):
+        for step, norm in enumerate((1e6, 1e6, 0.01, 1e6)):
             twins.backward(step)
             twins.clip_norm(norm)
             twins.step()
-            assert all((unit.host is not None) == (norm > 1) for unit in units)
+            on_host = step > 0 and norm > 1  # the first steps are the device's
+            assert all((unit.host is not None) == on_host for unit in units)
             twins.check()
         twins.backward(3)
         twins.clip_norm(1e6)
@@ -207,6 +221,8 @@ def test_a_clipping_that_does_not_clip_leaves_steps_to_the_host() -> None:
 def test_other_settings_are_proved_or_left_to_the_device() -> None:
     with device_of_numpy(), Twins(Net, DRAM, torch.optim.AdamW, FUSED) as twins:
         units = [unit for unit in twins.optimizer._units if unit.host is not None]
+        twins.backward(0)
+        twins.step()  # the first steps are the device's
         for change in ({"lr": 0.003}, {"weight_decay": 0.0}, {"betas": (0.8, 0.95)}):
             for optimizer in (twins.by_hand.optimizer, twins.optimizer):
                 optimizer.param_groups[0].update(change)

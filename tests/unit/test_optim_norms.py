@@ -113,6 +113,34 @@ def test_clipping_twice_and_by_value_before() -> None:
             pair.check()
 
 
+PLAIN: dict[str, Callable[[nn.Module], Any]] = {
+    "by norm": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.05),
+    "by value": lambda m: nn.utils.clip_grad_value_(m.parameters(), 0.002),
+    "zeroed": lambda m: m.zero_grad(set_to_none=False),
+}
+TIERED: dict[str, Callable[[Any], Any]] = {
+    "by norm": lambda optimizer: optimizer.clip_grad_norm_(0.05),
+    "by value": lambda optimizer: optimizer.clip_grad_value_(0.002),
+    "zeroed": lambda optimizer: optimizer.zero_grad(set_to_none=False),
+}
+
+
+@pytest.mark.parametrize("how", sorted(PLAIN))
+def test_a_view_of_a_gradient_shows_what_changes_all(how: str) -> None:
+    """The view is followed where it is written through, so it may not show what was before."""
+    with Twins(Net, DRAM, master_dtype=None) as pair:
+        for step in range(2):
+            pair.backward(step)
+            views = [m.extra.weight.grad[1:] for m in (pair.plain, pair.model)]
+            PLAIN[how](pair.plain)
+            TIERED[how](pair.optimizer)
+            assert_same(views[0], views[1], "a view that was taken before")
+            for mine, theirs in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+                assert_same(theirs.grad, mine.grad.clone(), "a gradient")
+            pair.step()
+            pair.check()
+
+
 class WritesGradients(torch.optim.SGD):
     """Leaves other gradients behind than it found."""
 

@@ -304,7 +304,9 @@ class Movable:
             if found is None:
                 continue
             host, make = found
-            able = wanted and host.is_exact(self._runtime, groups)
+            # first steps are the device's: state comes about in the order of the parameters
+            may = wanted and (self.trial is None or unit.made is not None)
+            able = may and host.is_exact(self._runtime, groups)
             if able and unit.host is None:
                 unit.move(host, make)
             elif not able and unit.host is not None:

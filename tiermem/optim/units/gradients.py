@@ -9,7 +9,7 @@ import torch
 from tiermem.nn.groups.grads import Change, GradUnit, Pending
 from tiermem.nn.groups.group import Entry
 from tiermem.nn.passes.runtime import ModuleRuntime
-from tiermem.nn.tensors.lazy import LazyTensor, ensure_there
+from tiermem.nn.tensors.lazy import LazyTensor, ensure_there, is_viewed
 
 
 class UnitGradients:
@@ -98,12 +98,20 @@ class UnitGradients:
                 use(param, param.grad)
 
     def change(self, runtime: ModuleRuntime, change: Change) -> None:
-        """Applies a change to every gradient: ordinary ones now, stored ones when next in HBM."""
+        """Applies a change to every gradient: stored ones when next in HBM, all others now.
+
+        One that has a view is changed now as well: the view shows it, and what it shows is what
+        counts when it is next looked at.
+        """
         self.sync(runtime)
         for unit in self.grad_units():
-            if any(e.has_grad for e in self.entries_in(unit)):
+            entries = self.entries_in(unit)
+            if any(e.has_grad for e in entries):
                 runtime.grads.pay(unit)
-                unit.pending.append(Pending(self.entries_in(unit), change))
+                unit.pending.append(Pending(entries, change))
+                if any(is_viewed(e.lazy) for e in entries):
+                    runtime.grads.open(unit)
+                    runtime.manager.release(unit.block)
         loose = [
             p.grad
             for p, _ in self.members
