@@ -138,9 +138,9 @@ class InterceptedModules:
         record = self._wrapped.runtime.manager.record
         best: tuple[int, list[Group]] = (0, [])
         for name in self.scopes:
-            around = [self.scopes[outer] for outer in names_above(name) if outer in self.scopes]
-            groups = {id(g): g for scope in (*around[::-1], self.scopes[name]) for g in scope.groups}
-            chain = [group for group in groups.values() if not record(group.block).fixed]
+            names = [outer for outer in (name, *names_above(name)) if outer in self.scopes]
+            held = {id(g): g for outer in reversed(names) for g in self.scopes[outer].groups}
+            chain = [group for group in held.values() if not record(group.block).fixed]
             total = sum(group.block.nbytes for group in chain)
             if total > best[0]:
                 best = (total, chain)
