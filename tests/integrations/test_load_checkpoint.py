@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import tiermem
+from tiermem.nn.wrap.intercepted import InterceptedModules
 from tiermem.testing.io import Fault, ScriptedEngine
 
 transformers: Any = pytest.importorskip("transformers")
@@ -101,19 +102,44 @@ def test_no_random_numbers_for_parameters_without_memory(tmp_path: Path, monkeyp
     """On the meta device they are as much work as the rest of the model."""
     plain = save(tmp_path, CONFIGS["tied, bfloat16"]())
     drawn: list[torch.Size] = []
-    normal = torch.Tensor.normal_
-
-    def counted(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        drawn.append(self.shape)
-        return normal(self, *args, **kwargs)
-
-    monkeypatch.setattr(torch.Tensor, "normal_", counted)
+    for name in ("normal_", "uniform_"):
+        monkeypatch.setattr(torch.Tensor, name, _counted(getattr(torch.Tensor, name), drawn))
     with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
         model = tiermem.load_checkpoint(transformers.AutoModelForCausalLM, tmp_path, tier=tier)
-        assert drawn == [plain.model.embed_tokens.weight.shape]  # nn.Embedding's own
+        assert not drawn
         assert not any("_is_hf_initialized" in vars(param) for param in model.parameters())
         transformers.AutoModelForCausalLM.from_config(plain.config)
         assert len(drawn) > 5  # what is counted would have been
+
+
+def _counted(draw: Callable[..., torch.Tensor], drawn: list[torch.Size]) -> Any:
+    def counted(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        drawn.append(self.shape)
+        return draw(self, *args, **kwargs)
+
+    return counted
+
+
+def test_reads_begin_before_the_modules_are_intercepted(tmp_path: Path, monkeypatch: Any) -> None:
+    """The rest of what wrapping takes is done meanwhile; cut short there, nothing is left."""
+    plain = save(tmp_path, CONFIGS["llama"]())
+    begun: list[int] = []
+    install = InterceptedModules.install
+
+    def fails_once(self: InterceptedModules) -> None:
+        begun.append(tier.stats().prefetches)
+        if len(begun) == 1:
+            raise ZeroDivisionError
+        install(self)
+
+    monkeypatch.setattr(InterceptedModules, "install", fails_once)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        with pytest.raises(ZeroDivisionError):
+            tiermem.load_checkpoint(transformers.AutoModelForCausalLM, tmp_path, tier=tier)
+        assert not tier.residency()
+        model: Any = tiermem.load_checkpoint(transformers.AutoModelForCausalLM, tmp_path, tier=tier)
+        assert begun == [begun[0], 2 * begun[0]] and begun[0] > 2
+        assert torch.equal(logits(model), logits(plain))
 
 
 @pytest.mark.parametrize("kind", ["both", "the head alone", "two values", "old buffers"])

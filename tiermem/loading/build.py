@@ -60,6 +60,7 @@ def _transformers_model(
             "or a callable that makes one"
         )
     from transformers import AutoConfig, GenerationConfig
+    from transformers.initialization import guard_torch_init_functions
 
     auto = not isinstance(cls, type) or not issubclass(cls, nn.Module)
     config_class = AutoConfig if auto else cls.config_class
@@ -73,7 +74,7 @@ def _transformers_model(
     make = cls.from_config if auto else cls._from_config
     # transformers draws no values for what is said to have them: random numbers for parameters
     # without memory took as long as all else that makes a model of 32 layers
-    with parameters_on_meta(**{_HAS_VALUES: True}):
+    with guard_torch_init_functions(), parameters_on_meta(**{_HAS_VALUES: True}):
         model: Any = make(config, dtype=dtype)
     for param in model.parameters():
         param.__dict__.pop(_HAS_VALUES, None)

@@ -106,7 +106,6 @@ def _wrap(
             value = None if id(tensor) in managed else origins.value(tensor)
             if value is not None:
                 tensor.copy_(value)
-    manager.begin_pass(("loaded", wrapped.number), [g.block.id for g in wrapped.groups])
 
 
 def _settings(lora: Any) -> Any:

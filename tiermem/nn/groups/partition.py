@@ -59,7 +59,23 @@ def largest_block(model_nbytes: int, hbm: int) -> int:
 
 def parameter_bytes(module: nn.Module) -> int:
     """Returns the bytes of a module's parameters, descendants included, shared ones once."""
-    return sum(p.numel() * p.element_size() for p in module.parameters())
+    return sum(_each_bytes(module, {}).values())
+
+
+def _each_bytes(module: nn.Module, known: dict[int, dict[int, int]]) -> dict[int, int]:
+    """Returns the bytes of each parameter in a module, by its id.
+
+    Args:
+        module: The module.
+        known: What this returned for other modules, by their ids; it is filled.
+    """
+    found = known.get(id(module))
+    if found is None:
+        own = (p for p in module._parameters.values() if p is not None)
+        found = known[id(module)] = {id(p): p.numel() * p.element_size() for p in own}
+        for child in module.children():
+            found.update(_each_bytes(child, known))
+    return found
 
 
 def training_bytes(module: nn.Module) -> int:
@@ -127,7 +143,7 @@ def runs(
     Returns:
         Names of shared blocks, such as ``layers.0-3``, by the name of each module in them.
     """
-    divided = {above for name in sizes for above in _above(name)}
+    divided = {above for name in sizes for above in names_above(name)}
     found: dict[str, str] = {}
     room = hbm // (_TRAINED_AT_ONCE if trained else _AT_ONCE)
     of_layers, of_parts = (_RUN_TRAINED, _RUN_TRAINED) if trained else (_RUN, _PARTS)
@@ -161,7 +177,8 @@ def _differ(name: str, module: nn.Module) -> bool:
     return not isinstance(module, CONTAINERS) or unlike
 
 
-def _above(name: str) -> Iterator[str]:
+def names_above(name: str) -> Iterator[str]:
+    """Yields the qualified names of the modules around one, the root's last."""
     while name:
         name = name.rpartition(".")[0]
         yield name
@@ -213,17 +230,14 @@ class _Automatic:
     def __init__(self, largest: int) -> None:
         self._largest = largest
         self._marked: set[str] = set()
-        self._sizes: dict[int, int] = {}
+        self._each: dict[int, dict[int, int]] = {}
 
     def choose(self, model: nn.Module) -> set[str]:
         self._visit("", model, inside=False)
         return self._marked
 
     def _size(self, module: nn.Module) -> int:
-        key = id(module)
-        if key not in self._sizes:
-            self._sizes[key] = parameter_bytes(module)
-        return self._sizes[key]
+        return sum(_each_bytes(module, self._each).values())
 
     def _visit(self, name: str, module: nn.Module, *, inside: bool) -> None:
         """Marks blocks among the descendants of ``module``.

@@ -12,7 +12,7 @@ from tiermem.nn.compat.writes import may_write_uncounted, only_unmerges
 from tiermem.nn.groups.group import Entry, Group
 from tiermem.nn.groups.inspect import Found
 from tiermem.nn.groups.names import HeldDict, TieredDict
-from tiermem.nn.groups.partition import CONTAINERS
+from tiermem.nn.groups.partition import CONTAINERS, names_above
 from tiermem.nn.wrap.applied import ApplyInterceptor
 from tiermem.nn.wrap.experts import ExpertsInterceptor, is_experts
 from tiermem.nn.wrap.lookup import LookupInterceptor, is_lookup
@@ -138,13 +138,12 @@ class InterceptedModules:
         record = self._wrapped.runtime.manager.record
         best: tuple[int, list[Group]] = (0, [])
         for name in self.scopes:
-            chain: dict[int, Group] = {}
-            for outer, scope in self.scopes.items():
-                if outer in ("", name) or name.startswith(f"{outer}."):
-                    chain.update({id(g): g for g in scope.groups if not record(g.block).fixed})
-            total = sum(g.block.nbytes for g in chain.values())
+            names = [outer for outer in (name, *names_above(name)) if outer in self.scopes]
+            held = {id(g): g for outer in reversed(names) for g in self.scopes[outer].groups}
+            chain = [group for group in held.values() if not record(group.block).fixed]
+            total = sum(group.block.nbytes for group in chain)
             if total > best[0]:
-                best = (total, list(chain.values()))
+                best = (total, chain)
         return best
 
     # -- interceptors ----------------------------------------------------

@@ -253,6 +253,7 @@ class WrappedModel:
         if self.resident is not None:
             self.resident.ready(self.runtime)
             self.resident.hold()
+        self._begin_reading()
         for entry in self.entries:
             owners[entry.param] = id(self.runtime.manager)
         for entry in self.entries:
@@ -262,6 +263,13 @@ class WrappedModel:
             if old is not None:
                 entry.param.grad = old.to(self.runtime.manager.parts.device)
         self.modules.install()
+
+    def _begin_reading(self) -> None:
+        """Begins to read what has its values in files, while there is still work for the host."""
+        order = [group.block.id for group in self.groups]
+        if self.origins is not None and order:
+            # a wrap that is cut short and begun anew has other blocks: its pass is another
+            self.runtime.manager.begin_pass(("loaded", order[0]), order)
 
     @cached_property
     def kept(self) -> tuple[Group, ...]:
