@@ -15,14 +15,13 @@ from tiermem.core.plans import Files, Loop, Plan, _period, share_hbm
 BLOCKS = 6
 seconds = st.integers(0, 40).map(float)
 rounds = st.builds(
-    lambda uses, taken, copies, away, reads, room, slots, staging: Round(
+    lambda uses, taken, copies, away, reads, room, staging: Round(
         [block for block, _ in uses],
         [compute for _, compute in uses],
         {block: taken[block] for block in range(BLOCKS) if away[block]},
         dict(enumerate(copies)),
         {b: 1.0 + reads[b] for b in range(BLOCKS) if away[b] and reads[b] is not None},
         max([n for n, moves in zip(taken, away, strict=True) if moves], default=1) * room,
-        slots,
         staging,
     ),
     st.lists(st.tuples(st.integers(0, BLOCKS - 1), seconds), min_size=1, max_size=18),
@@ -31,7 +30,6 @@ rounds = st.builds(
     st.lists(st.booleans(), min_size=BLOCKS, max_size=BLOCKS),
     st.lists(st.none() | seconds, min_size=BLOCKS, max_size=BLOCKS),
     st.integers(1, 5),
-    st.integers(0, 4),
     st.integers(0, 20),
 )
 
@@ -60,7 +58,7 @@ def test_two_slots_read_by_hand() -> None:
     order, size = [0, 1, 2], 10
     one = Round(
         order, [1.0] * 3, dict.fromkeys(order, size), dict.fromkeys(order, 0.0),
-        dict.fromkeys(order, 5.0), 20, 0, 100,
+        dict.fromkeys(order, 5.0), 20, 100,
     )  # fmt: skip
     took, read = play(one)
     assert read == 15.0 and 15.0 <= took <= 15.1
@@ -75,7 +73,7 @@ def test_what_chunks_hold_need_not_wait_for_room(staging: int, seconds: float) -
     """
     one = Round(
         [9, 1, 2, 3], [60.0, 0.0, 0.0, 0.0], dict.fromkeys([1, 2, 3], 10),
-        dict.fromkeys([1, 2, 3], 0.0), dict.fromkeys([1, 2, 3], 10.0), 20, 0, staging,
+        dict.fromkeys([1, 2, 3], 0.0), dict.fromkeys([1, 2, 3], 10.0), 20, staging,
     )  # fmt: skip
     took, read = play(one)
     assert took == pytest.approx(seconds) and read == pytest.approx(30.0)
@@ -96,7 +94,7 @@ def test_in_a_loop_that_turns_what_is_used_first_and_last_is_read() -> None:
     assert away and away <= {0, 1, 14, 15}
     spread = Plan(
         frozenset(sorted(set(range(16)) - {3, 7, 11})[:7]), 20, 10,
-        frozenset(sorted(set(range(16)) - {3, 7, 11})[7:13]), 0,
+        frozenset(sorted(set(range(16)) - {3, 7, 11})[7:13]),
     )  # fmt: skip
     assert loop.seconds(plan) < 0.9 * loop.seconds(spread)
 

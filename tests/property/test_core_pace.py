@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tiermem.core.cost import Timetable, prefetch_depth, refetched, streaming_time
 from tiermem.core.pace import Estimates, Recent, Waste
-from tiermem.core.plans import Files, Loop, Plan, share_hbm
+from tiermem.core.plans import Files, Loop, share_hbm
 from tiermem.core.residents import choose_residents
 
 # -- how far ahead ---------------------------------------------------------------
@@ -226,31 +226,15 @@ def test_uneven_compute_is_worth_more_slots() -> None:
 def test_a_disk_that_is_waited_for_reads_straight_and_dram_keeps_all_it_can() -> None:
     files = Files(dict.fromkeys(range(16), 40.0), 35, _STAGING)
     plan = share_hbm(looped([2.0] * 48, 1.0, files=files))
-    assert plan.ahead == 0 and plan.in_dram is not None and len(plan.in_dram) == 3
+    assert plan.in_dram is not None and len(plan.in_dram) == 3
     assert not plan.in_dram & plan.residents
-
-
-def test_where_chunks_hold_no_whole_block_the_disk_may_read_ahead_into_dram() -> None:
-    """Where compute is uneven it would stand still during the long uses, and be waited for."""
-
-    def plan_of(compute: list[float], room: int, staging: int) -> Plan:
-        files = Files(dict.fromkeys(range(16), 6.0), room, staging)
-        return share_hbm(looped(compute * 12, 0.1, room=40, files=files))
-
-    uneven = [0.0, 1.0, 60.0, 0.0]
-    plan = plan_of(uneven, 45, 1)
-    assert plan.ahead >= 2 and plan.in_dram is not None
-    assert plan.ahead * 10 + len(plan.in_dram) * 10 <= 45
-    assert not plan_of(uneven, 19, 1).ahead, "DRAM has no room for two"
-    assert not plan_of([1.0] * 4, 45, _STAGING).ahead, "it is waited for: it reads the least"
-    assert not plan_of([12.0] * 4, 45, _STAGING).ahead, "it has time, and nobody waits for room"
 
 
 def test_only_a_loop_that_waits_for_its_disk_begins_before_there_is_room() -> None:
     files = Files(dict.fromkeys(range(16), 0.02), 100, _STAGING)
     waits = looped([0.002] * 48, 0.001, files=files, room=30)
     plan = share_hbm(waits)
-    assert plan.parks and not plan.ahead
+    assert plan.parks
     assert waits.seconds(plan) < 0.95 * waits.seconds(replace(plan, parks=False))
     assert not share_hbm(looped([0.2] * 48, 0.001, files=files, room=30)).parks
     there_and_back = [*range(16), *range(15, -1, -1)] * 3
@@ -261,7 +245,7 @@ def test_only_a_loop_that_waits_for_its_disk_begins_before_there_is_room() -> No
 def test_what_dram_can_hold_is_not_read_again() -> None:
     files = Files(dict.fromkeys(range(16), 40.0), 100, _STAGING)
     plan = share_hbm(looped([2.0] * 48, 1.0, files=files))
-    assert plan.ahead == 0 and plan.residents | (plan.in_dram or set()) == set(range(16))
+    assert plan.residents | (plan.in_dram or set()) == set(range(16))
 
 
 def test_a_plan_in_force_stays_until_another_is_much_better() -> None:

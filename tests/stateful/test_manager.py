@@ -324,11 +324,8 @@ class Manager(RuleBasedStateMachine):
 
     # -- passes --------------------------------------------------------------
 
-    @rule(
-        picks=st.one_of(st.none(), st.lists(numbers, max_size=6)),
-        slots=st.integers(0, 3),
-    )
-    def share_dram(self, picks: list[int] | None, slots: int) -> None:
+    @rule(picks=st.one_of(st.none(), st.lists(numbers, max_size=6)), through=st.booleans())
+    def share_dram(self, picks: list[int] | None, through: bool) -> None:
         """From now on plans say so, or that order of use alone decides; as beside a GPU."""
         prefetcher = self.manager.prefetcher
         prefetcher.fetcher.beside = True
@@ -339,8 +336,8 @@ class Manager(RuleBasedStateMachine):
         def shared(*args: Any, **settings: Any) -> StreamPlan:
             outlook = make(maker, *args, **settings)
             kept = None if picks is None else frozenset(self.pick(n)[0].id for n in picks)
-            plan = replace(outlook.plan, in_dram=kept, ahead=slots if kept is not None else 0)
-            return replace(outlook, plan=plan, through_dram=slots > 0)
+            plan = replace(outlook.plan, in_dram=kept)
+            return replace(outlook, plan=plan, through_dram=through)
 
         maker.make = shared  # type: ignore[method-assign]
 
@@ -352,8 +349,7 @@ class Manager(RuleBasedStateMachine):
         entries = [*ahead.staged.values(), *ahead._dying]
         held = {entry.extent for entry in entries}
         assert len(held) == len(entries), "two blocks in one place"
-        assert not held & set(ahead._free) and len(set(ahead._free)) == len(ahead._free)
-        mine = held | ahead._slots | ahead._fixed
+        mine = held | set(ahead._places.values())
         assert ahead.nbytes == sum(extent.nbytes for extent in mine)
         ends = sorted((extent.offset, extent.end) for extent in mine)
         assert all(end <= begin for (_, end), (begin, _) in pairwise(ends))

@@ -55,7 +55,7 @@ def test_a_loop_comes_near_its_bound(work: str, gigabytes: float, tmp_path: Path
                 assert took.of_bound >= 0.97
             assert plan_of(made) == plan
         # what HBM and DRAM can hold is read once; the embedding has no part in training
-        held = (HBM + DRAM) * PAGE - plan.reserve - plan.ahead * plan.slot
+        held = (HBM + DRAM) * PAGE - plan.reserve
         least = sum(LLAMA) * PAGE - held
         assert took.nbytes <= 2 * least if work == "train" else took.nbytes <= least + 2 * PAGE
         made.manager.parts.table.check()
@@ -89,7 +89,7 @@ def test_what_is_foretold_comes_true(
             return settled
         away = plans._at_ends(loop, loop.files, ends)
         (plan, *_) = list(plans._plans(loop, [slots], away))
-        below = next(plans._below(plan, loop, loop.files, away))
+        below = plans._with_copies(plan, loop, loop.files, away)
         below = replace(below, parks=parks)
         foretold.append(loop.seconds(below) * loop.length / len(loop.order))
         return below
@@ -107,10 +107,8 @@ def test_which_way_the_disk_reads_is_said(work: str, tmp_path: Path) -> None:
     with streamed(tmp_path, LLAMA, hbm=HBM, dram=DRAM) as made:
         made.warm(WORKS[work])
         stats = made.manager.stats()
-        plan = plan_of(made)
-        slots = plan.ahead * plan.slot
-        assert stats.reads_into == ("dram" if plan.ahead else "hbm")
-        assert 0.9 * (DRAM * PAGE - slots) <= stats.kept_in_dram <= DRAM * PAGE - slots
+        assert stats.reads_into == "hbm"
+        assert 0.9 * DRAM * PAGE <= stats.kept_in_dram <= DRAM * PAGE
         assert stats.used["dram"] <= stats.budget["dram"]
 
 
@@ -168,7 +166,7 @@ def test_what_fits_in_dram_is_read_once(work: str, tmp_path: Path) -> None:
         used = {number for _, uses in WORKS[work] for number, _ in uses}
         assert made.world.read == sum(LLAMA[number] for number in used) * PAGE
         kept = plan_of(made)
-        assert kept.in_dram and not kept.ahead
+        assert kept.in_dram
         assert used == {
             made.blocks.index(b) for b in made.blocks if b.id in kept.in_dram | kept.residents
         }

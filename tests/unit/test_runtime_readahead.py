@@ -347,29 +347,14 @@ def test_a_read_in_place_needs_host_memory(tmp_path: Path) -> None:
             made.manager.parts.transfers.need_mover().read(extent, target, label="r", in_place=True)
 
 
-class Copy:
-    """The event of a copy up that a test brings to its end."""
-
-    waiter = -1
-
-    def __init__(self) -> None:
-        self.over = self.waited = False
-
-    def done(self) -> bool:
-        return self.over
-
-    def synchronize(self) -> None:
-        self.over = self.waited = True
-
-
-def shared(made: Rig, kept: list[int], slots: int) -> Callable[[int, int], bool]:
-    """Shares DRAM out; returns what begins to read a block for a use at a position."""
+def shared(made: Rig, kept: list[int] | None) -> Callable[[int, int], bool]:
+    """Shares DRAM out, or leaves it to the order of use; returns what begins to read a block."""
     manager = made.manager
     loop(made, [*range(8)], 3)
     manager.flush()
     ahead, mover = manager.parts.transfers.ahead, manager.parts.transfers.need_mover()
     ahead.drop_all()
-    ahead.share({made.blocks[n].id: PAGE for n in kept}, PAGE, slots, mover)
+    ahead.share(None if kept is None else {made.blocks[n].id: PAGE for n in kept}, mover)
     schedule = manager.parts.planner.schedule
 
     def begin(number: int, position: int) -> bool:
@@ -379,27 +364,24 @@ def shared(made: Rig, kept: list[int], slots: int) -> Callable[[int, int], bool]
     return begin
 
 
-def test_a_plan_gives_some_blocks_places_and_the_rest_slots(tmp_path: Path) -> None:
+def test_a_plan_gives_some_blocks_places_and_the_rest_none(tmp_path: Path) -> None:
     with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
-        begin = shared(made, [6, 7], 2)
+        begin = shared(made, [6, 7])
         ahead = made.manager.parts.transfers.ahead
-        assert ahead.slots == 2 and ahead.kept == 2 * PAGE == ahead.nbytes - 2 * PAGE
-        large = made.add(2, "nvme")
-        assert ahead.takes(made.blocks[6]) and ahead.takes(made.blocks[0])
-        assert not ahead.takes(large), "it is too large for a slot, and goes straight"
-        assert [begin(n, n) for n in (6, 0, 1, 7)] == [True] * 4
-        made.manager.flush()
-        assert not begin(2, 2), "neither slot is for what is used later"
-        assert begin(3, 0) and made.blocks[1].id not in ahead.staged, "the last of them makes way"
-        assert {6, 7} <= staged(made), "what has a place stays"
+        assert ahead.kept == ahead.nbytes == 2 * PAGE
+        assert ahead.keeps(made.blocks[6].id) and not ahead.keeps(made.blocks[0].id)
+        assert [begin(n, n) for n in (6, 0, 7)] == [True, False, True]
+        assert staged(made) == {6, 7}
         ahead.share(None)
-        assert ahead.slots == 0 and ahead.kept == 0
+        assert ahead.kept == 0
+        made.manager.flush()
+        assert begin(0, 0), "the order of use alone decides again"
 
 
 def test_a_place_waits_for_the_read_that_it_was_used_for(tmp_path: Path) -> None:
     """As when a home is written while it is read: the same bytes of DRAM, and another read."""
     with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
-        begin = shared(made, [6], 0)
+        begin = shared(made, [6])
         ahead = made.manager.parts.transfers.ahead
         made.engine.hold()
         assert begin(6, 6)
@@ -412,48 +394,34 @@ def test_a_place_waits_for_the_read_that_it_was_used_for(tmp_path: Path) -> None
         made.check()
 
 
-def test_a_slot_waits_for_the_copy_out_of_it(tmp_path: Path) -> None:
-    with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
-        begin = shared(made, [], 2)
-        ahead, copies = made.manager.parts.transfers.ahead, [Copy(), Copy()]
-        assert not ahead.wait_for_slot(), "there is nothing to wait for"
-        for number, copy in enumerate(copies):
-            assert begin(4 + number, 4 + number)
-            made.manager.flush()
-            ahead.copied(made.blocks[4 + number].id, copy)
-        assert not begin(0, 0)
-        assert ahead.wait_for_slot() and [copy.waited for copy in copies] == [True, False]
-        assert begin(0, 0) and not begin(1, 0)
-
-
 def test_reads_that_a_plan_has_no_use_for_are_given_up(tmp_path: Path) -> None:
     """Behind urgent ones they might never end, and keep their places taken."""
     with rig(2, BLOCKS, nvme=tmp_path, dram=4) as made:
-        begin = shared(made, [], 4)
+        begin = shared(made, None)
         manager = made.manager
         ahead = manager.parts.transfers.ahead
         made.engine.hold()
         assert all(begin(n, n) for n in (4, 5, 6, 7))
         errors = manager.parts.counters.errors
-        ahead.share({made.blocks[0].id: PAGE}, PAGE, 1, manager.parts.transfers.need_mover())
-        assert ahead.unsettled and not ahead.slots, "the disk still writes there"
+        ahead.share({made.blocks[0].id: PAGE}, manager.parts.transfers.need_mover())
+        assert ahead.unsettled and not ahead.kept, "the disk still writes there"
         made.engine.release()
         manager.flush()
         ahead.lay_out()
-        assert not ahead.unsettled and ahead.slots == 1 and ahead.keeps(made.blocks[0].id)
-        assert ahead.nbytes == 2 * PAGE and manager.parts.counters.errors == errors
+        assert not ahead.unsettled and ahead.keeps(made.blocks[0].id)
+        assert ahead.nbytes == PAGE and manager.parts.counters.errors == errors
         loop(made, [*range(8)], 2)
         made.check()
 
 
 def read_before_a_plan(made: Rig) -> ReadAhead:
     """Reads three blocks into DRAM; returns where they are when a plan has no place for them."""
-    begin = shared(made, [], 4)
+    begin = shared(made, None)
     manager = made.manager
     ahead, mover = manager.parts.transfers.ahead, manager.parts.transfers.need_mover()
     assert all(begin(n, n) for n in (0, 1, 2))
     manager.flush()
-    ahead.share({made.blocks[7].id: PAGE}, PAGE, 0, mover)
+    ahead.share({made.blocks[7].id: PAGE}, mover)
     assert staged(made) == {0, 1, 2} and ahead.unsettled
     return ahead
 

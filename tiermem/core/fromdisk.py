@@ -34,8 +34,7 @@ class Round:
         copies: Seconds that each of those takes to come up over the bus.
         reads: Seconds that the disk takes for each of those that it is asked for.
         reserve: Bytes of HBM for all that does not stay.
-        slots: Of DRAM, that the disk reads into; 0 where it reads straight into HBM.
-        staging: Bytes of the chunks through which it does that.
+        staging: Bytes of the chunks through which it reads straight into HBM.
         latency: Seconds between room coming free in HBM and a copy into it.
         parks: Whether the disk begins with the next block before that has room in HBM.
     """
@@ -46,7 +45,6 @@ class Round:
     copies: Mapping[int, float]
     reads: Mapping[int, float]
     reserve: int
-    slots: int
     staging: int
     latency: float = 0.0
     parks: bool = False
@@ -72,15 +70,6 @@ class _Here:
     next: int
     came: float
     known: float
-
-
-@dataclass(slots=True)
-class _Staged:
-    """A block in a slot of DRAM: its next use, when it is there, and when it has gone up."""
-
-    next: int
-    there: float
-    gone: float = math.inf
 
 
 class _Player:
@@ -115,7 +104,6 @@ class _Player:
         largest = max(one.taken.values(), default=0)
         self._ahead = max(1, one.reserve - 2 * largest + 1)
         self._here: dict[int, _Here] = {}
-        self._staged: dict[int, _Staged] = {}
         self._used = 0
         self._host = self._bus = self._disk = 0.0
         self._chunks: tuple[float, int] = (0.0, 0)
@@ -132,12 +120,9 @@ class _Player:
             if block not in here:
                 self._fetch(block, now, None)
             self._look_ahead(now, block)
-            self._read_on(now, at)
             self._park(at)
             entry = here[block]
             entry.next = now + self._gap[at]
-            if block in self._staged:
-                self._staged[block].next = entry.next
             self._host = max(self._host, entry.known)
             self.compute = max(self.compute, entry.came) + self._seconds[at]
         self._pass(*self._after)
@@ -159,23 +144,12 @@ class _Player:
                 break
             ahead += one.taken[other]
 
-    def _read_on(self, now: int, at: int) -> None:
-        """Starts the disk's reads into DRAM slots for the uses after one, while slots are free."""
-        if not self._one.slots:
-            return
-        length = len(self.uses)
-        for position in self._reads_after(at):
-            other = self.uses[position]
-            if other in self._here or other in self._staged:
-                continue
-            if not self._stage(other, now + (position - at - 1) % length + 1):
-                break
-
     def _park(self, at: int) -> None:
         """Starts the disk's next read straight into HBM, before the block has room there."""
         if not self._one.parks:
             return
-        for position in self._reads_after(at):
+        first = bisect_right(self._from_disk, at)
+        for position in self._from_disk[first:] + self._from_disk[:first]:
             block = self.uses[position]
             if block not in self._here:
                 if block != self._parked[0]:
@@ -183,11 +157,6 @@ class _Player:
                     self._parked = block, begin
                     self._disk = begin + self._without_room(block) * self._one.reads[block]
                 return
-
-    def _reads_after(self, at: int) -> list[int]:
-        """Returns where blocks from the disk are used, those after a use first."""
-        first = bisect_right(self._from_disk, at)
-        return self._from_disk[first:] + self._from_disk[:first]
 
     def _without_room(self, block: int) -> float:
         """Returns how much of a block is read before it has room in HBM."""
@@ -199,22 +168,10 @@ class _Player:
         Args:
             block: Its id.
             position: Of the use.
-            using: The block in use, where it is a later one; it stays then, and the host does not
-                wait. None where it is the present use.
+            using: The block in use, where it is a later one; it stays then. None where it is the
+                present use.
         """
         one = self._one
-        now = using is None
-        by_slot = one.slots > 0 and block in one.reads
-        if by_slot:
-            while block not in self._staged and not self._stage(block, position):
-                if not now:
-                    return False
-                self._wait_for_slot()
-            there = self._staged[block].there
-            if there > self._host:
-                if not now:
-                    return False
-                self._host = there
         size = one.taken[block]
         while self._used + size > one.reserve and self._here:
             # what is looked ahead at is less than the room beside the block in use: there is
@@ -226,15 +183,13 @@ class _Player:
             del self._here[leaves]
             self._used -= one.taken[leaves]
         self._used += size
-        if block in one.reads and not by_slot:
+        if block in one.reads:
             known, came = self._straight(block, size)
         else:
             # it goes behind all compute submitted so far: that used what was there before
             behind = self.compute + one.latency
             came = self._bus = max(self._bus, self._host, behind) + one.copies[block]
             known = self._host
-            if by_slot:
-                self._staged[block].gone = came
         self._here[block] = _Here(position, came, known)
         return True
 
@@ -265,37 +220,6 @@ class _Player:
     def _begin(self) -> float:
         """Returns when the disk begins with what is asked of it now."""
         return self._disk if self._disk >= self._host else self._host + _IDLE
-
-    def _stage(self, block: int, position: int) -> bool:
-        """Starts the disk's read of a block into a slot that is free or is wanted later, if any."""
-        staged = self._staged
-        if len(staged) >= self._one.slots:
-            leaves, last = None, position
-            for other, entry in staged.items():
-                if entry.gone <= self._host and entry.next > last:
-                    leaves, last = other, entry.next
-            if leaves is None:
-                return False
-            del staged[leaves]
-        seconds = self._one.reads[block]
-        self._disk = self._begin() + seconds
-        self.read += seconds
-        staged[block] = _Staged(position, self._disk)
-        return True
-
-    def _wait_for_slot(self) -> None:
-        """Makes the host wait until a slot's block is in HBM; as a last resort empties a slot."""
-        staged = self._staged
-        for entry in staged.values():
-            if entry.there <= self._host < entry.gone < math.inf:
-                self._host = entry.gone
-                return
-        times = [min(e.there, e.gone) if e.there > self._host else e.gone for e in staged.values()]
-        later = [time for time in times if self._host < time < math.inf]
-        if later:
-            self._host = min(later)
-        else:
-            del staged[max(staged, key=lambda block: staged[block].next)]
 
 
 def _gaps(uses: Sequence[int]) -> list[int]:

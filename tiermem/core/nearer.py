@@ -34,10 +34,9 @@ def nearer_from_disk(
     near = adjust_residents(kept, there, order, loop.sizes, loop.room - plan.reserve)
     for stay in (near, plan.residents):
         rest = {b: loop.sizes[b] for b in files.seconds if b in loop.sizes and b not in stay}
-        room = files.room - plan.ahead * max(rest.values(), default=0)
         copies = [block for block in staged if block in rest]
         passing = [block for block in order if block in rest]
-        below = adjust_residents(copies, (), passing, rest, room)
+        below = adjust_residents(copies, (), passing, rest, files.room)
         other = replace(plan, residents=stay, slot=largest_beside(loop.sizes, stay), in_dram=below)
         if all(f <= most for f, most in zip(loop.from_disk(other, files), enough, strict=True)):
             return other

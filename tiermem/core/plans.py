@@ -30,16 +30,12 @@ _WORTH_IT = 1.02
 """A plan in force is replaced if it is slower than the best one by this factor."""
 _WORTH_IT_BY_LANES = 1.01
 """As ``_WORTH_IT``, for a plan with lanes, which has little spare room for errors of the model."""
-_SLOTS_IN_DRAM = (0, 2, 3, 4)
 _AT_ENDS = (0, 1, 2)
 """Numbers of blocks tried, at either end of a loop that turns, to be read before any other."""
 _WAITED = 1.02
 """A loop that takes this many times its compute counts as waiting for its disk."""
 _MOST_PLAYED = 512
 """Uses in a round up to which all plans are played that there may be; else a few."""
-_IN_DRAM = 1.1
-"""Reads into ever other memory take so many times as long as into a few chunks that stay in the
-processor's cache: 4.4 beside 5.1 GB/s on the reference machine, less where the disk is slower."""
 _COMMON = (0.9, 0.75)
 _MOST_PAIRED = 4
 """Of so many sizes two are taken for lanes."""
@@ -55,8 +51,6 @@ class Plan:
         slot: Bytes of the pieces that reserve is used in; 0 where nothing streams through it.
         in_dram: Blocks whose home is a file and of which a copy stays in DRAM; None where the
             plan says nothing of DRAM.
-        ahead: Slots of DRAM that a disk reads the other ones into, ahead of room in HBM; 0
-            where it reads them straight into HBM.
         lanes: Bytes of each slot of HBM, the largest first, where blocks of each size have slots
             of their own; empty where all slots are alike and hold whatever fits.
         parks: Whether a disk begins with the next block that it reads straight into HBM before
@@ -67,7 +61,6 @@ class Plan:
     reserve: int
     slot: int = 0
     in_dram: frozenset[int] | None = None
-    ahead: int = 0
     lanes: tuple[int, ...] = ()
     parks: bool = False
 
@@ -187,9 +180,8 @@ class Loop:
         compute = self.compute[: self.length]
         slot = largest_beside(self.sizes, plan.residents) or 1
         taken = {b: occupied(s, slot) for b, s in self.sizes.items() if b not in plan.residents}
-        slower = _IN_DRAM if plan.ahead else 1.0
         there = plan.in_dram or frozenset()
-        reads = {b: slower * s for b, s in files.seconds.items() if b in taken and b not in there}
+        reads = {b: s for b, s in files.seconds.items() if b in taken and b not in there}
         one = Round(
             order,
             compute,
@@ -197,7 +189,6 @@ class Loop:
             self.transfer,
             reads,
             plan.reserve,
-            plan.ahead,
             files.staging,
             self.latency,
             plan.parks,
@@ -251,10 +242,9 @@ def share_hbm(loop: Loop, settled: Plan | None = None) -> Plan:
     3% at 12 slots, by 1% at 4, where copies took 0.9 of the time of 8,192 tokens). So of those
     within 0.2% of the fastest the smallest with four slots is taken, or else the largest.
 
-    DRAM that is to spare holds copies of blocks from files, which are not read again. Of the rest
-    the disk either reads ahead into a few slots there, so that it need not wait for room in HBM,
-    or straight into HBM, so that all of DRAM holds copies. Of plans that are as good the one that
-    reads least is taken: a disk is shared, and its speed is not the same from day to day.
+    DRAM that is to spare holds copies of blocks from files, which are not read again; the rest is
+    read straight into HBM. Of plans that are as good the one that reads least is taken: a disk is
+    shared, and its speed is not the same from day to day.
 
     Args:
         loop: What it is for.
@@ -294,7 +284,7 @@ def _all_in_dram(loop: Loop, files: Files, settled: Plan | None) -> Plan | None:
     rest = frozenset(files.seconds) & loop.sizes.keys() - plan.residents
     if sum(loop.sizes[block] for block in rest) > files.room:
         return None
-    return replace(plan, in_dram=rest, ahead=0, parks=False)
+    return replace(plan, in_dram=rest, parks=False)
 
 
 def _share_from_disk(loop: Loop, files: Files, settled: Plan | None) -> Plan:
@@ -305,19 +295,18 @@ def _share_from_disk(loop: Loop, files: Files, settled: Plan | None) -> Plan:
     for count in _AT_ENDS if turns and all_of_them else _AT_ENDS[:1]:
         away = _at_ends(loop, files, count)
         for plan in _plans(loop, _SLOTS if all_of_them else _SLOTS[:3], away):
-            for below in _below(plan, loop, files, away):
-                seconds, busy = loop.from_disk(below, files)
-                found.append((seconds, busy, below))
-                # a loop that turns has not been seen to gain from it on a device
-                waits = not turns and seconds > _WAITED * sum(loop.compute)
-                if waits and not below.ahead:
-                    parks = replace(below, parks=True)
-                    found.append((*loop.from_disk(parks, files), parks))
+            below = _with_copies(plan, loop, files, away)
+            seconds, busy = loop.from_disk(below, files)
+            found.append((seconds, busy, below))
+            # a loop that turns has not been seen to gain from it on a device
+            if not turns and seconds > _WAITED * sum(loop.compute):
+                parks = replace(below, parks=True)
+                found.append((*loop.from_disk(parks, files), parks))
     best = min(seconds for seconds, _, _ in found)
     if settled is not None and loop.seconds(settled) <= best * _WORTH_IT:
         return settled
     good = [entry for entry in found if entry[0] <= best * _AS_GOOD]
-    return min(good, key=lambda entry: (entry[1], entry[2].reserve, entry[2].ahead))[2]
+    return min(good, key=lambda entry: (entry[1], entry[2].reserve))[2]
 
 
 def _plans(
@@ -424,20 +413,12 @@ def _classes(sizes: Mapping[int, int]) -> list[int]:
     return sorted((size for size, _ in nbytes.most_common(_MOST_PAIRED)), reverse=True)
 
 
-def _below(
-    plan: Plan, loop: Loop, files: Files, away: Collection[int] = frozenset()
-) -> Iterator[Plan]:
-    """Yields a plan with what there may be of its blocks in DRAM, those that are away last."""
+def _with_copies(plan: Plan, loop: Loop, files: Files, away: Collection[int] = frozenset()) -> Plan:
+    """Returns a plan with copies in DRAM of as many of its blocks as fit, those away last."""
     sizes = loop.sizes
     rest = {b: sizes[b] for b in files.seconds if b in sizes and b not in plan.residents}
     near = [block for block in loop.order if block in rest and block not in away]
-    largest = max(rest.values(), default=0)
-    for slots in _SLOTS_IN_DRAM:
-        room = files.room - slots * largest
-        if room >= 0:
-            kept = choose_residents(near, rest, room)
-            if slots == 0 or len(kept) < len(rest):
-                yield replace(plan, in_dram=kept, ahead=slots)
+    return replace(plan, in_dram=choose_residents(near, rest, files.room))
 
 
 def _oversize(sizes: Mapping[int, int], room: int) -> list[frozenset[int]]:

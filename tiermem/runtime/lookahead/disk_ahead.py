@@ -55,11 +55,8 @@ class DiskAhead:
             self.through_dram = outlook.through_dram or not self._fetcher.beside
             self._ahead.share(None)
             return
-        self.through_dram = plan.ahead > 0
-        stream = self._sizes(set(schedule.order) - plan.residents - plan.in_dram)
-        slot = max(stream.values(), default=0)
-        slots = plan.ahead if slot else 0
-        self._ahead.share(self._sizes(plan.in_dram), slot, slots, mover, plan.residents)
+        self.through_dram = False
+        self._ahead.share(self._sizes(plan.in_dram), mover, plan.residents)
 
     def repair(self) -> None:
         """Forgets the plan, after an exception anywhere."""
@@ -113,8 +110,8 @@ class DiskAhead:
             position: Uses until it is needed.
 
         Returns:
-            False while it is on its way into DRAM, or waits for a place there; True where it is
-            there, or has to be read straight into HBM.
+            False while it is on its way into DRAM; True where it is there, or has to be read
+            straight into HBM.
         """
         ahead, mover = self._ahead, self._parts.mover
         entry = ahead.look(record)
@@ -123,8 +120,6 @@ class DiskAhead:
             schedule, cursor = planner.schedule, planner.cursor
             ahead.begin(record, mover, schedule, cursor, cursor + position)
             entry = ahead.look(record)
-            if entry is None and ahead.slots:
-                return False  # soon: straight it would wait for HBM, and the disk with it
         return entry is None or entry.transfer is None or entry.transfer.finished
 
     def stage_now(self, record: Record) -> bool:
@@ -132,14 +127,12 @@ class DiskAhead:
         ahead = self._ahead
         begins = ahead.look(record) is None
         if begins and record.home is Tier.NVME:
-            while not self.staged(record, 0) and ahead.look(record) is None:
-                if not ahead.wait_for_slot():
-                    break
+            self.staged(record, 0)
         return begins
 
     def _by_dram(self, record: Record) -> bool:
         """Whether a block is to be read into DRAM first."""
-        return self._ahead.takes(record.block) if self.shared else self.through_dram
+        return self._ahead.keeps(record.block.id) if self.shared else self.through_dram
 
     def _read_on(
         self, schedule: Schedule, begin: int, end: int, cursor: int, mover: FileMover
@@ -182,7 +175,7 @@ class DiskAhead:
             if (
                 record is not None
                 and record.home is Tier.NVME
-                and not self._ahead.takes(record.block)
+                and not self._ahead.keeps(record.block.id)
                 and record.block.id not in self._ahead.staged
                 and self._fetcher.is_due(record, schedule, position)
             ):
@@ -199,7 +192,7 @@ class DiskAhead:
                 record is not None
                 and record.home is Tier.NVME
                 and record.block.id not in ahead.staged
-                and not ahead.takes(record.block)
+                and not ahead.keeps(record.block.id)
                 and not self._fetcher.on_loan(record)
                 and self._fetcher.is_due(record, schedule, position)
             ):

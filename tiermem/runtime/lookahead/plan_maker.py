@@ -225,7 +225,7 @@ class PlanMaker:
         if turn:  # room alone decides
             timetable = Timetable((), ())
         else:
-            for block in [b for b in fetch if plan.ahead or b in (plan.in_dram or ())]:
+            for block in [b for b in fetch if b in (plan.in_dram or ())]:
                 fetch[block] = self._from_dram(loose[block])
             inside = {block for block, record in loose.items() if record.usable}
             away = refetched(order, sizes, plan.residents, plan.reserve, inside)
@@ -298,9 +298,8 @@ class PlanMaker:
         residents = plan.residents if pinned > room // 2 else plan.residents | held
         reserve = plan.reserve + slots + (pinned if pinned > room // 2 else 0)
         in_dram = None if unsteady else plan.in_dram  # what comes and goes needs DRAM as well
-        ahead = plan.ahead if in_dram is not None else 0
         parks = plan.parks and in_dram is not None
-        return Plan(residents, reserve, slot, in_dram, ahead, plan.lanes, parks)
+        return Plan(residents, reserve, slot, in_dram, plan.lanes, parks)
 
     def _share(
         self,
@@ -407,8 +406,7 @@ class PlanMaker:
         What others take and give back from pass to pass is not worth another plan.
         """
         kept = plan.in_dram or frozenset()
-        slot = largest_beside(sizes, plan.residents | kept)
-        needed = sum(sizes.get(block, 0) for block in kept) + plan.ahead * slot
+        needed = sum(sizes.get(block, 0) for block in kept)
         return needed <= now <= _MORE_DRAM * then
 
     def _loop(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 
-from tiermem.core.block import Block, Extent, align_up
+from tiermem.core.block import Extent, align_up
 from tiermem.core.residency import Record
 from tiermem.core.schedule import Schedule
 from tiermem.core.victims import NextUseQueue
@@ -29,8 +29,8 @@ class ReadAhead:
     lost at any time.
 
     A plan may share that DRAM out (:meth:`share`): some blocks have places of their own there, so
-    that they are read once, and what else streams goes through a few slots, the one that came
-    free last first. Without a plan whatever is used soonest has a place.
+    that they are read once, and what else streams is read straight into HBM. Without a plan
+    whatever is used soonest has a place.
 
     Attributes:
         staged: By block.
@@ -60,17 +60,9 @@ class ReadAhead:
         self.unsettled = False
         self._patient = False
         self._cancelled: set[FileTransfer] = set()
-        self._shared: tuple[Mapping[int, int], int, int, Set[int]] | None = None
+        self._shared: tuple[Mapping[int, int], Set[int]] | None = None
         self._places: dict[int, Extent] = {}
-        self._slots: set[Extent] = set()
-        self._fixed: set[Extent] = set()
-        self._free: list[Extent] = []
         homes.reclaimers.append(self.drop_all)
-
-    @property
-    def slots(self) -> int:
-        """How many slots there are."""
-        return len(self._slots)
 
     @property
     def kept(self) -> int:
@@ -81,19 +73,11 @@ class ReadAhead:
         """Whether a block has a place of its own."""
         return block_id in self._places
 
-    def takes(self, block: Block) -> bool:
-        """Whether a plan has a place for a block, or slots that are large enough."""
-        if block.id in self._places:
-            return True
-        return bool(self._slots) and align_up(block.nbytes) <= next(iter(self._slots)).nbytes
-
     # -- sharing ---------------------------------------------------------
 
     def share(
         self,
         kept: Mapping[int, int] | None,
-        slot: int = 0,
-        slots: int = 0,
         mover: FileMover | None = None,
         inside: Set[int] = frozenset(),
     ) -> None:
@@ -106,13 +90,11 @@ class ReadAhead:
         Args:
             kept: Bytes of the blocks that have places of their own; None where the order of use
                 alone decides.
-            slot: Bytes of a slot for the other ones.
-            slots: How many there may be.
             mover: Makes the reads under way, some of which are no longer wanted.
             inside: Blocks that stay in HBM. Copies of them that are here already stay as well,
                 while there is room: another plan may want them.
         """
-        wanted = None if kept is None else (kept, slot, slots, inside)
+        wanted = None if kept is None else (kept, inside)
         if wanted == self._shared:
             return
         self._shared = wanted
@@ -138,7 +120,6 @@ class ReadAhead:
     def _adopt(self, block_id: int) -> None:
         """Makes the place that a block has its own."""
         self._places[block_id] = self.staged[block_id].extent
-        self._fixed.add(self.staged[block_id].extent)
 
     def lay_out(self, mover: FileMover | None = None) -> bool:
         """Allocates the places that a plan wants, once the transfers of earlier ones have ended.
@@ -153,12 +134,12 @@ class ReadAhead:
         self._drop_risen()
         if self._shared is None or self._is_clearing():
             return False
-        if not self._take_places(*self._shared[:3]):
+        if not self._take_places(self._shared[0]):
             for inside in (True, False):
                 goes = self._adopted(inside=inside)
                 if goes and not self._clear(goes, mover):
                     return False  # they are being read or copied, or have not gone up: later
-                if goes and self._take_places(*self._shared[:3]):
+                if goes and self._take_places(self._shared[0]):
                     break
         self.unsettled = False
         return True
@@ -192,17 +173,13 @@ class ReadAhead:
     def _clear(self, block_ids: Sequence[int], mover: FileMover | None) -> bool:
         """Drops blocks, with the places that nothing is in yet; returns whether all are gone."""
         for block_id in block_ids:
-            self._fixed.discard(self._places.pop(block_id))
+            del self._places[block_id]
             self._let_go(block_id)
         used = {entry.extent for entry in (*self._dying, *self.staged.values())}
         for block_id, extent in list(self._places.items()):
             if extent not in used:
                 del self._places[block_id]
-                self._fixed.discard(extent)
                 self._give_back(extent)
-        self._slots, self._free, slots = set(), [], self._slots
-        for extent in slots - used:
-            self._give_back(extent)
         self._hasten(mover)
         return not self._is_clearing()
 
@@ -213,41 +190,22 @@ class ReadAhead:
                 self.drop(block_id)
         self._bury()
 
-    def _take_places(self, kept: Mapping[int, int], slot: int, slots: int) -> bool:
-        """Takes slots, and places for the blocks that have none; returns whether it has all."""
-        for _ in range(slots):
-            extent = self._allocate(slot)
-            if extent is not None:
-                self._slots.add(extent)
-                self._free.append(extent)
+    def _take_places(self, kept: Mapping[int, int]) -> bool:
+        """Takes places for the blocks that have none; returns whether all have one."""
         for block_id in sorted(kept, key=lambda block: (-kept[block], block)):
             if block_id in self._places:
                 continue
             extent = self._allocate(kept[block_id])
             if extent is not None:
                 self._places[block_id] = extent
-                self._fixed.add(extent)
-        return len(self._slots) == slots and kept.keys() <= self._places.keys()
-
-    def wait_for_slot(self) -> bool:
-        """Waits until the bytes in one more slot have gone up; returns whether there was one."""
-        for entry in (*self._dying, *self.staged.values()):
-            there = entry.transfer is not None and entry.transfer.finished
-            pending = there and entry.copied is not None and not entry.copied.done()
-            if pending and entry.extent in self._slots and entry.copied is not None:
-                entry.copied.synchronize()
-                return True
-        return False
+        return kept.keys() <= self._places.keys()
 
     def _forget_places(self) -> None:
-        """Gives places and slots up; those in use are free when what is in them is over."""
+        """Gives places up; those in use are free when what is in them is over."""
         used = {entry.extent for entry in (*self._dying, *self.staged.values())}
-        extents = self._slots | self._fixed
-        self._slots.clear()
-        self._fixed.clear()
+        extents = set(self._places.values()) - used
         self._places.clear()
-        self._free.clear()
-        for extent in extents - used:
+        for extent in extents:
             self._give_back(extent)
 
     def _allocate(self, nbytes: int) -> Extent | None:
@@ -257,9 +215,7 @@ class ReadAhead:
         return found
 
     def _give_back(self, extent: Extent) -> None:
-        if extent in self._slots:
-            self._free.append(extent)
-        elif extent not in self._fixed:
+        if extent not in self._places.values():
             self.nbytes -= extent.nbytes
             self._homes.dram.free(extent)
 
@@ -421,7 +377,7 @@ class ReadAhead:
         for block_id in list(self.staged):
             self.drop(block_id)
         if self._shared is not None:
-            self._shared = ({}, 0, 0, frozenset())  # until the next plan, for what is left
+            self._shared = ({}, frozenset())  # until the next plan, for what is left
             self._forget_places()
         if before and self.nbytes == before:
             for entry in self._dying:
@@ -437,11 +393,11 @@ class ReadAhead:
 
         Its places are the caller's to free. What it had are copies, to be read again.
         """
-        for entries in (self.staged, self._places, self._cancelled, self._slots, self._fixed):
+        for entries in (self.staged, self._places, self._cancelled):
             entries.clear()
         self.parked.clear()
         self.reading = []
-        self._dying, self._free = [], []
+        self._dying = []
         self._queue = NextUseQueue()
         self._shared = None
         self.unsettled = False
@@ -466,14 +422,7 @@ class ReadAhead:
         if self._shared is None:
             return self._place_by_use(nbytes, position)
         own = self._places.get(block_id)
-        if own is not None:
-            return own if all(entry.extent != own for entry in self._dying) else None
-        if not self._free:
-            for other in self._queue.last(1, position, self._may_leave_slot):
-                self.drop(other)
-        if not self._free or self._free[-1].nbytes < nbytes:
-            return None
-        return self._free.pop()
+        return own if all(entry.extent != own for entry in self._dying) else None
 
     def _place_by_use(self, nbytes: int, position: int) -> Extent | None:
         found = self._allocate(nbytes)
@@ -484,9 +433,6 @@ class ReadAhead:
                 if found is not None:
                     break
         return found
-
-    def _may_leave_slot(self, block_id: int) -> bool:
-        return self._may_go(block_id) and self.staged[block_id].extent in self._slots
 
     def _may_go(self, block_id: int) -> bool:
         entry = self.staged.get(block_id)
