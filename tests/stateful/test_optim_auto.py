@@ -552,7 +552,6 @@ LookingOnBothSides.TestCase.settings = settings(
 )
 
 
-@pytest.mark.thorough  # OPEN: finds a failing program since steps ahead were split; see ADR 45
 @pytest.mark.skipif(isinstance(library(), str), reason=f"no loop here: {library()}")
 class TestLookingOnBothSides(LookingOnBothSides.TestCase):  # type: ignore[name-defined,misc]
     """The machine; and the host did make steps ahead in it."""

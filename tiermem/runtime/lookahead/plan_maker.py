@@ -89,25 +89,24 @@ class StreamPlan:
     turn: int = 0
     lanes: Lanes | None = None
 
-    def takes_over(self, other: StreamPlan) -> bool:
-        """Takes over the times of a newer plan for the same schedule if it decides the same.
-
-        So what goes by this plan goes on: a recording of what it did is not made anew for times
-        that differ by a little, and those that differ by more are met with at the next check.
-
-        Returns:
-            Whether it does.
-        """
-        same = (self.plan, self.ahead, self.turn, self.through_dram) == (
+    def decides_as(self, other: StreamPlan) -> bool:
+        """Whether it decides the same as a newer plan for the same schedule, whose times differ."""
+        if self.lanes is not None or other.lanes is not None:
+            return False
+        return (self.plan, self.ahead, self.turn, self.through_dram) == (
             other.plan,
             other.ahead,
             other.turn,
             other.through_dram,
         )
-        if not same or self.lanes is not None or other.lanes is not None:
-            return False
+
+    def take_times(self, other: StreamPlan) -> None:
+        """Takes over the times of a plan that decides the same, and so goes on.
+
+        A recording of what was done by it is not made anew for times that differ by a little, and
+        those that differ by more are met with at the next check.
+        """
         self.made_of, self.timetable = other.made_of, other.timetable
-        return True
 
 
 class PlanMaker:

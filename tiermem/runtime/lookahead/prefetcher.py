@@ -150,7 +150,9 @@ class Prefetcher:
         if found is None or self._maker.is_stale(found[0], made_of):
             self._begin_early(schedule)
             outlook = self._maker.make(schedule, made_of, self._held, beside=self.fetcher.beside)
-            if found is None or not found[0].takes_over(outlook):
+            if found is not None and found[0].decides_as(outlook):
+                found[0].take_times(outlook)
+            else:
                 walk = make_walk(self._parts, self.fetcher, schedule, outlook, self._reach)
                 walk.complete = -1 if found is None else found[1].complete
                 found = outlook, walk
