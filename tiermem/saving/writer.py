@@ -27,7 +27,7 @@ CHUNK = 8 << 20
 _CHUNKS = 10
 _OPEN = 4
 _THREADS = 4
-_SYNC_NBYTES = 128 << 20
+_SYNC_NBYTES = 512 << 20
 """So many bytes are given to the disk before it is asked to sync them, while others are written.
 
 Direct writes may be in a cache of the disk: a sync at the end alone waits for all of it."""
