@@ -221,7 +221,13 @@ class Bench:
             self.clock.wait()
             ours = time.perf_counter() - started
             beyond = held() - before - budgeted(tier)
-            self.say(f"first: {ours:.2f} s, load_checkpoint {made:.2f}; GB {_traffic(tier)}")
+            reads = [e for e in tier.timeline.events() if e.lane.startswith("nvme->")]
+            began = min((e.start_ns for e in reads), default=0) / 1e9 - started
+            ended = max((e.end_ns for e in reads), default=0) / 1e9 - started
+            self.say(
+                f"first: {ours:.2f} s, load_checkpoint {made:.2f}, reads from {began:.2f} to "
+                f"{ended:.2f}; GB {_traffic(tier)}"
+            )
             with RawRead(tier, "") as raw:
                 started = time.perf_counter()
                 nbytes = raw.read()
@@ -331,8 +337,13 @@ class Bench:
         """Returns the seconds of a call and the bytes it read from files; prints both."""
         tier.reset_stats()
         seconds = self.clock.once(call)
-        self.say(f"{what}: {seconds:.3f} s; GB {_traffic(tier) or 'none'}")
-        links = tier.stats().links.items()
+        stats = tier.stats()
+        lost = ", ".join(f"{cause} {lost:.3f}" for cause, lost in stats.losses.items() if lost)
+        self.say(
+            f"{what}: {seconds:.3f} s; GB {_traffic(tier) or 'none'}, "
+            f"kept {stats.kept_in_hbm / 1e9:.2f}; lost s: {lost or 'none'}"
+        )
+        links = stats.links.items()
         return seconds, sum(link.nbytes for name, link in links if name.startswith("nvme"))
 
     def _read(self, raw: RawRead, nbytes: int) -> float:
