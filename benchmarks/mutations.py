@@ -432,7 +432,7 @@ _ELSEWHERE = (
     ),
     Mutation(
         "a clipping that was cut short is applied again",
-        "tiermem/nn/groups/grads.py",
+        "tiermem/nn/groups/gradunit.py",
         "if tensor._version != version]\n        self._done",
         "if tensor._version < 0]\n        self._done",
         ("tests/unit/test_nn_clipping.py",),

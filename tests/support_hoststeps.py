@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tiermem.optim.host.side import HostSide, Job
+from tiermem.optim.host.job import Job
+from tiermem.optim.host.side import HostSide
 
 
 class Gate:

@@ -20,7 +20,7 @@ from tiermem.nn.groups.partition import checked_homes
 from tiermem.nn.groups.resident import Resident
 from tiermem.nn.wrap.wrapped import Blocks
 from tiermem.optim.classes import optimizer_class
-from tiermem.optim.host.side import with_fused
+from tiermem.optim.host.fused import with_fused
 from tiermem.optim.hostpart import Where
 from tiermem.optim.rules.groups import Params, floating, groups_of, with_defaults
 from tiermem.optim.rules.probe import StateProbe, settings_of

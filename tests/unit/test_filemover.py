@@ -122,10 +122,10 @@ def test_what_was_waited_for_is_polled(
     engine.hold()
     transfer = mover.write(store.allocate(CHUNK), noise(CHUNK), label="w")
     assert engine.until_pending(1)
-    monkeypatch.setattr(mover._pump, "finished", Ended())
+    monkeypatch.setattr(mover._pump.ended, "finished", Ended())
     lock = Lock()
-    monkeypatch.setattr(mover._pump, "lock", lock)
-    monkeypatch.setattr(mover._pump, "changed", threading.Condition(lock.real))
+    monkeypatch.setattr(mover._pump.ended, "lock", lock)
+    monkeypatch.setattr(mover._pump.ended, "changed", threading.Condition(lock.real))
     engine.release()
     assert marked.wait(SECONDS)
     assert transfer.finished
@@ -239,8 +239,8 @@ def test_writes_do_not_starve(scripted: tuple[ScriptedEngine, FileMover], store:
     assert engine.until_pending(4)
     write = mover.write(extents[1], noise(CHUNK), label="w")
     engine.release()
-    with mover._pump.lock:  # waiting through the mover would make them urgent
-        assert mover._pump.changed.wait_for(lambda: read.finished and write.finished, SECONDS)
+    with mover._pump.ended.lock:  # waiting through the mover would make them urgent
+        assert mover._pump.ended.changed.wait_for(lambda: read.finished and write.finished, SECONDS)
     at = [r.op for r in engine.log].index(IoOp.WRITE)
     assert 4 <= at <= 12
 

@@ -51,9 +51,9 @@ def file() -> Iterator[int]:
 
 def refuse(engine: FallbackEngine, code: int) -> None:
     """Makes every entry into the kernel fail with ``code`` from now on."""
-    ring: Any = engine._engine
-    ring._lib.submit_and_get_events = lambda *_: -code
-    ring._lib.submit_and_wait_timeout = lambda *_: -code
+    uring: Any = engine._engine
+    uring._ring.lib.submit_and_get_events = lambda *_: -code
+    uring._ring.lib.submit_and_wait_timeout = lambda *_: -code
 
 
 def reads(memory: Memory, tokens: range) -> list[IoRequest]:

@@ -11,7 +11,7 @@ import pytest
 from support_process import nothing_left_open
 
 from tiermem.errors import ConfigError
-from tiermem.io import ThreadEngine, choose_engine, probe, uring
+from tiermem.io import ThreadEngine, choose_engine, probe, ring
 from tiermem.io.fallback import FallbackEngine
 
 needs_uring = pytest.mark.skipif(probe.probe_uring() is not None, reason="no io_uring here")
@@ -60,7 +60,7 @@ def test_a_blocked_io_uring_gives_way_to_threads(
     def refuse(*args: object) -> int:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(uring, "init_ring", refuse)
+    monkeypatch.setattr(ring, "init_ring", refuse)
     monkeypatch.setattr(probe, "_read_setting", lambda: setting)
     with nothing_left_open():
         for preferred in (None, "uring"):

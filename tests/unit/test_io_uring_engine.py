@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from support_process import nothing_left_open, open_files
 
-from tiermem.io import IoOp, IoRequest, UringEngine, ring, uring
+from tiermem.io import IoOp, IoRequest, UringEngine, registered, ring, uring
 from tiermem.io.engine import MAX_STALLS, Progress
 from tiermem.io.probe import probe_uring
 from tiermem.testing.io import Memory
@@ -43,7 +43,7 @@ def test_older_kernels_get_fewer_flags(monkeypatch: pytest.MonkeyPatch, file: in
 def test_refused_registrations_fall_back_to_plain_io(
     monkeypatch: pytest.MonkeyPatch, file: int
 ) -> None:
-    real = uring.load_library
+    real = ring.load_library
 
     def without_registration() -> object:
         lib = real()
@@ -51,7 +51,7 @@ def test_refused_registrations_fall_back_to_plain_io(
         lib.register_files = lambda *args: -errno.EMFILE
         return lib
 
-    monkeypatch.setattr(uring, "load_library", without_registration)
+    monkeypatch.setattr(ring, "load_library", without_registration)
     memory = Memory(4 * PAGE)
     memory.view[:] = data = os.urandom(4 * PAGE)
     engine = UringEngine()
@@ -70,7 +70,7 @@ def test_refused_registrations_fall_back_to_plain_io(
 def test_where_not_all_can_be_registered_the_first_buffer_is(
     monkeypatch: pytest.MonkeyPatch, file: int
 ) -> None:
-    real = uring.load_library
+    real = ring.load_library
 
     def with_a_limit() -> object:
         lib = real()
@@ -80,11 +80,11 @@ def test_where_not_all_can_be_registered_the_first_buffer_is(
         )
         return lib
 
-    monkeypatch.setattr(uring, "load_library", with_a_limit)
+    monkeypatch.setattr(ring, "load_library", with_a_limit)
     first, second = Memory(2 * PAGE), Memory(2 * PAGE)
     engine = UringEngine()
     engine.open([file], [(first.address, first.nbytes), (second.address, second.nbytes)])
-    assert engine._areas == [(first.address, first.nbytes)]
+    assert engine._known.areas == [(first.address, first.nbytes)]
     assert "only the first buffer registered: Cannot allocate memory" in engine.describe()
     for number, memory in enumerate((first, second)):
         memory.view[:] = data = os.urandom(2 * PAGE)
@@ -98,12 +98,12 @@ def test_where_not_all_can_be_registered_the_first_buffer_is(
 def test_areas_longer_than_a_buffer_may_be_are_split(
     monkeypatch: pytest.MonkeyPatch, file: int
 ) -> None:
-    monkeypatch.setattr(uring, "MAX_AREA", 4 * PAGE)
+    monkeypatch.setattr(registered, "MAX_AREA", 4 * PAGE)
     memory = Memory(10 * PAGE)
     memory.view[:] = data = os.urandom(10 * PAGE)
     engine = UringEngine()
     engine.open([file], [(memory.address, memory.nbytes)])
-    assert [n for _, n in engine._areas] == [4 * PAGE, 4 * PAGE, 2 * PAGE]
+    assert [n for _, n in engine._known.areas] == [4 * PAGE, 4 * PAGE, 2 * PAGE]
     for op in (IoOp.WRITE, IoOp.READ):  # the second request lies across two areas
         runs = [(0, 4), (3, 2), (8, 2)]
         requests = [
@@ -164,7 +164,7 @@ def test_a_dropped_engine_gives_its_ring_back(file: int) -> None:
 def test_a_missing_function_is_an_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ring._QUICK, "io_uring_gone_tomorrow", (None, (ctypes.c_int,)))
     with pytest.raises(ImportError, match="io_uring_gone_tomorrow"):
-        uring.load_library()
+        ring.load_library()
 
 
 def progress(op: IoOp = IoOp.READ, nbytes: int = 8 * PAGE) -> Progress:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._foreach_utils import _has_foreach_support
 
 import tiermem
-from tiermem.nn.groups.grads import Pending
+from tiermem.nn.groups.gradunit import Pending
 
 DRAM = Tiers("dram")
 Clip = Callable[[nn.Module], Any]

@@ -53,7 +53,7 @@ class Round:
 def play(one: Round) -> tuple[float, float]:
     """Returns the seconds of a round in the steady state, and those in which the disk reads."""
     player = _Player(one)
-    if not player.uses:
+    if not player.uses.blocks:
         return math.fsum(one.compute), 0.0
     marks = []
     for number in range(_ROUNDS):
@@ -72,35 +72,50 @@ class _Here:
     known: float
 
 
+class _Uses:
+    """The uses of a round whose blocks do not stay.
+
+    The compute of the others is part of the way from one to the next.
+
+    Attributes:
+        blocks: Their ids, in order of use.
+        seconds: The compute of each.
+        before: Seconds and number of the uses of other blocks before each of them.
+        after: The same after the last one.
+        gaps: How many of these uses later each block is used again.
+        from_disk: Where those are whose block is read from a disk.
+    """
+
+    def __init__(self, one: Round) -> None:
+        self.blocks: list[int] = []
+        self.seconds: list[float] = []
+        self.before: list[tuple[float, int]] = []
+        passed, count = 0.0, 0
+        for block, seconds in zip(one.order, one.compute, strict=True):
+            if block in one.taken:
+                self.blocks.append(block)
+                self.seconds.append(seconds)
+                self.before.append((passed, count))
+                passed, count = 0.0, 0
+            else:
+                passed, count = passed + seconds, count + 1
+        self.after = (passed, count)
+        self.gaps = _gaps(self.blocks)
+        self.from_disk = [at for at, block in enumerate(self.blocks) if block in one.reads]
+
+
 class _Player:
     """The host's clock, and what the device, the bus and the disk have been asked for so far.
 
-    Uses are counted among those of blocks that do not stay; the compute of the others is part of
-    the way from one to the next.
-
     Attributes:
-        uses: Ids of those blocks in order of use.
+        uses: What is played.
         compute: When all compute submitted so far is over.
         read: Seconds in which the disk read so far.
     """
 
     def __init__(self, one: Round) -> None:
         self._one = one
-        self.uses: list[int] = []
-        self._seconds: list[float] = []
-        self._before: list[tuple[float, int]] = []
-        passed, count = 0.0, 0
-        for block, seconds in zip(one.order, one.compute, strict=True):
-            if block in one.taken:
-                self.uses.append(block)
-                self._seconds.append(seconds)
-                self._before.append((passed, count))
-                passed, count = 0.0, 0
-            else:
-                passed, count = passed + seconds, count + 1
-        self._after = (passed, count)
-        self._gap = _gaps(self.uses)
-        self._from_disk = [at for at, block in enumerate(self.uses) if block in one.reads]
+        self.uses = _Uses(one)
         largest = max(one.taken.values(), default=0)
         self._ahead = max(1, one.reserve - 2 * largest + 1)
         self._here: dict[int, _Here] = {}
@@ -112,20 +127,21 @@ class _Player:
 
     def round(self, number: int) -> None:
         """Plays a round."""
-        here, length = self._here, len(self.uses)
-        for at, block in enumerate(self.uses):
+        here, uses = self._here, self.uses
+        length = len(uses.blocks)
+        for at, block in enumerate(uses.blocks):
             now = number * length + at
-            self._pass(*self._before[at])
+            self._pass(*uses.before[at])
             self._host += _HOST
             if block not in here:
                 self._fetch(block, now, None)
             self._look_ahead(now, block)
             self._park(at)
             entry = here[block]
-            entry.next = now + self._gap[at]
+            entry.next = now + uses.gaps[at]
             self._host = max(self._host, entry.known)
-            self.compute = max(self.compute, entry.came) + self._seconds[at]
-        self._pass(*self._after)
+            self.compute = max(self.compute, entry.came) + uses.seconds[at]
+        self._pass(*uses.after)
 
     def _pass(self, seconds: float, uses: int) -> None:
         """Goes by uses of blocks that stay."""
@@ -134,7 +150,8 @@ class _Player:
 
     def _look_ahead(self, now: int, block: int) -> None:
         """Asks for what comes after a use, as far as there is room."""
-        one, uses, length = self._one, self.uses, len(self.uses)
+        one, uses = self._one, self.uses.blocks
+        length = len(uses)
         ahead = 0
         for later in range(now + 1, now + length):
             if ahead >= self._ahead:
@@ -148,9 +165,10 @@ class _Player:
         """Starts the disk's next read straight into HBM, before the block has room there."""
         if not self._one.parks:
             return
-        first = bisect_right(self._from_disk, at)
-        for position in self._from_disk[first:] + self._from_disk[:first]:
-            block = self.uses[position]
+        from_disk = self.uses.from_disk
+        first = bisect_right(from_disk, at)
+        for position in from_disk[first:] + from_disk[:first]:
+            block = self.uses.blocks[position]
             if block not in self._here:
                 if block != self._parked[0]:
                     begin = self._begin()

@@ -14,6 +14,8 @@ import os
 import struct
 from types import SimpleNamespace
 
+from tiermem.io.engine import PASSING
+
 RING_NBYTES = 1024  # struct io_uring is 216 bytes; room for releases to come
 RING_FD = 196  # its ring_fd, behind both queues (104 and 88 bytes) and the flags
 _PARAMS_NBYTES = 120
@@ -29,6 +31,7 @@ FLAG_CHOICES = (
 """Ring flags, best first; older kernels answer EINVAL to those they do not know."""
 
 _POPULATE_WRITE = 23
+_CQE = struct.Struct("<Qi")
 
 
 class Timespec(ctypes.Structure):
@@ -114,6 +117,71 @@ def init_ring(lib: SimpleNamespace, ring: int, entries: int) -> int:
         if code != -errno.EINVAL:
             break
     raise OSError(-code, f"io_uring_queue_init: {os.strerror(-code)}")
+
+
+class Ring:
+    """One ring, and the memory through which the kernel and this process hand entries over.
+
+    Attributes:
+        lib: The C functions.
+        address: Of the ring.
+        flags: What it was set up with.
+    """
+
+    def __init__(self, entries: int) -> None:
+        """Reserves memory for a ring whose submission queue has so many entries."""
+        self.lib = load_library()
+        self._memory = ctypes.create_string_buffer(RING_NBYTES)
+        self.address = ctypes.addressof(self._memory)
+        self.flags = 0
+        self._entries = entries
+        self._batch = (ctypes.c_void_p * (2 * entries))()
+        self._timespec = Timespec()
+        self._first = ctypes.c_void_p()
+
+    def start(self) -> None:
+        """Has the kernel set it up.
+
+        Raises:
+            OSError: If it refuses a ring.
+        """
+        self.flags = init_ring(self.lib, self.address, self._entries)
+
+    def enter(self, left: float | None) -> None:
+        """Submits, and sleeps in the kernel for up to ``left`` seconds (0: not at all)."""
+        if left == 0.0:
+            # Deferred task work only runs when the kernel is asked for events.
+            code = self.lib.submit_and_get_events(self.address)
+            if code >= 0 or -code in PASSING:
+                return
+            raise OSError(-code, f"io_uring_submit: {os.strerror(-code)}")
+        timespec = None
+        if left is not None:
+            whole = int(left)
+            self._timespec.sec, self._timespec.nsec = whole, int((left - whole) * 1e9)
+            timespec = ctypes.addressof(self._timespec)
+        out = ctypes.addressof(self._first)
+        code = self.lib.submit_and_wait_timeout(self.address, out, 1, timespec, None)
+        if code < 0 and -code not in PASSING and code != -errno.ETIME:
+            raise OSError(-code, f"io_uring_submit_and_wait: {os.strerror(-code)}")
+
+    def completed(self) -> list[tuple[int, int]]:
+        """Takes every entry out of the completion queue; returns their data and results."""
+        entries: list[tuple[int, int]] = []
+        batch = ctypes.addressof(self._batch)
+        while True:
+            count = self.lib.peek_batch_cqe(self.address, batch, len(self._batch))
+            if count == 0:
+                return entries
+            # Copied first and given back at once: an entry seen twice would be a lost request.
+            for address in self._batch[:count]:
+                entries.append(_CQE.unpack(ctypes.string_at(address or 0, 12)))
+            self.lib.cq_advance(self.address, count)
+
+    def file(self) -> int:
+        """Returns its descriptor."""
+        (found,) = struct.unpack_from("<i", self._memory, RING_FD)
+        return int(found)
 
 
 def prefault(address: int, nbytes: int) -> None:

@@ -13,7 +13,7 @@ from torch.utils._foreach_utils import (
 )
 
 from tiermem.nn.compat.outside import on_purpose
-from tiermem.nn.groups.grads import Change, Measure
+from tiermem.nn.groups.gradunit import Change, Measure
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.norms import Kind, measure_of
 from tiermem.optim.units.unit import StepUnit

@@ -11,6 +11,7 @@ from tiermem.runtime.manager import BlockManager
 
 if TYPE_CHECKING:
     from tiermem.nn.groups.grads import GradStore
+    from tiermem.nn.groups.gradunit import Measure
     from tiermem.nn.groups.group import Entry, Group
     from tiermem.nn.groups.need import Program
 
@@ -40,6 +41,35 @@ class WeightViews(Protocol):
 
     def view(self, saved: Any) -> torch.Tensor:
         """Returns the view that a reference stands for."""
+        ...
+
+
+class Watcher(Protocol):
+    """Follows gradients as they arrive."""
+
+    def arriving(self, entry: Entry) -> bool:
+        """Called before one is accumulated; returns whether to leave ``param.grad`` as it is."""
+        ...
+
+    def arrived(self, entry: Entry) -> None:
+        """Called when it is in the tiers."""
+        ...
+
+    def edited(self, entry: Entry) -> None:
+        """Called when it was written by other code than autograd."""
+        ...
+
+    def has_used(self, entry: Entry) -> bool:
+        """Whether a step used it, and is made again where it changes."""
+        ...
+
+
+class Norms(Protocol):
+    """Takes the norms of one optimizer's gradients."""
+
+    @property
+    def measure(self) -> Measure | None:
+        """The function measured of every gradient, or None."""
         ...
 
 

@@ -22,7 +22,8 @@ from tiermem.nn.tensors.norms import measure_of
 from tiermem.nn.tensors.standin import dispatch
 
 if TYPE_CHECKING:
-    from tiermem.nn.groups.grads import Change, GradStore, GradUnit
+    from tiermem.nn.groups.grads import GradStore
+    from tiermem.nn.groups.gradunit import Change, GradUnit
     from tiermem.nn.groups.group import Entry
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
-from tiermem.core.block import Block, Role
-from tiermem.core.layout import TensorShape, split
+from tiermem.core.block import Role
+from tiermem.core.layout import TensorShape
 from tiermem.errors import CapacityError, StepError
 from tiermem.nn.compat.entrances import inside
 from tiermem.nn.compat.quiet import quiet, unrecorded
 from tiermem.nn.compat.shapes import follow, shape_of
 from tiermem.nn.compat.weakly import Hook, Weak
-from tiermem.nn.groups.above import Passes
+from tiermem.nn.groups.above import Norms, Passes, Watcher
 from tiermem.nn.groups.clipping import Clippable
+from tiermem.nn.groups.gradunit import Change, GradUnit, Measure, Pending, divide, make_first
 from tiermem.nn.groups.group import Entry, Group
 from tiermem.nn.groups.need import accumulates, beside_optimizer, check_gradients
 from tiermem.nn.tensors.lazy import (
@@ -30,110 +31,6 @@ from tiermem.nn.tensors.lazy import (
 )
 from tiermem.runtime.memory.slots import Slot
 from tiermem.runtime.services.sweep import BlockSweep
-
-Change = Callable[[list[torch.Tensor]], None]
-Measure = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Watcher(Protocol):
-    """Follows gradients as they arrive."""
-
-    def arriving(self, entry: Entry) -> bool:
-        """Called before one is accumulated; returns whether to leave ``param.grad`` as it is."""
-        ...
-
-    def arrived(self, entry: Entry) -> None:
-        """Called when it is in the tiers."""
-        ...
-
-    def edited(self, entry: Entry) -> None:
-        """Called when it was written by other code than autograd."""
-        ...
-
-    def has_used(self, entry: Entry) -> bool:
-        """Whether a step used it, and is made again where it changes."""
-        ...
-
-
-class Norms(Protocol):
-    """Takes the norms of one optimizer's gradients."""
-
-    @property
-    def measure(self) -> Measure | None:
-        """The function measured of every gradient, or None."""
-        ...
-
-
-class Pending:
-    """A change that gradients of one block await; applied once to each, also if interrupted.
-
-    Attributes:
-        entries: Whose gradients.
-        change: Called with the gradients.
-    """
-
-    __slots__ = ("_done", "_under_way", "change", "entries")
-
-    def __init__(self, entries: Sequence[Entry], change: Change) -> None:
-        self.entries = list(entries)
-        self.change = change
-        self._done: list[Entry] = []
-        self._under_way: list[tuple[Entry, torch.Tensor, int]] = []
-
-    def make(self, found: dict[int, torch.Tensor]) -> None:
-        """Changes the gradients that are there and not changed yet; it may be called again.
-
-        Args:
-            found: Gradients by the id of their entry; each is changed in place with one call.
-        """
-        self.note_written()
-        left = [e for e in self.entries if id(e) in found and e not in self._done]
-        if not left:
-            return
-        self._under_way = [(e, found[id(e)], found[id(e)]._version) for e in left]
-        try:
-            self.change([found[id(entry)] for entry in left])
-        finally:  # Ctrl-C, no memory: torch has counted which are changed
-            self.note_written()
-
-    def copy(self) -> Pending:
-        """Returns an independent copy, for gradients read anew, without the change under way."""
-        found = Pending(self.entries, self.change)
-        found._done = list(self._done)
-        return found
-
-    def note_written(self) -> None:
-        """Notes which gradients have been changed by a call that may have been cut short."""
-        written = [e for e, tensor, version in self._under_way if tensor._version != version]
-        self._done = [*self._done, *(e for e in written if e not in self._done)]
-        self._under_way = []
-
-
-class GradUnit:
-    """One block of gradients: those of consecutive parameters of one group.
-
-    Attributes:
-        block: The block.
-        entries: Its parameters, in the order of the block's specs.
-        group: The group they are from.
-        pending: Changes that every gradient of it awaits (the factor of a clipping); made when
-            the block is next in HBM, so that they cost no sweep of their own.
-    """
-
-    __slots__ = ("block", "entries", "group", "pending")
-
-    def __init__(self, block: Block, entries: list[Entry], group: Group) -> None:
-        self.block = block
-        self.entries = entries
-        self.group = group
-        self.pending: list[Pending] = []
-
-
-def divide(group: Group, limit: int) -> list[list[Entry]]:
-    """Cuts a group's trainable parameters into units of at most ``limit`` bytes each."""
-    entries = [e for e in group.entries if e.param.requires_grad and e.unit is None]
-    sizes = [e.param.numel() * e.param.element_size() for e in entries]
-    return [[entries[i] for i in run] for run in split(sizes, limit)]
 
 
 class GradStore:
@@ -499,7 +396,7 @@ class GradStore:
         try:
             with torch.no_grad():
                 while unit.pending:
-                    _make_first(unit.pending, found)
+                    make_first(unit.pending, found)
         finally:
             for entry in unit.entries:
                 refresh(entry.lazy, slot.views[entry.unit_index])
@@ -655,10 +552,3 @@ class GradStore:
         if self._pipeline is None:
             self._pipeline = BlockSweep(self.manager)
         self._pipeline.write([before.block], gradients=True)
-
-
-def _make_first(pending: list[Pending], found: dict[int, torch.Tensor]) -> None:
-    """Makes the first of some changes, which is pending no more then."""
-    first = pending[0]
-    first.make(found)
-    del pending[0]

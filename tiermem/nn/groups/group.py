@@ -22,7 +22,7 @@ from tiermem.runtime.services.verify import differs_from_home
 
 if TYPE_CHECKING:
     from tiermem.nn.groups.addresses import Addresses
-    from tiermem.nn.groups.grads import GradUnit
+    from tiermem.nn.groups.gradunit import GradUnit
 
 ORDINARY = (nn.Parameter, torch.Tensor)
 """Classes that add nothing to what torch does with a tensor."""

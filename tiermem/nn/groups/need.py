@@ -29,7 +29,7 @@ from tiermem.nn.groups.resident import is_resident
 from tiermem.runtime.memory.homes import staging_size
 
 if TYPE_CHECKING:
-    from tiermem.nn.groups.grads import GradUnit
+    from tiermem.nn.groups.gradunit import GradUnit
     from tiermem.nn.groups.group import Entry
 
 FREEZE = (

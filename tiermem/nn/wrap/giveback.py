@@ -19,7 +19,7 @@ from tiermem.config import format_size
 from tiermem.core.block import Tier
 from tiermem.core.residency import State
 from tiermem.errors import CapacityError, StorageError, TierError, WrapError
-from tiermem.nn.groups.grads import GradUnit
+from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.nn.groups.group import Entry, Group, Member
 from tiermem.nn.tensors.lazy import is_gone, ordinary
 from tiermem.runtime.memory.hostmemory import available_memory

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tiermem.nn.groups.clipping import factor_of
-from tiermem.nn.groups.grads import Change
+from tiermem.nn.groups.gradunit import Change
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.host.exact import Proven, kind_of_step
 from tiermem.optim.host.proof import prove

@@ -13,9 +13,10 @@ from tiermem.core.block import Tier, align_up
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.host.devicebits import DeviceBits
 from tiermem.optim.host.exact import Proven
+from tiermem.optim.host.fused import with_fused
 from tiermem.optim.host.room import HostRoom
 from tiermem.optim.host.share import Speeds, choose_host, choose_share, measure
-from tiermem.optim.host.side import HostSide, can_be_on_host, rooms_of, side_of, with_fused
+from tiermem.optim.host.side import HostSide, can_be_on_host, rooms_of, side_of
 from tiermem.optim.host.spread import Rates, Traffic, measure_both, spread
 from tiermem.optim.host.team import as_team
 from tiermem.optim.rules.probe import Make, settings_of

@@ -12,7 +12,8 @@ import torch
 from tiermem.core.block import Block
 from tiermem.nn.compat.quiet import unrecorded
 from tiermem.nn.passes.runtime import ModuleRuntime
-from tiermem.optim.host.side import HostSide, Job, side_of
+from tiermem.optim.host.job import Job
+from tiermem.optim.host.side import HostSide, side_of
 from tiermem.optim.host.team import team
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.units.unit import State, StepUnit

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Sequence
 
 import torch
 
-from tiermem.nn.groups.grads import Change, GradUnit, Pending
+from tiermem.nn.groups.gradunit import Change, GradUnit, Pending
 from tiermem.nn.groups.group import Entry
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, ensure_there, is_viewed

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tiermem.core.block import Block
-from tiermem.nn.groups.grads import GradUnit
+from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.nn.groups.group import Group
 from tiermem.runtime.memory.slots import Slot
 

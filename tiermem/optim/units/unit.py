@@ -12,7 +12,7 @@ import torch
 from tiermem.core.block import Block
 from tiermem.errors import StepError
 from tiermem.nn.compat.outside import outside
-from tiermem.nn.groups.grads import GradUnit
+from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.nn.groups.group import Entry, Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, flush, forget, is_viewed, lazy, refresh

@@ -224,7 +224,7 @@ class FileMover:
             check_tensor(tensor, transfer.nbytes)
         job = Job(transfer, tensor, self._store.pieces(transfer.extent), after)
         if not self._pump.start_job(job):
-            self._pump.settle(transfer, failure(transfer, self._pump.dead))
+            self._pump.ended.settle(transfer, failure(transfer, self._pump.dead))
         return transfer
 
     def poll(self) -> list[FileTransfer]:
@@ -234,7 +234,7 @@ class FileMover:
             ClosedError: If the mover belongs to another process.
         """
         self._check_process()
-        finished = self._pump.finished
+        finished = self._pump.ended.finished
         return [finished.popleft() for _ in range(len(finished))]
 
     def wait(self, transfer: FileTransfer, *, hurry: bool = True) -> None:
@@ -253,9 +253,9 @@ class FileMover:
         if hurry and not (transfer.finished or transfer.urgent or self._closed):
             with contextlib.suppress(ClosedError):  # closing finishes it as well
                 self._pump.hurry(transfer)
-        with self._pump.lock:  # taken in any case: by then poll() knows of it as well
+        with self._pump.ended.lock:  # taken in any case: by then poll() knows of it as well
             while not transfer.finished:
-                self._pump.changed.wait()
+                self._pump.ended.changed.wait()
 
     def rest(self, transfer: FileTransfer) -> None:
         """Blocks, without the GIL, until a parked read waits for its target alone, or has ended.
@@ -264,9 +264,9 @@ class FileMover:
             ClosedError: If the mover belongs to another process.
         """
         self._check_process()
-        with self._pump.lock:
+        with self._pump.ended.lock:
             while not (transfer.rests or transfer.finished):
-                self._pump.changed.wait()
+                self._pump.ended.changed.wait()
 
     def wait_all(self) -> None:
         """Blocks, without the GIL, until nothing is under way but reads that wait for a target.
@@ -277,9 +277,9 @@ class FileMover:
             ClosedError: If the mover belongs to another process.
         """
         self._check_process()
-        with self._pump.lock:
+        with self._pump.ended.lock:
             while self._pump.at_work():
-                self._pump.changed.wait(_LOOK)
+                self._pump.ended.changed.wait(_LOOK)
 
     def wait_any(self, transfers: Sequence[FileTransfer]) -> None:
         """Blocks, without the GIL, until one of several has finished; hurries none.
@@ -288,9 +288,9 @@ class FileMover:
             ClosedError: If the mover belongs to another process.
         """
         self._check_process()
-        with self._pump.lock:
+        with self._pump.ended.lock:
             while not any(transfer.finished for transfer in transfers):
-                self._pump.changed.wait()
+                self._pump.ended.changed.wait()
 
     def cancel(self, transfer: FileTransfer) -> None:
         """Leaves out the pieces not begun; it then finishes with ECANCELED, or in whole.
@@ -310,14 +310,14 @@ class FileMover:
     def stats(self) -> MoverStats:
         """Returns what was done so far."""
         self._check_process()
-        counters = self._pump.counters
+        counters = self._pump.pieces.counters
         return MoverStats(
             engine=self.engine[0],
-            engine_detail=self._pump.engine_detail,
+            engine_detail=self._pump.workers.detail,
             bytes_read=counters.bytes_read,
             bytes_written=counters.bytes_written,
             bytes_direct=counters.bytes_direct,
-            failed=counters.failed,
+            failed=self._pump.ended.failed,
             checksum_seconds=counters.checksum_ns / 1e9,
             copy_seconds=counters.copy_ns / 1e9,
             wait_seconds=counters.wait_ns / 1e9,

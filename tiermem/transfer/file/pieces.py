@@ -38,7 +38,6 @@ class Counters:
     bytes_read: int = 0
     bytes_written: int = 0
     bytes_direct: int = 0
-    failed: int = 0
     checksum_ns: int = 0
     copy_ns: int = 0
     wait_ns: int = 0

@@ -9,7 +9,6 @@ import errno
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -17,12 +16,14 @@ import torch
 from tiermem.errors import ClosedError, StorageError
 from tiermem.io.engine import IoCompletion, IoEngine, start_threads
 from tiermem.storage.files import FileStore
-from tiermem.transfer.file.copiers import ChunkCopier, HostCopier
-from tiermem.transfer.file.helpers import HelperFactory, carry_out, threads
-from tiermem.transfer.file.jobs import Chunk, FileTransfer, Job
+from tiermem.transfer.file.copiers import ChunkCopier
+from tiermem.transfer.file.ended import Ended
+from tiermem.transfer.file.helpers import HelperFactory
+from tiermem.transfer.file.jobs import FileTransfer, Job
 from tiermem.transfer.file.pieces import Pieces
 from tiermem.transfer.file.staging import Staging
 from tiermem.transfer.file.switching import switch_interval
+from tiermem.transfer.file.workers import Workers
 
 _FIRST_LOOK = 50e-6
 _LAST_LOOK = 2e-4
@@ -40,7 +41,13 @@ class Message(enum.Enum):
 class Pump:
     """Thread of a :class:`~tiermem.transfer.file.mover.FileMover`, and what is asked of it.
 
-    What begins with ``_`` and is not guarded by ``lock`` belongs to the thread.
+    What begins with ``_`` and is not guarded by the lock of ``ended`` belongs to the thread.
+
+    Attributes:
+        ended: The transfers that have ended.
+        workers: The engine and the helpers.
+        pieces: The transfers under way.
+        dead: Why the thread has ended, if it was not asked to.
     """
 
     def __init__(
@@ -53,19 +60,11 @@ class Pump:
         verify: bool,
         helpers: HelperFactory | None,
     ) -> None:
-        self.lock = threading.RLock()  # Ctrl-C can leave a Condition entered, but not a lock
-        self.changed = threading.Condition(self.lock)
-        self.finished: deque[FileTransfer] = deque()
+        self.ended = ended = Ended()
         self.dead: BaseException | None = None
-        self.engine_name = ""
-        self.engine_detail = ""
+        self.workers = Workers(engine_factory, helpers, copier)
         chunks = Staging(staging, chunk_nbytes)
-        self.pieces = Pieces(store, chunks, copier, verify, self.settle, self._rest)
-        self.counters = self.pieces.counters
-        self._store = store
-        self._staging = staging
-        self._copier = copier if isinstance(copier, HostCopier) else HostCopier()
-        self._make_helpers = threads() if helpers is None else helpers
+        self.pieces = Pieces(store, chunks, copier, verify, ended.settle, ended.rest)
         self._pid = os.getpid()
         self._inbox: list[tuple[Message, FileTransfer, Job | None]] = []
         self._taking = False
@@ -73,7 +72,7 @@ class Pump:
         self._started = threading.Event()
         self._brisk = False
         self._thread = threading.Thread(
-            target=self._run, args=(engine_factory,), name="tiermem-file-pump", daemon=True
+            target=self._run, args=(store, staging), name="tiermem-file-pump", daemon=True
         )
 
     # Called by other threads ---------------------------------------------------------
@@ -115,7 +114,7 @@ class Pump:
         self._post(Message.HURRY, transfer, None)
 
     def _post(self, message: Message, transfer: FileTransfer, job: Job | None) -> bool:
-        with self.lock:
+        with self.ended.lock:
             if self._closing:
                 raise ClosedError("the file mover is closed")
             if self.dead is not None:
@@ -123,41 +122,25 @@ class Pump:
             if not self._inbox:
                 # First: a Ctrl-C after it costs a look. The other way round it would leave
                 # a message that is never read.
-                self._engine.wake()
+                self.workers.engine.wake()
             self._inbox.append((message, transfer, job))
             return True
 
     def at_work(self) -> bool:
-        """Whether any transfer has not ended that has somewhere to go; asked under ``lock``."""
+        """Whether any transfer has not ended that has somewhere to go; asked under the lock."""
         if self.dead is not None or not self._thread.is_alive():
             return False
         jobs = list(self.pieces.queue.jobs.values())
         return bool(self._inbox) or self._taking or any(job.tensor is not None for job in jobs)
 
-    def settle(self, transfer: FileTransfer, error: StorageError | None) -> None:
-        """Marks a transfer as finished and wakes the threads that wait for it."""
-        transfer.error = error
-        transfer.finished_ns = time.perf_counter_ns()
-        if error is not None:
-            self.counters.failed += 1
-        with self.lock:
-            transfer.finished = True
-            self.finished.append(transfer)
-            self.changed.notify_all()
-
-    def _rest(self, transfer: FileTransfer) -> None:
-        with self.lock:
-            transfer.rests = True
-            self.changed.notify_all()
-
     def ask_to_close(self) -> None:
         """Asks the thread to end; never blocks, so that a garbage collection may call it."""
         if os.getpid() != self._pid:
             return
-        with self.lock:
+        with self.ended.lock:
             self._closing = True
-            if self.dead is None and self.engine_name and self._thread.is_alive():
-                self._engine.wake()
+            if self.dead is None and self.workers.name and self._thread.is_alive():
+                self.workers.engine.wake()
 
     def close(self) -> None:
         """Cancels everything, ends the threads and the engine; in a forked child does nothing."""
@@ -169,33 +152,28 @@ class Pump:
 
     def engine_now(self) -> tuple[str, str]:
         """Returns the engine's name, and why it is not the one that was chosen, or ""."""
-        engine = self._engine
+        engine = self.workers.engine
         return engine.name, engine.note
 
     def forked(self) -> None:
         """Closes the engine's descriptors in a forked child, which has no such thread."""
-        engine = getattr(self, "_engine", None)
-        if engine is not None:
-            engine.forked()
+        self.workers.forked()
 
     # The thread ----------------------------------------------------------------------
 
-    def _run(self, engine_factory: Callable[[], IoEngine]) -> None:
+    def _run(self, store: FileStore, staging: torch.Tensor) -> None:
+        workers = self.workers
         try:
-            self._engine = engine_factory()
+            workers.make()
         except BaseException as error:
             self.dead = error
             self._started.set()
             atexit.unregister(self.close)
             return
-        self._helpers = self._make_helpers(self._help, self._engine.wake)
-        self.pieces.engine, self.pieces.helpers = self._engine, self._helpers
+        self.pieces.engine, self.pieces.helpers = workers.engine, workers.helpers
         cause: BaseException | None = None
         try:
-            area = (self._staging.data_ptr(), self._staging.numel())
-            self._engine.open(self._store.fds, [area])
-            self._helpers.start()
-            self.engine_name, self.engine_detail = self._engine.name, self._engine.describe()
+            workers.open(store.fds, (staging.data_ptr(), staging.numel()))
             self._started.set()
             if not self._closing:
                 self._loop()
@@ -206,11 +184,8 @@ class Pump:
             self._started.set()
             atexit.unregister(self.close)
 
-    def _help(self, chunk: Chunk) -> None:
-        carry_out(chunk, self._copier)
-
     def _loop(self) -> None:
-        pieces, helpers = self.pieces, self._helpers
+        pieces, helpers = self.pieces, self.workers.helpers
         look = _FIRST_LOOK
         moved = False
         while True:
@@ -223,7 +198,7 @@ class Pump:
             self._set_brisk(pieces.at_work)
             helpers.eager = pieces.needs_helpers
             helped = helpers.collect()  # what is done after this line wakes the engine
-            completions = self._engine.wait(0) if helped else self._wait(look)
+            completions = self.workers.engine.wait(0) if helped else self._wait(look)
             if completions:
                 pieces.begin()  # the disk is given its next work before anything else
                 pieces.complete(completions)
@@ -243,8 +218,8 @@ class Pump:
         if fence is not None:
             fence.wait()
         else:
-            completions = self._engine.wait(look if self.pieces.needs_fence else None)
-        self.counters.wait_ns += time.perf_counter_ns() - before
+            completions = self.workers.engine.wait(look if self.pieces.needs_fence else None)
+        self.pieces.counters.wait_ns += time.perf_counter_ns() - before
         return completions
 
     def _set_brisk(self, brisk: bool) -> None:
@@ -253,7 +228,7 @@ class Pump:
             (switch_interval.shorten if brisk else switch_interval.restore)()
 
     def _read_inbox(self) -> None:
-        with self.lock:
+        with self.ended.lock:
             messages, self._inbox = self._inbox, []
             self._taking = bool(messages)
         for message, transfer, job in messages:
@@ -278,23 +253,20 @@ class Pump:
 
         No memory is touched after.
         """
-        for close in (self._helpers.close, self._engine.close):
-            try:
-                close()
-            except Exception as error:
-                cause = cause or error
+        failed = self.workers.close()
+        cause = cause or failed
         for chunk in self.pieces.fenced:
             if chunk.fence is not None:
                 with contextlib.suppress(Exception):  # a broken device fails every copy
                     chunk.fence.wait()
-        with self.lock:
+        with self.ended.lock:
             if cause is not None:
                 self.dead = cause
             self._closing = self._closing or cause is None
             left = [job for what, _, job in self._inbox if job and what is Message.START]
             self._inbox.clear()
         for job in [*self.pieces.drop(), *left]:
-            self.settle(job.transfer, job.error or failure(job.transfer, cause))
+            self.ended.settle(job.transfer, job.error or failure(job.transfer, cause))
         self._set_brisk(False)
 
 

@@ -1,0 +1,93 @@
+"""Blocks of gradients, and the changes that these await."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tiermem.core.block import Block
+from tiermem.core.layout import split
+from tiermem.nn.groups.group import Entry, Group
+
+Change = Callable[[list[torch.Tensor]], None]
+Measure = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Pending:
+    """A change that gradients of one block await; applied once to each, also if interrupted.
+
+    Attributes:
+        entries: Whose gradients.
+        change: Called with the gradients.
+    """
+
+    __slots__ = ("_done", "_under_way", "change", "entries")
+
+    def __init__(self, entries: Sequence[Entry], change: Change) -> None:
+        self.entries = list(entries)
+        self.change = change
+        self._done: list[Entry] = []
+        self._under_way: list[tuple[Entry, torch.Tensor, int]] = []
+
+    def make(self, found: dict[int, torch.Tensor]) -> None:
+        """Changes the gradients that are there and not changed yet; it may be called again.
+
+        Args:
+            found: Gradients by the id of their entry; each is changed in place with one call.
+        """
+        self.note_written()
+        left = [e for e in self.entries if id(e) in found and e not in self._done]
+        if not left:
+            return
+        self._under_way = [(e, found[id(e)], found[id(e)]._version) for e in left]
+        try:
+            self.change([found[id(entry)] for entry in left])
+        finally:  # Ctrl-C, no memory: torch has counted which are changed
+            self.note_written()
+
+    def copy(self) -> Pending:
+        """Returns an independent copy, for gradients read anew, without the change under way."""
+        found = Pending(self.entries, self.change)
+        found._done = list(self._done)
+        return found
+
+    def note_written(self) -> None:
+        """Notes which gradients have been changed by a call that may have been cut short."""
+        written = [e for e, tensor, version in self._under_way if tensor._version != version]
+        self._done = [*self._done, *(e for e in written if e not in self._done)]
+        self._under_way = []
+
+
+class GradUnit:
+    """One block of gradients: those of consecutive parameters of one group.
+
+    Attributes:
+        block: The block.
+        entries: Its parameters, in the order of the block's specs.
+        group: The group they are from.
+        pending: Changes that every gradient of it awaits (the factor of a clipping); made when
+            the block is next in HBM, so that they cost no sweep of their own.
+    """
+
+    __slots__ = ("block", "entries", "group", "pending")
+
+    def __init__(self, block: Block, entries: list[Entry], group: Group) -> None:
+        self.block = block
+        self.entries = entries
+        self.group = group
+        self.pending: list[Pending] = []
+
+
+def divide(group: Group, limit: int) -> list[list[Entry]]:
+    """Cuts a group's trainable parameters into units of at most ``limit`` bytes each."""
+    entries = [e for e in group.entries if e.param.requires_grad and e.unit is None]
+    sizes = [e.param.numel() * e.param.element_size() for e in entries]
+    return [[entries[i] for i in run] for run in split(sizes, limit)]
+
+
+def make_first(pending: list[Pending], found: dict[int, torch.Tensor]) -> None:
+    """Makes the first of some changes, which is pending no more then."""
+    first = pending[0]
+    first.make(found)
+    del pending[0]

@@ -1,0 +1,37 @@
+"""torch's fused CPU kernels, where an optimizer class has one and its user chose nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.optim.rules.plainstep import run_unseen
+from tiermem.optim.rules.separable import Make, ready
+
+
+def with_fused(make: Make) -> Make:
+    """Returns a maker of the same optimizer with torch's fused CPU kernel, where there is one.
+
+    A user's own choice of ``foreach`` or ``fused`` stands.
+    """
+
+    def fused(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        for group in groups:
+            if group.get("fused") is None and not group.get("foreach"):
+                group["fused"] = True
+        return make(groups)
+
+    probe = nn.Parameter(torch.zeros(1))
+    probe.grad = torch.zeros(1)
+    try:
+        plain = make([{"params": [probe]}])
+        settings = plain.param_groups[0]
+        chosen = settings.get("foreach") is not None or settings.get("fused") is not None
+        if chosen or "fused" not in settings:
+            return make
+        run_unseen(ready(fused([{"params": [probe]}])))
+    except Exception:  # no such kernel for these settings: the class decides itself
+        return make
+    return fused
