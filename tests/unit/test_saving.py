@@ -22,7 +22,7 @@ from torch import nn
 
 import tiermem
 from tiermem.core import parts
-from tiermem.saving import later, layout, save, writer
+from tiermem.saving import later, layout, save
 from tiermem.saving.files import FileOperations
 
 BF16 = {"dtype": torch.bfloat16, "options": {"master_dtype": torch.float32}}
@@ -560,32 +560,6 @@ def test_a_save_that_fails_is_told_of_once(tmp_path, monkeypatch) -> None:
         run.save(tmp_path / "run")
         run.load(tmp_path / "run")
         run.step()
-    assert os.listdir(tmp_path) == ["run"]
-
-
-def test_what_was_written_is_synced_while_the_rest_is_written(tmp_path, monkeypatch) -> None:
-    """The system tells one sync of a file alone that a write has failed: here the one meanwhile."""
-    threads: list[str] = []
-
-    class Told(FileOperations):
-        broken = False
-
-        def sync(self, fd: int) -> None:
-            threads.append(threading.current_thread().name)
-            if self.broken and threads[-1].startswith("tiermem-sync"):
-                raise OSError(errno.EIO, "broken")
-            super().sync(fd)
-
-    monkeypatch.setattr(writer, "_SYNC_NBYTES", 1)
-    monkeypatch.setattr(save, "FILES", Told())
-    with Run(Setup()) as run:
-        run.save(tmp_path / "run")
-        assert any(name.startswith("tiermem-sync") for name in threads)
-        monkeypatch.setattr(Told, "broken", True)
-        run.step()
-        with pytest.raises(tiermem.StorageError, match="could not be written"):
-            run.save(tmp_path / "run")
-        run.load(tmp_path / "run")  # the former one
     assert os.listdir(tmp_path) == ["run"]
 
 

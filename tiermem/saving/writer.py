@@ -27,10 +27,6 @@ CHUNK = 8 << 20
 _CHUNKS = 10
 _OPEN = 4
 _THREADS = 4
-_SYNC_NBYTES = 512 << 20
-"""So many bytes are given to the disk before it is asked to sync them, while others are written.
-
-Direct writes may be in a cache of the disk: a sync at the end alone waits for all of it."""
 
 Checks = dict[str, list[tuple[int, str]]]
 """For each tensor: the lengths of runs of its bytes, in order, and their checksums."""
@@ -89,10 +85,7 @@ class TensorWriter:
         self._pending: list[Future[None]] = []
         self._free: SimpleQueue[mmap.mmap] = SimpleQueue()
         self._made = 0
-        self._unsynced = 0
-        self._syncing: Future[None] | None = None
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tiermem-save")
-        self._syncer = ThreadPoolExecutor(1, thread_name_prefix="tiermem-sync")
         try:
             for plan in plans:
                 self._begin(os.path.join(folder, plan.path), plan)
@@ -159,17 +152,6 @@ class TensorWriter:
 
     def _submit(self, chunk: _Chunk) -> None:
         self._pending.append(self._pool.submit(self._write, chunk))
-        self._unsynced += chunk.end - chunk.begin
-        if self._unsynced >= _SYNC_NBYTES and (self._syncing is None or self._syncing.done()):
-            self._end_syncing()
-            self._syncing = self._syncer.submit(self._files.sync, chunk.file.fd)
-            self._unsynced = 0
-
-    def _end_syncing(self) -> None:
-        """Waits for a sync under way; raises its error, which the system reports only once."""
-        syncing, self._syncing = self._syncing, None
-        if syncing is not None:
-            syncing.result()
 
     def _write(self, chunk: _Chunk) -> None:
         """Hashes and writes a chunk; in a thread."""
@@ -223,7 +205,6 @@ class TensorWriter:
             self._submit(self._open.pop(0))
         while self._pending:
             self._pending.pop(0).result()
-        self._end_syncing()
         checks: Checks = {}
         for name, nbytes in self._left.items():
             runs = sorted(self._found.get(name, ()))
@@ -245,7 +226,6 @@ class TensorWriter:
                 stack.callback(self._files.close, file.fd)
                 if file.direct is not None:
                     stack.callback(self._files.close, file.direct)
-            stack.callback(self._syncer.shutdown, cancel_futures=True)
             stack.callback(self._pool.shutdown, cancel_futures=True)
 
 
