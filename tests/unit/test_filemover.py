@@ -406,8 +406,13 @@ def test_an_engine_that_cannot_be_made_raises_at_once(store: SwapFile) -> None:
             super().start()
             raise RuntimeError("can't start new thread")
 
+    def none_helps(*_: object) -> HelperThreads:
+        raise RuntimeError("no helpers")
+
     with pytest.raises(RuntimeError, match="no engine"):
         FileMover(store, broken, host(CHUNK), CHUNK)
+    with pytest.raises(RuntimeError, match="no helpers"):
+        FileMover(store, ThreadEngine, host(CHUNK), CHUNK, helpers=none_helps)
     with pytest.raises(RuntimeError, match="new thread"):
         FileMover(store, ThreadEngine, host(CHUNK), CHUNK, helpers=NoThreads)
     assert set(threading.enumerate()) <= before

@@ -30,9 +30,8 @@ class Ended:
         """Marks a transfer as finished and wakes the threads that wait for it."""
         transfer.error = error
         transfer.finished_ns = time.perf_counter_ns()
-        if error is not None:
-            self.failed += 1
         with self.lock:
+            self.failed += error is not None
             transfer.finished = True
             self.finished.append(transfer)
             self.changed.notify_all()
