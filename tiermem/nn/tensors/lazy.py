@@ -33,7 +33,7 @@ ANSWERS: dict[Any, Callable[..., Any]] = {}
 
 
 class LazyTensor(StandIn, torch.Tensor):
-    """Stands for a tensor in the tiers. Make it with :func:`lazy`."""
+    """Stands for a tensor in the tiers. Make it with :class:`Ways`."""
 
     _load: Callable[[], torch.Tensor]
     _store: Callable[[torch.Tensor], Any]
@@ -252,27 +252,6 @@ def refresh(tensor: torch.Tensor | None, value: torch.Tensor) -> None:
                     mine.copy_(theirs)
 
 
-def lazy(
-    shape: torch.Size,
-    dtype: torch.dtype,
-    device: torch.device,
-    load: Callable[[], torch.Tensor],
-    store: Callable[[torch.Tensor], Any],
-    formal: torch.dtype | None = None,
-) -> LazyTensor:
-    """Makes a lazy tensor.
-
-    Args:
-        shape: Of the real tensor.
-        dtype: Of the real tensor.
-        device: Of the real tensor.
-        load: Returns a copy of the real tensor, in ordinary memory.
-        store: Takes a changed copy back.
-        formal: The dtype that torch's C++ is to see, if another.
-    """
-    return Ways(shape, dtype, device, load, store, formal).stand_in()
-
-
 class Ways:
     """How the bytes of a tensor are got at, for one stand-in after another.
 
@@ -293,15 +272,15 @@ class Ways:
         formal: torch.dtype | None = None,
         clippable: Any = None,
     ) -> None:
-        """Describes a tensor; see :func:`lazy`.
+        """Describes a tensor.
 
         Args:
-            shape: As there, and so is the rest.
-            dtype: Likewise.
-            device: Likewise.
-            load: Likewise.
-            store: Likewise.
-            formal: Likewise.
+            shape: Of the real tensor.
+            dtype: Of the real tensor.
+            device: Of the real tensor.
+            load: Returns a copy of the real tensor, in ordinary memory.
+            store: Takes a changed copy back.
+            formal: The dtype that torch's C++ is to see, if another.
             clippable: Of the gradient of a parameter: knows its norm, and what it awaits.
         """
         self.shape, self.dtype = shape, dtype
@@ -334,7 +313,7 @@ def gone(
         refuse: Raises, with the reason, when its values are asked for or written.
         formal: The dtype that torch's C++ is to see, if another.
     """
-    tensor = lazy(shape, dtype, device, refuse, refuse, formal)
+    tensor = Ways(shape, dtype, device, refuse, refuse, formal).stand_in()
     end(tensor, refuse)
     return tensor
 

@@ -25,7 +25,7 @@ from tiermem.core.parts import parts_of
 from tiermem.errors import StepError
 from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime, UnderWay
-from tiermem.nn.tensors.lazy import LazyTensor, flush, forget, is_viewed, lazy, refresh
+from tiermem.nn.tensors.lazy import LazyTensor, Ways, flush, forget, is_viewed, refresh
 from tiermem.nn.tensors.placeholder import is_placeholder, shared_placeholder
 from tiermem.optim.rules.groups import frozen
 from tiermem.optim.rules.scaling import Scaling
@@ -405,13 +405,14 @@ class PartedUnit(StepUnit):
     def _show(self, runtime: ModuleRuntime, key: str, dtype: torch.dtype) -> LazyTensor:
         found = self._shown.get(key)
         if found is None:
-            found = self._shown[key] = lazy(
+            ways = Ways(
                 self._param.shape,
                 dtype,
                 runtime.manager.parts.device,
                 partial(self._load_whole, runtime, key),
                 partial(self._store_whole, runtime, key),
             )
+            found = self._shown[key] = ways.stand_in()
         return found
 
     def _load_whole(self, runtime: ModuleRuntime, key: str) -> torch.Tensor:

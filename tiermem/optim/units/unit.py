@@ -15,7 +15,7 @@ from tiermem.nn.compat.outside import outside
 from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.nn.groups.group import Entry, Group
 from tiermem.nn.passes.runtime import ModuleRuntime
-from tiermem.nn.tensors.lazy import LazyTensor, flush, forget, is_viewed, lazy, refresh
+from tiermem.nn.tensors.lazy import LazyTensor, Ways, flush, forget, is_viewed, refresh
 from tiermem.optim.rules.plainstep import run, run_scaled, undoes_scale
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.rules.separable import Make, copied, settings_of
@@ -498,13 +498,14 @@ class StepUnit(UnitGradients):
             return found
         if self.block is None:
             raise RuntimeError(f"{self.name}: no state")
-        found = self._stand_ins[place.first] = lazy(
+        ways = Ways(
             torch.Size(place.shape),
             dtype,
             runtime.manager.parts.device,
             partial(self._load, runtime, place),
             partial(self._store, runtime, place),
         )
+        found = self._stand_ins[place.first] = ways.stand_in()
         found._shelled = shelled
         return found
 
