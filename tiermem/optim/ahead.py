@@ -287,13 +287,13 @@ class StepsAhead:
             self._first()
         return False
 
-    def arrived(self, entry: Entry) -> None:
-        """Called when a gradient is in the tiers; steps its block if it was the last of that."""
+    def arrived(self, entries: Sequence[Entry]) -> None:
+        """Called when gradients are in the tiers; steps their block if none of it is awaited."""
         now = self._backward
-        if not now.steps or id(entry.param) not in now.entries or not now.is_here():
+        if not now.steps or not now.is_here():
             return
-        if not now.awaits(entry):
-            self._step(entry.group)
+        if now.has_all(entries):
+            self._step(entries[0].group)
 
     def edited(self, entry: Entry) -> None:
         """Called when other code has written a gradient; that has dropped the steps already."""

@@ -234,15 +234,12 @@ class InBackward:
             raise self._another(entry)
         return False
 
-    def arrived(self, entry: Entry) -> None:
-        """Called when a gradient is in the tiers; steps its block if it was the last of that."""
-        now = self._backward
-        if not (now.steps or self._first_steps.watches) or id(entry.param) not in now.entries:
+    def arrived(self, entries: Sequence[Entry]) -> None:
+        """Called when gradients are in the tiers; steps their block if none of it is awaited."""
+        now, group = self._backward, entries[0].group
+        if not (now.steps or self._first_steps.watches) or not now.is_here():
             return
-        if not now.is_here():
-            return
-        group = entry.group
-        if id(group) in self._late or now.awaits(entry):
+        if id(group) in self._late or not now.has_all(entries):
             return
         if now.steps:
             self._step(group)

@@ -87,9 +87,10 @@ class SteppedBackward:
         """Whether settings changed since :meth:`mark`."""
         return self._marks != marks_of(self.groups)
 
-    def awaits(self, entry: Entry) -> bool:
-        """Whether gradients of a block are still to come after this one."""
-        return self._arrivals.awaits(entry.group, entry)
+    def has_all(self, entries: Sequence[Entry]) -> bool:
+        """Whether, after these of one block, no gradient of it is to come to this optimizer."""
+        mine = [entry for entry in entries if id(entry.param) in self.entries]
+        return bool(mine) and not self._arrivals.awaits(mine[0].group, mine)
 
     def final_units(self, group: Group) -> list[StepUnit]:
         """Returns the units of a block that have gradients."""

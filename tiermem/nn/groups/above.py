@@ -51,8 +51,8 @@ class Watcher(Protocol):
         """Called before one is accumulated; returns whether to leave ``param.grad`` as it is."""
         ...
 
-    def arrived(self, entry: Entry) -> None:
-        """Called when it is in the tiers."""
+    def arrived(self, entries: Sequence[Entry]) -> None:
+        """Called when gradients of parameters of one group are in the tiers."""
         ...
 
     def edited(self, entry: Entry) -> None:

@@ -19,6 +19,7 @@ from tiermem.nn.groups.clipping import Clippable
 from tiermem.nn.groups.gradunit import Change, GradUnit, Measure, Pending, divide, make_first
 from tiermem.nn.groups.group import Entry, Group
 from tiermem.nn.groups.need import accumulates, beside_optimizer, check_gradients
+from tiermem.nn.groups.newgrads import NewGradients
 from tiermem.nn.tensors.lazy import (
     LazyTensor,
     Ways,
@@ -38,6 +39,7 @@ class GradStore:
 
     Attributes:
         manager: Where the gradients are.
+        new: Those that were accumulated and are not in the tiers yet.
         watchers: Notified of every gradient that arrives.
     """
 
@@ -45,6 +47,7 @@ class GradStore:
         """Serves ``runtime``."""
         self._runtime = runtime
         self.manager = runtime.manager
+        self.new = NewGradients(runtime.manager.parts.device, self._take_together)
         self._deferred = runtime.manager.parts.deferred
         self._displaced: list[Entry] = []
         self._dtypes: dict[int, torch.dtype] = {}
@@ -268,6 +271,8 @@ class GradStore:
 
     def sync(self, entry: Entry) -> None:
         """Follows a user's change of ``param.grad``: another tensor or None ends the stored one."""
+        if entry.waits:
+            self.new.take()
         if self._displaced:
             self.restore(unheard=torch._C._current_graph_task_id() == -1)
         if entry.displaced:
@@ -278,7 +283,7 @@ class GradStore:
 
     def sync_all(self, entries: Sequence[Entry]) -> None:
         """Does what :meth:`sync` does with each of some parameters."""
-        as_left = not self._displaced
+        as_left = not (self._displaced or self.new)
         with torch._C.DisableTorchFunctionSubclass():  # once, not at every look
             for entry in entries if as_left else ():
                 stand_in: Any = entry.lazy
@@ -314,6 +319,7 @@ class GradStore:
 
     def end_backward(self) -> None:
         """Called as a backward ends: nothing arrives any more."""
+        self.new.end_backward()
         self.restore()
         self._arrives(None)
         self._pipeline = None
@@ -338,6 +344,7 @@ class GradStore:
 
     def forget_backward(self) -> None:
         """Forgets what is under way in a backward, which an exception has ended."""
+        self.new.forget()
         self._arriving = self._pipeline = None
         self._displaced = []
 
@@ -379,9 +386,9 @@ class GradStore:
             raise
         return slot
 
-    def _open_for(self, unit: GradUnit, *, add: bool) -> Slot:
+    def _open_new(self, unit: GradUnit) -> Slot:
         """Opens a unit's block; as a part of its last use if that was for the gradient before."""
-        if add and unit is self._arriving and not unit.pending:
+        if unit is self._arriving and not unit.pending:
             return self.manager.again(unit.block)
         return self.open(unit)
 
@@ -401,39 +408,81 @@ class GradStore:
             for entry in unit.entries:
                 refresh(entry.lazy, slot.views[entry.unit_index])
 
-    def store(self, entry: Entry, gradient: torch.Tensor, *, add: bool = False) -> None:
+    def store(self, entry: Entry, gradient: torch.Tensor) -> None:
         """Puts a dense gradient into the tiers, and its lazy stand-in into ``param.grad``."""
-        if entry.unit is None:
-            check_gradients(self._runtime)
-        unit = entry.unit
-        if unit is None:
-            raise RuntimeError(f"parameter {entry.name!r} is not tracked")
-        slot = self._open_for(unit, add=add)
+        unit = self._unit_of(entry)
+        slot = self.open(unit)
         written = False
         try:
             with unrecorded():
                 view = slot.views[entry.unit_index]
                 written = True
-                if add and entry.has_grad:
-                    view.add_(gradient)
-                elif entry.has_grad and view.dtype is not gradient.dtype:
+                if entry.has_grad and view.dtype is not gradient.dtype:
                     follow(view, gradient.to(view.device))  # it was shown in fewer bits
                 else:
                     view.copy_(gradient)
                 refresh(entry.lazy, view)
                 self._measured.pop(id(entry), None)
-                if add and id(entry) in self._measures:
-                    with quiet(view.device):
-                        measure = self._measures[id(entry)]
-                        self._measured[id(entry)] = measure, measure(view)
             entry.has_grad = True
             self._stored[id(unit)] = unit
         finally:
             self.manager.release(unit.block, dirty=written)
         self.expose(entry)
-        if not add:
-            for watcher in self.watchers:
-                watcher.edited(entry)
+        for watcher in self.watchers:
+            watcher.edited(entry)
+
+    def _store_new(self, found: Sequence[tuple[Entry, torch.Tensor]]) -> None:
+        """Adds dense gradients of parameters of one unit to those in the tiers, and shows them."""
+        unit = self._unit_of(found[0][0])
+        slot = self._open_new(unit)
+        written = False
+        try:
+            with unrecorded():
+                views = slot.views
+                written = True
+                first = [pair for pair in found if not pair[0].has_grad]
+                if len(first) > 1:
+                    new = [gradient for _, gradient in first]
+                    torch._foreach_copy_([views[entry.unit_index] for entry, _ in first], new)
+                elif first:
+                    views[first[0][0].unit_index].copy_(first[0][1])
+                for entry, gradient in found if len(first) < len(found) else ():
+                    if entry.has_grad:
+                        views[entry.unit_index].add_(gradient)
+                        refresh(entry.lazy, views[entry.unit_index])
+                self._measure_new(found, slot)
+            for entry, _ in found:
+                entry.has_grad = True
+            self._stored[id(unit)] = unit
+        finally:
+            self.manager.release(unit.block, dirty=written)
+        for entry, _ in found:
+            self.expose(entry)
+
+    def _measure_new(self, found: Sequence[tuple[Entry, torch.Tensor]], slot: Slot) -> None:
+        """Measures gradients that have just been written."""
+        if self._measured:
+            self.unmeasure(entry for entry, _ in found)
+        if not self._measures:
+            return
+        with quiet(self.manager.parts.device):
+            for entry, _ in found:
+                measure = self._measures.get(id(entry))
+                if measure is not None:
+                    value = measure(slot.views[entry.unit_index])
+                    self._measured[id(entry)] = measure, value
+
+    def _unit_of(self, entry: Entry) -> GradUnit:
+        """Returns where the gradient of a parameter is kept.
+
+        Raises:
+            CapacityError: If there was no home for it.
+        """
+        if entry.unit is None:
+            check_gradients(self._runtime)
+        if entry.unit is None:
+            raise RuntimeError(f"parameter {entry.name!r} is not tracked")
+        return entry.unit
 
     def expose(self, entry: Entry) -> None:
         """Makes ``param.grad`` the lazy stand-in of the stored gradient."""
@@ -474,6 +523,8 @@ class GradStore:
         entry.announced = True
         if entry.materialized:
             return
+        if entry.waits:
+            self.new.take()
         self._runtime.enter_backward()
         if entry.unit is None and accumulates(entry):
             check_gradients(self._runtime)
@@ -509,37 +560,45 @@ class GradStore:
         entry.announced = False
         if self._runtime.reduced.active:
             self._runtime.reduced.arrived = True
-        else:
-            self.take_over(entry)
-
-    def take_over(self, entry: Entry) -> None:
-        """Takes an ordinary gradient into the tiers, where that can be."""
+            return
         with torch._C.DisableTorchFunctionSubclass():
-            stored = self._take_in(entry)
-        if stored:
-            for watcher in self.watchers:
-                watcher.arrived(entry)
+            self.new.add(entry)
 
-    def _take_in(self, entry: Entry) -> bool:
-        """Stores a new gradient in the tiers; returns whether it is there."""
+    def take_over(self, entries: Sequence[Entry]) -> None:
+        """Takes ordinary gradients of parameters of one unit into the tiers, where that can be."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._take_together(entries)
+
+    def _take_together(self, entries: Sequence[Entry]) -> None:
+        """Takes new gradients of parameters of one unit into the tiers, where that can be."""
+        found = [(e, gradient) for e in entries if (gradient := self._dense(e)) is not None]
+        if not found:
+            return
+        unit = found[0][0].unit
+        self._store_new(found)
+        stored = [entry for entry, _ in found]
+        if unit is not self._arriving and not stored[0].group.resident:  # else it stays in HBM
+            self._arrives(unit)
+        for watcher in self.watchers:
+            watcher.arrived(stored)
+
+    def _dense(self, entry: Entry) -> torch.Tensor | None:
+        """Returns a new gradient that the tiers can take; leaves any other where it is."""
         entry.displaced = False
         gradient = entry.param.grad
         if gradient is None or entry.materialized:
-            return False
+            return None
         if (
-            gradient.layout is not torch.strided
-            or gradient.requires_grad
-            or gradient.dtype is not entry.param.dtype
+            gradient.layout is torch.strided
+            and not gradient.requires_grad
+            and gradient.dtype is entry.param.dtype
         ):
-            if entry.has_grad:  # part of it was dense: let torch join the two
-                joined = self.load(entry) + gradient
-                self.clear(entry)
-                entry.param.grad = joined
-            return False
-        self.store(entry, gradient, add=True)
-        if entry.unit is not self._arriving and not entry.group.resident:  # else it stays in HBM
-            self._arrives(entry.unit)
-        return True
+            return gradient
+        if entry.has_grad:  # part of it was dense: let torch join the two
+            joined = self.load(entry) + gradient
+            self.clear(entry)
+            entry.param.grad = joined
+        return None
 
     def _arrives(self, unit: GradUnit | None) -> None:
         """Begins to write home the block filled before ``unit``, where its gradients are kept.

@@ -68,15 +68,17 @@ class GradUnit:
         group: The group they are from.
         pending: Changes that every gradient of it awaits (the factor of a clipping); made when
             the block is next in HBM, so that they cost no sweep of their own.
+        usual: How many of its gradients came in a row in the last backward.
     """
 
-    __slots__ = ("block", "entries", "group", "pending")
+    __slots__ = ("block", "entries", "group", "pending", "usual")
 
     def __init__(self, block: Block, entries: list[Entry], group: Group) -> None:
         self.block = block
         self.entries = entries
         self.group = group
         self.pending: list[Pending] = []
+        self.usual = 0
 
 
 def divide(group: Group, limit: int) -> list[list[Entry]]:

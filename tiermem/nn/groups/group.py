@@ -88,6 +88,7 @@ class Entry(Member):
         displaced: Whether its stand-in made way for a new gradient that is not there yet.
         tracked: Whether gradients of it are taken.
         announced: Whether one was announced and has not come yet.
+        waits: Whether one has come, and waits for others of its unit.
         hooks: Handles of the hooks that take them.
         lazy: What stands for the gradient in ``param.grad``.
         ways: How stand-ins get at the gradient, once there was one.
@@ -104,6 +105,7 @@ class Entry(Member):
         "tracked",
         "unit",
         "unit_index",
+        "waits",
         "ways",
     )
 
@@ -117,7 +119,7 @@ class Entry(Member):
         self.has_grad = False
         self.displaced = False
         self.tracked = False
-        self.announced = False
+        self.announced = self.waits = False
         self.hooks: list[RemovableHandle] = []
         self.lazy: torch.Tensor | None = None
         self.ways: Ways | None = None

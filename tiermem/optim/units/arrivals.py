@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from tiermem.nn.groups.group import Entry, Group
@@ -44,15 +44,15 @@ class Arrivals:
         self._there.clear()
         self._awaited.clear()
 
-    def awaits(self, group: Group, arrived: Entry) -> bool:
-        """Whether gradients of a block are still to come after this one.
+    def awaits(self, group: Group, arrived: Sequence[Entry]) -> bool:
+        """Whether gradients of a block are still to come after these.
 
         To ask the engine for each of them costs more than to know one of them: that is the last
         of the backward before, mostly.
         """
         key = id(group)
         there = self._there.setdefault(key, set())
-        there.add(id(arrived.param))
+        there.update([id(entry.param) for entry in arrived])
         awaited = self._awaited.get(key)
         if awaited is not None and id(awaited.param) not in there:
             return True
@@ -62,7 +62,7 @@ class Arrivals:
             if id(entry.param) not in there and accumulates(entry):
                 self._awaited[key] = entry
                 return True
-        self._last[key] = arrived
+        self._last[key] = arrived[-1]
         return False
 
     def held_back(self, runtime: ModuleRuntime) -> set[int]:

@@ -1,0 +1,100 @@
+"""Gradients that autograd has just accumulated: those of a unit are taken into the tiers together.
+
+To take one in costs the host as much as several kernels do: its block is leased, its stand-in
+shown, an optimizer asked whether it was the last one. So a gradient stays in ``param.grad``, as the
+ordinary tensor that it is, until as many of its unit have come as in the backward before; then one
+call copies them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tiermem.nn.groups.gradunit import GradUnit
+from tiermem.nn.groups.group import Entry
+
+_AT_MOST = 64 << 20
+"""Bytes of a unit whose gradients wait for each other; it is memory beside the budgets."""
+
+
+class NewGradients:
+    """The gradients that wait until more of their unit have come."""
+
+    def __init__(self, device: torch.device, take_in: Callable[[Sequence[Entry]], None]) -> None:
+        """Starts without any.
+
+        Args:
+            device: Where they are.
+            take_in: Takes the gradients of parameters of one unit into the tiers.
+        """
+        self._device = device
+        self._take_in = take_in
+        self._waiting: list[Entry] = []
+        self._unit: GradUnit | None = None
+        self._came = 0  # of the unit, in a row
+        self._stream = 0  # on which those that wait were computed
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, entry: Entry) -> None:
+        """Takes in a gradient that was accumulated just now, and what waits, if none is awaited."""
+        unit, stream = entry.unit, self._current_stream()
+        if self._waiting and (unit is not self._unit or stream != self._stream):
+            self.take()
+        if unit is not self._unit:
+            self._turn_to(unit)
+        self._came += 1
+        entry.waits = True
+        self._waiting.append(entry)
+        self._stream = stream
+        if unit is None or self._came >= unit.usual or not _may_wait(entry, unit):
+            self.take()
+
+    def take(self) -> None:
+        """Takes in all that wait, on the stream on which they were computed."""
+        waiting, self._waiting = self._waiting, []
+        for entry in waiting:
+            entry.waits = False
+        if self._stream == self._current_stream():
+            self._take_in(waiting)
+            return
+        theirs = torch.cuda.ExternalStream(self._stream, self._device)
+        with torch.cuda.stream(theirs):
+            self._take_in(waiting)
+        torch.cuda.current_stream(self._device).wait_stream(theirs)
+
+    def end_backward(self) -> None:
+        """Takes in all that wait: nothing arrives any more."""
+        if self._waiting:
+            self.take()
+        self._turn_to(None)
+
+    def forget(self) -> None:
+        """Leaves what waits where it is, as an ordinary gradient, after an exception anywhere."""
+        for entry in self._waiting:
+            entry.waits = False
+        self._waiting, self._unit = [], None
+
+    def _turn_to(self, unit: GradUnit | None) -> None:
+        """Notes how many gradients of a unit came in a row, as those of another begin to come."""
+        if self._unit is not None:
+            self._unit.usual = self._came
+        self._unit, self._came = unit, 0
+
+    def _current_stream(self) -> int:
+        if self._device.type != "cuda":
+            return 0
+        return int(torch._C._cuda_getCurrentRawStream(self._device.index or 0))
+
+
+def _may_wait(entry: Entry, unit: GradUnit) -> bool:
+    """Whether nothing can see that a gradient is taken in a little later.
+
+    One that is added to is only a part of its sum until then, and hooks that run after accumulation
+    are shown what is in the tiers.
+    """
+    after = entry.param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    return unit.block.nbytes <= _AT_MOST and not entry.has_grad and len(after) == 1
