@@ -21,14 +21,13 @@ from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.compat.quiet import quiet, uncompiled
 from tiermem.nn.groups.group import Entry, Group
 from tiermem.nn.passes.runtime import ModuleRuntime
-from tiermem.nn.tensors.lazy import is_viewed
 from tiermem.optim.auto import AutoOverlap
 from tiermem.optim.balance import Load, Speed, best_left
 from tiermem.optim.host.steps import HostSteps
 from tiermem.optim.provisional import Provisional
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.stepping import SteppedBackward
-from tiermem.optim.units.finality import accumulates, grad_of, is_nested, is_own
+from tiermem.optim.units.finality import accumulates, is_nested
 from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.unit import State, StepUnit
 
@@ -425,10 +424,11 @@ def _load_of(group: Group, units: Sequence[StepUnit], host: float | None) -> Loa
 
 def _is_untouched(unit: StepUnit) -> bool:
     """Whether the gradients of a unit are those that backward has left."""
-    for entry in unit.entries:
-        if not entry.has_grad:
-            if grad_of(entry) is not None:
+    with torch._C.DisableTorchFunctionSubclass():
+        for entry in unit.entries:
+            stand_in: Any = entry.lazy if entry.has_grad else None
+            if entry.param.grad is not stand_in:
                 return False
-        elif not is_own(entry) or is_viewed(entry.lazy):
-            return False
+            if stand_in is not None and stand_in._kept is not None:
+                return False
     return not any(grads.pending for grads in unit.grad_units())

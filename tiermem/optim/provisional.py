@@ -157,7 +157,7 @@ class Provisional:
             self._making = False
             done = self.ticket is ticket and all(u.made is ticket for u in units)
             if done:
-                self._used.update(id(e) for unit in units for e in unit.entries)
+                self._used.update([id(e) for unit in units for e in unit.entries])
                 blocks += [grads.block for unit in units for grads in unit.grad_units()]
                 self._owe(group.block, blocks)
             elif self.ticket is ticket and not any(block in self._shadows for block in blocks):
@@ -284,6 +284,6 @@ def _numbers_of(unit: StepUnit, state: State) -> Undo:
     """Keeps what the state of a unit has outside the tiers, and which parameters have any."""
     numbers = Undo()
     params = [param for param, _ in unit.members]
-    numbers.keep_entries(unit.optimizer_for(None).state, [unit.own(param) for param in params])
+    numbers.keep_entries(unit.optimizer_for(None).state, unit.owns())
     numbers.keep_shown(state, params)
     return numbers

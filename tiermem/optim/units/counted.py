@@ -10,7 +10,7 @@ written later is not counted again: a graph that is made in between has the weig
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as unchanged_version
@@ -70,7 +70,10 @@ class CountedSteps:
     @contextmanager
     def once(self, unit: StepUnit, ticket: object) -> Iterator[None]:
         """Leaves the counters as they are, if this step was counted before it is made."""
-        with ExitStack() as stack:
-            for param, _ in unit.members if self._ahead is ticket else ():
-                stack.enter_context(unchanged_version(param))
+        counted = unit.members if self._ahead is ticket else ()
+        kept = [unchanged_version(param) for param, _ in counted]
+        try:
             yield
+        finally:
+            for counter in kept:
+                counter.__exit__(None, None, None)

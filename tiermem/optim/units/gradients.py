@@ -40,10 +40,11 @@ class UnitGradients:
         """
         self.sync(runtime)
         with torch._C.DisableTorchFunctionSubclass():
-            gradients = [param.grad for param, _ in self.members]
-        for gradient in gradients:
-            ensure_there(gradient)
-        return any(gradient is not None for gradient in gradients)
+            gradients = [p.grad for p, _ in self.members if p.grad is not None]
+            for gradient in gradients:
+                if isinstance(gradient, LazyTensor) and gradient._gone:
+                    ensure_there(gradient)
+        return bool(gradients)
 
     def sync(self, runtime: ModuleRuntime) -> None:
         """Follows users' changes of the gradients."""

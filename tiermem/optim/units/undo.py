@@ -9,7 +9,7 @@ once it has begun to write needs no copies: one call of a fused kernel of torch'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ class Undo:
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._entries: list[tuple[dict[Any, Any], Any, Any, dict[Any, Any]]] = []
         self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._numbers: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+        self._numbers: list[tuple[list[torch.Tensor], Iterable[Any]]] = []
         self._dicts: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._steps: list[Callable[[], None]] = []
 
@@ -76,8 +76,10 @@ class Undo:
                 self._values.append((tensor, tensor.detach().clone()))
             else:
                 alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        for found in alike.values():
-            self._numbers.append((found, torch.stack(found).detach()))
+        for (_, device), found in alike.items():
+            here = device.type == "cpu"
+            values = [t.item() for t in found] if here else torch.stack(found).detach()
+            self._numbers.append((found, values))
 
     def keep_entries(self, state: dict[Any, Any], keys: Sequence[Any]) -> None:
         """Notes an optimizer's state of some parameters; what is ordinary in it is copied."""
@@ -87,7 +89,9 @@ class Undo:
             before = {} if entry is None else dict(entry)
             self._entries.append((state, key, entry, before))
             for value in before.values():
-                if isinstance(value, torch.Tensor) and not isinstance(value, LazyTensor):
+                if type(value) is torch.Tensor:
+                    ordinary.append(value)
+                elif isinstance(value, torch.Tensor) and not isinstance(value, LazyTensor):
                     ordinary += [tensor for _, tensor in insides(value)]
         self.keep_values(ordinary)
 
@@ -118,9 +122,9 @@ class Undo:
                 _copy(whole, copy)
             for value, was in self._values:
                 value.copy_(was)
-            for values, stacked in self._numbers:
-                for value, was in zip(values, stacked, strict=True):
-                    value.copy_(was)
+            for values, were in self._numbers:
+                for value, was in zip(values, were, strict=True):
+                    value.fill_(was)
             for state, key, entry, before in self._entries:
                 if entry is None:
                     state.pop(key, None)

@@ -84,6 +84,7 @@ class StepUnit(UnitGradients):
         self._optimizer: torch.optim.Optimizer | None = None
         self.scaled = False
         self.given: dict[int, torch.Tensor] = {}
+        self._owns: list[torch.Tensor] = []  # what the plain optimizer has for each member
         self._placed: list[tuple[torch.Tensor, Place]] = []
         self._carried: list[tuple[torch.Tensor, State]] = []
         self._stand_ins: dict[int, LazyTensor] = {}
@@ -94,6 +95,10 @@ class StepUnit(UnitGradients):
         if self.host is not None:
             return self.host.own(param)
         return param if self.masters is None else self.masters.own(param)
+
+    def owns(self) -> list[torch.Tensor]:
+        """Returns what the plain optimizer is given for each member, in order."""
+        return self._owns or [self.own(param) for param, _ in self.members]
 
     def has_master(self, param: torch.Tensor) -> bool:
         """Whether a parameter is the cast of a master."""
@@ -207,7 +212,9 @@ class StepUnit(UnitGradients):
         revocable: bool,
     ) -> None:
         """Makes the step, or leaves the unit as it was."""
-        stored = [e for e in self.entries if e.has_grad and not e.materialized]
+        stored = [
+            (e, e.unit) for e in self.entries if e.has_grad and not e.materialized and e.unit
+        ]
         attempt = self.attempt = Attempt(self, runtime)
         try:
             slots = attempt.holding.open()
@@ -255,8 +262,13 @@ class StepUnit(UnitGradients):
         if self._optimizer is None:
             kept = {id(param): state for param, state in self._carried}
             return [(kept.get(id(place.param)), place) for place in self.places if kept]
-        by_own = self._optimizer.state
-        return [(by_own.get(own), place) for own, place in self._placed]
+        by_own, found = self._optimizer.state, []
+        of: torch.Tensor | None = None
+        for own, place in self._placed:  # those of a parameter follow each other
+            if own is not of:
+                of, state = own, by_own.get(own)
+            found.append((state, place))
+        return found
 
     def step_on(self, host: Stepper, make: Make) -> None:
         """Assigns the unit to the host, before its first step."""
@@ -274,6 +286,7 @@ class StepUnit(UnitGradients):
             kept = [(p, by_own.get(self.own(p))) for p, _ in self.members]
             self._carried = [(param, state) for param, state in kept if state]
             self._optimizer = None  # from here on the carried state counts
+            self._owns = []
             by_own.clear()  # it has one owner
         self.host, self.make = host, make
 
@@ -290,7 +303,7 @@ class StepUnit(UnitGradients):
         self,
         runtime: ModuleRuntime,
         optimizer: torch.optim.Optimizer,
-        stored: Sequence[Entry],
+        stored: Sequence[tuple[Entry, GradUnit]],
         slots: dict[int, Slot],
         state: State,
         scaling: Scaling | None,
@@ -305,13 +318,10 @@ class StepUnit(UnitGradients):
         gradients: dict[int, torch.Tensor] = {}
         if not owed:
             gradients = {id(p): p.grad for p, _ in self.members if p.grad is not None}
-        views = {
-            id(e.param): slots[id(e.unit.block)].views[e.unit_index]
-            for e in stored
-            if e.unit is not None
-        }
+        for entry, unit in stored:
+            gradients[id(entry.param)] = slots[id(unit.block)].views[entry.unit_index]
         slot = slots.get(id(self.block))
-        cast = self._hand_over({**gradients, **views, **self.given})
+        cast = self._hand_over({**gradients, **self.given} if self.given else gradients)
         self._attach(slot)
         self._run(optimizer, scaling, cast)
         return self._complete(runtime, optimizer, stored, slots, state)
@@ -320,7 +330,7 @@ class StepUnit(UnitGradients):
         self,
         runtime: ModuleRuntime,
         optimizer: torch.optim.Optimizer,
-        stored: Sequence[Entry],
+        stored: Sequence[tuple[Entry, GradUnit]],
         slots: dict[int, Slot],
         state: State,
     ) -> list[Shown]:
@@ -329,8 +339,11 @@ class StepUnit(UnitGradients):
         self.publish(optimizer, state)
         if self.masters is not None:
             self.masters.derive()
-        views = ((e.lazy, slots[id(e.unit.block)].views[e.unit_index]) for e in stored if e.unit)
-        return [*shown, *views]
+        for entry, unit in stored:
+            stand_in: Any = entry.lazy
+            if stand_in is not None and stand_in._kept is not None:
+                shown.append((stand_in, slots[id(unit.block)].views[entry.unit_index]))
+        return shown
 
     def can_wait(self, runtime: ModuleRuntime) -> bool:
         """Whether no program could see that the step is made later than asked for.
@@ -346,17 +359,16 @@ class StepUnit(UnitGradients):
             return False
         with torch._C.DisableTorchFunctionSubclass():
             for entry in self.entries:
-                if entry.materialized or entry.param.grad is not (
-                    entry.lazy if entry.has_grad else None
-                ):
+                stand_in: Any = entry.lazy if entry.has_grad else None
+                if entry.materialized or entry.param.grad is not stand_in:
                     return False
-                if is_viewed(entry.lazy):
+                if stand_in is not None and stand_in._kept is not None:
                     return False
         return not self.is_viewed()
 
     def is_viewed(self) -> bool:
         """Whether users may have a view of the state."""
-        return any(stand_in._kept is not None for stand_in in self._stand_ins.values())
+        return any([stand_in._kept is not None for stand_in in self._stand_ins.values()])
 
     def _hand_over(self, gradients: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """Gives the optimizer the gradients, in the dtype of what it steps.
@@ -365,8 +377,7 @@ class StepUnit(UnitGradients):
             What is stepped by a gradient that was cast: that gradient is not shared.
         """
         cast = []
-        for param, _ in self.members:
-            own = self.own(param)
+        for (param, _), own in zip(self.members, self.owns(), strict=True):
             given = gradient = gradients.get(id(param))
             if gradient is None:
                 own.grad = None
@@ -408,7 +419,8 @@ class StepUnit(UnitGradients):
     def flush(self) -> None:
         """Stores what was written through views of the state."""
         for stand_in in self._stand_ins.values():
-            flush(stand_in)
+            if stand_in._kept is not None:
+                flush(stand_in)
 
     def optimizer_for(self, groups: Sequence[dict[str, Any]] | None) -> torch.optim.Optimizer:
         """Returns the plain optimizer of this unit, with the settings of ``groups`` if given."""
@@ -428,6 +440,7 @@ class StepUnit(UnitGradients):
                 )
             self._placed = [(self.own(place.param), place) for place in self.places]
             self._take_along(made)
+            self._owns = [self.own(param) for param, _ in self.members]
             self._optimizer, self._carried = made, []
         if groups is None:
             return self._optimizer
@@ -444,9 +457,11 @@ class StepUnit(UnitGradients):
         """Points the state at its slot, where there is state already."""
         if slot is None:
             return
+        views = slot.views
         for state, place in self.stored_state():
             if state is not None and isinstance(state.get(place.key), LazyTensor):
-                state[place.key] = place.over(slot.views)
+                plain = place.shell is None
+                state[place.key] = views[place.first] if plain else place.over(views)
 
     def detach(
         self,
@@ -467,24 +482,27 @@ class StepUnit(UnitGradients):
         shown: list[Shown] = []
         if slot is None or self.block is None:
             return shown
+        views = slot.views
         for own, place in self.stored_state():
             value = own.get(place.key) if own is not None else None
             if own is None or not isinstance(value, torch.Tensor) or isinstance(value, LazyTensor):
                 continue
-            new = not place.is_over(value, slot.views)
+            new = value is not views[place.first] and not place.is_over(value, views)
             if new:
-                if not place.take(value, slot.views):
+                if not place.take(value, views):
                     continue  # it became something else: it stays in ordinary memory
                 forget(self._stand_ins.get(place.first))  # its views are of what it was
             own[place.key] = stand_in = self.stand_in(runtime, place, value.dtype)
-            shown.append((stand_in, place.over(slot.views) if new else value))
+            if stand_in._kept is not None:
+                shown.append((stand_in, place.over(views) if new else value))
         return shown
 
     def publish(self, optimizer: torch.optim.Optimizer, state: State) -> None:
         """Shows the state in the tiered optimizer's."""
-        for param, _ in self.members:
-            kept = optimizer.state.get(self.own(param))
-            if kept is not None:
+        by_own = optimizer.state
+        for (param, _), own in zip(self.members, self.owns(), strict=True):
+            kept = by_own.get(own)
+            if kept is not None and state.get(param) is not kept:
                 state[param] = kept
 
     def stand_in(self, runtime: ModuleRuntime, place: Place, dtype: torch.dtype) -> LazyTensor:
