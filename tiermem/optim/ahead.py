@@ -21,6 +21,7 @@ from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.compat.quiet import quiet, uncompiled
 from tiermem.nn.groups.group import Entry, Group
 from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.nn.tensors.lazy import is_viewed
 from tiermem.optim.auto import AutoOverlap
 from tiermem.optim.balance import Load, Speed, best_left
 from tiermem.optim.host.steps import HostSteps
@@ -426,9 +427,7 @@ def _is_untouched(unit: StepUnit) -> bool:
     """Whether the gradients of a unit are those that backward has left."""
     with torch._C.DisableTorchFunctionSubclass():
         for entry in unit.entries:
-            stand_in: Any = entry.lazy if entry.has_grad else None
-            if entry.param.grad is not stand_in:
-                return False
-            if stand_in is not None and stand_in._kept is not None:
+            stand_in = entry.lazy if entry.has_grad else None
+            if entry.param.grad is not stand_in or is_viewed(stand_in):
                 return False
     return not any(grads.pending for grads in unit.grad_units())

@@ -96,5 +96,5 @@ def _may_wait(entry: Entry, unit: GradUnit) -> bool:
     One that is added to is only a part of its sum until then, and hooks that run after accumulation
     are shown what is in the tiers.
     """
-    after = entry.param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    after = entry.param._post_accumulate_grad_hooks
     return unit.block.nbytes <= _AT_MOST and not entry.has_grad and len(after) == 1

@@ -212,9 +212,7 @@ class StepUnit(UnitGradients):
         revocable: bool,
     ) -> None:
         """Makes the step, or leaves the unit as it was."""
-        stored = [
-            (e, e.unit) for e in self.entries if e.has_grad and not e.materialized and e.unit
-        ]
+        stored = [(e, e.unit) for e in self.entries if e.has_grad and not e.materialized and e.unit]
         attempt = self.attempt = Attempt(self, runtime)
         try:
             slots = attempt.holding.open()
@@ -359,10 +357,8 @@ class StepUnit(UnitGradients):
             return False
         with torch._C.DisableTorchFunctionSubclass():
             for entry in self.entries:
-                stand_in: Any = entry.lazy if entry.has_grad else None
-                if entry.materialized or entry.param.grad is not stand_in:
-                    return False
-                if stand_in is not None and stand_in._kept is not None:
+                stand_in = entry.lazy if entry.has_grad else None
+                if entry.materialized or entry.param.grad is not stand_in or is_viewed(stand_in):
                     return False
         return not self.is_viewed()
 
