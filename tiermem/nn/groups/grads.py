@@ -319,7 +319,6 @@ class GradStore:
 
     def end_backward(self) -> None:
         """Called as a backward ends: nothing arrives any more."""
-        self.new.end_backward()
         self.restore()
         self._arrives(None)
         self._pipeline = None

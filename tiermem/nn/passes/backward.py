@@ -163,6 +163,7 @@ class BackwardPass:
         self.under_way = False
         self.let_go_kept()
         runtime.reduced.end_backward()
+        runtime.grads.new.end_backward()  # watchers may step what was waited for in vain
         for watcher in self.watchers:
             watcher.ends()
         runtime.grads.end_backward()
@@ -179,6 +180,7 @@ class BackwardPass:
         """
         for watcher in self.watchers:
             watcher.repair()
+        self.runtime.grads.new.forget()
         self.under_way = True
         self._kept = []  # no group is held
         self.end()

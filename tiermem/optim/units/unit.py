@@ -364,7 +364,7 @@ class StepUnit(UnitGradients):
 
     def is_viewed(self) -> bool:
         """Whether users may have a view of the state."""
-        return any([stand_in._kept is not None for stand_in in self._stand_ins.values()])
+        return any(stand_in._kept is not None for stand_in in self._stand_ins.values())
 
     def _hand_over(self, gradients: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """Gives the optimizer the gradients, in the dtype of what it steps.
