@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support_nn import assert_same, seed
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tiermem
 from tiermem.nn.groups import newgrads
@@ -74,6 +75,7 @@ class Side:
         self.optimizer = optimizer
         self.params = list(model.parameters())
         self.seen: list[torch.Tensor] = []
+        self.held: list[torch.Tensor] = []  # gradients themselves
 
     def backward(self, order: Sequence[tuple[int, bool]], stop: int) -> None:
         x = torch.randn(3, 8, generator=torch.Generator().manual_seed(len(order)))
@@ -96,6 +98,7 @@ class Side:
         def note(param: torch.Tensor) -> None:
             assert param.grad is not None
             self.seen.append(param.grad.clone())
+            self.held.append(param.grad)
             param.grad.mul_(2.0)
 
         self.params[index % len(self.params)].register_post_accumulate_grad_hook(note)
@@ -103,11 +106,13 @@ class Side:
     def spy(self, index: int, watched: int) -> None:
         """Looks at another parameter's gradient while that may wait."""
         index, watched = index % len(self.params), watched % len(self.params)
-        watched += index == watched  # its own has made way for the new one
+        watched -= index == watched  # its own has made way for the new one
 
         def note(_gradient: torch.Tensor) -> None:
-            found = self.look(watched)
-            self.seen.append(torch.zeros(0) if found is None else found)
+            found = self.params[watched].grad
+            if found is not None:
+                self.seen.append(found.clone())
+                self.held.append(found)
 
         self.params[index].register_hook(note)
 
@@ -147,6 +152,7 @@ def test_no_program_sees_that_gradients_wait(calls: list[Any], kind: Any) -> Non
             if results:
                 assert_same(results[0], results[1], name)
             assert_same(theirs.seen, mine.seen, "what hooks have seen")
+            assert_same(theirs.held, [g.clone() for g in mine.held], "what hooks hold")
         assert_same([p.grad for p in theirs.params], [mine.look(i) for i in range(24)], "gradients")
     assert_same(list(plain.parameters()), list(model.parameters()), "weights")
 
@@ -183,3 +189,39 @@ def test_a_unit_is_taken_in_at_once_where_it_is_small(
             model(torch.ones(2, 8), [(i, False) for i in range(LAYERS)], -1).sum().backward()
             model.zero_grad()
     assert found == together
+
+
+def test_a_parameter_used_twice_is_added_up_in_the_dtype_that_is_kept() -> None:
+    """Each recomputed part of a reentrant checkpoint brings a gradient of its own."""
+
+    def use(model: nn.Module) -> torch.Tensor:
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+        x.requires_grad_()
+        for _ in range(3):
+            x = checkpoint(model, x, use_reentrant=True)
+        return x.float().square().sum()
+
+    def make() -> nn.Module:
+        seed(0)
+        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).bfloat16()
+
+    plain = make()
+    sums: dict[int, torch.Tensor] = {}
+
+    def add(param: torch.Tensor) -> None:
+        assert param.grad is not None
+        sums[id(param)] = sums.get(id(param), torch.zeros(param.shape)) + param.grad.float()
+        param.grad = None
+
+    for param in plain.parameters():
+        param.register_post_accumulate_grad_hook(add)
+    use(plain).backward()
+    with tiermem.TierManager("cpu", hbm=1 << 15, dram=1 << 24) as tier:
+        model = make()
+        tier.wrap(model, [""])
+        optimizer = tier.optimizer(model, torch.optim.SGD, lr=0.1, grad_dtype=torch.float32)
+        for _ in range(3):
+            optimizer.zero_grad()
+            use(model).backward()
+            mine = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            assert_same([sums[id(p)] for p in plain.parameters()], mine, "gradients")

@@ -271,8 +271,6 @@ class GradStore:
 
     def sync(self, entry: Entry) -> None:
         """Follows a user's change of ``param.grad``: another tensor or None ends the stored one."""
-        if entry.waits:
-            self.new.take()
         if self._displaced:
             self.restore(unheard=torch._C._current_graph_task_id() == -1)
         if entry.displaced:
@@ -283,7 +281,7 @@ class GradStore:
 
     def sync_all(self, entries: Sequence[Entry]) -> None:
         """Does what :meth:`sync` does with each of some parameters."""
-        as_left = not (self._displaced or self.new)
+        as_left = not self._displaced
         with torch._C.DisableTorchFunctionSubclass():  # once, not at every look
             for entry in entries if as_left else ():
                 stand_in: Any = entry.lazy
@@ -582,7 +580,10 @@ class GradStore:
             watcher.arrived(stored)
 
     def _dense(self, entry: Entry) -> torch.Tensor | None:
-        """Returns a new gradient that the tiers can take; leaves any other where it is."""
+        """Returns a new gradient that the tiers can take; leaves any other where it is.
+
+        One that a program has got hold of meanwhile is to stay the same tensor as ``param.grad``.
+        """
         entry.displaced = False
         gradient = entry.param.grad
         if gradient is None or entry.materialized:
@@ -592,7 +593,7 @@ class GradStore:
             and not gradient.requires_grad
             and gradient.dtype is entry.param.dtype
         ):
-            return gradient
+            return None if is_held(gradient) else gradient
         if entry.has_grad:  # part of it was dense: let torch join the two
             joined = self.load(entry) + gradient
             self.clear(entry)

@@ -36,9 +36,6 @@ class NewGradients:
         self._came = 0  # of the unit, in a row
         self._stream = 0  # on which those that wait were computed
 
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
     def add(self, entry: Entry) -> None:
         """Takes in a gradient that was accumulated just now, and what waits, if none is awaited."""
         unit, stream = entry.unit, self._current_stream()
