@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tiermem
 from tiermem.nn.groups import newgrads
+from tiermem.nn.tensors.lazy import LazyTensor
 
 LAYERS = 4
 
@@ -187,6 +188,7 @@ def test_a_unit_is_taken_in_at_once_where_it_is_small(
         for _ in range(2):
             found.clear()
             model(torch.ones(2, 8), [(i, False) for i in range(LAYERS)], -1).sum().backward()
+            assert all(isinstance(p.grad, LazyTensor) for p in model.parameters())
             model.zero_grad()
     assert found == together
 

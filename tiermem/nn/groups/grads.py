@@ -27,6 +27,7 @@ from tiermem.nn.tensors.lazy import (
     is_elsewhere,
     is_gone,
     is_held,
+    is_shared,
     orphan,
     refresh,
 )
@@ -593,7 +594,7 @@ class GradStore:
             and not gradient.requires_grad
             and gradient.dtype is entry.param.dtype
         ):
-            return None if is_held(gradient) else gradient
+            return None if is_shared(gradient) else gradient
         if entry.has_grad:  # part of it was dense: let torch join the two
             joined = self.load(entry) + gradient
             self.clear(entry)

@@ -241,6 +241,25 @@ def _counted(thing: object, *, besides: int = 0) -> int:
 _ALONE = _alone()
 
 
+def is_shared(gradient: torch.Tensor) -> bool:
+    """Whether Python has a reference to a gradient besides one local variable of the caller.
+
+    Args:
+        gradient: What is in ``param.grad``, which not every version of torch counts.
+    """
+    return sys.getrefcount(gradient) > _ALONE_IN_GRAD
+
+
+def _alone_in_grad() -> int:
+    param = torch.zeros(1, requires_grad=True)
+    param.grad = torch.zeros(1)
+    gradient = param.grad
+    return _counted(gradient)
+
+
+_ALONE_IN_GRAD = _alone_in_grad()
+
+
 def refresh(tensor: torch.Tensor | None, value: torch.Tensor) -> None:
     """Copies a changed stored value into the views of a lazy tensor that are still alive."""
     if isinstance(tensor, LazyTensor) and tensor._kept is not None:
