@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support_nn import assert_same, seed
 from torch import nn
@@ -133,6 +133,8 @@ CALLS = st.one_of(
 USUAL = [("backward", [(i, False) for i in range(LAYERS)], -1), ("step",), ("zero",)]
 
 
+@example([("spy", 0, 5), USUAL[0], ("scale", 5)], torch.optim.SGD)
+@example([("hook", 5), USUAL[0], ("scale", 5)], torch.optim.SGD)
 @given(st.lists(CALLS, max_size=14), st.sampled_from([torch.optim.SGD, torch.optim.AdamW]))
 def test_no_program_sees_that_gradients_wait(calls: list[Any], kind: Any) -> None:
     plain = build()
