@@ -229,3 +229,15 @@ def test_a_parameter_used_twice_is_added_up_in_the_dtype_that_is_kept() -> None:
             use(model).backward()
             mine = [p.grad.clone() for p in model.parameters() if p.grad is not None]
             assert_same([sums[id(p)] for p in plain.parameters()], mine, "gradients")
+
+
+def test_a_hook_is_shown_what_is_in_the_tiers() -> None:
+    shown: list[object] = []
+    with tiermem.TierManager("cpu", hbm=1 << 14, dram=1 << 24) as tier:
+        model = build()
+        tier.wrap(model, [f"layers.{i}" for i in range(LAYERS)])
+        model.layers[1].up.bias.register_post_accumulate_grad_hook(lambda p: shown.append(p.grad))
+        for _ in range(3):
+            model(torch.ones(2, 8), [(i, False) for i in range(LAYERS)], -1).sum().backward()
+            model.zero_grad()
+    assert [type(gradient) for gradient in shown] == [LazyTensor] * 3
