@@ -181,3 +181,63 @@ def test_out_of_memory_leaves_the_manager_usable() -> None:
             model(x)
         handle.remove()
         assert torch.equal(model(x), expected)
+
+
+class Slow(torch.autograd.Function):
+    """What comes before it in a forward waits in backward."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(20_000_000)
+        return gradient.clone()
+
+
+class OnStreams(nn.Module):
+    """Two linear maps of one block, each on a stream of its own; one of them is slow in backward."""
+
+    def __init__(self, slow: int, streams: list[torch.cuda.Stream]) -> None:
+        super().__init__()
+        self.maps = nn.ModuleList(nn.Linear(256, 256) for _ in streams)
+        self.slow, self.streams = slow, streams
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = []
+        here = torch.cuda.current_stream()
+        for number, (part, stream) in enumerate(zip(self.maps, self.streams, strict=True)):
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                y = part(x)
+                outputs.append(Slow.apply(y) if number == self.slow else y)
+            here.wait_stream(stream)
+        return sum(outputs, x)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_gradients_of_one_block_from_two_streams(slow: int) -> None:
+    streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*[OnStreams(slow, streams) for _ in range(3)]).cuda()
+
+    def steps(model: nn.Module) -> list[torch.Tensor]:
+        found = []
+        for number in range(4):
+            torch.manual_seed(number)
+            model(torch.randn(32, 256, device="cuda")).square().mean().backward()
+            found += [p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+        torch.cuda.synchronize()
+        return found
+
+    expected = steps(make())
+    with tiermem.TierManager(hbm="2MiB", dram="64MiB") as tier:
+        model = make()
+        tier.wrap(model, [str(i) for i in range(3)])
+        mine = steps(model)
+    for theirs, gradient in zip(expected, mine, strict=True):
+        assert torch.equal(theirs, gradient)
