@@ -197,7 +197,7 @@ class Slow(torch.autograd.Function):
 
 
 class OnStreams(nn.Module):
-    """Two linear maps of one block, each on a stream of its own; one of them is slow in backward."""
+    """Two linear maps of one block, each on a stream of its own; one is slow in backward."""
 
     def __init__(self, slow: int, streams: list[torch.cuda.Stream]) -> None:
         super().__init__()
