@@ -86,7 +86,7 @@ class Provisional:
         self._manager = runtime.manager
         self._is_begun = is_begun
         self._made: dict[int, _Made] = {}
-        self._used: set[int] = set()  # entries
+        self._used: set[Entry] = set()
         self._elsewhere: list[Elsewhere] = []
         self._debts: list[Deferred] = []
         self._making = False
@@ -157,7 +157,8 @@ class Provisional:
             self._making = False
             done = self.ticket is ticket and all(u.made is ticket for u in units)
             if done:
-                self._used.update([id(e) for unit in units for e in unit.entries])
+                for unit in units:
+                    self._used.update(unit.entries)
                 blocks += [grads.block for unit in units for grads in unit.grad_units()]
                 self._owe(group.block, blocks)
             elif self.ticket is ticket and not any(block in self._shadows for block in blocks):
@@ -188,7 +189,8 @@ class Provisional:
             begin(self._elsewhere.append, self._shadows.turn_lent)
             for unit in units:
                 unit.made = ticket
-            self._used.update(id(e) for unit in units for e in unit.entries)
+            for unit in units:
+                self._used.update(unit.entries)
             self._owe(group.block, [group.block, *kept, *found])
             done = True
         finally:
@@ -242,7 +244,7 @@ class Provisional:
 
     def has_used(self, entry: Entry) -> bool:
         """Whether one of the steps has used the gradient of a parameter."""
-        return id(entry) in self._used
+        return entry in self._used
 
     def close(self) -> None:
         """Frees the shadows."""

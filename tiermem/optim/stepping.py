@@ -89,7 +89,8 @@ class SteppedBackward:
 
     def has_all(self, entries: Sequence[Entry]) -> bool:
         """Whether, after these of one block, no gradient of it is to come to this optimizer."""
-        mine = [entry for entry in entries if id(entry.param) in self.entries]
+        known = self._arrivals.known
+        mine = [entry for entry in entries if entry in known]
         return bool(mine) and not self._arrivals.awaits(mine[0].group, mine)
 
     def final_units(self, group: Group) -> list[StepUnit]:

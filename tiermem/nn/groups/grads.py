@@ -212,7 +212,8 @@ class GradStore:
     def clear(self, entry: Entry) -> None:
         """Clears the gradient of one parameter; references to it keep its value."""
         self.pay(entry.unit)
-        self._measured.pop(id(entry), None)
+        if self._measured:
+            self._measured.pop(id(entry), None)
         stand_in = entry.lazy
         if isinstance(stand_in, LazyTensor):
             with torch._C.DisableTorchFunctionSubclass():
@@ -352,7 +353,7 @@ class GradStore:
 
     def dtype_for(self, param: torch.Tensor) -> torch.dtype:
         """Returns the dtype of gradients of a parameter that may not be managed yet."""
-        return self._dtypes.get(id(param), param.dtype)
+        return self._dtypes.get(id(param), param.dtype) if self._dtypes else param.dtype
 
     @inside
     def load(self, entry: Entry, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -485,7 +486,7 @@ class GradStore:
     def expose(self, entry: Entry) -> None:
         """Makes ``param.grad`` the lazy stand-in of the stored gradient."""
         if entry.lazy is None:
-            dtype = self._dtypes.get(id(entry.param), entry.param.dtype)
+            dtype = self.dtype_for(entry.param)
             ways = entry.ways
             if ways is None or ways.dtype is not dtype or ways.shape != entry.param.shape:
                 ways = entry.ways = self._ways_of(entry, dtype)

@@ -21,14 +21,16 @@ class Arrivals:
 
     Attributes:
         entries: Its managed parameters, by the id of the parameter.
+        known: The same.
         units: Its units, by the id of the group of weights that they are from.
     """
 
     def __init__(self) -> None:
         """Starts without units."""
         self.entries: dict[int, Entry] = {}
+        self.known: set[Entry] = set()
         self.units: dict[int, list[StepUnit]] = {}
-        self._there: dict[int, set[int]] = {}  # what has arrived, by block
+        self._there: dict[int, set[Entry]] = {}  # what has arrived, by block
         self._awaited: dict[int, Entry] = {}  # one that is still to come
         self._last: dict[int, Entry] = {}  # the last one in the backward before
 
@@ -38,6 +40,7 @@ class Arrivals:
             if unit.group is not None:
                 self.units.setdefault(id(unit.group), []).append(unit)
                 self.entries.update((id(entry.param), entry) for entry in unit.entries)
+                self.known.update(unit.entries)
 
     def forget(self) -> None:
         """Clears what has arrived, as a backward begins or ends."""
@@ -52,14 +55,14 @@ class Arrivals:
         """
         key = id(group)
         there = self._there.setdefault(key, set())
-        there.update([id(entry.param) for entry in arrived])
+        there.update(arrived)
         awaited = self._awaited.get(key)
-        if awaited is not None and id(awaited.param) not in there:
+        if awaited is not None and awaited not in there:
             return True
         likely = [self._last[key]] if key in self._last else []
         members = (e for unit in self.units[key] for e in unit.entries)
         for entry in chain(likely, members):
-            if id(entry.param) not in there and accumulates(entry):
+            if entry not in there and accumulates(entry):
                 self._awaited[key] = entry
                 return True
         self._last[key] = arrived[-1]

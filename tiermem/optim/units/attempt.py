@@ -183,9 +183,9 @@ class Attempt:
         self.shown = ()
         self._undo = None  # it holds views of the slots
         with torch._C.DisableTorchFunctionSubclass():
-            stored = {id(entry.param) for entry in unit.entries if entry.has_grad}
-            for param, gradient in self._gradients:
-                if (id(param) in stored or not self.made) and param.grad is not gradient:
+            for (param, gradient), entry in zip(self._gradients, unit.entry_of, strict=False):
+                stored = entry is not None and entry.has_grad
+                if (stored or not self.made) and param.grad is not gradient:
                     param.grad = gradient
         self.holding.close(written=self.made)
         self._waiting.end()

@@ -46,12 +46,11 @@ class CountedSteps:
         """
         if self._ahead is ticket:
             return
-        with_gradient = {id(entry.param) for entry in unit.entries if entry.has_grad}
         params = [
             param
-            for param, number in unit.members
+            for (param, number), entry in zip(unit.members, unit.entry_of, strict=True)
             if (number not in self.uncounted or unit.has_master(param))
-            and (id(param) in with_gradient or param.grad is not None)
+            and ((entry is not None and entry.has_grad) or param.grad is not None)
         ]
         self._ahead = ticket
         if unit.group is not None:

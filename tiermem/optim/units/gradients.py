@@ -25,8 +25,15 @@ class UnitGradients:
 
     def grad_units(self) -> list[GradUnit]:
         """Returns the blocks of gradients of these parameters; normally one."""
-        units = [e.unit for e in self.entries if e.unit is not None]
-        return list({id(unit): unit for unit in units}.values())
+        found: list[GradUnit] = []
+        last = None
+        for entry in self.entries:
+            unit = entry.unit
+            if unit is not last and unit is not None:
+                last = unit
+                if unit not in found:
+                    found.append(unit)
+        return found
 
     def entries_in(self, unit: GradUnit) -> list[Entry]:
         """Returns those of its parameters that have their gradients in a block."""

@@ -9,6 +9,8 @@ class makes all state when it is made (Adagrad), frozen parameters have theirs f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -25,7 +27,8 @@ class Membership:
         """Watches parameter groups, whose list is the optimizer's own; none has a unit yet."""
         self._groups = groups
         self._taken: dict[int, int] = {}
-        self._listed = -1
+        self._listed = self._units_checked = -1
+        self._checked: list[list[torch.Tensor]] = []
         self._idle: list[Member] = []
 
     def taken(self, members: Sequence[Member]) -> None:
@@ -69,7 +72,10 @@ class Membership:
         Raises:
             StepError: Naming the unit that has one of them.
         """
-        number_of = {id(p): n for n, group in enumerate(self._groups) for p in group["params"]}
+        lists = [list(group["params"]) for group in self._groups]
+        if len(units) == self._units_checked and _are_same(lists, self._checked):
+            return
+        number_of = {id(param): n for n, params in enumerate(lists) for param in params}
         for unit in units:
             for param, number in unit.members:
                 if number_of.get(id(param)) != number:
@@ -78,6 +84,7 @@ class Membership:
                         "parameters cannot be taken out of param_groups or moved between them; "
                         "freeze it with requires_grad_(False), or make a new optimizer"
                     )
+        self._checked, self._units_checked = lists, len(units)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Clears gradients of parameters without a unit, or sets them to zero."""
@@ -97,6 +104,13 @@ class Membership:
             members = [(p, n) for n, group in enumerate(self._groups) for p in group["params"]]
             self._idle = [member for member in members if id(member[0]) not in self._taken]
             self._listed = count
+
+
+def _are_same(first: list[list[torch.Tensor]], second: list[list[torch.Tensor]]) -> bool:
+    """Whether lists have the same tensors, in the same order."""
+    if list(map(len, first)) != list(map(len, second)):
+        return False
+    return all(map(is_, chain.from_iterable(first), chain.from_iterable(second)))
 
 
 def _groups(state_dict: dict[str, Any]) -> list[list[Any]]:

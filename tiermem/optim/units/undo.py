@@ -10,6 +10,7 @@ once it has begun to write needs no copies: one call of a fused kernel of torch'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -84,8 +85,7 @@ class Undo:
     def keep_entries(self, state: dict[Any, Any], keys: Sequence[Any]) -> None:
         """Notes an optimizer's state of some parameters; what is ordinary in it is copied."""
         ordinary: list[torch.Tensor] = []
-        for key in keys:
-            entry = state.get(key)
+        for key, entry in zip(keys, states_of(state, keys), strict=True):
             before = {} if entry is None else dict(entry)
             self._entries.append((state, key, entry, before))
             for value in before.values():
@@ -146,6 +146,16 @@ class Undo:
         room = self._scratch.narrow(0, self._used, nbytes)
         self._used += align_up(nbytes)
         return room
+
+
+def states_of(state: dict[Any, Any], keys: Sequence[Any]) -> list[Any]:
+    """Returns what an optimizer's state has for parameters, None where it has nothing.
+
+    To look a tensor up runs Python's code in torch; mostly all are there, in the same order.
+    """
+    if len(state) == len(keys) and all(map(is_, state, keys)):
+        return list(state.values())
+    return [state.get(key) for key in keys]
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

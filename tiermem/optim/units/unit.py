@@ -28,9 +28,12 @@ from tiermem.optim.units.master import Masters
 from tiermem.optim.units.onecall import writes_in_one_call
 from tiermem.optim.units.places import Place
 from tiermem.optim.units.stepper import Stepper
+from tiermem.optim.units.undo import states_of
 from tiermem.runtime.memory.slots import Slot
 
 State = dict[Any, Any]
+Stored = tuple[int, Entry, GradUnit]
+"""Number of a member, its entry, and where its gradient is in the tiers."""
 Shown = tuple[torch.Tensor | None, torch.Tensor]
 """What stands for a tensor, and the tensor."""
 
@@ -42,6 +45,7 @@ class StepUnit(UnitGradients):
         name: For messages.
         members: Parameters and the number of their parameter group, in order.
         entries: The managed ones among them, in the same order; empty for ordinary parameters.
+        entry_of: The entry of each member, None for an ordinary parameter.
         group: The group of weights they are from, or None.
         foreign: Detects writes of the weights by other code.
         counted: Counts its steps as writes in torch's version counters.
@@ -69,6 +73,8 @@ class StepUnit(UnitGradients):
         self.name = name
         self.members = list(members)
         self.entries = list(entries)
+        managed = {id(entry.param): entry for entry in entries}
+        self.entry_of = [managed.get(id(param)) for param, _ in members]
         self.group: Group | None = entries[0].group if entries else None
         self.foreign = ForeignWrites(self.group)
         self.counted = CountedSteps()
@@ -85,7 +91,7 @@ class StepUnit(UnitGradients):
         self.scaled = False
         self.given: dict[int, torch.Tensor] = {}
         self._owns: list[torch.Tensor] = []  # what the plain optimizer has for each member
-        self._placed: list[tuple[torch.Tensor, Place]] = []
+        self._placed: list[tuple[int, Place]] = []  # and the number of its member
         self._carried: list[tuple[torch.Tensor, State]] = []
         self._stand_ins: dict[int, LazyTensor] = {}
         self._numbers = list(dict.fromkeys(number for _, number in members))
@@ -212,7 +218,11 @@ class StepUnit(UnitGradients):
         revocable: bool,
     ) -> None:
         """Makes the step, or leaves the unit as it was."""
-        stored = [(e, e.unit) for e in self.entries if e.has_grad and not e.materialized and e.unit]
+        stored = [
+            (number, entry, entry.unit)
+            for number, entry in enumerate(self.entry_of)
+            if entry is not None and entry.has_grad and not entry.materialized and entry.unit
+        ]
         attempt = self.attempt = Attempt(self, runtime)
         try:
             slots = attempt.holding.open()
@@ -260,13 +270,8 @@ class StepUnit(UnitGradients):
         if self._optimizer is None:
             kept = {id(param): state for param, state in self._carried}
             return [(kept.get(id(place.param)), place) for place in self.places if kept]
-        by_own, found = self._optimizer.state, []
-        of: torch.Tensor | None = None
-        for own, place in self._placed:  # those of a parameter follow each other
-            if own is not of:
-                of, state = own, by_own.get(own)
-            found.append((state, place))
-        return found
+        states = states_of(self._optimizer.state, self.owns())
+        return [(states[number], place) for number, place in self._placed]
 
     def step_on(self, host: Stepper, make: Make) -> None:
         """Assigns the unit to the host, before its first step."""
@@ -301,7 +306,7 @@ class StepUnit(UnitGradients):
         self,
         runtime: ModuleRuntime,
         optimizer: torch.optim.Optimizer,
-        stored: Sequence[tuple[Entry, GradUnit]],
+        stored: Sequence[Stored],
         slots: dict[int, Slot],
         state: State,
         scaling: Scaling | None,
@@ -313,13 +318,17 @@ class StepUnit(UnitGradients):
         Returns:
             What stands for the tensors that were written, and their values.
         """
-        gradients: dict[int, torch.Tensor] = {}
-        if not owed:
-            gradients = {id(p): p.grad for p, _ in self.members if p.grad is not None}
-        for entry, unit in stored:
-            gradients[id(entry.param)] = slots[id(unit.block)].views[entry.unit_index]
+        gradients = [None if owed else param.grad for param, _ in self.members]
+        of: GradUnit | None = None
+        for number, entry, unit in stored:
+            if unit is not of:
+                of, views = unit, slots[id(unit.block)].views
+            gradients[number] = views[entry.unit_index]
+        if self.given:
+            found = zip(self.members, gradients, strict=True)
+            gradients = [self.given.get(id(param), gradient) for (param, _), gradient in found]
         slot = slots.get(id(self.block))
-        cast = self._hand_over({**gradients, **self.given} if self.given else gradients)
+        cast = self._hand_over(gradients)
         self._attach(slot)
         self._run(optimizer, scaling, cast)
         return self._complete(runtime, optimizer, stored, slots, state)
@@ -328,7 +337,7 @@ class StepUnit(UnitGradients):
         self,
         runtime: ModuleRuntime,
         optimizer: torch.optim.Optimizer,
-        stored: Sequence[tuple[Entry, GradUnit]],
+        stored: Sequence[Stored],
         slots: dict[int, Slot],
         state: State,
     ) -> list[Shown]:
@@ -337,7 +346,7 @@ class StepUnit(UnitGradients):
         self.publish(optimizer, state)
         if self.masters is not None:
             self.masters.derive()
-        for entry, unit in stored:
+        for _, entry, unit in stored:
             stand_in: Any = entry.lazy
             if stand_in is not None and stand_in._kept is not None:
                 shown.append((stand_in, slots[id(unit.block)].views[entry.unit_index]))
@@ -366,15 +375,18 @@ class StepUnit(UnitGradients):
         """Whether users may have a view of the state."""
         return any(stand_in._kept is not None for stand_in in self._stand_ins.values())
 
-    def _hand_over(self, gradients: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    def _hand_over(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Gives the optimizer the gradients, in the dtype of what it steps.
+
+        Args:
+            gradients: One for each member, or None.
 
         Returns:
             What is stepped by a gradient that was cast: that gradient is not shared.
         """
         cast = []
-        for (param, _), own in zip(self.members, self.owns(), strict=True):
-            given = gradient = gradients.get(id(param))
+        for (param, _), own, given in zip(self.members, self.owns(), gradients, strict=True):
+            gradient = given
             if gradient is None:
                 own.grad = None
                 continue
@@ -434,7 +446,8 @@ class StepUnit(UnitGradients):
                         for number in self._numbers
                     ]
                 )
-            self._placed = [(self.own(place.param), place) for place in self.places]
+            number_of = {id(param): number for number, (param, _) in enumerate(self.members)}
+            self._placed = [(number_of[id(place.param)], place) for place in self.places]
             self._take_along(made)
             self._owns = [self.own(param) for param, _ in self.members]
             self._optimizer, self._carried = made, []
@@ -495,10 +508,9 @@ class StepUnit(UnitGradients):
 
     def publish(self, optimizer: torch.optim.Optimizer, state: State) -> None:
         """Shows the state in the tiered optimizer's."""
-        by_own = optimizer.state
-        for (param, _), own in zip(self.members, self.owns(), strict=True):
-            kept = by_own.get(own)
-            if kept is not None and state.get(param) is not kept:
+        found = states_of(optimizer.state, self.owns())
+        for (param, _), kept in zip(self.members, found, strict=True):
+            if kept is not None:
                 state[param] = kept
 
     def stand_in(self, runtime: ModuleRuntime, place: Place, dtype: torch.dtype) -> LazyTensor:
