@@ -163,13 +163,14 @@ def test_without_sampling_the_clock_is_not_asked() -> None:
     assert player.clock.calls == calls + 9
 
 
-def test_copies_are_timed_and_waits_for_them_told_from_others() -> None:
+@pytest.mark.parametrize("home", [Tier.DRAM, Tier.NVME])  # the latter was read into DRAM before
+def test_copies_are_timed_and_waits_for_them_told_from_others(home: Tier) -> None:
     player = Player()
     player.sweep()
     player.pass_timer.begin("f")
     player.clock.now = player.clock.copies = 100.0
     player.copy(1, 3.0)
-    player.use(1, 5.0, 1.0)  # 3 for the copy, 2 for the host
+    player.use(1, 5.0, 1.0, home)  # 3 for the copy, 2 for the host
     player.copy(2, 1.0)
     player.use(2, 0.5, 1.0)  # the copy was over long before
     player.pass_timer.ended()

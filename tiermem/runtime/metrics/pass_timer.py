@@ -186,7 +186,8 @@ class PassTimer:
         block_id = record.block.id
         fill = self._fills.pop(block_id, None) or self._older.pop(block_id, None)
         waited = self._counters.stall_ns - self._stalled
-        link = LINK_UP.get(record.home)
+        # a block at home in a file that was copied from its place in DRAM waits for that link
+        link = LINK_UP[Tier.DRAM] if fill is not None else LINK_UP.get(record.home)
         sample.uses.append(_Use(block_id, link, before, after, fill, ready is not None, waited))
 
     def ended(self) -> None:
