@@ -51,6 +51,8 @@ _RUNTIME, _CORE = "tiermem/runtime/", "tiermem/core/"
 _FOLDER = "tiermem/saving/folder.py"
 _RULES = _RUNTIME + "placement/leaving.py"
 _PIECES, _SAVED = "tiermem/transfer/file/pieces.py", "tiermem/nn/passes/saved.py"
+_GRADS = "tiermem/nn/groups/grads.py"
+_NEW_GRADS = ("tests/property/test_new_gradients.py",)
 _COPY, _PARTS = "tiermem/transfer/copy.py", "tiermem/optim/units/parted.py"
 
 _ELSEWHERE = (
@@ -436,6 +438,34 @@ _ELSEWHERE = (
         "if tensor._version != version]\n        self._done",
         "if tensor._version < 0]\n        self._done",
         ("tests/unit/test_nn_clipping.py",),
+    ),
+    Mutation(
+        "gradients wait although hooks of users are shown them",
+        "tiermem/nn/groups/newgrads.py",
+        " and len(after) == 1",
+        "",
+        _NEW_GRADS,
+    ),
+    Mutation(
+        "a gradient that a program holds goes to the tiers",
+        _GRADS,
+        "return None if is_shared(gradient) else gradient",
+        "return gradient",
+        _NEW_GRADS,
+    ),
+    Mutation(
+        "a gradient is added to one that waits",
+        _GRADS,
+        "        if entry.waits:\n            self.new.take()\n",
+        "",
+        _NEW_GRADS,
+    ),
+    Mutation(
+        "what waits in vain is not taken in before a backward ends",
+        "tiermem/nn/passes/backward.py",
+        "        runtime.grads.new.end_backward()",
+        "        runtime.grads.new.forget()",
+        ("tests/unit/test_optim_arrivals.py",),
     ),
 )
 
