@@ -12,6 +12,8 @@ from tiermem.runtime.lookahead.replay import Replay
 from tiermem.runtime.memory.slots import Slot
 from tiermem.runtime.parts import Parts
 
+_VALID, _DIRTY = State.VALID, State.DIRTY
+
 
 class Acquirer:
     """Implements :meth:`BlockManager.acquire`, under the manager's lock."""
@@ -70,26 +72,32 @@ class Acquirer:
     def again(self, block: Block) -> Slot | None:
         """Leases a block that was used a moment ago, as a part of that use.
 
-        Neither schedule nor look-ahead move on: nothing has come up or left for it.
+        Returns:
+            Its slot; None where it is not as it was, so that it has to be acquired.
+        """
+        slot = self.at_hand(block.id)
+        if slot is not None:
+            self._table.lease(block.id)
+        return slot
+
+    def at_hand(self, block_id: int) -> Slot | None:
+        """Looks again at a block that was used a moment ago, as a part of that use.
+
+        Neither schedule nor look-ahead move on: nothing has come up or left for it. It stays until
+        the caller gives the lock back, or for as long as an alias of it lives.
 
         Returns:
             Its slot; None where it is not as it was, so that it has to be acquired.
         """
-        block_id, deferred, gate = block.id, self._deferred, self._gate
+        gate = self._gate
         record = self._get(block_id)
-        if record is None or gate.closed or gate.torn or block_id in deferred.owed or modes():
+        if record is None or gate.closed or gate.torn or block_id in self._deferred.owed or modes():
             return None
-        if not record.usable or self._copy.capturing():
+        state = record.in_hbm
+        if (state is not _VALID and state is not _DIRTY) or self._copy.capturing():
             return None
-        leases = record.leases
-        try:
-            self._table.lease(record.block.id)
-            self._copy.use(self._ready.get(block_id))
-            return self._current[block_id]
-        except BaseException:
-            if record.leases > leases:
-                self._table.release(block_id)
-            raise
+        self._copy.use(self._ready.get(block_id))
+        return self._current[block_id]
 
     def _acquire(self, block: Block) -> Slot:
         """Does what :meth:`acquire` does in a pass that is measured, or that repeats no other."""

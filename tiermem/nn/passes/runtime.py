@@ -116,7 +116,6 @@ class ModuleRuntime:
         self.grads = GradStore(self)
         self.program = Program(manager.parts.settings, self.grads.dtype_for)
         self.reduced = ReducedGradients(self)
-        self.saved = SavedHooks(self)
         self.addresses = Addresses()
         settings = manager.parts.settings
         self.activations = Activations(
@@ -126,6 +125,7 @@ class ModuleRuntime:
             settings.activation_layers,
             settings.activation_ahead,
         )
+        self.saved = SavedHooks(self)
         self.experts = ExpertStore(manager)
         self.names = PassNames()
         self.backward = BackwardPass(self)
