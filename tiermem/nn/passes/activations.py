@@ -44,16 +44,6 @@ class Kept:
         self.version = tensor._version
         self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
 
-    def open(self) -> torch.Tensor:
-        """Returns the tensor.
-
-        Raises:
-            RuntimeError: If it was changed in place since.
-        """
-        if self.tensor._version != self.version:
-            raise changed(self.tensor, self.version, self.tensor.shape)
-        return self.tensor
-
 
 def changed(counter: torch.Tensor, version: int, shape: tuple[int, ...]) -> RuntimeError:
     """Returns what autograd raises if a saved tensor was changed in place."""

@@ -14,18 +14,21 @@ from tiermem.errors import CapacityError
 from tiermem.nn.groups.grads import GradStore
 from tiermem.nn.groups.group import Group
 
-
 _Owners = tuple[list[int], list[torch.Tensor | None]]
 """Where each tensor of a block begins, and the parameter or buffer that it is."""
 
 
 class Groups(Sequence[Group]):
-    """Every group of parameters, in the order of the modules, and found by block."""
+    """Every group of parameters, in the order of the modules, and found by block.
+
+    Attributes:
+        by_block: The same by the id of their block; always the same dictionary.
+    """
 
     def __init__(self) -> None:
         """Starts without groups."""
         self._list: list[Group] = []
-        self._by_block: dict[int, Group] = {}
+        self.by_block: dict[int, Group] = {}
         self._owners: dict[int, _Owners] = {}
         self._homed = 0
 
@@ -47,18 +50,15 @@ class Groups(Sequence[Group]):
     def add(self, group: Group) -> None:
         """Enters a group."""
         self._list.append(group)
-        self._by_block[group.block.id] = group
+        self.by_block[group.block.id] = group
         self._owners[group.block.id] = _owners_in(group)
 
     def remove(self, gone: set[int]) -> None:
         """Takes groups out that are given by their ids."""
         self._list = [group for group in self._list if id(group) not in gone]
-        self._by_block = {g.block.id: g for g in self._list}
+        for block_id in [b for b, group in self.by_block.items() if id(group) in gone]:
+            del self.by_block[block_id]
         self._owners = {g.block.id: _owners_in(g) for g in self._list}
-
-    def of(self, block: Block) -> Group | None:
-        """Returns the group of weights or buffers that a block is of."""
-        return self._by_block.get(block.id)
 
     def owner_of(self, block: Block, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the parameter or buffer that shares a version counter with a view of a block."""

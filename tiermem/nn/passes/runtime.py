@@ -118,7 +118,7 @@ class ModuleRuntime:
         self.reduced = ReducedGradients(self)
         self.addresses = Addresses()
         settings = manager.parts.settings
-        self.activations = Activations(
+        self.activations: Activations = Activations(
             manager,
             settings.policy.activations,
             settings.activation_min,

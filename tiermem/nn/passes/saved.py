@@ -105,12 +105,13 @@ class SavedHooks:
         """Serves ``runtime``."""
         self._runtime = runtime
         self._owner_of = runtime.groups.owner_of
-        self._group_of = runtime.groups.of
+        self._group_of = runtime.groups.by_block.get
         self.manager = manager = runtime.manager
         self._gate = manager.gate
         self._at_hand = manager.acquirer.at_hand
         self._deferred = manager.parts.deferred
         self._record_of = manager.parts.table.get
+        self._slots = manager.parts.slots.current
         self._slot_at = manager.parts.slots.by_address.get
         activations = runtime.activations
         self._offload = None if activations.store is None else activations.pack
@@ -121,7 +122,7 @@ class SavedHooks:
         if not torch.is_grad_enabled():
             return True
         outer = top_pair()
-        return outer is not None and _hooks_of(outer) is self
+        return outer is not None and (outer[0] is self._plain[0] or _hooks_of(outer) is self)
 
     def push_for_operation(self) -> bool:
         """Pushes a pair for an operation outside every module, unless a checkpoint's is there.
@@ -215,7 +216,7 @@ class SavedHooks:
         record = self._record_of(saved.block.id)
         if record is None or not record.fixed or saved.conj or saved.neg:
             return None
-        slot = self.manager.parts.slots.current[saved.block.id]
+        slot = self._slots[saved.block.id]
         with _Plain():
             alias = tensor.detach()
             alias.data = slot.sight.read_view(saved.view)
@@ -223,7 +224,9 @@ class SavedHooks:
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is Kept:
-            tensor = packed.open()
+            tensor = packed.tensor
+            if tensor._version != packed.version:
+                raise changed(tensor, packed.version, tensor.shape)
             return tensor if type(tensor) in _PLAIN_TYPES else _bytes_of(tensor)
         if type(packed) is SavedView:
             return packed.hooks.view(packed)
@@ -276,12 +279,11 @@ class SavedHooks:
     def _fetch(self, saved: SavedView) -> torch.Tensor:
         self._runtime.enter_backward()
         block, view = saved.block, None
-        group = self._group_of(block)
-        if group is not None and group.soft and not self._gate.closed:  # its backward has just begun
-            with self.manager.lock:
-                slot = self._at_hand(block.id)
-                if slot is not None:
-                    view = slot.sight.read_view(saved.view)
+        group = self._group_of(block.id)
+        if group is not None and group.soft and not self._gate.closed:
+            with self.manager.lock:  # its backward has just begun
+                if self._at_hand(block.id) is not None:
+                    view = self._slots[block.id].sight.read_view(saved.view)
         if view is None:
             view = self._brought(saved)
         if torch.is_grad_enabled():

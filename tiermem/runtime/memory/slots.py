@@ -140,11 +140,9 @@ class Slot:
     @property
     def aliased(self) -> bool:
         """Whether anything but tiermem and the pointed parameters can see the bytes."""
-        sight = self.sight
-        return (
-            use_count(self.storage) > self.baseline + self.pointed
-            or use_count(self.reading) > sight.reading_baseline + len(sight.read)
-        )
+        sight, writers = self.sight, self.baseline + self.pointed
+        readers = sight.reading_baseline + len(sight.read)
+        return use_count(self.storage) > writers or use_count(self.reading) > readers
 
     def others(self) -> bool:
         """Whether anything else may write the bytes, or a parameter does not point here."""
@@ -297,5 +295,6 @@ class SlotCache:
                 )
             reading = self.arena.bytes_of(extent).untyped_storage()
         handles = storage._cdata, reading._cdata
-        counts = map(use_count, handles)
-        return Sight(whole, views, storage, reading, handles, storage.data_ptr(), *counts)
+        own, own_reading = map(use_count, handles)
+        address = storage.data_ptr()
+        return Sight(whole, views, storage, reading, handles, address, own, own_reading)
