@@ -60,7 +60,7 @@ _ELSEWHERE = (
     Mutation(
         "an acquire that takes no lease",
         _RUNTIME + "acquire.py",
-        "        self._table.lease(block_id)\n",
+        "        record.leases += 1  # that it can be has just been looked at\n",
         "",
         MANAGER,
     ),
@@ -88,7 +88,7 @@ _ELSEWHERE = (
     Mutation(
         "aliases are not seen",
         _RUNTIME + "memory/slots.py",
-        "use_count(self.storage) > self.baseline + self.pointed",
+        "use_count(self.storage) > writers",
         "False",
         MANAGER,
     ),
@@ -207,8 +207,8 @@ _ELSEWHERE = (
     Mutation(
         "a written block's home copy still counts",
         _CORE + "residency.py",
-        "        record.in_hbm = State.DIRTY\n        record.at_home = State.ABSENT\n",
-        "        record.in_hbm = State.DIRTY\n",
+        "        record.in_hbm = _DIRTY\n        record.at_home = _ABSENT\n",
+        "        record.in_hbm = _DIRTY\n",
         TABLE,
     ),
     Mutation(
@@ -414,8 +414,8 @@ _ELSEWHERE = (
     Mutation(
         "a weight that changed after it was saved is not noticed",
         _SAVED,
-        "if owner is not None and saved.version not in (-1, owner._version):",
-        "if owner is not None and owner._version < 0:",
+        "            if now != version:",
+        "            if now < 0:",
         ("tests/unit/test_runtime_saved.py",),
     ),
     Mutation(
@@ -602,9 +602,9 @@ _ACTIVATIONS = (
     ),
     (
         "a tensor changed after it was saved is taken as it was",
-        _HANDLES,
-        "    if counter._version != version:\n",
-        "    if False:\n",
+        _SAVED,
+        "            if packed.counter._version != packed.version:\n",
+        "            if False:\n",
     ),
     (
         "tensors of one storage share a copy whatever was written",

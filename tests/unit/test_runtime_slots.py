@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tiermem.core.block import Block, Extent, Role, Tier
 from tiermem.core.layout import TensorShape, pack
-from tiermem.runtime.memory.slots import Slot, SlotCache
+from tiermem.runtime.memory.slots import Slot, SlotCache, View
 from tiermem.storage.arena import HostArena
 
 PAGE = 4096
@@ -71,6 +72,57 @@ def test_what_only_reads_is_told_from_what_may_write(cache: SlotCache) -> None:
     assert slot.aliased and not slot.others()
     del reading
     assert not slot.aliased
+
+
+WHOLE: View = (torch.float32, 0, (8, 8), (8, 1))
+
+
+def test_a_view_that_is_read_again_is_another_tensor_and_counts_while_it_lives(
+    cache: SlotCache,
+) -> None:
+    slot, other = cache.slot(block(0), place(1)), cache.slot(block(1), place(1))
+    slot.views[0].copy_(torch.arange(64.0))
+    for _ in range(3):
+        view = slot.sight.read_view(WHOLE)
+        assert view.shape == (8, 8) and view._version == 0 and not view.requires_grad
+        assert torch.equal(view.flatten(), torch.arange(64.0))
+        assert slot.aliased and other.aliased and not slot.others()
+        view.unsqueeze_(0)
+        torch.autograd.graph.increment_version(view)
+        del view
+        assert not slot.aliased and not other.aliased
+    assert len(slot.sight.read) == 1
+
+
+def test_views_beyond_what_is_kept_are_told_from_it(cache: SlotCache) -> None:
+    slot = cache.slot(block(0), place(1))
+    views = [slot.sight.read_view((torch.float32, n, (1,), (1,))) for n in range(40)]
+    assert 0 < len(slot.sight.read) < 20
+    while views:
+        assert slot.aliased
+        views.pop()
+    assert not slot.aliased
+
+
+def test_what_a_mode_or_a_transform_makes_is_not_kept(cache: SlotCache) -> None:
+    slot = cache.slot(block(0), place(1))
+    slot.views[0].fill_(2.0)
+
+    def use(x: torch.Tensor) -> torch.Tensor:
+        return (x * slot.sight.read_view(WHOLE)).sum()
+
+    x = torch.ones(8, 8)
+    with torch.inference_mode():
+        assert use(x) == 128.0
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        slot.sight.read_view(WHOLE)
+    assert torch.equal(torch.func.grad(use)(x), 2.0 * x)
+    assert not slot.sight.read and not slot.aliased
+    weight = x.clone().requires_grad_()
+    use(weight).backward()  # saves the view
+    assert torch.equal(torch.func.grad(use)(x), 2.0 * x)
+    assert weight.grad is not None and torch.equal(weight.grad, 2.0 * x)
+    assert len(slot.sight.read) == 1 and not slot.aliased
 
 
 def test_what_no_slot_looks_at_any_more_is_let_go(cache: SlotCache) -> None:

@@ -28,7 +28,7 @@ class State(enum.Enum):
     DRAINING = "draining"
 
 
-_ABSENT, _FILLING, _VALID = State.ABSENT, State.FILLING, State.VALID
+_ABSENT, _FILLING, _VALID, _DIRTY = State.ABSENT, State.FILLING, State.VALID, State.DIRTY
 
 
 class Move(NamedTuple):
@@ -231,7 +231,8 @@ class ResidencyTable:
     def lease(self, block_id: int) -> Record:
         """Holds the HBM copy against eviction."""
         record = self._records[block_id]
-        if record.in_hbm is not State.VALID and record.in_hbm is not State.DIRTY:
+        state = record.in_hbm
+        if state is not _VALID and state is not _DIRTY:
             raise self._wrong(record, "leased")
         record.leases += 1
         return record
@@ -248,12 +249,13 @@ class ResidencyTable:
     def mark_dirty(self, block_id: int) -> None:
         """Marks the leased HBM copy as written: the home copy is stale from now on."""
         record = self._records[block_id]
-        if not record.usable or not record.leases:
+        state = record.in_hbm
+        if (state is not _DIRTY and state is not _VALID) or not record.leases:
             raise self._wrong(record, "written")
         record.defined = True
         record.writes += 1
-        record.in_hbm = State.DIRTY
-        record.at_home = State.ABSENT
+        record.in_hbm = _DIRTY
+        record.at_home = _ABSENT
 
     # -- HBM: out --------------------------------------------------------
 

@@ -12,6 +12,8 @@ from tiermem.runtime.lookahead.replay import Replay
 from tiermem.runtime.memory.slots import Slot
 from tiermem.runtime.parts import Parts
 
+_VALID, _DIRTY = State.VALID, State.DIRTY
+
 
 class Acquirer:
     """Implements :meth:`BlockManager.acquire`, under the manager's lock."""
@@ -70,26 +72,33 @@ class Acquirer:
     def again(self, block: Block) -> Slot | None:
         """Leases a block that was used a moment ago, as a part of that use.
 
-        Neither schedule nor look-ahead move on: nothing has come up or left for it.
-
         Returns:
             Its slot; None where it is not as it was, so that it has to be acquired.
         """
-        block_id, deferred, gate = block.id, self._deferred, self._gate
+        record = self.at_hand(block.id)
+        if record is None:
+            return None
+        record.leases += 1
+        return self._current[block.id]
+
+    def at_hand(self, block_id: int) -> Record | None:
+        """Looks again at a block that was used a moment ago, as a part of that use.
+
+        Neither schedule nor look-ahead move on: nothing has come up or left for it. It stays until
+        the caller gives the lock back, or for as long as an alias of it lives.
+
+        Returns:
+            Its record; None where it is not as it was, so that it has to be acquired.
+        """
+        gate = self._gate
         record = self._get(block_id)
-        if record is None or gate.closed or gate.torn or block_id in deferred.owed or modes():
+        if record is None or gate.closed or gate.torn or block_id in self._deferred.owed or modes():
             return None
-        if not record.usable or self._copy.capturing():
+        state = record.in_hbm
+        if (state is not _VALID and state is not _DIRTY) or self._copy.capturing():
             return None
-        leases = record.leases
-        try:
-            self._table.lease(record.block.id)
-            self._copy.use(self._ready.get(block_id))
-            return self._current[block_id]
-        except BaseException:
-            if record.leases > leases:
-                self._table.release(block_id)
-            raise
+        self._copy.use(self._ready.get(block_id))
+        return record
 
     def _acquire(self, block: Block) -> Slot:
         """Does what :meth:`acquire` does in a pass that is measured, or that repeats no other."""
@@ -113,7 +122,7 @@ class Acquirer:
         """Makes a block usable, leases it, and moves the look-ahead on."""
         block_id = record.block.id
         moved_on = self._make_usable(record)
-        self._table.lease(block_id)
+        record.leases += 1  # that it can be has just been looked at
         self._copy.use(self._ready.get(block_id))
         if moved_on:
             if not self._replay.advance():
@@ -166,7 +175,8 @@ class Acquirer:
         else:
             self._bring(record)
         later = self._evictor.largest_later
-        if later and not record.leases:
+        extent = record.extent
+        if later and not record.leases and extent is not None and extent.offset < later:
             self._evictor.tidy(record, later)
         return moved_on
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def _teller(autograd: Any) -> Callable[[], Pair | None]:
     told = getattr(autograd, "_top_saved_tensors_default_hooks", None)
     if told is None:
         return follow(autograd)
-    return lambda: told(False)
+    return partial(told, False)
 
 
 top_pair: Callable[[], Pair | None] = _teller(torch._C._autograd)

@@ -44,26 +44,16 @@ class Kept:
         self.version = tensor._version
         self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
 
-    def open(self) -> torch.Tensor:
-        """Returns the tensor.
 
-        Raises:
-            RuntimeError: If it was changed in place since.
-        """
-        check_version(self.tensor, self.version, self.tensor.shape)
-        return self.tensor
-
-
-def check_version(counter: torch.Tensor, version: int, shape: tuple[int, ...]) -> None:
-    """Raises what autograd raises if a saved tensor was changed in place."""
-    if counter._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an "
-            f"inplace operation: [{counter.type()} {list(shape)}] is at version "
-            f"{counter._version}; expected version {version} instead. Hint: enable anomaly "
-            "detection to find the operation that failed to compute its gradient, with "
-            "torch.autograd.set_detect_anomaly(True)."
-        )
+def changed(counter: torch.Tensor, version: int, shape: tuple[int, ...]) -> RuntimeError:
+    """Returns what autograd raises if a saved tensor was changed in place."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an "
+        f"inplace operation: [{counter.type()} {list(shape)}] is at version "
+        f"{counter._version}; expected version {version} instead. Hint: enable anomaly "
+        "detection to find the operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )
 
 
 class SavedActivation:

@@ -14,14 +14,22 @@ from tiermem.errors import CapacityError
 from tiermem.nn.groups.grads import GradStore
 from tiermem.nn.groups.group import Group
 
+_Owners = tuple[list[int], list[torch.Tensor | None]]
+"""Where each tensor of a block begins, and the parameter or buffer that it is."""
+
 
 class Groups(Sequence[Group]):
-    """Every group of parameters, in the order of the modules, and found by block."""
+    """Every group of parameters, in the order of the modules, and found by block.
+
+    Attributes:
+        by_block: The same by the id of their block; always the same dictionary.
+    """
 
     def __init__(self) -> None:
         """Starts without groups."""
         self._list: list[Group] = []
-        self._by_block: dict[int, Group] = {}
+        self.by_block: dict[int, Group] = {}
+        self._owners: dict[int, _Owners] = {}
         self._homed = 0
 
     def __len__(self) -> int:
@@ -42,32 +50,25 @@ class Groups(Sequence[Group]):
     def add(self, group: Group) -> None:
         """Enters a group."""
         self._list.append(group)
-        self._by_block[group.block.id] = group
+        self.by_block[group.block.id] = group
+        self._owners[group.block.id] = _owners_in(group)
 
     def remove(self, gone: set[int]) -> None:
         """Takes groups out that are given by their ids."""
         self._list = [group for group in self._list if id(group) not in gone]
-        self._by_block = {g.block.id: g for g in self._list}
-
-    def of(self, block: Block) -> Group | None:
-        """Returns the group of weights or buffers that a block is of."""
-        return self._by_block.get(block.id)
+        for block_id in [b for b, group in self.by_block.items() if id(group) in gone]:
+            del self.by_block[block_id]
+        self._owners = {g.block.id: _owners_in(g) for g in self._list}
 
     def owner_of(self, block: Block, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the parameter or buffer that shares a version counter with a view of a block."""
-        group = self._by_block.get(block.id)
-        if group is None:
+        found = self._owners.get(block.id)
+        if found is None:
             return None
+        begins, owners = found
         position = tensor.storage_offset() * tensor.dtype.itemsize
-        index = bisect_right(block.tensors, position, key=lambda spec: spec.offset) - 1
-        for entry in group.entries:
-            if entry.index == index:
-                return entry.param if entry.param._version == tensor._version else None
-        for member in group.buffers:
-            if member.index == index:
-                buffer = member.tensor
-                return buffer if buffer._version == tensor._version else None
-        return None
+        owner = owners[bisect_right(begins, position) - 1]
+        return owner if owner is not None and owner._version == tensor._version else None
 
     def track(self, tensor: torch.Tensor, grads: GradStore) -> None:
         """Has the gradients of a parameter taken from now on."""
@@ -82,3 +83,13 @@ class Groups(Sequence[Group]):
             self._homed = len(self._list)
             with suppress(CapacityError):  # there may be no backward; if there is, it says so
                 grads.reserve(self._list)
+
+
+def _owners_in(group: Group) -> _Owners:
+    """Returns the owners of a block's bytes; None for a tensor that is none of the group's."""
+    specs = group.block.tensors
+    owners: list[torch.Tensor | None] = [None] * len(specs)
+    for member in (*group.entries, *group.buffers):
+        if owners[member.index] is None:  # else tensors share those bytes
+            owners[member.index] = member.tensor
+    return [spec.offset for spec in specs], owners

@@ -116,16 +116,16 @@ class ModuleRuntime:
         self.grads = GradStore(self)
         self.program = Program(manager.parts.settings, self.grads.dtype_for)
         self.reduced = ReducedGradients(self)
-        self.saved = SavedHooks(self)
         self.addresses = Addresses()
         settings = manager.parts.settings
-        self.activations = Activations(
+        self.activations: Activations = Activations(
             manager,
             settings.policy.activations,
             settings.activation_min,
             settings.activation_layers,
             settings.activation_ahead,
         )
+        self.saved = SavedHooks(self)
         self.experts = ExpertStore(manager)
         self.names = PassNames()
         self.backward = BackwardPass(self)

@@ -31,15 +31,17 @@ from tiermem.nn.compat.entrances import inside
 from tiermem.nn.compat.hookpair import Pair, change_pushed, top_pair
 from tiermem.nn.groups.above import WeightViews
 from tiermem.nn.groups.away import group_of
-from tiermem.nn.passes.activations import Kept, SavedActivation, check_version
+from tiermem.nn.passes.activations import Kept, SavedActivation, changed
 from tiermem.runtime.base.functorch import transforming, untransformed
-from tiermem.runtime.memory.slots import Slot, typed_view
+from tiermem.runtime.memory.slots import Slot, View, typed_view
 
 if TYPE_CHECKING:
     from tiermem.nn.groups.group import Group
     from tiermem.nn.passes.runtime import ModuleRuntime
 
 _REFERRED = (Role.PARAM, Role.BUFFER)
+_Plain = torch._C.DisableTorchFunctionSubclass
+"""Within it a parameter that is away is asked as an ordinary tensor is."""
 
 
 class SavedView:
@@ -47,14 +49,14 @@ class SavedView:
 
     Attributes:
         block: The block.
-        offset: In elements of ``dtype``, from the first byte of the block.
+        view: What it shows of the block.
         hooks: Of the manager that has the block.
         owner: The parameter or buffer whose bytes they are, if that is known.
         version: Of the owner when the view was saved; -1 where changes are no error.
     """
 
     __slots__ = (
-        "block", "conj", "dtype", "hooks", "neg", "offset", "owner", "shape", "stride", "version"
+        "block", "conj", "hooks", "neg", "owner", "version", "view"
     )  # fmt: skip
 
     def __init__(
@@ -62,21 +64,17 @@ class SavedView:
         hooks: WeightViews,
         block: Block,
         tensor: torch.Tensor,
-        offset: int,
+        view: View,
         owner: torch.Tensor | None,
     ) -> None:
         self.hooks = hooks
         self.block = block
-        self.offset = offset
-        self.shape = tuple(tensor.shape)
-        self.stride = tensor.stride()
-        self.dtype = tensor.dtype
+        self.view = view
         self.conj = tensor.is_conj()
         self.neg = tensor.is_neg()
         self.owner = owner
         # a tensor with a counter of its own (``weight.data``) is not said to be changed either
-        same = owner is not None and owner._version == tensor._version
-        self.version = tensor._version if same else -1
+        self.version = -1 if owner is None else tensor._version
 
 
 def _passed_over(pack: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +105,16 @@ class SavedHooks:
         """Serves ``runtime``."""
         self._runtime = runtime
         self._owner_of = runtime.groups.owner_of
-        self.manager = runtime.manager
+        self._group_of = runtime.groups.by_block.get
+        self.manager = manager = runtime.manager
+        self._gate = manager.gate
+        self._at_hand = manager.acquirer.at_hand
+        self._deferred = manager.parts.deferred
+        self._record_of = manager.parts.table.get
+        self._slots = manager.parts.slots.current
+        self._slot_at = manager.parts.slots.by_address.get
+        activations = runtime.activations
+        self._offload = None if activations.store is None else activations.pack
         self._plain: Pair = (self._pack_plain, self._unpack)
 
     def on_top(self) -> bool:
@@ -115,7 +122,7 @@ class SavedHooks:
         if not torch.is_grad_enabled():
             return True
         outer = top_pair()
-        return outer is not None and _hooks_of(outer) is self
+        return outer is not None and (outer[0] is self._plain[0] or _hooks_of(outer) is self)
 
     def push_for_operation(self) -> bool:
         """Pushes a pair for an operation outside every module, unless a checkpoint's is there.
@@ -181,19 +188,15 @@ class SavedHooks:
             return _whole(tensor)
         if tensor.layout is not torch.strided:
             return None
-        slot = self._slot_of(tensor)
-        if slot is None or slot.block.role not in _REFERRED:
-            return None
-        owner = self._owner_of(slot.block, tensor)
-        return SavedView(self, slot.block, tensor, int(tensor.storage_offset()), owner)
-
-    def _slot_of(self, tensor: torch.Tensor) -> Slot | None:
-        """Returns the slot that a tensor looks into, or None."""
         try:
-            address = tensor.untyped_storage().data_ptr()
+            slot = self._slot_at(tensor.untyped_storage().data_ptr())
         except RuntimeError:  # zeros without memory, as forward-mode differentiation makes them
             return None
-        return self.manager.parts.slots.by_address.get(address)
+        if slot is None or slot.block.role not in _REFERRED:
+            return None
+        block = slot.block
+        view = tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        return SavedView(self, block, tensor, view, self._owner_of(block, tensor))
 
     @_passed_over
     @inside
@@ -203,34 +206,38 @@ class SavedHooks:
             return found.hooks.beside(found, tensor) or found
         if type(tensor) not in _PLAIN_TYPES:
             return tensor
-        return self._runtime.activations.pack(tensor) or Kept(tensor)
+        return (self._offload and self._offload(tensor)) or Kept(tensor)
 
     def beside(self, saved: SavedView, tensor: torch.Tensor) -> Kept | None:
         """Returns an alias of bytes that never leave HBM, which backward finds sooner; else None.
 
         It looks through the storage that is only read, and has the tensor's version counter.
         """
-        record = self.manager.parts.table.get(saved.block.id)
+        record = self._record_of(saved.block.id)
         if record is None or not record.fixed or saved.conj or saved.neg:
             return None
-        slot = self.manager.parts.slots.current[saved.block.id]
-        with torch._C.DisableTorchFunctionSubclass():
+        slot = self._slots[saved.block.id]
+        with _Plain():
             alias = tensor.detach()
-            alias.data = _view_of(slot, saved)
+            alias.data = slot.sight.read_view(saved.view)
         return Kept(alias)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
+        if type(packed) is Kept:
+            tensor = packed.tensor
+            if tensor._version != packed.version:
+                raise changed(tensor, packed.version, tensor.shape)
+            return tensor if type(tensor) in _PLAIN_TYPES else _bytes_of(tensor)
+        if type(packed) is SavedView:
+            return packed.hooks.view(packed)
         if type(packed) is _Handed:
             inner = packed.packed
             if type(inner) is SavedView:
                 inner = inner.hooks.view(inner)
             return _bytes_of(packed.unpack(inner))  # the user's: an exception there is no fault
-        if type(packed) is SavedView:
-            return packed.hooks.view(packed)
-        if type(packed) is Kept:
-            return _bytes_of(packed.open())
         if type(packed) is SavedActivation:
-            check_version(packed.counter, packed.version, packed.shape)
+            if packed.counter._version != packed.version:
+                raise changed(packed.counter, packed.version, packed.shape)
             return self._activation(packed)
         return packed  # type: ignore[no-any-return]
 
@@ -248,15 +255,18 @@ class SavedHooks:
             StorageError: If they cannot be read.
             ClosedError: If the manager is closed.
         """
-        if saved.block.id in self.manager.parts.deferred:
+        if saved.block.id in self._deferred.owed:
             self.pay(saved.block.id)
-        owner = saved.owner  # an error that torch raises as well needs no repair
-        if owner is not None and saved.version not in (-1, owner._version):
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a weight of block {saved.block.name!r} is at version "
-                f"{owner._version}; expected version {saved.version} instead"
-            )
+        owner, version = saved.owner, saved.version
+        if owner is not None and version != -1:
+            with _Plain():  # it may be away
+                now = owner._version
+            if now != version:  # an error that torch raises as well needs no repair
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation: a weight of block {saved.block.name!r} is at version "
+                    f"{now}; expected version {version} instead"
+                )
         return self._fetch(saved)
 
     @inside
@@ -268,16 +278,14 @@ class SavedHooks:
     @inside
     def _fetch(self, saved: SavedView) -> torch.Tensor:
         self._runtime.enter_backward()
-        if self.manager.parts.table.get(saved.block.id) is None and not self.manager.gate.closed:
-            view = _taken_out(saved)
-        else:
-            group = self._runtime.groups.of(saved.block)
-            soft = group is not None and group.soft  # its backward has just begun
-            slot = (self.manager.again if soft else self.manager.acquire)(saved.block)
-            try:
-                view = _view_of(slot, saved)
-            finally:
-                self.manager.release(saved.block)
+        block, view = saved.block, None
+        group = self._group_of(block.id)
+        if group is not None and group.soft and not self._gate.closed:
+            with self.manager.lock:  # its backward has just begun
+                if self._at_hand(block.id) is not None:
+                    view = self._slots[block.id].sight.read_view(saved.view)
+        if view is None:
+            view = self._brought(saved)
         if torch.is_grad_enabled():
             # backward with a graph of its own saves this again, where no hook here sees it: a
             # copy in ordinary memory does not hold the block in HBM
@@ -289,15 +297,21 @@ class SavedHooks:
             view = torch._neg_view(view)
         return view
 
+    def _brought(self, saved: SavedView) -> torch.Tensor:
+        """Returns what was saved of a block that has to be acquired first, or is one no more."""
+        block = saved.block
+        if self._record_of(block.id) is None and not self._gate.closed:
+            return _taken_out(saved)
+        slot = self.manager.acquire(block)
+        try:
+            return slot.sight.read_view(saved.view)
+        finally:
+            self.manager.release(block)
+
 
 def _alias(slot: Slot) -> torch.Tensor:
     """Returns a view of a block's first byte: as long as it lives the block stays where it is."""
     return typed_view(slot.sight.reading, torch.uint8, 0, (1,), (1,))
-
-
-def _view_of(slot: Slot, saved: SavedView) -> torch.Tensor:
-    """Returns a view of a block in HBM, through the storage that is only read."""
-    return typed_view(slot.sight.reading, saved.dtype, saved.offset, saved.shape, saved.stride)
 
 
 def _taken_out(saved: SavedView) -> torch.Tensor:
@@ -306,8 +320,9 @@ def _taken_out(saved: SavedView) -> torch.Tensor:
     Raises:
         ParameterError: If it is not known whose bytes they are, or the parameter has others.
     """
-    owner, item = saved.owner, saved.dtype.itemsize
-    position = saved.offset * item
+    owner, (dtype, offset, shape, stride) = saved.owner, saved.view
+    item = dtype.itemsize
+    position = offset * item
     index = bisect_right(saved.block.tensors, position, key=lambda spec: spec.offset) - 1
     spec = saved.block.tensors[index]
     if owner is None or owner.stride() != spec.stride:
@@ -317,7 +332,7 @@ def _taken_out(saved: SavedView) -> torch.Tensor:
         )
     offset = (position - spec.offset + int(owner.storage_offset()) * owner.itemsize) // item
     storage = owner.detach().untyped_storage()
-    return typed_view(storage, saved.dtype, offset, saved.shape, saved.stride)
+    return typed_view(storage, dtype, offset, shape, stride)
 
 
 def _hooks_of(pair: Pair) -> SavedHooks | None:
@@ -361,11 +376,9 @@ def _whole(tensor: torch.Tensor) -> SavedView | None:
     if group.block.id in group.manager.parts.deferred:
         group.lender.saved.pay(group.block.id)
     spec = group.block.tensors[member.index]
-    with torch._C.DisableTorchFunctionSubclass():
-        offset = spec.offset // tensor.dtype.itemsize
-        view = SavedView(group.lender.saved, group.block, tensor, offset, tensor)
-    view.stride = spec.stride
-    return view
+    with _Plain():
+        view = tensor.dtype, spec.offset // tensor.dtype.itemsize, tensor.shape, spec.stride
+        return SavedView(group.lender.saved, group.block, tensor, view, tensor)
 
 
 def _is_of_checkpoint(pair: Pair) -> bool:

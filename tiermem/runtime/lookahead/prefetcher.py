@@ -36,6 +36,7 @@ class Prefetcher:
         self._parts = parts
         self._planner = parts.planner
         self._pass_timer = parts.pass_timer
+        self._transfers = parts.transfers
         self._waste = parts.transfers.waste
         depth = parts.settings.prefetch_depth
         least = min(_AUTO_BYTES, parts.table.hbm.capacity // 4)
@@ -83,7 +84,7 @@ class Prefetcher:
             pass_timer.harvest(_HARVEST)
         if planner.last in self._waste.pending:
             self._waste.used(planner.last)
-        if self._parts.mover is not None:
+        if self._transfers.mover is not None:
             self.disk.take_up(planner.last, planner.cursor)
         if pass_timer.sampling:
             self.look_back(planner.last)
@@ -95,7 +96,7 @@ class Prefetcher:
         schedule, cursor = planner.schedule, planner.cursor
         if walk is None or schedule is not self._planned or planner.last < 0:
             _, walk = self._plan(schedule)
-        mover = self._parts.mover
+        mover = self._transfers.mover
         if self._reach.blocks == 0 or not (self.fetcher.beside or mover is not None):
             return
         if planner.doubt >= _DOUBTFUL:

@@ -185,12 +185,15 @@ class SequenceWalk:
         """Begins at the begin; see :func:`make_walk`."""
         self.position = 0
         self.complete = -1
-        self._parts = parts
+        self._get = parts.table.get
+        self._regions = parts.evictor.regions
+        self._transfers = parts.transfers
         self._fetcher = fetcher
         self._schedule = schedule
         self._outlook = outlook
         self._reach = reach
         self._departures = parts.transfers.departures
+        self._idle = -1  # uses at the begin at which nothing is fetched
         self._seen = -1  # departures that this walk knows of
         self._cursor = 0
         # uses ahead of the cursor of blocks that take room: position and block of each, how many
@@ -227,7 +230,9 @@ class SequenceWalk:
 
     def go_on(self, end: int) -> int:
         """Begins fetches, the soonest first; see :class:`Walk`."""
-        get, residents = self._parts.table.get, self._parts.evictor.residents
+        if self._cursor <= self._idle:
+            return 0
+        get, residents = self._get, self._regions.residents
         order, fetcher = self._schedule.order, self._fetcher
         begun = 0
         while self.position < end and self._wants_more():
@@ -240,7 +245,7 @@ class SequenceWalk:
                         if begun == _BURST or not self._fetch(record):
                             return begun
                         begun += 1
-                if not (record.usable and record.block.id in residents):
+                if not (record.block.id in residents and record.usable):
                     self._take_in(record.block)
                     self._lacking = True
             self.position += 1
@@ -294,14 +299,21 @@ class RingWalk(SequenceWalk):
     Nothing comes to stay there, so when a block leaves all but its own next use is as it was.
     """
 
-    def go_on(self, end: int) -> int:
-        """Begins fetches, the soonest first; see :class:`Walk`."""
-        if self._cursor <= _FIRST and len(self._schedule.order) >= _MANY:
-            return 0
-        return super().go_on(end)
+    def __init__(
+        self,
+        parts: Parts,
+        fetcher: Fetcher,
+        schedule: Schedule,
+        outlook: StreamPlan,
+        reach: Reach,
+    ) -> None:
+        """Begins at the begin; see :func:`make_walk`."""
+        super().__init__(parts, fetcher, schedule, outlook, reach)
+        if len(schedule.order) >= _MANY:
+            self._idle = _FIRST
 
     def _is_behind(self, cursor: int) -> bool:
-        if self._parts.mover is not None:
+        if self._transfers.mover is not None:
             return super()._is_behind(cursor)
         if self._departures:
             self._step_back(cursor)

@@ -10,7 +10,7 @@ while it is alive the bytes stay too, but nothing writes through it.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -21,6 +21,10 @@ from tiermem.runtime.base.functorch import modes, transforming, untransformed, w
 from tiermem.storage.arena import Arena
 
 _KEPT_PER_BLOCK = 8
+_KEPT_PER_TENSOR = 4  # views of each of a block's tensors, at most, that are made once a place
+
+View = tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]
+"""What a tensor shows of a storage: dtype, offset and sizes, all in elements, and strides."""
 
 
 use_count: Callable[[int], int] = torch._C._storage_Use_Count
@@ -71,7 +75,8 @@ class Sight:
         handles: Of both storages; they hold as long as the storages are kept here.
         address: First byte in memory.
         baseline: References to ``storage`` that tiermem holds itself.
-        reading_baseline: Likewise to ``reading``.
+        reading_baseline: Likewise to ``reading``, beside those of ``read``.
+        read: Tensors over ``reading``, of which those that are handed out are copies.
     """
 
     bytes: torch.Tensor
@@ -82,6 +87,18 @@ class Sight:
     address: int
     baseline: int
     reading_baseline: int
+    read: dict[View, torch.Tensor] = field(default_factory=dict)
+
+    def read_view(self, view: View) -> torch.Tensor:
+        """Returns a new tensor over ``reading``, made from the last one that showed the same."""
+        found = self.read.get(view)
+        if found is None:
+            found = typed_view(self.reading, *view)
+            full = len(self.read) >= _KEPT_PER_TENSOR * len(self.views)
+            if full or transforming() or modes() or torch.is_inference_mode_enabled():
+                return found  # what belongs to a transform or a mode cannot be used elsewhere
+            self.read[view] = found
+        return found.data
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +114,6 @@ class Slot:
         reading: The same of another storage over the same bytes, of tensors that are only read.
         address: First byte in memory; identifies the storage of an alias.
         baseline: References to ``storage`` that tiermem holds itself.
-        reading_baseline: Likewise to ``reading``.
         pointed: References of parameters and buffers that point here.
         idle: Whether those parameters are merely left pointing here: they cannot be used before
             the block is leased again, so the block may leave.
@@ -112,7 +128,6 @@ class Slot:
     reading: int
     address: int
     baseline: int
-    reading_baseline: int
     sight: Sight
     pointed: int = 0
     idle: bool = False
@@ -125,10 +140,9 @@ class Slot:
     @property
     def aliased(self) -> bool:
         """Whether anything but tiermem and the pointed parameters can see the bytes."""
-        return (
-            use_count(self.storage) > self.baseline + self.pointed
-            or use_count(self.reading) > self.reading_baseline
-        )
+        sight, writers = self.sight, self.baseline + self.pointed
+        readers = sight.reading_baseline + len(sight.read)
+        return use_count(self.storage) > writers or use_count(self.reading) > readers
 
     def others(self) -> bool:
         """Whether anything else may write the bytes, or a parameter does not point here."""
@@ -247,7 +261,6 @@ class SlotCache:
             *sight.handles,
             sight.address,
             sight.baseline,
-            sight.reading_baseline,
             sight,
         )
 
@@ -282,5 +295,6 @@ class SlotCache:
                 )
             reading = self.arena.bytes_of(extent).untyped_storage()
         handles = storage._cdata, reading._cdata
-        counts = map(use_count, handles)
-        return Sight(whole, views, storage, reading, handles, storage.data_ptr(), *counts)
+        own, own_reading = map(use_count, handles)
+        address = storage.data_ptr()
+        return Sight(whole, views, storage, reading, handles, address, own, own_reading)

@@ -77,7 +77,7 @@ class LeaveRules:
         slot = self._current.get(block_id)
         if slot is None or (  # Slot.aliased, in line: asked at every streamed use
             use_count(slot.storage) > slot.baseline + slot.pointed
-            or use_count(slot.reading) > slot.reading_baseline
+            or use_count(slot.reading) > slot.sight.reading_baseline + len(slot.sight.read)
         ):
             return False
         if why is _NEEDED:

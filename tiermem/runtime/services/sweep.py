@@ -27,8 +27,7 @@ class BlockSweep:
         self._manager = manager
         # as in the prefetcher: on the CPU a copy from DRAM hides behind nothing
         self._dram = manager.parts.device.type == "cuda"
-        needed = sum(record.block.nbytes for record in manager.parts.table)
-        self.leaves = needed > manager.parts.table.hbm.capacity
+        self.leaves = manager.parts.table.nbytes > manager.parts.table.hbm.capacity
 
     def sweeping(self) -> AbstractContextManager[None]:
         """Makes reads and writes share the disk evenly, also where one of them is waited for."""
