@@ -235,7 +235,7 @@ def test_gradients_of_one_block_from_two_streams(slow: int) -> None:
         return found
 
     expected = steps(make())
-    with tiermem.TierManager(hbm="2MiB", dram="64MiB") as tier:
+    with tiermem.TierManager(hbm="16MiB", dram="64MiB") as tier:  # all of a block in one unit
         model = make()
         tier.wrap(model, [str(i) for i in range(3)])
         mine = steps(model)
