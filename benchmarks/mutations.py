@@ -461,6 +461,13 @@ _ELSEWHERE = (
         _NEW_GRADS,
     ),
     Mutation(
+        "hooks of users do not see the gradient that is added to",
+        _GRADS,
+        "            if len(hooks) > 1:\n",
+        "            if not hooks:\n",
+        _NEW_GRADS,
+    ),
+    Mutation(
         "what waits in vain is not taken in before a backward ends",
         "tiermem/nn/passes/backward.py",
         "        runtime.grads.new.end_backward()",
