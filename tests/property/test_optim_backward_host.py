@@ -164,7 +164,7 @@ def test_any_loop_and_any_order_of_ends(
                         continue
                     insist(optimizer.finish)  # else a forward fails, which is no matter here
                     for unit in on_host:
-                        made_by = unit._optimizer
+                        made_by = unit.plain._optimizer
                         if made_by is not None and draw.random() < 0.3:
                             made_by.times = draw.choice([1, 1, 2, 3])
             insist(optimizer.finish)

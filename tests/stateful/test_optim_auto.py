@@ -214,7 +214,7 @@ class Disturbed:
         """An update that finds no memory once it has written half of everything."""
         for param, _number in unit.members:
             unit.own(param).detach().add_(7.0)
-        for state in unit._optimizer.state.values():
+        for state in unit.plain._optimizer.state.values():
             for value in state.values():
                 value.add_(3.0)
         raise torch.OutOfMemoryError

@@ -192,7 +192,7 @@ def test_a_step_that_fails_inside_backward_is_made_again(times: int) -> None:
         pair.backward(1)
         assert made(pair) == units(pair)
         broken = pair.optimizer._units[2]
-        broken.optimizer_for(None).times = times
+        broken.plain.optimizer_for(None).times = times
         gate.let(units(pair))
         pair.by_hand.step()
         pair.optimizer.step()
@@ -203,7 +203,7 @@ def test_a_step_that_fails_inside_backward_is_made_again(times: int) -> None:
                 pair.optimizer.finish()
             assert f"{units(pair) - 1} of {units(pair)} units" in str(caught.value)
             assert f"1 are as they were: {broken.name!r};" in str(caught.value)
-        assert broken.optimizer_for(None).times == 0
+        assert broken.plain.optimizer_for(None).times == 0
         pair.optimizer.finish()
         pair.by_hand.zero_grad()
         pair.optimizer.zero_grad()
@@ -219,7 +219,7 @@ def test_what_fails_leaves_its_home_as_it_was() -> None:
         pair.check()
         pair.backward(1)
         homes = [_home(pair, unit) for unit in pair.optimizer._units]
-        pair.optimizer._units[2].optimizer_for(None).times = 1
+        pair.optimizer._units[2].plain.optimizer_for(None).times = 1
         gate.let(units(pair))
         changed = [_home(pair, u) != h for u, h in zip(pair.optimizer._units, homes, strict=True)]
         assert [number for number, new in enumerate(changed) if not new] == [2]

@@ -89,13 +89,13 @@ def test_nothing_but_weights_and_gradients_crosses_the_bus() -> None:
 
 def test_the_fused_kernel_is_the_default_and_rounds_close_by() -> None:
     with Twins(Net, DRAM, where="host", overlap=True) as twins:
-        assert all(u.optimizer_for is not None for u in twins.optimizer._units)
+        assert all(u.plain.optimizer_for is not None for u in twins.optimizer._units)
         for step in range(4):
             twins.backward(0) if step == 0 else _backward_loosely(twins, step)
             twins.step()
         units = [u for u in twins.optimizer._units if u.host is not None]
         assert units
-        assert all(u.optimizer_for(None).param_groups[0]["fused"] for u in units)
+        assert all(u.plain.optimizer_for(None).param_groups[0]["fused"] for u in units)
         for mine, theirs in zip(
             twins.model.state_dict().values(), twins.plain.state_dict().values(), strict=True
         ):

@@ -340,7 +340,7 @@ class StepsAhead:
         return (
             unit.made is not None
             and not isinstance(unit, PartedUnit)
-            and not (unit.spoils or unit.private or unit.attempt is not None)
+            and not (unit.spoils or unit.plain.private or unit.attempt is not None)
             and id(unit) not in self._owed
             and len(unit.entries) == len(unit.members)
             and (unit.masters is None or (unit.masters.made and not unit.masters.loose()))
@@ -355,7 +355,7 @@ class StepsAhead:
         settings = self._backward.settings
         where = self._others.place_ahead(units, settings)
         for unit in units if where else ():
-            unit.optimizer_for(settings)
+            unit.plain.optimizer_for(settings)
         if where == "host" and self._host is not None:
             self._begin_there(self._host, group, units)
         elif where == "device":

@@ -54,7 +54,7 @@ class Counts:
         """
         for unit in units:
             unit.counted.uncounted |= self._uncounted
-            unit.private |= any(number in self._private for _, number in unit.members)
+            unit.plain.private |= any(number in self._private for _, number in unit.members)
 
     def note(self, units: Sequence[StepUnit], made: Collection[int]) -> None:
         """Notes which groups have gradients, as a step begins.

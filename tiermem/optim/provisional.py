@@ -286,6 +286,6 @@ def _numbers_of(unit: StepUnit, state: State) -> Undo:
     """Keeps what the state of a unit has outside the tiers, and which parameters have any."""
     numbers = Undo()
     params = [param for param, _ in unit.members]
-    numbers.keep_entries(unit.optimizer_for(None).state, unit.owns())
+    numbers.keep_entries(unit.plain.optimizer_for(None).state, unit.plain.owns())
     numbers.keep_shown(state, params)
     return numbers

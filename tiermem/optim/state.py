@@ -164,7 +164,7 @@ def _cast(
         return {**settings_of(groups[number]), "params": own}
 
     own = [grouped(n, unit.own) for n in numbers]
-    scratch = torch.optim.Optimizer(own, {}) if whole is None else unit.make(own)
+    scratch = torch.optim.Optimizer(own, {}) if whole is None else unit.plain.make(own)
     outside(
         scratch.load_state_dict,
         {
@@ -267,7 +267,7 @@ def take_in_edits(
                 unit.take_state(runtime, state, values or None, take)
             continue
         for param, _ in unit.members:
-            optimizer = unit.optimizer_for(groups)
+            optimizer = unit.plain.optimizer_for(groups)
             own, shown = unit.own(param), state.get(param)
             mine = optimizer.state.get(own)
             if shown is mine or not (shown or mine):
@@ -295,7 +295,7 @@ def export_state(
         return
     unit.flush()
     tensors = runtime.manager.read(unit.block) if unit.block is not None else []
-    stored = {(id(place.param), place.key): place for place in unit.places}
+    stored = {(id(place.param), place.key): place for place in unit.plain.places}
     for param in present:
         values: State = {}
         for key, value in state[param].items():
@@ -316,7 +316,7 @@ def import_state(
     loaded: dict[int, State],
 ) -> None:
     """Takes state over; ``loaded`` is by the id of the parameter and fits."""
-    optimizer = unit.optimizer_for(groups)
+    optimizer = unit.plain.optimizer_for(groups)
     with torch.no_grad():
         slot = runtime.manager.acquire(unit.block) if unit.block is not None else None
         try:
@@ -330,7 +330,7 @@ def import_state(
             # as torch does: a class makes of old checkpoints what it has today
             kept = {"state": optimizer.state, "param_groups": optimizer.param_groups}
             outside(optimizer.__setstate__, kept)
-            unit.detach(runtime, optimizer, slot, state)
+            unit.plain.detach(runtime, slot, state)
         finally:
             if unit.block is not None:
                 runtime.manager.release(unit.block, dirty=True)

@@ -571,7 +571,7 @@ def _placed(unit: StepUnit, manager: BlockManager) -> list[tuple[BlockSource, Pl
     found = []
     for block, owner, begin in state_blocks(unit):
         places: Places = {}
-        for place in owner.places:
+        for place in owner.plain.places:
             param = unit.members[0][0] if owner is not unit else place.param
             places.setdefault((id(param), place.key), []).append((place.first, begin))
         found.append((BlockSource(manager, block), places))

@@ -131,7 +131,7 @@ def fill_state(
         reader: Gives the tensors in the order of :func:`state_runs`.
     """
     manager = runtime.manager
-    optimizer = unit.optimizer_for(groups)
+    optimizer = unit.plain.optimizer_for(groups)
     number_of = {id(param): number for param, number in unit.members}
     with manager.lock:
         for param, _ in unit.members:
@@ -141,9 +141,9 @@ def fill_state(
         if unit.block is not None:
             blank(manager, unit.block)
         with written(manager, unit.block) as views:
-            for known in unit.places:
+            for known in unit.plain.places:
                 known.shell = None
-            places = {(id(known.param), known.key): known for known in unit.places}
+            places = {(id(known.param), known.key): known for known in unit.plain.places}
             for each in saved:
                 own = unit.own(each.param)
                 values = dict(each.values)
@@ -156,7 +156,7 @@ def fill_state(
                     values[key] = target
                 optimizer.state[own] = values
             slot = None if unit.block is None else manager.parts.slots.current[unit.block.id]
-            unit.detach(runtime, optimizer, slot, shown)
+            unit.plain.detach(runtime, slot, shown)
 
 
 def _fits(run: Run, target: torch.Tensor) -> bool:

@@ -238,7 +238,7 @@ class Movable:
         new = [(unit, host) for unit in units if (host := side_of(unit)) is not None]
         for unit, host in new:
             host.only_exact = True
-            self._sides[id(unit)] = host, unit.make
+            self._sides[id(unit)] = host, unit.plain.make
         old = self.rooms()
         for host, _ in self._sides.values():  # all units of an optimizer have one
             host.room = new[-1][1].room

@@ -181,7 +181,7 @@ class HostSide:
         torch's fused SGD has no rule for a mixture; such a step is left to the device.
         """
         stepped = {id(entry.param) for entry in self.unit.entries if entry.has_grad}
-        pairs = self.unit.stored_state()
+        pairs = self.unit.plain.stored_state()
         have = [bool(kept) for kept, place in pairs if id(place.param) in stepped]
         return all(have) or not any(have)
 
@@ -196,7 +196,7 @@ class HostSide:
             groups: Settings of the parameter groups.
         """
         unit, table = self.unit, runtime.manager.parts.table
-        optimizer = unit.optimizer_for(groups)
+        optimizer = unit.plain.optimizer_for(groups)
         if not cannot_fail_midway(optimizer) or has_pre_hooks(optimizer):
             return False
         if any(u.pending for u in unit.grad_units()) or not self._has_state():
@@ -212,7 +212,7 @@ class HostSide:
     def _has_state(self) -> bool:
         """Whether all state that a step writes is in its places."""
         stepped = {id(entry.param) for entry in self.unit.entries if entry.has_grad}
-        for kept, place in self.unit.stored_state():
+        for kept, place in self.unit.plain.stored_state():
             if place.shell is not None:
                 return False
             there = kept is not None and isinstance(kept.get(place.key), LazyTensor)
@@ -263,7 +263,7 @@ class HostSide:
         :meth:`take_back` may end as well.
         """
         unit, manager = self.unit, runtime.manager
-        unit.optimizer_for(groups)
+        unit.plain.optimizer_for(groups)
         stored = [e for e in unit.entries if e.has_grad and not e.materialized]
         held, blocks = self._held(), self._blocks()
         loose = {
@@ -323,7 +323,7 @@ class HostSide:
         """Submits a step to the thread."""
         self.announce(job)
         job.broken = False  # first: else Ctrl-C in between would have it begun twice
-        job.future = pool.submit(self._work, runtime, self.unit.optimizer_for(None), job)
+        job.future = pool.submit(self._work, runtime, self.unit.plain.optimizer_for(None), job)
 
     def take_up(
         self, runtime: ModuleRuntime, job: Job, state: State, pool: ThreadPoolExecutor
@@ -378,20 +378,20 @@ class HostSide:
     def _show(self, runtime: ModuleRuntime, job: Job, state: State) -> None:
         """Shows the state that a step has made in the tiered optimizer's."""
         unit = self.unit
-        optimizer = unit.optimizer_for(None)
+        optimizer = unit.plain.optimizer_for(None)
         slot = job.views.get(unit.block.id) if unit.block is not None else None
-        for place in unit.places:
+        for place in unit.plain.places:
             own = optimizer.state.get(self.own(place.param))
             if own is None or slot is None:
                 continue
             value: Any = own.get(place.key)
             if place.is_over(value, slot):
-                own[place.key] = stand_in = unit.stand_in(runtime, place, value.dtype)
+                own[place.key] = stand_in = unit.plain.stand_in(runtime, place, value.dtype)
                 if unit.block in job.load.own or place.first in job.renewed:
                     forget(stand_in)
                 else:
                     refresh(stand_in, value)
-        unit.publish(optimizer, state)
+        unit.plain.publish(state)
 
     def give_up(self, runtime: ModuleRuntime, job: Job) -> None:
         """Takes the blocks of a failed step back, as they were before it; it is not tried again."""
@@ -603,7 +603,7 @@ class HostSide:
         block = self.unit.block
         if block is None:
             return
-        for place in self.unit.places:
+        for place in self.unit.plain.places:
             own = optimizer.state.get(self.own(place.param))
             if own is not None and isinstance(own.get(place.key), LazyTensor):
                 own[place.key] = place.over(job.views[block.id])
@@ -614,7 +614,7 @@ class HostSide:
         """Completes the results that are elsewhere, and takes them for the unit's from now on."""
         job.bring_the_rest(written)
         block = self.unit.block
-        for place in self.unit.places if block is not None else ():
+        for place in self.unit.plain.places if block is not None else ():
             own = optimizer.state.get(self.own(place.param), {})
             if block is not None and place.is_over(own.get(place.key), job.views[block.id]):
                 own[place.key] = place.over(job.elsewhere[block.id])
@@ -627,7 +627,7 @@ class HostSide:
             return
         job.renewed.clear()
         views = job.views[block.id]
-        for place in self.unit.places:
+        for place in self.unit.plain.places:
             own = optimizer.state.get(self.own(place.param), {})
             value = own.get(place.key)
             if not isinstance(value, torch.Tensor) or place.is_over(value, views):

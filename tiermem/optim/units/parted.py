@@ -83,7 +83,7 @@ class Part:
         self._away = shared_placeholder(torch.Size((count,)), param.dtype, param.device)
         self.param = nn.Parameter(self._away)
         name = f"{whole.name}[part {number}]"
-        self.unit = StepUnit(name, [(self.param, group)], [], whole.make)
+        self.unit = StepUnit(name, [(self.param, group)], [], whole.plain.make)
         self.seen = self.unit.foreign = _AsSeen()
         self.unit.spoils = whole.spoils
         self.state: State = {}
@@ -139,7 +139,7 @@ class PartedUnit(StepUnit):
         self._base = whole.name
         self._ticket: object = None  # of a step that is begun
         self.parts: list[Part] = []
-        super().__init__(whole.name, whole.members, whole.entries, whole.make)
+        super().__init__(whole.name, whole.members, whole.entries, whole.plain.make)
         self.masters, self.spoils = whole.masters, whole.spoils
         self.parts += [Part(self, *run, number) for number, run in enumerate(runs)]
         self._param = whole.members[0][0]
@@ -177,7 +177,7 @@ class PartedUnit(StepUnit):
     def state_shapes(self) -> Iterator[tuple[torch.Tensor, str, str, tuple[int, ...]]]:
         """Yields what its state has in the tiers: parameter, key, name and shape."""
         (entry,), first = self.entries, self.parts[0].unit
-        for place in first.places:
+        for place in first.plain.places:
             yield self._param, place.key, f"{entry.name}.{place.key}", tuple(self._param.shape)
 
     def begins_with(self) -> list[Block]:
@@ -416,13 +416,13 @@ class PartedUnit(StepUnit):
         return found
 
     def _load_whole(self, runtime: ModuleRuntime, key: str) -> torch.Tensor:
-        runs = [part.unit.load(runtime, key) for part in self.parts]
+        runs = [part.unit.plain.load(runtime, key) for part in self.parts]
         return torch.cat(runs).view(self._param.shape)
 
     def _store_whole(self, runtime: ModuleRuntime, key: str, value: torch.Tensor) -> None:
         flat = value.reshape(-1)
         for part in self.parts:
-            part.unit.store(runtime, key, flat[part.begin : part.end])
+            part.unit.plain.store(runtime, key, flat[part.begin : part.end])
 
     def is_edited(self, state: State) -> bool:
         """Whether a user has put other tensors there, or deleted some; not while a step is begun.
@@ -452,7 +452,7 @@ class PartedUnit(StepUnit):
         for part in self.parts:
             block = part.unit.block
             tensors = runtime.manager.read(block) if block is not None else []
-            for place in part.unit.places:
+            for place in part.unit.plain.places:
                 runs.setdefault(place.key, []).append(tensors[place.first])
         for key, value in state[self._param].items():
             if isinstance(value, LazyTensor):

@@ -252,7 +252,7 @@ def _reserve(
     finally:
         _let_go(runtime, held)
     for (unit, own), block in zip(states, blocks[: len(states)], strict=True):
-        unit.block, unit.places = block, own
+        unit.block, unit.plain.places = block, own
     for (kept_by, params), block in zip(masters, blocks[len(states) :], strict=True):
         kept_by.place(block, params)
     try:

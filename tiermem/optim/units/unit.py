@@ -15,10 +15,10 @@ from tiermem.nn.compat.outside import outside
 from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.nn.groups.group import Entry, Group
 from tiermem.nn.passes.runtime import ModuleRuntime
-from tiermem.nn.tensors.lazy import LazyTensor, Ways, flush, forget, is_viewed, refresh
+from tiermem.nn.tensors.lazy import is_viewed
 from tiermem.optim.rules.plainstep import run, run_scaled, undoes_scale
 from tiermem.optim.rules.scaling import Scaling
-from tiermem.optim.rules.separable import Make, copied, settings_of
+from tiermem.optim.rules.separable import Make
 from tiermem.optim.units.attempt import Attempt
 from tiermem.optim.units.counted import CountedSteps
 from tiermem.optim.units.foreign import ForeignWrites
@@ -26,9 +26,8 @@ from tiermem.optim.units.gradients import UnitGradients
 from tiermem.optim.units.held import Held
 from tiermem.optim.units.master import Masters
 from tiermem.optim.units.onecall import writes_in_one_call
-from tiermem.optim.units.places import Place
+from tiermem.optim.units.plainopt import PlainOptimizer
 from tiermem.optim.units.stepper import Stepper
-from tiermem.optim.units.undo import states_of
 from tiermem.runtime.memory.slots import Slot
 
 State = dict[Any, Any]
@@ -52,10 +51,8 @@ class StepUnit(UnitGradients):
         block: The block of their state, or None.
         masters: Their masters, or None where the parameters themselves are stepped.
         host: Steps it on the host; None where the device does.
-        make: Makes its plain optimizer.
-        places: Where that block has each tensor of their state.
+        plain: Its plain optimizer, and the state between steps.
         spoils: Whether a step of the class may write the gradients that it is given.
-        private: Whether it writes settings of its group in place, so that it is given copies.
         scaled: Whether the step under way undoes a scale in them.
         made: The ticket of the last step that was made.
         attempt: The step under way, or one that could not be taken back yet.
@@ -81,30 +78,18 @@ class StepUnit(UnitGradients):
         self.block: Block | None = None
         self.masters: Masters | None = None
         self.host: Stepper | None = None
-        self.places: list[Place] = []
         self.spoils = True
-        self.private = False
-        self.make = make
         self.made: object = None
         self.attempt: Attempt | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
+        self.plain = PlainOptimizer(self, make)
         self.scaled = False
         self.given: dict[int, torch.Tensor] = {}
-        self._owns: list[torch.Tensor] = []  # what the plain optimizer has for each member
-        self._placed: list[tuple[int, Place]] = []  # and the number of its member
-        self._carried: list[tuple[torch.Tensor, State]] = []
-        self._stand_ins: dict[int, LazyTensor] = {}
-        self._numbers = list(dict.fromkeys(number for _, number in members))
 
     def own(self, param: torch.Tensor) -> torch.Tensor:
         """Returns what the plain optimizer is given for a parameter: itself, or its master."""
         if self.host is not None:
             return self.host.own(param)
         return param if self.masters is None else self.masters.own(param)
-
-    def owns(self) -> list[torch.Tensor]:
-        """Returns what the plain optimizer is given for each member, in order."""
-        return self._owns or [self.own(param) for param, _ in self.members]
 
     def has_master(self, param: torch.Tensor) -> bool:
         """Whether a parameter is the cast of a master."""
@@ -129,7 +114,7 @@ class StepUnit(UnitGradients):
 
     def state_shapes(self) -> Iterator[tuple[torch.Tensor, str, str, tuple[int, ...]]]:
         """Yields what its state has in the tiers: parameter, key, name and shape."""
-        for place in self.places:
+        for place in self.plain.places:
             yield place.param, place.key, place.name, place.shape
 
     def begins_with(self) -> list[Block]:
@@ -174,7 +159,7 @@ class StepUnit(UnitGradients):
         if self.made is not ticket:
             if self.group is not None and self.group.freed:
                 self.refuse_freed()
-            optimizer = self.optimizer_for(groups)
+            optimizer = self.plain.optimizer_for(groups)
             if not owed:
                 self.sync(runtime)
             self.flush()
@@ -262,20 +247,9 @@ class StepUnit(UnitGradients):
             "optimizer over it (this one's state_dict() can be loaded there)"
         )
 
-    def stored_state(self) -> list[tuple[State | None, Place]]:
-        """Returns, for each tensor of its state, what there is of that parameter, and its place.
-
-        The former is the plain optimizer's state of the parameter, None where it has none yet.
-        """
-        if self._optimizer is None:
-            kept = {id(param): state for param, state in self._carried}
-            return [(kept.get(id(place.param)), place) for place in self.places if kept]
-        states = states_of(self._optimizer.state, self.owns())
-        return [(states[number], place) for number, place in self._placed]
-
-    def step_on(self, host: Stepper, make: Make) -> None:
-        """Assigns the unit to the host, before its first step."""
-        self.host, self.make = host, make
+    def step_on(self, host: Stepper | None, make: Make) -> None:
+        """Assigns the unit to the host, or to the device, before its first step there."""
+        self.host, self.plain.make = host, make
 
     def move(self, host: Stepper | None, make: Make) -> None:
         """Moves the unit to host or device from the next step on; its state goes along.
@@ -284,23 +258,8 @@ class StepUnit(UnitGradients):
             host: Steps it on the host; None for the device.
             make: Makes the plain optimizer there.
         """
-        if self._optimizer is not None:
-            by_own = self._optimizer.state
-            kept = [(p, by_own.get(self.own(p))) for p, _ in self.members]
-            self._carried = [(param, state) for param, state in kept if state]
-            self._optimizer = None  # from here on the carried state counts
-            self._owns = []
-            by_own.clear()  # it has one owner
-        self.host, self.make = host, make
-
-    def _take_along(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gives a new plain optimizer the state of the one before it."""
-        for param, state in self._carried:
-            settings = optimizer.param_groups[0]
-            there = self.host is None and (settings.get("fused") or settings.get("capturable"))
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].to(param.device if there else "cpu")
-            optimizer.state[self.own(param)] = state
+        self.plain.carry()
+        self.step_on(host, make)
 
     def _update(
         self,
@@ -329,7 +288,7 @@ class StepUnit(UnitGradients):
             gradients = [self.given.get(id(param), gradient) for (param, _), gradient in found]
         slot = slots.get(id(self.block))
         cast = self._hand_over(gradients)
-        self._attach(slot)
+        self.plain.attach(slot)
         self._run(optimizer, scaling, cast)
         return self._complete(runtime, optimizer, stored, slots, state)
 
@@ -342,8 +301,8 @@ class StepUnit(UnitGradients):
         state: State,
     ) -> list[Shown]:
         """Completes the step after the plain optimizer's; cut short, it may be called again."""
-        shown = self._take_in(runtime, optimizer, slots.get(id(self.block)))
-        self.publish(optimizer, state)
+        shown = self.plain.take_in(runtime, slots.get(id(self.block)))
+        self.plain.publish(state)
         if self.masters is not None:
             self.masters.derive()
         for _, entry, unit in stored:
@@ -373,7 +332,11 @@ class StepUnit(UnitGradients):
 
     def is_viewed(self) -> bool:
         """Whether users may have a view of the state."""
-        return any(stand_in._kept is not None for stand_in in self._stand_ins.values())
+        return self.plain.is_viewed()
+
+    def flush(self) -> None:
+        """Stores what was written through views of the state."""
+        self.plain.flush()
 
     def _hand_over(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Gives the optimizer the gradients, in the dtype of what it steps.
@@ -385,7 +348,7 @@ class StepUnit(UnitGradients):
             What is stepped by a gradient that was cast: that gradient is not shared.
         """
         cast = []
-        for (param, _), own, given in zip(self.members, self.owns(), gradients, strict=True):
+        for (param, _), own, given in zip(self.members, self.plain.owns(), gradients, strict=True):
             gradient = given
             if gradient is None:
                 own.grad = None
@@ -424,157 +387,11 @@ class StepUnit(UnitGradients):
                 return True
         return False
 
-    def flush(self) -> None:
-        """Stores what was written through views of the state."""
-        for stand_in in self._stand_ins.values():
-            if stand_in._kept is not None:
-                flush(stand_in)
-
-    def optimizer_for(self, groups: Sequence[dict[str, Any]] | None) -> torch.optim.Optimizer:
-        """Returns the plain optimizer of this unit, with the settings of ``groups`` if given."""
-        if self._optimizer is None:
-            if groups is None:
-                raise RuntimeError(f"{self.name}: no optimizer yet")
-            make = self.make
-            with torch.enable_grad():
-                made = make(
-                    [
-                        {
-                            **settings_of(groups[number]),
-                            "params": [self.own(p) for p, n in self.members if n == number],
-                        }
-                        for number in self._numbers
-                    ]
-                )
-            number_of = {id(param): number for number, (param, _) in enumerate(self.members)}
-            self._placed = [(number_of[id(place.param)], place) for place in self.places]
-            self._take_along(made)
-            self._owns = [self.own(param) for param, _ in self.members]
-            self._optimizer, self._carried = made, []
-        if groups is None:
-            return self._optimizer
-        for mine, number in zip(self._optimizer.param_groups, self._numbers, strict=True):
-            fused = mine.get("fused")
-            settings = groups[number]
-            settings = settings_of(settings) if "params" in settings else settings
-            mine.update(copied(settings) if self.private else settings)
-            if self.host is not None and "fused" in mine:
-                mine["fused"] = fused
-        return self._optimizer
-
-    def _attach(self, slot: Slot | None) -> None:
-        """Points the state at its slot, where there is state already."""
-        if slot is None:
-            return
-        views = slot.views
-        for state, place in self.stored_state():
-            if state is not None and isinstance(state.get(place.key), LazyTensor):
-                plain = place.shell is None
-                state[place.key] = views[place.first] if plain else place.over(views)
-
-    def detach(
-        self,
-        runtime: ModuleRuntime,
-        optimizer: torch.optim.Optimizer,
-        slot: Slot | None,
-        state: State,
-    ) -> None:
-        """Copies new state tensors into the slot and leaves lazy stand-ins in their place."""
-        for stand_in, value in self._take_in(runtime, optimizer, slot):
-            refresh(stand_in, value)
-        self.publish(optimizer, state)
-
-    def _take_in(
-        self, runtime: ModuleRuntime, optimizer: torch.optim.Optimizer, slot: Slot | None
-    ) -> list[Shown]:
-        """Copies new state tensors into the slot; returns what views of the stand-ins show."""
-        shown: list[Shown] = []
-        if slot is None or self.block is None:
-            return shown
-        views = slot.views
-        for own, place in self.stored_state():
-            value = own.get(place.key) if own is not None else None
-            if own is None or not isinstance(value, torch.Tensor) or isinstance(value, LazyTensor):
-                continue
-            new = value is not views[place.first] and not place.is_over(value, views)
-            if new:
-                if not place.take(value, views):
-                    continue  # it became something else: it stays in ordinary memory
-                forget(self._stand_ins.get(place.first))  # its views are of what it was
-            own[place.key] = stand_in = self.stand_in(runtime, place, value.dtype)
-            if stand_in._kept is not None:
-                shown.append((stand_in, place.over(views) if new else value))
-        return shown
-
-    def publish(self, optimizer: torch.optim.Optimizer, state: State) -> None:
-        """Shows the state in the tiered optimizer's."""
-        found = states_of(optimizer.state, self.owns())
-        for (param, _), kept in zip(self.members, found, strict=True):
-            if kept is not None:
-                state[param] = kept
-
-    def stand_in(self, runtime: ModuleRuntime, place: Place, dtype: torch.dtype) -> LazyTensor:
-        """Returns the stand-in for a tensor of the state between its uses.
-
-        It is the same object every time, and always shows the present state.
-        """
-        found = self._stand_ins.get(place.first)
-        shelled = place.shell is not None
-        if found is not None and found._dtype is dtype and found._shelled is shelled:
-            return found
-        if self.block is None:
-            raise RuntimeError(f"{self.name}: no state")
-        ways = Ways(
-            torch.Size(place.shape),
-            dtype,
-            runtime.manager.parts.device,
-            partial(self._load, runtime, place),
-            partial(self._store, runtime, place),
-        )
-        found = self._stand_ins[place.first] = ways.stand_in()
-        found._shelled = shelled
-        return found
-
-    def load(self, runtime: ModuleRuntime, key: str) -> torch.Tensor:
-        """Returns a copy of what the state of its one parameter has by a key."""
-        return self._load(runtime, self._by_key(key))
-
-    def store(self, runtime: ModuleRuntime, key: str, value: torch.Tensor) -> None:
-        """Writes what the state of its one parameter has by a key."""
-        self._store(runtime, self._by_key(key), value)
-
-    def _by_key(self, key: str) -> Place:
-        return next(place for place in self.places if place.key == key)
-
-    def _load(self, runtime: ModuleRuntime, place: Place) -> torch.Tensor:
-        if self.block is None:
-            raise RuntimeError(f"{self.name}: no state")
-        slot = runtime.manager.acquire(self.block)
-        try:
-            with torch.no_grad():
-                return place.copy(slot.views)
-        finally:
-            runtime.manager.release(self.block)
-
-    def _store(self, runtime: ModuleRuntime, place: Place, value: torch.Tensor) -> None:
-        if self.block is None:
-            raise RuntimeError(f"{self.name}: no state")
-        slot = runtime.manager.acquire(self.block)
-        try:
-            with torch.no_grad():
-                if not place.take(value, slot.views):
-                    raise StepError(
-                        f"{place.name!r}: a state of the class {type(value).__name__} cannot be "
-                        "kept where another was; load it with load_state_dict()"
-                    )
-        finally:
-            runtime.manager.release(self.block, dirty=True)
-
     def begin(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State) -> None:
         """Stores the state that the class makes before any step."""
         with torch.no_grad(), self.held(runtime) as slots:
-            optimizer = self.optimizer_for(groups)
-            self.detach(runtime, optimizer, slots.get(id(self.block)), state)
+            self.plain.optimizer_for(groups)
+            self.plain.detach(runtime, slots.get(id(self.block)), state)
 
     def apply(
         self,
@@ -595,12 +412,12 @@ class StepUnit(UnitGradients):
             self.refuse_freed()
         self.flush()
         with torch.no_grad(), self.held(runtime) as slots:
-            optimizer = self.optimizer_for(groups)
+            optimizer = self.plain.optimizer_for(groups)
             slot = slots.get(id(self.block))
-            self._attach(slot)
+            self.plain.attach(slot)
             try:
                 outside(use, optimizer)
             finally:
-                self.detach(runtime, optimizer, slot, state)
+                self.plain.detach(runtime, slot, state)
             if self.masters is not None:
                 self.masters.derive(every=True)

@@ -1,0 +1,232 @@
+"""The plain torch optimizer of one unit, and its state between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tiermem.errors import StepError
+from tiermem.nn.tensors.lazy import LazyTensor, Ways, flush, forget, refresh
+from tiermem.optim.rules.separable import Make, copied, settings_of
+from tiermem.optim.units.places import Place
+from tiermem.optim.units.undo import states_of
+from tiermem.runtime.memory.slots import Slot
+
+if TYPE_CHECKING:
+    from tiermem.nn.passes.runtime import ModuleRuntime
+    from tiermem.optim.units.unit import Shown, State, StepUnit
+
+
+class PlainOptimizer:
+    """Makes the plain optimizer of a unit, and keeps its state in the unit's block between steps.
+
+    Attributes:
+        make: Makes the plain optimizer.
+        places: Where the unit's block has each tensor of the state.
+        private: Whether a step writes settings of its group in place, so that it is given copies.
+    """
+
+    def __init__(self, unit: StepUnit, make: Make) -> None:
+        """Makes nothing yet; the state gets a home later."""
+        self.make = make
+        self.places: list[Place] = []
+        self.private = False
+        self._unit = unit
+        self._members = unit.members
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._owns: list[torch.Tensor] = []  # what it has for each member
+        self._placed: list[tuple[int, Place]] = []  # and the number of its member
+        self._carried: list[tuple[torch.Tensor, State]] = []
+        self._stand_ins: dict[int, LazyTensor] = {}
+        self._numbers = list(dict.fromkeys(number for _, number in unit.members))
+
+    def owns(self) -> list[torch.Tensor]:
+        """Returns what the plain optimizer is given for each member, in order."""
+        return self._owns or [self._unit.own(param) for param, _ in self._members]
+
+    def stored_state(self) -> list[tuple[State | None, Place]]:
+        """Returns, for each tensor of its state, what there is of that parameter, and its place.
+
+        The former is the plain optimizer's state of the parameter, None where it has none yet.
+        """
+        if self._optimizer is None:
+            kept = {id(param): state for param, state in self._carried}
+            return [(kept.get(id(place.param)), place) for place in self.places if kept]
+        states = self._states()
+        return [(states[number], place) for number, place in self._placed]
+
+    def carry(self) -> None:
+        """Sets the state aside for a plain optimizer that is to be made in this one's place."""
+        if self._optimizer is not None:
+            kept = zip(self._members, self._states(), strict=True)
+            self._carried = [(param, state) for (param, _), state in kept if state]
+            by_own = self._optimizer.state
+            self._optimizer = None  # from here on the carried state counts
+            self._owns = []
+            by_own.clear()  # it has one owner
+
+    def _take_along(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gives a new plain optimizer the state of the one before it."""
+        for param, state in self._carried:
+            settings = optimizer.param_groups[0]
+            there = self._unit.host is None and (
+                settings.get("fused") or settings.get("capturable")
+            )
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].to(param.device if there else "cpu")
+            optimizer.state[self._unit.own(param)] = state
+
+    def optimizer_for(self, groups: Sequence[dict[str, Any]] | None) -> torch.optim.Optimizer:
+        """Returns the plain optimizer of this unit, with the settings of ``groups`` if given."""
+        if self._optimizer is None:
+            if groups is None:
+                raise RuntimeError(f"{self._unit.name}: no optimizer yet")
+            make = self.make
+            with torch.enable_grad():
+                made = make(
+                    [
+                        {
+                            **settings_of(groups[number]),
+                            "params": [self._unit.own(p) for p, n in self._members if n == number],
+                        }
+                        for number in self._numbers
+                    ]
+                )
+            number_of = {id(param): number for number, (param, _) in enumerate(self._members)}
+            self._placed = [(number_of[id(place.param)], place) for place in self.places]
+            self._take_along(made)
+            self._owns = [self._unit.own(param) for param, _ in self._members]
+            self._optimizer, self._carried = made, []
+        if groups is None:
+            return self._optimizer
+        for mine, number in zip(self._optimizer.param_groups, self._numbers, strict=True):
+            fused = mine.get("fused")
+            settings = groups[number]
+            settings = settings_of(settings) if "params" in settings else settings
+            mine.update(copied(settings) if self.private else settings)
+            if self._unit.host is not None and "fused" in mine:
+                mine["fused"] = fused
+        return self._optimizer
+
+    def attach(self, slot: Slot | None) -> None:
+        """Points the state at its slot, where there is state already."""
+        if slot is None:
+            return
+        views = slot.views
+        for state, place in self.stored_state():
+            if state is not None and isinstance(state.get(place.key), LazyTensor):
+                plain = place.shell is None
+                state[place.key] = views[place.first] if plain else place.over(views)
+
+    def take_in(self, runtime: ModuleRuntime, slot: Slot | None) -> list[Shown]:
+        """Copies new state tensors into the slot; returns what views of the stand-ins show."""
+        shown: list[Shown] = []
+        if slot is None or self._unit.block is None:
+            return shown
+        views = slot.views
+        for own, place in self.stored_state():
+            value = own.get(place.key) if own is not None else None
+            if own is None or not isinstance(value, torch.Tensor) or isinstance(value, LazyTensor):
+                continue
+            new = value is not views[place.first] and not place.is_over(value, views)
+            if new:
+                if not place.take(value, views):
+                    continue  # it became something else: it stays in ordinary memory
+                forget(self._stand_ins.get(place.first))  # its views are of what it was
+            own[place.key] = stand_in = self.stand_in(runtime, place, value.dtype)
+            if stand_in._kept is not None:
+                shown.append((stand_in, place.over(views) if new else value))
+        return shown
+
+    def publish(self, state: State) -> None:
+        """Shows the state in the tiered optimizer's."""
+        for (param, _), kept in zip(self._members, self._states(), strict=True):
+            if kept is not None:
+                state[param] = kept
+
+    def detach(
+        self,
+        runtime: ModuleRuntime,
+        slot: Slot | None,
+        state: State,
+    ) -> None:
+        """Copies new state tensors into the slot and leaves lazy stand-ins in their place."""
+        for stand_in, value in self.take_in(runtime, slot):
+            refresh(stand_in, value)
+        self.publish(state)
+
+    def is_viewed(self) -> bool:
+        """Whether users may have a view of the state."""
+        return any(stand_in._kept is not None for stand_in in self._stand_ins.values())
+
+    def flush(self) -> None:
+        """Stores what was written through views of the state."""
+        for stand_in in self._stand_ins.values():
+            if stand_in._kept is not None:
+                flush(stand_in)
+
+    def stand_in(self, runtime: ModuleRuntime, place: Place, dtype: torch.dtype) -> LazyTensor:
+        """Returns the stand-in for a tensor of the state between its uses.
+
+        It is the same object every time, and always shows the present state.
+        """
+        found = self._stand_ins.get(place.first)
+        shelled = place.shell is not None
+        if found is not None and found._dtype is dtype and found._shelled is shelled:
+            return found
+        if self._unit.block is None:
+            raise RuntimeError(f"{self._unit.name}: no state")
+        ways = Ways(
+            torch.Size(place.shape),
+            dtype,
+            runtime.manager.parts.device,
+            partial(self._load, runtime, place),
+            partial(self._store, runtime, place),
+        )
+        found = self._stand_ins[place.first] = ways.stand_in()
+        found._shelled = shelled
+        return found
+
+    def load(self, runtime: ModuleRuntime, key: str) -> torch.Tensor:
+        """Returns a copy of what the state of its one parameter has by a key."""
+        return self._load(runtime, self._by_key(key))
+
+    def store(self, runtime: ModuleRuntime, key: str, value: torch.Tensor) -> None:
+        """Writes what the state of its one parameter has by a key."""
+        self._store(runtime, self._by_key(key), value)
+
+    def _by_key(self, key: str) -> Place:
+        return next(place for place in self.places if place.key == key)
+
+    def _load(self, runtime: ModuleRuntime, place: Place) -> torch.Tensor:
+        if self._unit.block is None:
+            raise RuntimeError(f"{self._unit.name}: no state")
+        slot = runtime.manager.acquire(self._unit.block)
+        try:
+            with torch.no_grad():
+                return place.copy(slot.views)
+        finally:
+            runtime.manager.release(self._unit.block)
+
+    def _store(self, runtime: ModuleRuntime, place: Place, value: torch.Tensor) -> None:
+        if self._unit.block is None:
+            raise RuntimeError(f"{self._unit.name}: no state")
+        slot = runtime.manager.acquire(self._unit.block)
+        try:
+            with torch.no_grad():
+                if not place.take(value, slot.views):
+                    raise StepError(
+                        f"{place.name!r}: a state of the class {type(value).__name__} cannot be "
+                        "kept where another was; load it with load_state_dict()"
+                    )
+        finally:
+            runtime.manager.release(self._unit.block, dirty=True)
+
+    def _states(self) -> list[Any]:
+        """Returns what the plain optimizer has of each member, None where it has nothing."""
+        if self._optimizer is None:
+            return [None for _ in self._members]
+        return states_of(self._optimizer.state, self.owns())
