@@ -442,14 +442,14 @@ _ELSEWHERE = (
     Mutation(
         "gradients wait although hooks of users are shown them",
         "tiermem/nn/groups/newgrads.py",
-        " and len(after) == 1",
-        "",
+        "return len(entry.param._post_accumulate_grad_hooks) == 1",
+        "return True",
         _NEW_GRADS,
     ),
     Mutation(
         "a gradient that a program holds goes to the tiers",
         _GRADS,
-        "return None if is_shared(gradient) else gradient",
+        "return None if is_shared(gradient) and not entry.has_grad else gradient",
         "return gradient",
         _NEW_GRADS,
     ),

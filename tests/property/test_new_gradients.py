@@ -243,3 +243,38 @@ def test_a_hook_is_shown_what_is_in_the_tiers() -> None:
             model(torch.ones(2, 8), [(i, False) for i in range(LAYERS)], -1).sum().backward()
             model.zero_grad()
     assert [type(gradient) for gradient in shown] == [LazyTensor] * 3
+
+
+def test_a_hook_from_before_the_wrap_may_hold_what_is_added_to_another_gradient() -> None:
+    held: list[torch.Tensor | None] = []
+    order = [(i, False) for i in range(LAYERS)]
+    plain, model = build(), build()
+    model.layers[1].up.bias.register_post_accumulate_grad_hook(lambda p: held.append(p.grad))
+    with tiermem.TierManager("cpu", hbm=1 << 14, dram=1 << 24) as tier:
+        tier.wrap(model, [f"layers.{i}" for i in range(LAYERS)])
+        for _ in range(3):
+            for one in (plain, model):
+                one(torch.ones(2, 8), order, -1).sum().backward()
+            mine = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            assert_same([p.grad for p in plain.parameters()], mine, "gradients")
+    assert len(held) == 3
+
+
+def test_a_step_in_backward_finds_subclasses_of_tensors_at_work() -> None:
+    """Its code may look at other tensors that are in the tiers."""
+    found: list[bool] = []
+
+    class Looking(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            found.append(torch._C._is_torch_function_enabled())
+            super().step(closure)
+
+    with tiermem.TierManager("cpu", hbm=1 << 14, dram=1 << 24) as tier:
+        model = build()
+        tier.wrap(model, [f"layers.{i}" for i in range(LAYERS)])
+        optimizer = tier.optimizer(model, Looking, lr=0.1, overlap="backward")
+        for _ in range(4):
+            model(torch.ones(2, 8), [(i, False) for i in range(LAYERS)], -1).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.stepped_in_backward > 0 and all(found)

@@ -48,7 +48,7 @@ class GradStore:
         """Serves ``runtime``."""
         self._runtime = runtime
         self.manager = runtime.manager
-        self.new = NewGradients(runtime.manager.parts.device, self._take_together)
+        self.new = NewGradients(runtime.manager.parts.device, self.take_over)
         self._deferred = runtime.manager.parts.deferred
         self._displaced: list[Entry] = []
         self._dtypes: dict[int, torch.dtype] = {}
@@ -568,27 +568,27 @@ class GradStore:
         entry.announced = False
         if self._runtime.reduced.active:
             self._runtime.reduced.arrived = True
-            return
-        with torch._C.DisableTorchFunctionSubclass():
+        else:
             self.new.add(entry)
 
     def take_over(self, entries: Sequence[Entry]) -> None:
         """Takes ordinary gradients of parameters of one unit into the tiers, where that can be."""
         with torch._C.DisableTorchFunctionSubclass():
-            self._take_together(entries)
+            stored = self._take_in(entries)
+        for watcher in self.watchers if stored else ():
+            watcher.arrived(stored)
 
-    def _take_together(self, entries: Sequence[Entry]) -> None:
-        """Takes new gradients of parameters of one unit into the tiers, where that can be."""
+    def _take_in(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Stores new gradients of parameters of one unit; returns whose are in the tiers now."""
         found = [(e, gradient) for e in entries if (gradient := self._dense(e)) is not None]
         if not found:
-            return
+            return []
         unit = found[0][0].unit
         self._store_new(found)
         stored = [entry for entry, _ in found]
         if unit is not self._arriving and not stored[0].group.resident:  # else it stays in HBM
             self._arrives(unit)
-        for watcher in self.watchers:
-            watcher.arrived(stored)
+        return stored
 
     def _dense(self, entry: Entry) -> torch.Tensor | None:
         """Returns a new gradient that the tiers can take; leaves any other where it is.
@@ -604,7 +604,7 @@ class GradStore:
             and not gradient.requires_grad
             and gradient.dtype is entry.param.dtype
         ):
-            return None if is_shared(gradient) else gradient
+            return None if is_shared(gradient) and not entry.has_grad else gradient
         if entry.has_grad:  # part of it was dense: let torch join the two
             joined = self.load(entry) + gradient
             self.clear(entry)

@@ -93,5 +93,7 @@ def _may_wait(entry: Entry, unit: GradUnit) -> bool:
     One that is added to is only a part of its sum until then, and hooks that run after accumulation
     are shown what is in the tiers.
     """
-    after = entry.param._post_accumulate_grad_hooks
-    return unit.block.nbytes <= _AT_MOST and not entry.has_grad and len(after) == 1
+    if unit.block.nbytes > _AT_MOST or entry.has_grad:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return len(entry.param._post_accumulate_grad_hooks) == 1

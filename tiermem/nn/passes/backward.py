@@ -162,8 +162,15 @@ class BackwardPass:
         runtime = self.runtime
         self.under_way = False
         self.let_go_kept()
-        runtime.reduced.end_backward()
-        runtime.grads.new.end_backward()  # watchers may step what was waited for in vain
+        try:
+            runtime.reduced.end_backward()
+            runtime.grads.new.end_backward()  # watchers may step what was waited for in vain
+        finally:
+            self._tell_of_end()
+
+    def _tell_of_end(self) -> None:
+        """Ends what the parts of the runtime have of a backward that is over."""
+        runtime = self.runtime
         for watcher in self.watchers:
             watcher.ends()
         runtime.grads.end_backward()
