@@ -246,10 +246,15 @@ def test_a_hook_is_shown_what_is_in_the_tiers() -> None:
 
 
 def test_a_hook_from_before_the_wrap_may_hold_what_is_added_to_another_gradient() -> None:
-    held: list[torch.Tensor | None] = []
+    seen: list[torch.Tensor | None] = [None]  # the first is not held
     order = [(i, False) for i in range(LAYERS)]
     plain, model = build(), build()
-    model.layers[1].up.bias.register_post_accumulate_grad_hook(lambda p: held.append(p.grad))
+
+    def hold(param: torch.Tensor) -> None:
+        seen.append(param.grad if any(p.grad is not None for p in others) else None)
+
+    others = list(model.layers[0].parameters())  # they come later, and are there from then on
+    model.layers[1].up.bias.register_post_accumulate_grad_hook(hold)
     with tiermem.TierManager("cpu", hbm=1 << 14, dram=1 << 24) as tier:
         tier.wrap(model, [f"layers.{i}" for i in range(LAYERS)])
         for _ in range(3):
@@ -257,7 +262,7 @@ def test_a_hook_from_before_the_wrap_may_hold_what_is_added_to_another_gradient(
                 one(torch.ones(2, 8), order, -1).sum().backward()
             mine = [p.grad.clone() for p in model.parameters() if p.grad is not None]
             assert_same([p.grad for p in plain.parameters()], mine, "gradients")
-    assert len(held) == 3
+    assert [gradient is None for gradient in seen] == [True, True, False, False]
 
 
 def test_a_step_in_backward_finds_subclasses_of_tensors_at_work() -> None:
