@@ -463,7 +463,7 @@ _ELSEWHERE = (
     Mutation(
         "hooks of users do not see the gradient that is added to",
         _GRADS,
-        "            if len(hooks) > 1:\n",
+        "            if hooks and len(hooks) > 1:\n",
         "            if not hooks:\n",
         _NEW_GRADS,
     ),

@@ -532,15 +532,15 @@ class GradStore:
             if watcher.arriving(entry):
                 return
         with torch._C.DisableTorchFunctionSubclass():
-            hooks: Any = entry.param._backward_hooks
-            if len(hooks) > 1:
+            hooks: Any = entry.param._backward_hooks  # None where torch has forgotten them
+            if hooks and len(hooks) > 1:
                 self._come_last(entry, hooks)
             self._make_way(entry)
 
     def _come_last(self, entry: Entry, hooks: dict[int, Any]) -> None:
         """Puts the hook behind those of users: they are to see the gradient that is added to."""
         key = entry.hooks[0].id
-        if next(reversed(hooks)) != key:
+        if key in hooks and next(reversed(hooks)) != key:
             hooks[key] = hooks.pop(key)  # torch goes by the order of the dictionary itself
 
     def _make_way(self, entry: Entry) -> None:
