@@ -229,6 +229,9 @@ class Residency(RuleBasedStateMachine):
         if dirty:
             self.write(number)
             self.drain(number)  # refused: it is held
+        else:
+            self.drop(number)  # likewise
+            self.exchange(number, number + 1)
         if not hold:
             self.release(number, dirty=False)
 
