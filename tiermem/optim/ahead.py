@@ -21,7 +21,6 @@ from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.compat.quiet import quiet, uncompiled
 from tiermem.nn.groups.group import Entry, Group
 from tiermem.nn.passes.runtime import ModuleRuntime
-from tiermem.nn.tensors.lazy import is_viewed
 from tiermem.optim.auto import AutoOverlap
 from tiermem.optim.balance import Load, Speed, best_left
 from tiermem.optim.host.steps import HostSteps
@@ -425,9 +424,4 @@ def _load_of(group: Group, units: Sequence[StepUnit], host: float | None) -> Loa
 
 def _is_untouched(unit: StepUnit) -> bool:
     """Whether the gradients of a unit are those that backward has left."""
-    with torch._C.DisableTorchFunctionSubclass():
-        for entry in unit.entries:
-            stand_in = entry.lazy if entry.has_grad else None
-            if entry.param.grad is not stand_in or is_viewed(stand_in):
-                return False
-    return not any(grads.pending for grads in unit.grad_units())
+    return unit.has_own_gradients() and not any(grads.pending for grads in unit.grad_units())

@@ -212,8 +212,7 @@ class GradStore:
     def clear(self, entry: Entry) -> None:
         """Clears the gradient of one parameter; references to it keep its value."""
         self.pay(entry.unit)
-        if self._measured:
-            self._measured.pop(id(entry), None)
+        self.unmeasure((entry,))
         stand_in = entry.lazy
         if isinstance(stand_in, LazyTensor):
             with torch._C.DisableTorchFunctionSubclass():
@@ -343,7 +342,6 @@ class GradStore:
 
     def forget_backward(self) -> None:
         """Forgets what is under way in a backward, which an exception has ended."""
-        self.new.forget()
         self._arriving = self._pipeline = None
         self._displaced = []
 
@@ -421,7 +419,7 @@ class GradStore:
                 else:
                     view.copy_(gradient)
                 refresh(entry.lazy, view)
-                self._measured.pop(id(entry), None)
+                self.unmeasure((entry,))
             entry.has_grad = True
             self._stored[id(unit)] = unit
         finally:
@@ -445,7 +443,7 @@ class GradStore:
                     torch._foreach_copy_([views[entry.unit_index] for entry, _ in first], new)
                 elif first:
                     views[first[0][0].unit_index].copy_(first[0][1])
-                for entry, gradient in found if len(first) < len(found) else ():
+                for entry, gradient in found:
                     if entry.has_grad:
                         views[entry.unit_index].add_(gradient)
                         refresh(entry.lazy, views[entry.unit_index])
@@ -460,8 +458,7 @@ class GradStore:
 
     def _measure_new(self, found: Sequence[tuple[Entry, torch.Tensor]], slot: Slot) -> None:
         """Measures gradients that have just been written."""
-        if self._measured:
-            self.unmeasure(entry for entry, _ in found)
+        self.unmeasure(entry for entry, _ in found)
         if not self._measures:
             return
         with quiet(self.manager.parts.device):

@@ -53,6 +53,15 @@ class UnitGradients:
                     ensure_there(gradient)
         return bool(gradients)
 
+    def has_own_gradients(self) -> bool:
+        """Whether the managed gradients are those that are in the tiers, and nothing views them."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for entry in self.entries:
+                stand_in = entry.lazy if entry.has_grad else None
+                if entry.param.grad is not stand_in or is_viewed(stand_in):
+                    return False
+        return True
+
     def sync(self, runtime: ModuleRuntime) -> None:
         """Follows users' changes of the gradients."""
         runtime.grads.sync_all(self.entries)

@@ -15,7 +15,6 @@ from tiermem.nn.compat.outside import outside
 from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.nn.groups.group import Entry, Group
 from tiermem.nn.passes.runtime import ModuleRuntime
-from tiermem.nn.tensors.lazy import is_viewed
 from tiermem.optim.rules.plainstep import run, run_scaled, undoes_scale
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.rules.separable import Make
@@ -215,7 +214,7 @@ class StepUnit(UnitGradients):
                 meanwhile()
             unscales = undoes_scale(optimizer, scaling)
             one_call = not unscales and writes_in_one_call(optimizer)
-            complete = partial(self._complete, runtime, optimizer, stored, slots, state)
+            complete = partial(self._complete, runtime, stored, slots, state)
             done = partial(self._carry_out, attempt, complete, ticket) if one_call else None
             if not revocable:
                 spoils = self.spoils or unscales
@@ -290,12 +289,11 @@ class StepUnit(UnitGradients):
         cast = self._hand_over(gradients)
         self.plain.attach(slot)
         self._run(optimizer, scaling, cast)
-        return self._complete(runtime, optimizer, stored, slots, state)
+        return self._complete(runtime, stored, slots, state)
 
     def _complete(
         self,
         runtime: ModuleRuntime,
-        optimizer: torch.optim.Optimizer,
         stored: Sequence[Stored],
         slots: dict[int, Slot],
         state: State,
@@ -323,12 +321,10 @@ class StepUnit(UnitGradients):
         slot = runtime.manager.parts.slots.current.get(group.block.id)
         if slot is not None and slot.aliased:
             return False
-        with torch._C.DisableTorchFunctionSubclass():
-            for entry in self.entries:
-                stand_in = entry.lazy if entry.has_grad else None
-                if entry.materialized or entry.param.grad is not stand_in or is_viewed(stand_in):
-                    return False
-        return not self.is_viewed()
+        for entry in self.entries:
+            if entry.materialized:
+                return False
+        return self.has_own_gradients() and not self.is_viewed()
 
     def is_viewed(self) -> bool:
         """Whether users may have a view of the state."""

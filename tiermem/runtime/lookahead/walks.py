@@ -174,6 +174,8 @@ class SequenceWalk:
         complete: See :class:`Walk`.
     """
 
+    _idle_of_many = -1
+
     def __init__(
         self,
         parts: Parts,
@@ -193,7 +195,8 @@ class SequenceWalk:
         self._outlook = outlook
         self._reach = reach
         self._departures = parts.transfers.departures
-        self._idle = -1  # uses at the begin at which nothing is fetched
+        # the uses at the begin at which nothing is fetched
+        self._idle = self._idle_of_many if len(schedule.order) >= _MANY else -1
         self._seen = -1  # departures that this walk knows of
         self._cursor = 0
         # uses ahead of the cursor of blocks that take room: position and block of each, how many
@@ -299,18 +302,7 @@ class RingWalk(SequenceWalk):
     Nothing comes to stay there, so when a block leaves all but its own next use is as it was.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        fetcher: Fetcher,
-        schedule: Schedule,
-        outlook: StreamPlan,
-        reach: Reach,
-    ) -> None:
-        """Begins at the begin; see :func:`make_walk`."""
-        super().__init__(parts, fetcher, schedule, outlook, reach)
-        if len(schedule.order) >= _MANY:
-            self._idle = _FIRST
+    _idle_of_many = _FIRST
 
     def _is_behind(self, cursor: int) -> bool:
         if self._transfers.mover is not None:
