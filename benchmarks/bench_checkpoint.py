@@ -105,10 +105,22 @@ def _listed(numbers: list[float]) -> str:
     return " ".join(f"{number:.3g}" for number in numbers)
 
 
-def _traffic(tier: tiermem.TierManager) -> str:
-    """Returns the gigabytes over each link since the counters were set to zero."""
+def _moved(tier: tiermem.TierManager, before: dict[str, int] | None = None) -> dict[str, int]:
+    """Returns the bytes over each link, since ``before`` or since the tiers were opened.
+
+    ``reset_stats()`` would make the next passes be measured, which takes time of its own.
+    """
     links = tier.stats().links.items()
-    return ", ".join(f"{name} {link.nbytes / 1e9:.2f}" for name, link in links if link.nbytes)
+    return {name: link.nbytes - (before or {}).get(name, 0) for name, link in links}
+
+
+def _traffic(moved: dict[str, int]) -> str:
+    return ", ".join(f"{name} {nbytes / 1e9:.2f}" for name, nbytes in moved.items() if nbytes)
+
+
+def _read_of(moved: dict[str, int]) -> int:
+    """Returns the bytes that came from files."""
+    return sum(nbytes for name, nbytes in moved.items() if name.startswith("nvme"))
 
 
 class Bench:
@@ -226,7 +238,7 @@ class Bench:
             ended = max((e.end_ns for e in reads), default=0) / 1e9 - started
             self.say(
                 f"first: {ours:.2f} s, load_checkpoint {made:.2f}, reads from {began:.2f} to "
-                f"{ended:.2f}; GB {_traffic(tier)}"
+                f"{ended:.2f}; GB {_traffic(_moved(tier))}"
             )
             with RawRead(tier, "") as raw:
                 started = time.perf_counter()
@@ -260,12 +272,14 @@ class Bench:
                 ours, reads, moved = [], [], 0
                 with RawRead(tier, "") as raw:
                     for turn in range(self.options.warm + self.options.repeats):
-                        seconds, moved = self._timed(tier, f"disk, {tokens} tokens", call)
+                        seconds, by_link = self._timed(tier, f"disk, {tokens} tokens", call)
                         every.append(seconds)
+                        moved = _read_of(by_link)
                         if turn >= self.options.warm:
                             ours.append(seconds)
                             reads.append(self._read(raw, moved))
                 beyond = held() - before - budgeted(tier)
+                self._losses(tier, f"disk, {tokens} tokens", call)
             self._row("from disk", tokens, ours, reads, moved, beyond, {"all s": _listed(every)})
 
     def dram(self) -> None:
@@ -280,9 +294,9 @@ class Bench:
                 self.say(f"dram, {tokens} tokens: each forward {_listed(every)} s")
                 ours, copies = [], []
                 for _ in range(max(3, self.options.repeats)):
-                    tier.reset_stats()
+                    start = _moved(tier)
                     ours.append(self.clock.once(row) / _ROW)
-                    moved = tier.stats().links.get("dram->hbm", tiermem.LinkStats()).nbytes // _ROW
+                    moved = _moved(tier, start).get("dram->hbm", 0) // _ROW
                     copies.append(self.clock.once(raw_copy(tier, moved, "")))
                 every += ours
                 beyond = held() - before - budgeted(tier)
@@ -309,9 +323,9 @@ class Bench:
             ours, raws, moved = [], [], 0
             with RawRead(tier, "") as raw:
                 for turn in range(warm + self.options.repeats):
-                    seconds, moved = self._timed(tier, what, step)
+                    seconds, by_link = self._timed(tier, what, step)
                     every.append(seconds)
-                    up = tier.stats().links.get("dram->hbm", tiermem.LinkStats()).nbytes
+                    moved, up = _read_of(by_link), by_link.get("dram->hbm", 0)
                     ups.append(up / 1e9)
                     if turn >= warm:
                         traffic = max(self._copied(up), self._read(raw, moved))
@@ -321,6 +335,7 @@ class Bench:
                         ours.append(seconds)
             beyond = held() - before - budgeted(tier)
             used = self._used()
+            self._losses(tier, what, step)
         more = {
             "bound s": statistics.median(halves),
             "peer": "resident",
@@ -333,18 +348,23 @@ class Bench:
 
     def _timed(
         self, tier: tiermem.TierManager, what: str, call: Callable[[], Any]
-    ) -> tuple[float, int]:
-        """Returns the seconds of a call and the bytes it read from files; prints both."""
-        tier.reset_stats()
+    ) -> tuple[float, dict[str, int]]:
+        """Returns the seconds of a call and the bytes it moved over each link; prints both."""
+        before = _moved(tier)
         seconds = self.clock.once(call)
-        stats = tier.stats()
-        lost = ", ".join(f"{cause} {lost:.3f}" for cause, lost in stats.losses.items() if lost)
-        self.say(
-            f"{what}: {seconds:.3f} s; GB {_traffic(tier) or 'none'}, "
-            f"kept {stats.kept_in_hbm / 1e9:.2f}; lost s: {lost or 'none'}"
-        )
-        links = stats.links.items()
-        return seconds, sum(link.nbytes for name, link in links if name.startswith("nvme"))
+        moved, kept = _moved(tier, before), tier.stats().kept_in_hbm
+        self.say(f"{what}: {seconds:.3f} s; GB {_traffic(moved) or 'none'}, kept {kept / 1e9:.2f}")
+        return seconds, moved
+
+    def _losses(self, tier: tiermem.TierManager, what: str, call: Callable[[], Any]) -> None:
+        """Prints where a call's time goes, as tiermem measures it, in calls that do not count."""
+        tier.reset_stats()
+        for _ in range(2):  # the second ends the last pass of the first
+            call()
+        self.clock.wait()
+        losses = tier.stats().losses.items()
+        lost = ", ".join(f"{cause} {seconds:.3f}" for cause, seconds in losses if seconds)
+        self.say(f"{what}: lost s: {lost or 'none'}")
 
     def _read(self, raw: RawRead, nbytes: int) -> float:
         """Returns the seconds of a raw read of so many bytes, by those of a part of them."""
