@@ -34,6 +34,7 @@ from llama import SHAPES, Call, Clock, budget_of, build, forward, nbytes_of
 import tiermem
 from tiermem.core.schedule import Planner
 from tiermem.nn.groups.group import Group
+from tiermem.nn.groups.pointing import Pointing
 from tiermem.runtime.acquire import Acquirer
 from tiermem.runtime.lookahead.prefetcher import Prefetcher
 from tiermem.runtime.lookahead.replay import Replay
@@ -45,8 +46,8 @@ from tiermem.transfer.copy import CudaCopyEngine, HostCopyEngine, StreamCopyEngi
 PARTS: tuple[tuple[type, str], ...] = (
     (Group, "hold_locked"),
     (Group, "let_go_locked"),
-    (Group, "_point"),
-    (Group, "_away"),
+    (Pointing, "point"),
+    (Pointing, "away"),
     (BlockManager, "begin_pass"),
     (Acquirer, "acquire"),
     (Replay, "foreseen"),

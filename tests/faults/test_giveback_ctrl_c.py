@@ -19,6 +19,7 @@ STRIDE = int(os.environ.get("TIERMEM_CTRL_C_STRIDE", "19"))
 FILES = [
     "nn/wrap/giveback.py",
     "nn/groups/group.py",
+    "nn/groups/pointing.py",
     "nn/groups/grads.py",
     "nn/tensors/lazy.py",
     "nn/wrap/wrapped.py",

@@ -38,6 +38,7 @@ from support_interrupts import (
 import tiermem
 from tiermem.core.residency import ResidencyTable
 from tiermem.nn.groups.group import Group
+from tiermem.nn.groups.pointing import Pointing
 from tiermem.nn.wrap.giveback import Leaving
 from tiermem.optim.host.sides import _have_host_step
 from tiermem.optim.units.held import Held
@@ -152,11 +153,11 @@ def test_a_signal_at_a_random_time(tmp_path, name) -> None:
 PLACES = {
     "a tensor made ordinary, and its group not told": (
         ("dram", "unwrap"),
-        (Group.sort_members, "self._shown = ", 1),
+        (Pointing.sort, "self.shown = ", 1),
     ),
     "a buffer that stays in HBM made ordinary": (
         ("dram", "unwrap"),
-        (Group.sort_members, "self._shown = ", 23),
+        (Pointing.sort, "self.shown = ", 23),
     ),
     "a parameter made ordinary, and its gradient not": (
         ("dram", "unwrap"),
@@ -209,7 +210,7 @@ def test_leaving_with_after_an_interrupt_gives_the_model_back(tmp_path) -> None:
     """A call that was cut short in its last lines holds nothing that keeps the model in."""
     model = torch.nn.Sequential(*[torch.nn.Linear(24, 24) for _ in range(3)])
     before = [p.detach().clone() for p in model.parameters()]
-    site = ("nn/groups/group.py", _line_of(Group.let_go_locked, "in self._hidden:"), "", 1)
+    site = ("nn/groups/group.py", _line_of(Group.let_go_locked, "in pointing.hidden:"), "", 1)
     with pytest.raises(Interrupt), tiermem.TierManager("cpu", hbm="64KiB", dram="8MiB") as tier:
         tier.wrap(model)
         with Tracer(site, depth=0):

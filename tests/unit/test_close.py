@@ -19,7 +19,7 @@ from torch import nn
 
 import tiermem
 from tiermem.io.engine import IoOp
-from tiermem.nn.groups.group import Group
+from tiermem.nn.groups.pointing import Pointing
 from tiermem.nn.wrap import giveback
 from tiermem.testing.io import Fault, ScriptedEngine
 
@@ -253,11 +253,11 @@ def test_what_is_at_home_in_dram_needs_one_block_more() -> None:
     process = psutil.Process()
     seen: list[int] = []
 
-    def look(group: Group, *args: Any) -> None:
+    def look(pointing: Pointing, *args: Any) -> None:
         seen.append(process.memory_info().rss)
-        free(group, *args)
+        free(pointing, *args)
 
-    free = Group.free
+    free = Pointing.free
     with tiermem.TierManager(
         "cpu", hbm=2 * block, dram=(layers + 2) * block, policy="dram"
     ) as tier:
@@ -265,7 +265,7 @@ def test_what_is_at_home_in_dram_needs_one_block_more() -> None:
         gc.collect()
         before = process.memory_info().rss
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Group, "free", look)
+            patch.setattr(Pointing, "free", look)
             tier.close()
     assert len(seen) == layers
     assert max(seen) - before < 4 * block
@@ -285,15 +285,15 @@ def test_ctrl_c_while_closing(
     tier.wrap(model)
     for one in (plain, model):
         loss_of(one, 1).backward()
-    free, count = Group.free, iter(range(after + 1))
+    free, count = Pointing.free, iter(range(after + 1))
 
-    def cut(group: Group, *args: Any) -> None:
+    def cut(pointing: Pointing, *args: Any) -> None:
         if next(count, None) is None:
-            monkeypatch.setattr(Group, "free", free)
+            monkeypatch.setattr(Pointing, "free", free)
             raise KeyboardInterrupt
-        free(group, *args)
+        free(pointing, *args)
 
-    monkeypatch.setattr(Group, "free", cut)
+    monkeypatch.setattr(Pointing, "free", cut)
     with pytest.raises(KeyboardInterrupt):
         tier.close()
     tier.close()

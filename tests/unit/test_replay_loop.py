@@ -22,8 +22,8 @@ from tiermem.core.allocator import Allocator
 from tiermem.core.block import Block, Extent, Role
 from tiermem.core.layout import TensorShape
 from tiermem.core.residency import State
-from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.names import HeldDict, TieredDict
+from tiermem.nn.groups.pointing import Pointing
 from tiermem.runtime.lookahead.walks import SequenceWalk
 from tiermem.runtime.manager import BlockManager
 from tiermem.transfer.copy import Fences
@@ -130,7 +130,7 @@ def test_weights_of_a_block_that_stays_are_pointed_at_once(monkeypatch: pytest.M
     x = torch.rand(2, 8)
     with tier, torch.no_grad():
         expected = net(x)
-        pointed = counted(monkeypatch, Group, "_point")
+        pointed = counted(monkeypatch, Pointing, "point")
         assert torch.equal(net(x), expected)
         assert not pointed
 

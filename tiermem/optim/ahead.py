@@ -19,7 +19,8 @@ import torch
 from tiermem.errors import CapacityError, StorageError
 from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.compat.quiet import quiet, uncompiled
-from tiermem.nn.groups.group import Entry, Group
+from tiermem.nn.groups.entry import Entry
+from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.auto import AutoOverlap
 from tiermem.optim.balance import Load, Speed, best_left
@@ -326,7 +327,7 @@ class StepsAhead:
         units = self._backward.final_units(group)
         if not units or self._left.has(group):
             return
-        if group.suspect or group.writes_hidden or group.merging or group.resident:
+        if group.writes.uncounted or group.writes.merging or group.resident:
             return
         if not all(self._can_be_made(unit) for unit in units):
             return

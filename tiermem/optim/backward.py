@@ -23,7 +23,8 @@ from typing import Any
 from tiermem.errors import CapacityError, StepError, StorageError
 from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.compat.quiet import quiet, uncompiled
-from tiermem.nn.groups.group import Entry, Group
+from tiermem.nn.groups.entry import Entry
+from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.host.steps import HostSteps
 from tiermem.optim.rules.scaling import Scaling

@@ -15,7 +15,8 @@ from typing import Protocol
 
 from tiermem.core.block import Block
 from tiermem.core.residency import State as Residency
-from tiermem.nn.groups.group import Entry, Group
+from tiermem.nn.groups.entry import Entry
+from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.units.undo import Undo
 from tiermem.optim.units.unit import State, StepUnit

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from tiermem.core.block import Block
-from tiermem.nn.groups.group import Entry, Group
+from tiermem.nn.groups.entry import Entry
+from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.rules.groups import frozen_settings
 from tiermem.optim.units.arrivals import Arrivals

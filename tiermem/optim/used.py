@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from tiermem.errors import StepError
-from tiermem.nn.groups.group import Entry, Group
+from tiermem.nn.groups.entry import Entry
+from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, gone
 from tiermem.optim.units.finality import accumulates, grad_of, is_own

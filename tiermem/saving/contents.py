@@ -17,7 +17,8 @@ from torch import nn
 from tiermem.core.block import Block
 from tiermem.errors import CheckpointError
 from tiermem.nn.compat.outside import outside
-from tiermem.nn.groups.group import Entry, Group
+from tiermem.nn.groups.entry import Entry
+from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, is_gone
 from tiermem.nn.wrap.wrapped import WrappedModel

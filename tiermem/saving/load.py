@@ -19,7 +19,7 @@ import torch
 
 from tiermem.errors import CheckpointError
 from tiermem.nn.compat.outside import outside
-from tiermem.nn.groups.group import Entry
+from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.need import check_gradients
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.tiered import Contents, TieredOptimizer

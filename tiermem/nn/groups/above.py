@@ -10,9 +10,11 @@ import torch
 from tiermem.runtime.manager import BlockManager
 
 if TYPE_CHECKING:
+    from tiermem.nn.groups.addresses import Addresses
+    from tiermem.nn.groups.entry import Entry
     from tiermem.nn.groups.grads import GradStore
     from tiermem.nn.groups.gradunit import Measure
-    from tiermem.nn.groups.group import Entry, Group
+    from tiermem.nn.groups.group import Group
     from tiermem.nn.groups.need import Program
 
 
@@ -41,6 +43,32 @@ class WeightViews(Protocol):
 
     def view(self, saved: Any) -> torch.Tensor:
         """Returns the view that a reference stands for."""
+        ...
+
+
+class Lender(Protocol):
+    """Brings blocks up for operations on tensors that are away."""
+
+    def lend(self, group: Group) -> int:
+        """Holds a group for one operation; returns the token for :meth:`lent`."""
+        ...
+
+    def lent(self, group: Group, token: int, *, dirty: bool) -> None:
+        """Ends the operation that :meth:`lend` began."""
+        ...
+
+    def thawed(self, tensor: torch.Tensor) -> None:
+        """Called when a parameter's ``requires_grad`` was set."""
+        ...
+
+    @property
+    def addresses(self) -> Addresses:
+        """The addresses that users were given for its tensors."""
+        ...
+
+    @property
+    def saved(self) -> WeightViews:
+        """The hooks that save tensors of its groups for backward."""
         ...
 
 

@@ -42,7 +42,8 @@ class Addresses:
         before = self._of.get(id(tensor))
         other = self._at[address]() if address in self._at else None
         if other is not None and other is not tensor and id(other) in group_of:
-            theirs, member = group_of[id(other)].member_of(other), group.member_of(tensor)
+            theirs = group_of[id(other)].pointing.member_of(other)
+            member = group.pointing.member_of(tensor)
             tied = theirs is not None and member is not None and theirs.index == member.index
             if not (tied and group_of[id(other)] is group):
                 raise ParameterError(

@@ -22,9 +22,9 @@ from tiermem.nn.tensors.norms import measure_of
 from tiermem.nn.tensors.standin import dispatch
 
 if TYPE_CHECKING:
+    from tiermem.nn.groups.entry import Entry
     from tiermem.nn.groups.grads import GradStore
     from tiermem.nn.groups.gradunit import Change, GradUnit
-    from tiermem.nn.groups.group import Entry
 
 
 class Clippable:

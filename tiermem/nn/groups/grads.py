@@ -16,8 +16,9 @@ from tiermem.nn.compat.shapes import follow, shape_of
 from tiermem.nn.compat.weakly import Hook, Weak
 from tiermem.nn.groups.above import Norms, Passes, Watcher
 from tiermem.nn.groups.clipping import Clippable
+from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.gradunit import Change, GradUnit, Measure, Pending, divide, make_first
-from tiermem.nn.groups.group import Entry, Group
+from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.need import accumulates, beside_optimizer, check_gradients
 from tiermem.nn.groups.newgrads import NewGradients
 from tiermem.nn.tensors.lazy import (

@@ -8,7 +8,8 @@ import torch
 
 from tiermem.core.block import Block
 from tiermem.core.layout import split
-from tiermem.nn.groups.group import Entry, Group
+from tiermem.nn.groups.entry import Entry
+from tiermem.nn.groups.group import Group
 
 Change = Callable[[list[torch.Tensor]], None]
 Measure = Callable[[torch.Tensor], torch.Tensor]

@@ -103,7 +103,8 @@ class TieredDict(HeldDict):
     def __getitem__(self, name: str) -> Any:
         group = self.groups.get(name)
         if group is not None and not group.holds and not _is_swap(sys._getframe(1)):
-            if group.rows is not None and name in group.rows:
-                return group.rows[name]
+            rows = group.pointing.rows
+            if rows is not None and name in rows:
+                return rows[name]
             self.runtime.demand(group)
         return _item(self, name)

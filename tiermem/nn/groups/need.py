@@ -29,8 +29,8 @@ from tiermem.nn.groups.resident import is_resident
 from tiermem.runtime.memory.homes import staging_size
 
 if TYPE_CHECKING:
+    from tiermem.nn.groups.entry import Entry
     from tiermem.nn.groups.gradunit import GradUnit
-    from tiermem.nn.groups.group import Entry
 
 FREEZE = (
     "gradients are part of that: none are kept under torch.no_grad(), nor of what "

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.gradunit import GradUnit
-from tiermem.nn.groups.group import Entry
 
 _AT_MOST = 64 << 20
 """Bytes of a unit whose gradients wait for each other; it is memory beside the budgets."""

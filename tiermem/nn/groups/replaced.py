@@ -57,7 +57,7 @@ def reshaped(group: Group, slot: Slot) -> ParameterError | None:
         slot: Where its block is.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        for member in group.members():
+        for member in group.pointing.members:
             if member.materialized:
                 continue
             tensor, view = member.tensor, slot.views[member.index]
@@ -73,7 +73,7 @@ def reshaped(group: Group, slot: Slot) -> ParameterError | None:
 
 def named(group: Group, tensor: torch.Tensor) -> str:
     """Returns the name of a tensor, for messages."""
-    name = getattr(group.member_of(tensor), "name", "") or "a tensor"
+    name = getattr(group.pointing.member_of(tensor), "name", "") or "a tensor"
     return f"{name} of block {group.block.name!r}"
 
 
@@ -89,7 +89,7 @@ def bring_home(group: Group, slot: Slot) -> ParameterError | None:
     """
     refused = None
     with torch.inference_mode(False), torch.no_grad():
-        for member in group.members():
+        for member in group.pointing.members:
             if member.materialized:
                 continue
             data, view = member.tensor.data, slot.views[member.index]
@@ -111,7 +111,7 @@ def take_home(group: Group, slot: Slot) -> bool:
     arena = group.manager.parts.slots.arena
     base = arena.address
     found = False
-    for member in group.members():
+    for member in group.pointing.members:
         data, view = member.tensor.data, slot.views[member.index]
         if member.materialized or is_placeholder(data):
             continue

@@ -127,8 +127,10 @@ class BackwardPass:
             if group in self._soft:
                 self._soft.remove(group)
             self._soft.append(group)
-        while len(self._soft) > _SOFT:
-            self._soft.popleft().rest()
+        if len(self._soft) > _SOFT:
+            with self.manager.lock:
+                while len(self._soft) > _SOFT:
+                    self._soft.popleft().rest()
 
     def keep(self, groups: Iterable[Group]) -> None:
         """Holds groups until backward is over: each layer that is computed again would hold them.
@@ -174,8 +176,9 @@ class BackwardPass:
         for watcher in self.watchers:
             watcher.ends()
         runtime.grads.end_backward()
-        for group in self._soft:
-            group.rest()
+        with self.manager.lock:
+            for group in self._soft:
+                group.rest()
         self._soft.clear()
         runtime.activations.end_backward()
         runtime.busy("backward", self._began)

@@ -22,7 +22,8 @@ from tiermem.nn.passes.scopes import PassScope
 from tiermem.nn.tensors.lazy import LazyTensor, flush, is_gone
 
 if TYPE_CHECKING:
-    from tiermem.nn.groups.group import Entry, Group
+    from tiermem.nn.groups.entry import Entry
+    from tiermem.nn.groups.group import Group
     from tiermem.nn.passes.runtime import ModuleRuntime
 
 _NAME = DistributedDataParallel.__name__

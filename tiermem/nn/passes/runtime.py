@@ -17,8 +17,9 @@ from tiermem.core.need import unit_limit
 from tiermem.errors import CapacityError, CheckpointError, WrapError
 from tiermem.nn.compat.entrances import inside
 from tiermem.nn.groups.addresses import Addresses
+from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.grads import GradStore
-from tiermem.nn.groups.group import Entry, Group
+from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.need import Program, beside_optimizer
 from tiermem.nn.passes.activations import Activations
 from tiermem.nn.passes.backward import BackwardPass

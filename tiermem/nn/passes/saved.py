@@ -174,7 +174,7 @@ class SavedHooks:
             outputs: Of the module that has just used the blocks.
             groups: The blocks; they are held now.
         """
-        used = [group.block.id for group in groups if not group.is_replaced()]
+        used = [group.block.id for group in groups if not group.pointing.is_replaced()]
         with untransformed() if transforming() else nullcontext():
             aliases = [_alias(self.manager.parts.slots.current[block_id]) for block_id in used]
         for tensor in outputs:
@@ -370,7 +370,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def _whole(tensor: torch.Tensor) -> SavedView | None:
     """Returns a reference in place of a managed tensor, wherever it points; else None."""
     group = group_of.get(id(tensor))
-    member = None if group is None else group.member_of(tensor)
+    member = None if group is None else group.pointing.member_of(tensor)
     if group is None or member is None or member.materialized:
         return None
     if group.block.id in group.manager.parts.deferred:

@@ -19,7 +19,7 @@ from tiermem.errors import REFUSALS
 from tiermem.nn.compat.entrances import inside
 from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.compat.stacks import choices_in, experts_of, reads_rows
-from tiermem.nn.groups.group import Entry
+from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.rows import Choice, Rows
 from tiermem.nn.wrap.lookup import has_modes
 from tiermem.nn.wrap.scope import CallInterceptor, Scope
@@ -80,7 +80,7 @@ class ExpertsInterceptor(CallInterceptor):
         theirs = ended = False
         try:
             try:
-                group.rows = {
+                group.pointing.rows = {
                     name: Rows(choice, tensor, self._params[name])
                     for name, tensor in self._tensors.items()
                 }
@@ -89,7 +89,7 @@ class ExpertsInterceptor(CallInterceptor):
                 theirs = False
                 return result
             finally:
-                group.rows = None
+                group.pointing.rows = None
                 self._end(choice)
                 ended = True
         except REFUSALS:
@@ -108,8 +108,8 @@ class ExpertsInterceptor(CallInterceptor):
             and not group.holds
             and self.compiled is None
             and not any(names[hooks] for hooks in _HOOKS)
-            and not group.suspect
-            and not group.merging
+            and not group.writes.suspect
+            and not group.writes.merging
             and not group.may_be_written()
             and not any(entry.materialized for entry in group.entries)
             and all(self._has(name) for name in self._tensors)

@@ -19,8 +19,9 @@ from tiermem.config import format_size
 from tiermem.core.block import Tier
 from tiermem.core.residency import State
 from tiermem.errors import CapacityError, StorageError, TierError, WrapError
+from tiermem.nn.groups.entry import Entry, Member
 from tiermem.nn.groups.gradunit import GradUnit
-from tiermem.nn.groups.group import Entry, Group, Member
+from tiermem.nn.groups.group import Group
 from tiermem.nn.tensors.lazy import is_gone, ordinary
 from tiermem.runtime.memory.hostmemory import available_memory
 
@@ -112,16 +113,16 @@ class Leaving:
         """
         self._values.clear()
         self._gradients.clear()
-        members = [member for group in self._groups() for member in group.members()]
+        members = [member for group in self._groups() for member in group.pointing.members]
         self._not_ours = {id(m) for m in members if m.materialized and not self._is_begun(m)}
         if torch._C._current_graph_task_id() == -1:
             self._runtime.backward.let_go_kept()  # of a backward that was cut short
         self._refuse_in_use()
         lost: dict[str, StorageError] = {}
         for group in self._groups():
-            group.unpoint()
             try:
                 with self._manager.lock:
+                    group.unpoint()
                     self._manager.parts.deferred.pay(group.block.id)
                 if not self._in_dram(group):
                     self._values[group.block.id] = self._tensors(group)
@@ -169,7 +170,7 @@ class Leaving:
         """Returns a group's tensors where they are to be, each in memory of its own."""
         origins = self.wrapped.origins
         if origins is not None and self._stays_in_files(group):
-            found = {member.index: member.tensor for member in group.members()}
+            found = {member.index: member.tensor for member in group.pointing.members}
             return [origins.mapped(found[index]) for index in sorted(found)]
         with self._manager.lock, torch.inference_mode(False), torch.no_grad():
             return self._manager.block_io.clone(group.block, self._target)
@@ -179,10 +180,10 @@ class Leaving:
         self._runtime.reduced.let_go(self._groups())
         small = self.wrapped.resident
         for group in (*self.wrapped.groups, *([] if small is None else [small])):
-            group.sort_members()  # an exception may have come between a tensor and this
+            group.pointing.sort()  # an exception may have come between a tensor and this
         for group in self._groups():
             values = self._values.get(group.block.id) or self._tensors(group)
-            for member in group.members():
+            for member in group.pointing.members:
                 if id(member) not in self._not_ours:
                     self._free(member, values[member.index])
                     self._not_ours.add(id(member))
@@ -210,7 +211,7 @@ class Leaving:
         self.wrapped.leaving.add(id(member))
         if not isinstance(member, Entry):
             if not member.materialized:
-                member.group.free(member, value)
+                member.group.pointing.free(member, value)
             return
         own = member.param.grad
         if member.has_grad and (not member.materialized or own is member.lazy):
@@ -218,7 +219,7 @@ class Leaving:
         elif is_gone(own):
             own = None
         if not member.materialized:
-            member.group.free(member, value)
+            member.group.pointing.free(member, value)
         # in one assignment: a second call finds the stand-in, or the gradient
         member.param.grad = None if own is None else ordinary(own, member.param, value.device)
         if member.has_grad:

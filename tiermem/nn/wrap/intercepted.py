@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from tiermem.nn.compat.writes import may_write_uncounted, only_unmerges
-from tiermem.nn.groups.group import Entry, Group
+from tiermem.nn.groups.entry import Entry
+from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.inspect import Found
 from tiermem.nn.groups.names import HeldDict, TieredDict
 from tiermem.nn.groups.partition import CONTAINERS, names_above
@@ -104,7 +105,7 @@ class InterceptedModules:
             if may_write_uncounted(module):
                 only = only_unmerges(module)
                 for group in needed.get(self._territory[name], {}).values():
-                    group.suspect_writes(module if only else None)
+                    group.writes.suspect_code(module if only else None)
 
     def _needed(self, found: Sequence[Found]) -> tuple[dict[str, dict[int, Group]], set[str]]:
         """Returns the groups that each block's modules need, and whose calls hold them."""

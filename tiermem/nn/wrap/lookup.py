@@ -16,7 +16,8 @@ from torch.nn.modules import module as modules
 from torch.utils._device import DeviceContext
 
 from tiermem.nn.compat.entrances import inside
-from tiermem.nn.groups.group import ORDINARY, Entry
+from tiermem.nn.groups.entry import Entry
+from tiermem.nn.groups.pointing import ORDINARY
 from tiermem.nn.wrap.scope import CallInterceptor, Scope
 from tiermem.runtime.manager import BlockManager
 
@@ -145,7 +146,7 @@ def is_lookup(module: nn.Module, scope: Scope) -> bool:
     if type(module) is not nn.Embedding or not scope.begins or len(scope.groups) != 1:
         return False
     group, weight = scope.groups[0], _item(module.__dict__["_parameters"], "weight")
-    if len(group.block.tensors) != 1 or group.block.nbytes < _LEAST or group.suspect:
+    if len(group.block.tensors) != 1 or group.block.nbytes < _LEAST or group.writes.suspect:
         return False
     if weight is None or weight.dim() != 2:
         return False

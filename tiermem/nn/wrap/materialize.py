@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from tiermem.errors import REFUSALS, ParameterError, StorageError
-from tiermem.nn.groups.group import Entry, Group
+from tiermem.nn.groups.entry import Entry
+from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, is_gone, ordinary
 
@@ -162,7 +163,7 @@ def _open(
                 shared[entry.index] = tensors[entry.index].clone().to(place)
             opened.append(Opened(entry))
             entry.param.grad = None
-            group.free(entry, shared[entry.index])
+            group.pointing.free(entry, shared[entry.index])
             if own is not None:
                 entry.param.grad = own if is_gone(own) else ordinary(own, entry.param, place)
 
@@ -225,7 +226,8 @@ def _close_block(runtime: ModuleRuntime, lending: Lending, group: Group, wrong: 
             entry.param.grad = None
             group.recapture(entry)
         group.point_softly(dirty=False)  # a graph made inside may have saved the parameters
-        group.rest()
+        with runtime.manager.lock:
+            group.rest()
     finally:
         runtime.manager.release(group.block, dirty=dirty)
     for use in mine:

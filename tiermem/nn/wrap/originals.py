@@ -13,7 +13,8 @@ from tiermem.nn.groups.away import group_of
 from tiermem.nn.groups.inspect import owners
 
 if TYPE_CHECKING:
-    from tiermem.nn.groups.group import Group, Member
+    from tiermem.nn.groups.entry import Member
+    from tiermem.nn.groups.group import Group
     from tiermem.nn.wrap.wrapped import WrappedModel
 
 _MISSING = object()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from tiermem.nn.groups.group import Entry
+    from tiermem.nn.groups.entry import Entry
     from tiermem.nn.passes.runtime import ModuleRuntime
     from tiermem.runtime.manager import BlockManager
 

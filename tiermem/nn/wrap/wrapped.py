@@ -14,7 +14,8 @@ from tiermem.errors import REFUSALS, CapacityError
 from tiermem.nn.compat.compiler import hide_from_compiler
 from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.groups.blocks import BlockPlan, Inventory
-from tiermem.nn.groups.group import Entry, Group, Member
+from tiermem.nn.groups.entry import Entry, Member
+from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.inspect import Found, can_move, find, link_shared, owners
 from tiermem.nn.groups.partition import Predicate, checked_homes
 from tiermem.nn.groups.resident import Resident, is_resident

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from tiermem.core.block import Block
+from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.gradunit import GradUnit, Pending
-from tiermem.nn.groups.group import Entry
 from tiermem.optim.host.exact import Proven
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.runtime.services.host_staging import HostStage, Load, Order

@@ -17,7 +17,8 @@ import torch
 from tiermem.core.block import Block, Tier
 from tiermem.core.residency import State as Residency
 from tiermem.errors import REFUSALS, StepError
-from tiermem.nn.groups.group import Entry, Group
+from tiermem.nn.groups.entry import Entry
+from tiermem.nn.groups.group import Group
 from tiermem.nn.tensors.lazy import LazyTensor, refresh
 from tiermem.nn.tensors.placeholder import is_placeholder
 from tiermem.optim.units.held import Held
@@ -57,12 +58,12 @@ class Waiting:
                 self._debt = Deferred(self._unit.name, blocks, self._take_back)
                 self._manager.parts.deferred.add(self._debt)
             if self._unit.group is not None:
-                self._unit.group.hide()
+                self._unit.group.pointing.hide()
 
     def pause(self) -> None:
         """Permits access to the unit's own tensors while taking back is tried again."""
         if self._debt is not None and self._unit.group is not None:
-            self._unit.group.show()
+            self._unit.group.pointing.show()
 
     def end(self) -> None:
         """Ends the wait: the step is taken back."""
@@ -227,7 +228,7 @@ class Attempt:
                 pointed.append(entry)
         if pointed and unit.group is not None:
             group = unit.group
-            clean = unit.foreign.alone and not (group.suspect or group.writes_hidden)
+            clean = unit.foreign.alone and not group.writes.uncounted
             views = self._manager.parts.slots.current[group.block.id].views
             mine = [views[entry.index] for entry in pointed]
             self._keep_block(undo, group.block, mine, clean=clean)

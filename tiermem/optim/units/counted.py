@@ -54,7 +54,7 @@ class CountedSteps:
         ]
         self._ahead = ticket
         if unit.group is not None:
-            unit.group.count_writes(params)
+            unit.group.writes.add(params)
 
     def later(self, ticket: object) -> None:
         """Leaves a step uncounted that is about to be made, until :meth:`confirm`."""

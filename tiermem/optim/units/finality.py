@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd import graph
 
-from tiermem.nn.groups.group import Entry
+from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.need import accumulates
 from tiermem.optim.rules.probe import settings_of
 

@@ -32,10 +32,8 @@ class ForeignWrites:
         if group is None:
             return True
         record = group.manager.parts.table[group.block.id]
-        before, self._seen = self._seen, record.writes - group.stepped
-        return (
-            before != self._seen or group.suspect or group.writes_hidden or group.may_be_written()
-        )
+        before, self._seen = self._seen, record.writes - group.writes.stepped
+        return before != self._seen or group.writes.uncounted or group.may_be_written()
 
     def forget(self) -> None:
         """Makes the next look find writes: what the last one found was not acted upon."""
@@ -58,4 +56,4 @@ class ForeignWrites:
         before = record.writes
         group.let_go(dirty=dirty)
         if self.alone:
-            group.stepped += record.writes - before
+            group.writes.stepped += record.writes - before

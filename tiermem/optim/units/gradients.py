@@ -6,8 +6,8 @@ from collections.abc import Callable, Container, Sequence
 
 import torch
 
+from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.gradunit import Change, GradUnit, Pending
-from tiermem.nn.groups.group import Entry
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, ensure_there, is_viewed
 

@@ -13,7 +13,7 @@ from tiermem.core.block import Block, Extent, Role, Tier
 from tiermem.core.layout import TensorShape, pack
 from tiermem.errors import CapacityError, StorageError
 from tiermem.nn.compat.shapes import shape_of
-from tiermem.nn.groups.group import Entry
+from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.need import Kept, check_gradients
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.rules.probe import Make, StateProbe, settings_of

@@ -12,8 +12,9 @@ import torch
 from tiermem.core.block import Block
 from tiermem.errors import StepError
 from tiermem.nn.compat.outside import outside
+from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.gradunit import GradUnit
-from tiermem.nn.groups.group import Entry, Group
+from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.rules.plainstep import run, run_scaled, undoes_scale
 from tiermem.optim.rules.scaling import Scaling

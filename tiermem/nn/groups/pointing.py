@@ -1,0 +1,185 @@
+"""Where the tensors of a block point, and of which class they and their dictionaries are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import is_inference_mode_enabled, nn
+
+from tiermem.core.block import Block
+from tiermem.nn.groups.entry import Member
+from tiermem.nn.groups.names import HeldDict, TieredDict
+from tiermem.runtime.memory.slots import Slot
+
+ORDINARY = (nn.Parameter, torch.Tensor)
+"""Classes that add nothing to what torch does with a tensor."""
+Plain = torch._C.DisableTorchFunctionSubclass
+"""Within it ``data`` of a tensor that is away can be set."""
+
+
+class Pointing:
+    """What modules see of one block: where its tensors point, and what intercepts their use.
+
+    Tensors point at a slot, or at their placeholders. They are *shown* while the block is held,
+    of their own classes, and *hidden* while it is not: then every operation on them brings the
+    block first. The dictionaries that modules have them in change with them.
+
+    What is done to them at every use is laid out beforehand, so that it takes a loop each.
+
+    Attributes:
+        members: What lives in the block: parameters, then buffers.
+        tensors: Those that are not materialized, which point here or there.
+        plain: Whether those are of classes that intercept nothing while they are shown.
+        shown: Which of them, and which dictionaries, are of which class while the block is held.
+        hidden: The same for while it is not.
+        slot: Where they point; None where that is their placeholders.
+        rows: While experts come up one by one: what stands for each parameter, by its name in the
+            module.
+    """
+
+    __slots__ = (
+        "_block", "_indices", "_names", "_placeholders", "hidden", "members", "plain", "rows",
+        "shown", "slot", "tensors",
+    )  # fmt: skip
+
+    def __init__(self, block: Block) -> None:
+        """Describes no tensor yet.
+
+        Args:
+            block: Where their bytes are.
+        """
+        self._block = block
+        self.members: Sequence[Member] = ()
+        self.tensors: Sequence[torch.Tensor] = ()
+        self.plain = False
+        self.shown: Sequence[tuple[type, list[Any]]] = ()
+        self.hidden: Sequence[tuple[type, list[Any]]] = ()
+        self.slot: Slot | None = None
+        self.rows: Mapping[str, Any] | None = None
+        self._names: list[HeldDict] = []
+        self._indices: Sequence[int] | None = ()  # None where they are all of the block's
+        self._placeholders: Sequence[torch.Tensor] = ()
+
+    def begin(self, members: Sequence[Member]) -> None:
+        """Takes the tensors, all of which point at memory of their own."""
+        self.members = members
+        self.sort()
+
+    def add_names(self, names: HeldDict) -> None:
+        """Enters a module's dictionary, all of whose managed names are tensors of the block."""
+        self._names.append(names)
+        self.sort()
+
+    def member_of(self, tensor: torch.Tensor) -> Member | None:
+        """Returns the member that a tensor is, None where it is none of the block's."""
+        return next((member for member in self.members if member.tensor is tensor), None)
+
+    def is_replaced(self) -> bool:
+        """Whether modules have other tensors just now (``torch.func.functional_call``)."""
+        own = {id(tensor) for tensor in self.tensors}
+        values = [value for names in self._names for value in names.values()]
+        return bool(values) and not any(id(value) in own for value in values)
+
+    def sort(self) -> None:
+        """Lays out what is done to the tensors at every use, once other ones are materialized."""
+        managed = [member for member in self.members if not member.materialized]
+        self.tensors = [member.tensor for member in managed]
+        indices = [member.index for member in managed]
+        whole = indices == list(range(len(self._block.tensors)))
+        self._indices = None if whole else indices
+        self._placeholders = [member.placeholder for member in managed]
+        self.shown = _by_class([(m.kind, m.tensor) for m in managed], HeldDict, self._names)
+        self.hidden = _by_class([(m.away, m.tensor) for m in managed], TieredDict, self._names)
+        self.plain = all(member.kind in ORDINARY for member in managed)
+
+    def point(self, slot: Slot, *, plain: bool = False) -> None:
+        """Points the tensors at the block.
+
+        Args:
+            slot: Where it is.
+            plain: Whether they are of torch's own classes just now, which intercept nothing.
+        """
+        if is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.point(slot, plain=plain)
+        views = slot.views
+        if self._indices is not None:
+            views = [views[index] for index in self._indices]
+        if plain:
+            for tensor, view in zip(self.tensors, views, strict=True):
+                tensor.data = view
+        else:
+            with Plain():
+                for tensor, view in zip(self.tensors, views, strict=True):
+                    tensor.data = view
+        if self.slot is not None:
+            self.slot.pointed = 0
+        slot.pointed = len(self.tensors)
+        self.slot = slot
+
+    def away(self) -> None:
+        """Points the tensors at their placeholders."""
+        if is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.away()
+        with Plain():
+            for tensor, away in zip(self.tensors, self._placeholders, strict=True):
+                tensor.data = away
+        if self.slot is not None:
+            self.slot.pointed = 0
+            self.slot.idle = False
+            self.slot = None
+
+    def free(self, member: Member, data: torch.Tensor) -> None:
+        """Makes a tensor an ordinary one over ``data``; it is one once it is ``materialized``."""
+        member.point(data, member.kind)
+        if self.slot is not None and not member.materialized:
+            self.slot.pointed -= 1
+        member.materialized = True  # after the tensor has its data: it gets none later
+        self.sort()
+
+    def recapture(self, member: Member, current: Slot | None, *, held: bool) -> None:
+        """Takes a tensor back that was freed.
+
+        Args:
+            member: The tensor.
+            current: Where the block is now.
+            held: Whether it is held.
+        """
+        member.materialized = False
+        self.sort()
+        slot = self.slot
+        if slot is not current:
+            slot = self.slot = None  # nothing pointed at it: a departure was not reported
+        if slot is None:
+            member.point(member.placeholder, member.away)
+        else:
+            member.point(slot.views[member.index], member.kind if held else member.away)
+            slot.pointed += 1
+
+    def hide(self) -> None:
+        """Intercepts every operation on the tensors, whether or not their block is held."""
+        _change(self.hidden)
+
+    def show(self) -> None:
+        """Ends :meth:`hide`."""
+        _change(self.shown)
+
+
+def _change(classes: Sequence[tuple[type, list[Any]]]) -> None:
+    """Sets the classes of tensors and dictionaries."""
+    for kind, things in classes:
+        for thing in things:
+            thing.__class__ = kind
+
+
+def _by_class(
+    tensors: Sequence[tuple[type, torch.Tensor]], kind: type, names: list[HeldDict]
+) -> list[tuple[type, list[Any]]]:
+    """Returns which tensors, and which dictionaries, get which class."""
+    found: dict[type, list[Any]] = {}
+    for of, tensor in tensors:
+        found.setdefault(of, []).append(tensor)
+    return [*found.items(), (kind, names)]

@@ -1,0 +1,80 @@
+"""Whether the bytes of a block were written by what used it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tiermem.nn.groups.entry import Entry
+
+
+class Writes:
+    """What is known of writes to the tensors of one block.
+
+    torch counts those that are operations on a parameter. Code that writes ``weight.data`` or
+    through an address is not counted; where a module's may do so, bytes are compared.
+
+    Attributes:
+        always: Whether every use counts as a write (buffers, which C++ kernels write).
+        suspect: Whether the code of the modules may write weights in a way that torch does not
+            count (``weight.data``), so that the bytes are compared after every use.
+        merging: Modules that may only while they have merged adapters; looked at in every use.
+        counted: The parameters whose version counters are looked at.
+        versions: The sum of these as far as it has been looked at.
+        stepped: How many writes were steps of an optimizer.
+    """
+
+    __slots__ = ("always", "counted", "merging", "stepped", "suspect", "versions")
+
+    def __init__(self, *, always: bool) -> None:
+        """Starts with none.
+
+        Args:
+            always: Whether every use counts as a write.
+        """
+        self.always = always
+        self.suspect = False
+        self.merging: list[Any] = []
+        self.counted: Sequence[torch.Tensor] = ()
+        self.versions = 0
+        self.stepped = 0
+
+    @property
+    def uncounted(self) -> bool:
+        """Whether the last use may have written what torch does not count."""
+        return self.suspect or self.always
+
+    def begin(self, entries: Sequence[Entry]) -> None:
+        """Begins to count: what was written before is at home already."""
+        self.counted = [entry.param for entry in entries]
+        self.versions = self.count()
+
+    def suspect_code(self, unless_empty: Any = None) -> None:
+        """Turns on the comparison of the block's bytes with their home copy after uses.
+
+        Args:
+            unless_empty: A module that writes only while its ``merged_adapters`` are not empty.
+        """
+        if unless_empty is None:
+            self.merging, self.suspect = [], True
+        elif not self.suspect:
+            self.merging.append(unless_empty)
+
+    def look_for_adapters(self) -> None:
+        """Suspects the code of a use if modules have merged adapters, which it may unmerge."""
+        self.suspect = any(module.merged_adapters for module in self.merging)
+
+    def count(self) -> int:
+        """Returns the sum of the version counters as it is now."""
+        total = 0
+        for param in self.counted:
+            total += param._version
+        return total
+
+    def add(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Counts a write of tensors made elsewhere in torch's version counters, and here."""
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
+        self.versions += len(tensors)
