@@ -6,6 +6,7 @@
 * ``dram``: forwards with ``Policy(params="dram")``, beside a raw copy of what moved.
 * ``lora``: steps that train adapters, beside the resident step and the raw traffic; with DRAM for
   all weights, and with less of it (``lora_disk``).
+* ``loaders``: the time to the first logits, in turns with other loaders of safetensors.
 * ``peers``: forwards by transformers' ``device_map`` and accelerate's ``disk_offload``.
 
 The folder is made first, of random weights, and its pages are dropped from the page cache before
@@ -42,6 +43,7 @@ import psutil
 import torch
 from common import failure, report
 from llama import SHAPES, Clock, build, give_back, inputs
+from loaders import OTHERS, Loaders
 from raw import RawRead, raw_copy
 
 import tiermem
@@ -57,7 +59,7 @@ _SAMPLE = 6e9
 _PART = 64 << 20
 """Bytes of each copy of the raw traffic."""
 _LORA = tiermem.Lora(r=8, alpha=16, target_modules=["q_proj", "v_proj"])
-KINDS = ("first", "disk", "dram", "lora", "lora_disk", "peers")
+KINDS = ("first", "loaders", "disk", "dram", "lora", "lora_disk", "peers")
 
 
 def make_folder(folder: Path, shape: str, device: torch.device) -> None:
@@ -172,8 +174,9 @@ class Bench:
             tier.close(discard=True)
         give_back(self.device)
 
-    def load_libraries(self) -> None:
-        """Uses once what takes host memory at its first use, on a small model."""
+    @contextmanager
+    def small_folder(self) -> Iterator[Path]:
+        """Gives a folder of a small model's weights, beside the large one's."""
         import transformers
 
         small = transformers.LlamaConfig(
@@ -185,6 +188,13 @@ class Bench:
         )
         with tempfile.TemporaryDirectory(dir=self.folder.parent) as folder:
             transformers.LlamaForCausalLM(small).bfloat16().save_pretrained(folder)
+            yield Path(folder)
+
+    def load_libraries(self) -> None:
+        """Uses once what takes host memory at its first use, on a small model."""
+        import transformers
+
+        with self.small_folder() as folder:
             with tiermem.TierManager(self.device, hbm="64MiB", dram="64MiB") as tier:
                 model = tiermem.load_checkpoint(
                     transformers.AutoModelForCausalLM, folder, tier=tier, lora=_LORA
@@ -262,6 +272,10 @@ class Bench:
         self.say(f"first: from_pretrained and a forward {seconds:.2f} s")
         return seconds
 
+    def loaders(self) -> None:
+        """From nothing to the first logits, beside other loaders."""
+        Loaders(self).run()
+
     def disk(self) -> None:
         """Forwards from the disk, DRAM being small."""
         for tokens in self.options.tokens:
@@ -334,7 +348,7 @@ class Bench:
                         raws.append(max(traffic, resident))
                         ours.append(seconds)
             beyond = held() - before - budgeted(tier)
-            used = self._used()
+            used = self.used()
             self._losses(tier, what, step)
         more = {
             "bound s": statistics.median(halves),
@@ -391,7 +405,7 @@ class Bench:
         self.say(f"raw copies {nbytes / seconds / 1e9:.2f} GB/s")
         return seconds
 
-    def _used(self) -> int:
+    def used(self) -> int:
         """Returns the bytes of the device that are in use; no other process uses it."""
         if self.device.type != "cuda":
             return 0
@@ -535,6 +549,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--what", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--loaders", nargs="*", choices=sorted(OTHERS), default=list(OTHERS))
     parser.add_argument("--out", help="JSON file; the same as Markdown beside it")
     options = parser.parse_args()
     for name in ("hbm", "dram", "roomy", "lora_dram", "lora_hbm"):
