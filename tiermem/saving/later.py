@@ -32,9 +32,9 @@ from tiermem.errors import ClosedError, InvariantError, TierError
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.runtime.base.forks import generation
 from tiermem.runtime.transfers.block_io import view_of
-from tiermem.saving.contents import BlockSource, MasterSource, Source
 from tiermem.saving.copies import MemoryCopier
 from tiermem.saving.save import Plan, write_source, writing
+from tiermem.saving.sources import BlockSource, MasterSource, Source
 from tiermem.saving.writer import TensorWriter
 
 _PATIENCE = 0.05

@@ -25,14 +25,6 @@ from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.tiered import Contents, TieredOptimizer
 from tiermem.optim.units.parted import Part, PartedUnit
 from tiermem.optim.units.unit import StepUnit
-from tiermem.saving.contents import (
-    ModelNames,
-    class_name,
-    keys_of,
-    models_of,
-    name_of,
-    optimizers_of,
-)
 from tiermem.saving.fill import (
     ParamState,
     Run,
@@ -44,6 +36,14 @@ from tiermem.saving.fill import (
 from tiermem.saving.folder import CheckpointFolder, told_of
 from tiermem.saving.layout import Spec
 from tiermem.saving.manifest import Checkpoint, open_checkpoint
+from tiermem.saving.names import (
+    ModelNames,
+    class_name,
+    keys_of,
+    models_of,
+    name_of,
+    optimizers_of,
+)
 from tiermem.saving.reader import Need, TensorReader
 from tiermem.saving.rng import restore_generators
 from tiermem.saving.save import FILES

@@ -15,11 +15,13 @@ import xxhash
 from tiermem.nn.compat.outside import outside
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.saving import layout
-from tiermem.saving.contents import Collector, ModelNames, Source, optimizers_of
+from tiermem.saving.contents import Collector
 from tiermem.saving.files import FileOperations
 from tiermem.saving.folder import FORMAT, VERSION, CheckpointFolder, manifest_of, told_of
 from tiermem.saving.layout import FilePlan, index_of, plan_files
+from tiermem.saving.names import ModelNames, optimizers_of
 from tiermem.saving.rng import generator_states
+from tiermem.saving.sources import Source
 from tiermem.saving.writer import TensorWriter
 
 FILES = FileOperations()
