@@ -12,6 +12,7 @@ import pytest
 
 from tiermem.optim.host.job import Job
 from tiermem.optim.host.side import HostSide
+from tiermem.optim.host.update import HostUpdate
 
 
 class Gate:
@@ -62,16 +63,16 @@ class Gate:
 def gated() -> Iterator[Gate]:
     """Holds every step on the host."""
     gate = Gate()
-    begin, update, take_up = HostSide.begin, HostSide._update, HostSide.take_up
+    begin, update, take_up = HostSide.begin, HostUpdate.update, HostSide.take_up
 
     def begin_held(side: Any, runtime: Any, job: Job, pool: Any) -> None:
         gate.begun.append(job)
         begin(side, runtime, job, pool)
         gate.submitted(job)
 
-    def update_held(side: Any, optimizer: Any, job: Job, undo: Any) -> Any:
+    def update_held(made: Any, optimizer: Any, job: Job, undo: Any) -> Any:
         gate.pass_through(job)
-        return update(side, optimizer, job, undo)
+        return update(made, optimizer, job, undo)
 
     def take_up_held(side: Any, runtime: Any, job: Job, state: Any, pool: Any) -> None:
         if job.broken and not job.computed:
@@ -87,7 +88,7 @@ def gated() -> Iterator[Gate]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostSide, "begin", begin_held)
-        patch.setattr(HostSide, "_update", update_held)
+        patch.setattr(HostUpdate, "update", update_held)
         patch.setattr(HostSide, "take_up", take_up_held)
         patch.setattr(Job, "report", report_held)
         try:

@@ -187,7 +187,7 @@ class Disturbed:
         if what == "no room in HBM":
             return
         if what == "no memory":
-            units[0].host._update = partial(self.fail, units[0].host)
+            units[0].host.update.update = partial(self.fail, units[0].host.update)
         self.begin(host, group, units)
         found = self.ahead.provisional
         LookingOnBothSides.there += len(found._elsewhere)
@@ -199,8 +199,8 @@ class Disturbed:
         if what == "a home needs room":
             self.ahead._runtime.manager.parts.homes._reclaim()
 
-    def fail(self, side: Any, *_: Any) -> None:
-        del side._update
+    def fail(self, update: Any, *_: Any) -> None:
+        del update.update
         raise torch.OutOfMemoryError
 
     def at_hand(self, at_hand: Callable[[], None], what: str) -> None:

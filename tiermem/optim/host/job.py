@@ -11,6 +11,7 @@ import torch
 from tiermem.core.block import Block
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.gradunit import GradUnit, Pending
+from tiermem.nn.tensors.lazy import refresh
 from tiermem.optim.host.exact import Proven
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.runtime.services.host_staging import HostStage, Load, Order
@@ -18,22 +19,103 @@ from tiermem.transfer.copy import Event
 
 
 @dataclass(slots=True, eq=False)
+class StepGradients:
+    """The gradients that one step uses, and what they await.
+
+    Attributes:
+        stored: Entries whose gradients are in the tiers.
+        loose: The other gradients, by the id of the parameter.
+        changes: What gradients of each block await.
+        scaling: What a GradScaler left to the step.
+        settled: Ids of the blocks that have had their changes, in DRAM.
+    """
+
+    stored: list[Entry]
+    loose: dict[int, torch.Tensor]
+    changes: list[tuple[GradUnit, list[Pending]]]
+    scaling: Scaling | None
+    settled: set[int] = field(default_factory=set)
+
+    def units(self) -> list[GradUnit]:
+        """Returns the units of those in the tiers, each once."""
+        units = [entry.unit for entry in self.stored if entry.unit is not None]
+        return list({id(u): u for u in units}.values())
+
+    def settle(self, found: dict[int, torch.Tensor], files: Container[int]) -> None:
+        """Makes the changes that gradients await.
+
+        Args:
+            found: The gradients, by the id of the parameter.
+            files: Ids of the blocks that are in files: each try reads those anew, unchanged.
+        """
+        for u, changes in self.changes:
+            if u.block.id in self.settled:
+                continue
+            mine = {id(e): found[id(e.param)] for e in self.stored if e.unit is u}
+            for change in changes:
+                (change.copy() if u.block.id in files else change).make(mine)
+            if u.block.id not in files:
+                self.settled.add(u.block.id)
+
+    def show(self, views: dict[int, list[torch.Tensor]]) -> None:
+        """Shows in the stand-ins the changes that were made in DRAM."""
+        for u, _ in self.changes:
+            if u.block.id in self.settled:
+                for entry in self.stored:
+                    if entry.unit is u:
+                        refresh(entry.lazy, views[u.block.id][entry.unit_index])
+
+    def put_back(self, written: Container[int]) -> None:
+        """Re-enters changes, each once, that were made neither in DRAM nor in blocks written."""
+        for u, changes in self.changes:
+            if u.block.id not in self.settled and u.block.id not in written:
+                u.pending[:0] = [change for change in changes if change not in u.pending]
+
+
+@dataclass(slots=True, eq=False)
+class Staged:
+    """The blocks of one step that are at home in files, on their way to DRAM and back.
+
+    Attributes:
+        stage: Brings them.
+        load: They.
+        order: The load, asked for.
+    """
+
+    stage: HostStage
+    load: Load
+    order: Order | None = None
+
+    def bring(self, views: dict[int, list[torch.Tensor]]) -> None:
+        """Waits until they are there, and enters their tensors by the ids of the blocks."""
+        if self.order is not None:
+            for block_id, cargo in self.stage.bring(self.order).items():
+                views[block_id] = cargo.views
+
+    def done(self, written: set[int]) -> None:
+        """Begins to write home those that were changed; a second call does nothing."""
+        if self.order is not None:
+            self.stage.done(self.order, written)
+
+    def failed(self) -> None:
+        """Drops what is in DRAM; the load has to be asked for again."""
+        if self.order is not None:
+            self.stage.failed(self.order)
+            self.order = None
+
+
+@dataclass(slots=True, eq=False)
 class Job:
     """One step of one unit on the host.
 
     Attributes:
-        stored: Entries whose gradients are in the tiers.
-        gradients: The other gradients, by the id of the parameter.
-        changes: What gradients of each block await.
-        settled: Ids of those blocks that have had it, in DRAM.
+        gradients: What it steps by.
         blocks: What was lent, the weights last.
         views: Their tensors, by id; those of files once they are staged.
         events: To be waited for before anything is touched.
         follows: Whether the weights may have been written since the last step.
-        scaling: What a GradScaler left to the step.
         proven: What a step with the device's bits needs; None where torch's CPU kernel makes it.
-        load: The blocks among them whose home is a file.
-        order: The load, asked for.
+        staged: The blocks whose home is a file; None where no home is.
         written: Ids of the blocks that were changed.
         renewed: First tensors of the state that the class made anew; views are of the old.
         computed: Whether the step is made; it may still have to go home.
@@ -44,19 +126,13 @@ class Job:
         spare: Which tensors of the weights it has to bring there, if no step writes them.
     """
 
-    stored: list[Entry]
-    gradients: dict[int, torch.Tensor]
-    changes: list[tuple[GradUnit, list[Pending]]]
+    gradients: StepGradients
     blocks: list[Block]
     views: dict[int, list[torch.Tensor]]
     events: list[Event]
     follows: bool
-    scaling: Scaling | None
     proven: Proven | None
-    load: Load
-    stage: HostStage | None
-    settled: set[int] = field(default_factory=set)
-    order: Order | None = None
+    staged: Staged | None
     written: set[int] = field(default_factory=set)
     renewed: set[int] = field(default_factory=set)
     computed: bool = False
@@ -66,11 +142,36 @@ class Job:
     elsewhere: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     spare: set[int] = field(default_factory=set)
 
+    def announce(self) -> None:
+        """Announces the blocks in files: they are read ahead, and stay until used."""
+        staged = self.staged
+        if staged is None:
+            return
+        if staged.order is None:
+            staged.order = staged.stage.order(staged.load)
+        if not self.computed:
+            staged.stage.announce(staged.order)
+
+    def in_files(self) -> set[int]:
+        """Returns the ids of the blocks in files that are read for this step alone."""
+        return set() if self.staged is None else {block.id for block in self.staged.load.own}
+
+    def settled_gradients(self) -> dict[int, torch.Tensor]:
+        """Makes the changes that gradients await; returns gradients by the id of the parameter."""
+        gradients = self.gradients
+        found = dict(gradients.loose)
+        for entry in gradients.stored:
+            if entry.unit is not None:
+                found[id(entry.param)] = self.views[entry.unit.block.id][entry.unit_index]
+        if gradients.changes and self.proven is None:  # else none of them changes anything
+            gradients.settle(found, self.in_files())
+        return found
+
     def succeeded(self) -> bool:
         """Whether it is over, and well."""
         if self.future is None or not self.future.done() or not self.computed:
             return False
-        return self.stage is None or self.stage.at_home(self.load.blocks)
+        return self.staged is None or self.staged.stage.at_home(self.staged.load.blocks)
 
     def failed(self) -> bool:
         """Whether the step was tried and could not be made."""

@@ -13,31 +13,24 @@ settings.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from tiermem.core.block import Block, Tier
 from tiermem.core.residency import State as Residency
 from tiermem.errors import StepError, TierError
-from tiermem.nn.compat.shapes import follow
-from tiermem.nn.groups.gradunit import Change, GradUnit, Pending
+from tiermem.nn.groups.gradunit import Change, GradUnit
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, forget, is_viewed, refresh
-from tiermem.nn.tensors.placeholder import shared_placeholder
-from tiermem.optim.host.exact import Beside, ExactCalls, Proven
-from tiermem.optim.host.job import Job
-from tiermem.optim.host.proof import stand_in
+from tiermem.optim.host.exact import Proven
+from tiermem.optim.host.job import Job, Staged, StepGradients
 from tiermem.optim.host.room import HostRoom
-from tiermem.optim.rules.casts import cast
-from tiermem.optim.rules.plainstep import run
+from tiermem.optim.host.update import HostUpdate
 from tiermem.optim.rules.scaling import Scaling
-from tiermem.optim.units.held import versions
-from tiermem.optim.units.undo import Undo, cannot_fail_midway, has_pre_hooks
+from tiermem.optim.units.undo import cannot_fail_midway, has_pre_hooks
 from tiermem.optim.units.unit import State, StepUnit
 from tiermem.runtime.services.host_staging import HostStage, Load
 
@@ -83,6 +76,7 @@ class HostSide:
         unit: The unit.
         room: What the steps of its optimizer have in DRAM; no step is under way when it changes.
         only_exact: Whether it makes no step that has not the device's bits.
+        update: Makes the steps, in the thread.
     """
 
     def __init__(self, unit: StepUnit, bits: Bits) -> None:
@@ -96,12 +90,7 @@ class HostSide:
         self._bits = bits
         self.room: HostRoom | None = None
         self.only_exact = False
-        self._own: dict[int, nn.Parameter] = {}
-        self._away: dict[int, torch.Tensor] = {}
-        for param, _ in unit.members:
-            dtype = unit.masters.dtype if unit.has_master(param) and unit.masters else param.dtype
-            away = self._away[id(param)] = shared_placeholder(param.shape, dtype, _CPU)
-            self._own[id(param)] = nn.Parameter(away, param.requires_grad)
+        self.update = HostUpdate(unit)
 
     @property
     def stage(self) -> HostStage | None:
@@ -110,7 +99,7 @@ class HostSide:
 
     def own(self, param: torch.Tensor) -> torch.Tensor:
         """Returns the host's parameter for a model's, and any that is not of the unit as it is."""
-        return self._own.get(id(param), param)
+        return self.update.owns.get(id(param), param)
 
     # -- begun under the manager's lock ----------------------------------
 
@@ -277,25 +266,19 @@ class HostSide:
         if proven is None and self.only_exact:
             raise RuntimeError(f"{unit.name}: a step on the host that has not the device's bits")
         files = self.in_files(runtime)
-        own = [block for block in files if block is not blocks[-1]]
-        load = Load(own, [block for block in files if block is blocks[-1]])
+        staged: Staged | None = None
+        if files and self.stage is not None:
+            own = [block for block in files if block is not blocks[-1]]
+            load = Load(own, [block for block in files if block is blocks[-1]])
+            staged = Staged(self.stage, load)
+        changes = [(u, list(u.pending)) for u in held if u.pending]
+        gradients = StepGradients(stored, loose, changes, scaling)
         out = {block.id: manager.host_loans.borrowers(block) for block in blocks}
         job: Job | None = None
         try:
             views, events = manager.host_loans.lend(blocks)
-            job = Job(
-                stored,
-                loose,
-                [(u, list(u.pending)) for u in held if u.pending],
-                blocks,
-                {block.id: tensors for block, tensors in zip(blocks, views, strict=True)},
-                events,
-                follows,
-                scaling,
-                proven,
-                load,
-                self.stage if files else None,
-            )
+            by_block = {block.id: tensors for block, tensors in zip(blocks, views, strict=True)}
+            job = Job(gradients, blocks, by_block, events, follows, proven, staged)
             register(job)
             for u in held:
                 u.pending.clear()
@@ -310,20 +293,12 @@ class HostSide:
                 manager.host_loans.give_back(lent, written=False)
             raise
 
-    def announce(self, job: Job) -> None:
-        """Announces the blocks of a step in files: they are read ahead, and stay until used."""
-        if job.stage is None:
-            return
-        if job.order is None:
-            job.order = job.stage.order(job.load)
-        if not job.computed:
-            job.stage.announce(job.order)
-
     def begin(self, runtime: ModuleRuntime, job: Job, pool: ThreadPoolExecutor) -> None:
         """Submits a step to the thread."""
-        self.announce(job)
+        job.announce()
         job.broken = False  # first: else Ctrl-C in between would have it begun twice
-        job.future = pool.submit(self._work, runtime, self.unit.plain.optimizer_for(None), job)
+        optimizer = self.unit.plain.optimizer_for(None)
+        job.future = pool.submit(self.update.run, runtime.manager, optimizer, job, self.room)
 
     def take_up(
         self, runtime: ModuleRuntime, job: Job, state: State, pool: ThreadPoolExecutor
@@ -339,13 +314,9 @@ class HostSide:
             self.begin(runtime, job, pool)
         self._await(runtime, job)
         self._show(runtime, job, state)
-        for u, changes in job.changes:
-            if u.block.id in job.settled:
-                for entry in job.stored:
-                    if entry.unit is u:
-                        refresh(entry.lazy, job.views[u.block.id][entry.unit_index])
-            elif u.block.id not in job.written:  # the file has them without
-                _put_back(u, changes)
+        if job.gradients.changes:
+            job.gradients.show(job.views)
+            job.gradients.put_back(job.written)  # where the file has gradients without them
         self._return(runtime, job, written=True)
 
     def _await(self, runtime: ModuleRuntime, job: Job) -> None:
@@ -362,10 +333,10 @@ class HostSide:
             failure = future.exception()
             if failure is not None and not job.computed:
                 raise failure
-            if job.stage is not None and job.order is not None:
-                job.stage.done(job.order, job.written)  # the thread may not have come to that
-                last = [b for b in job.load.shared if host_loans.borrowers(b) == 1]
-                job.stage.settle([*job.load.own, *last])
+            if job.staged is not None and job.staged.order is not None:
+                job.staged.done(job.written)  # the thread may not have come to that
+                last = [b for b in job.staged.load.shared if host_loans.borrowers(b) == 1]
+                job.staged.stage.settle([*job.staged.load.own, *last])
         except BaseException as error:
             job.broken = future.done()  # else it was the wait that was cut short
             if not isinstance(error, Exception) or isinstance(error, TierError):
@@ -379,15 +350,17 @@ class HostSide:
         """Shows the state that a step has made in the tiered optimizer's."""
         unit = self.unit
         optimizer = unit.plain.optimizer_for(None)
-        slot = job.views.get(unit.block.id) if unit.block is not None else None
-        for place in unit.plain.places:
+        block = unit.block
+        slot = [] if block is None else job.views[block.id]
+        anew = block is not None and block.id in job.in_files()
+        for place in unit.plain.places if block is not None else ():
             own = optimizer.state.get(self.own(place.param))
-            if own is None or slot is None:
+            if own is None:
                 continue
             value: Any = own.get(place.key)
             if place.is_over(value, slot):
                 own[place.key] = stand_in = unit.plain.stand_in(runtime, place, value.dtype)
-                if unit.block in job.load.own or place.first in job.renewed:
+                if anew or place.first in job.renewed:
                     forget(stand_in)
                 else:
                     refresh(stand_in, value)
@@ -395,12 +368,9 @@ class HostSide:
 
     def give_up(self, runtime: ModuleRuntime, job: Job) -> None:
         """Takes the blocks of a failed step back, as they were before it; it is not tried again."""
-        if job.stage is not None and job.order is not None:
-            job.stage.failed(job.order)
-            job.order = None
-        for u, changes in job.changes:
-            if u.block.id not in job.settled:
-                _put_back(u, changes)
+        if job.staged is not None:
+            job.staged.failed()
+        job.gradients.put_back(())
         job.bring_the_rest(())  # where it was confirmed by step(), and failed
         self._return(runtime, job, written=False)
 
@@ -428,7 +398,7 @@ class HostSide:
     def _return(self, runtime: ModuleRuntime, job: Job, *, written: bool) -> None:
         """Gives blocks back, and clears the gradients that users have cleared meanwhile."""
         self._give_back(runtime, job, written=written)
-        for entry in job.stored:
+        for entry in job.gradients.stored:
             if entry.param.grad is not entry.lazy:
                 runtime.grads.clear(entry)
 
@@ -445,198 +415,3 @@ class HostSide:
                 host_loans.give_back(out, written=written)
                 job.returned = True
                 raise
-
-    # -- in the thread ---------------------------------------------------
-
-    def _work(self, runtime: ModuleRuntime, optimizer: torch.optim.Optimizer, job: Job) -> None:
-        manager, unit, stage = runtime.manager, self.unit, job.stage
-        if manager.parts.device.type == "cuda":
-            torch.cuda.set_device(manager.parts.device)  # for the events
-        try:
-            if stage is not None and job.order is not None:
-                for block_id, cargo in stage.bring(job.order).items():
-                    job.views[block_id] = cargo.views
-            began = time.perf_counter_ns()
-            for event in job.events:
-                manager.parts.copy.wait(event)
-            undo = Undo(None if self.room is None else self.room.scratch)
-            with torch.no_grad():
-                try:
-                    job.written = self._update(optimizer, job, undo)
-                except BaseException:
-                    undo.take_back()
-                    raise
-                finally:
-                    for param, _ in unit.members:
-                        own = self._own[id(param)]
-                        own.grad = None
-                        own.data = self._away[id(param)]
-        except BaseException:
-            if stage is not None and job.order is not None:
-                stage.failed(job.order)
-                job.order = None
-            raise
-        job.computed = True
-        if stage is not None and job.order is not None:
-            stage.done(job.order, job.written)
-        manager.parts.timeline.add("optimizer", unit.name, began, time.perf_counter_ns())
-
-    def _update(self, optimizer: torch.optim.Optimizer, job: Job, undo: Undo) -> set[int]:
-        """Steps what is at hand; returns the ids of the blocks that were changed."""
-        unit = self.unit
-        gradients = self._settle_gradients(job)
-        weights = self._open(job)
-        owns = [self._own[id(param)] for param, _ in unit.members]
-        found = [gradients.get(id(param)) for param, _ in unit.members]
-        beside = self._give_gradients(job, owns, found, weights)
-        seen = [u for u in self._blocks_of_gradients(job) if unit.sees(u)]
-        counts = [versions(job.views[u.block.id]) for u in seen]
-        undo.keep_entries(optimizer.state, list(self._own.values()))
-        undo.keep_settings(optimizer)
-        if not job.elsewhere and not cannot_fail_midway(optimizer):
-            self._keep_for_undo(job, undo, seen)
-        if job.scaling is not None:
-            pairs = zip(owns, found, strict=True)
-            fresh = [own for own, gradient in pairs if own.grad is not gradient]
-            job.scaling.unscale(list(self._own.values()), fresh)
-        self._attach(optimizer, job)
-        if job.proven is None:
-            run(optimizer)
-        else:
-            with ExactCalls(job.proven, beside, job.targets()) as calls:
-                run(optimizer)
-            if job.elsewhere:
-                self._go_there(optimizer, job, calls.written)
-        self._keep(optimizer, job)
-        for param, _ in unit.members if job.proven is None else ():
-            own = self._own[id(param)]
-            if own.grad is not None and unit.has_master(param):
-                weights[id(param)].copy_(own.data)
-        if unit.masters is not None:
-            unit.masters.made = True
-        written = {block.id for block in [*unit.kept_blocks(), job.blocks[-1]]}
-        for u, before in zip(seen, counts, strict=True):
-            if unit.spoils or versions(job.views[u.block.id]) != before:
-                written.add(u.block.id)
-        return written
-
-    def _give_gradients(
-        self,
-        job: Job,
-        owns: Sequence[nn.Parameter],
-        found: Sequence[torch.Tensor | None],
-        weights: dict[int, torch.Tensor],
-    ) -> dict[int, Beside]:
-        """Hands gradients to the optimizer, or to the loop, which reads them as they are.
-
-        Returns:
-            What the loop is given beside, by the address of what is stepped.
-        """
-        beside: dict[int, Beside] = {}
-        if job.proven is None:
-            for own, gradient in zip(owns, cast(found, [own.dtype for own in owns]), strict=True):
-                own.grad = gradient
-            return beside
-        for (param, _), own, given in zip(self.unit.members, owns, found, strict=True):
-            own.grad = None if given is None else stand_in(own)
-            target = weights[id(param)] if self.unit.has_master(param) else None
-            beside[own.data_ptr()] = Beside(given, target)
-        return beside
-
-    def _blocks_of_gradients(self, job: Job) -> list[GradUnit]:
-        units = [entry.unit for entry in job.stored if entry.unit is not None]
-        return list({id(u): u for u in units}.values())
-
-    def _settle_gradients(self, job: Job) -> dict[int, torch.Tensor]:
-        """Makes the changes that gradients await; returns gradients by the id of the parameter."""
-        found = dict(job.gradients)
-        files = {block.id for block in job.load.own}
-        for entry in job.stored:
-            if entry.unit is not None:
-                found[id(entry.param)] = job.views[entry.unit.block.id][entry.unit_index]
-        for u, changes in job.changes:
-            if u.block.id in job.settled or job.proven is not None:  # else it is no change
-                continue
-            mine = {id(e): found[id(e.param)] for e in job.stored if e.unit is u}
-            for change in changes:  # each try reads a file anew, where nothing is changed yet
-                (change.copy() if u.block.id in files else change).make(mine)
-            if u.block.id not in files:
-                job.settled.add(u.block.id)
-        return found
-
-    def _keep_for_undo(self, job: Job, undo: Undo, seen: Sequence[GradUnit]) -> None:
-        """Copies what is about to be changed; what the files have is not needed here."""
-        unit, masters = self.unit, self.unit.masters
-        files = {block.id for block in job.load.own}
-        for block in unit.kept_blocks():
-            if block.id not in files:
-                undo.keep(job.views[block.id])
-        alone = [e for e in unit.entries if masters is None or not unit.has_master(e.param)]
-        undo.keep([job.views[e.group.block.id][e.index] for e in alone])
-        for u in seen if unit.spoils else ():
-            if u.block.id not in files:
-                undo.keep(job.views[u.block.id])
-        for loose in masters.loose() if masters is not None else ():
-            undo.keep([loose])
-
-    def _open(self, job: Job) -> dict[int, torch.Tensor]:
-        """Points the host's parameters at their homes; returns the weights."""
-        unit, masters = self.unit, self.unit.masters
-        weights: dict[int, torch.Tensor] = {}
-        for entry in unit.entries:
-            weight = job.views[entry.group.block.id][entry.index]
-            weights[id(entry.param)] = weight
-            own = self._own[id(entry.param)]
-            if masters is None or not unit.has_master(entry.param):
-                own.data = weight
-                continue
-            kept = None if masters.block is None else job.views.get(masters.block.id)
-            own.data, fresh = masters.place_of(entry.param, kept, weight)
-            if fresh:
-                own.data.copy_(weight)
-            elif job.follows:
-                follow(own.data, weight)
-        return weights
-
-    def _attach(self, optimizer: torch.optim.Optimizer, job: Job) -> None:
-        """Points the state at its home, where there is state already."""
-        block = self.unit.block
-        if block is None:
-            return
-        for place in self.unit.plain.places:
-            own = optimizer.state.get(self.own(place.param))
-            if own is not None and isinstance(own.get(place.key), LazyTensor):
-                own[place.key] = place.over(job.views[block.id])
-
-    def _go_there(
-        self, optimizer: torch.optim.Optimizer, job: Job, written: Container[int]
-    ) -> None:
-        """Completes the results that are elsewhere, and takes them for the unit's from now on."""
-        job.bring_the_rest(written)
-        block = self.unit.block
-        for place in self.unit.plain.places if block is not None else ():
-            own = optimizer.state.get(self.own(place.param), {})
-            if block is not None and place.is_over(own.get(place.key), job.views[block.id]):
-                own[place.key] = place.over(job.elsewhere[block.id])
-        job.views.update(job.elsewhere)  # at once: what fails before is made again from the old
-
-    def _keep(self, optimizer: torch.optim.Optimizer, job: Job) -> None:
-        """Writes state that is new to its home."""
-        block = self.unit.block
-        if block is None:
-            return
-        job.renewed.clear()
-        views = job.views[block.id]
-        for place in self.unit.plain.places:
-            own = optimizer.state.get(self.own(place.param), {})
-            value = own.get(place.key)
-            if not isinstance(value, torch.Tensor) or place.is_over(value, views):
-                continue
-            if place.take(value, views):
-                own[place.key] = place.over(views)
-                job.renewed.add(place.first)
-
-
-def _put_back(unit: GradUnit, changes: Sequence[Pending]) -> None:
-    """Re-enters pending changes that were not made of a unit's gradients; each once."""
-    unit.pending[:0] = [change for change in changes if change not in unit.pending]

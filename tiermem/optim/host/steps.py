@@ -116,7 +116,7 @@ class HostSteps:
                     register = partial(self._register, host, ticket)
                     job = host.submit(self.runtime, groups, scaling, register)
                     # the next one is known first: weights that both step go home once
-                    host.announce(job)
+                    job.announce()
                     before, waiting = waiting, (host, job)
                     if before is not None:
                         before[0].begin(self.runtime, before[1], self._pool)
