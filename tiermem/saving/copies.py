@@ -1,4 +1,4 @@
-"""Copies within host memory by a few threads, without Python's lock and beside torch's threads."""
+"""Copies within host memory without Python's lock and without torch's threads."""
 
 from __future__ import annotations
 
@@ -7,11 +7,32 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from torch.autograd.graph import increment_version
+
+from tiermem.transfer.copy import host_copy
 
 _PART = 8 << 20
 _MOST_THREADS = 4
 _CORES_FOR_EACH = 4
 """Cores for each thread: the others are for the training that goes on."""
+
+
+def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies all bytes of a tensor.
+
+    Within host memory without torch, whose threads would spin on cores that others need, those
+    that read and write the files among them.
+
+    Args:
+        target: Contiguous uint8, as long; it counts as changed, as torch's own copy makes it.
+        source: Contiguous uint8.
+    """
+    if target.device.type != "cpu" or source.device.type != "cpu":
+        target.copy_(source)
+        return
+    host_copy(target, source)
+    if not target.is_inference():
+        increment_version(target)
 
 
 class MemoryCopier:

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 import torch
 
 from tiermem.errors import IntegrityError, InvariantError, StorageError
+from tiermem.saving.copies import copy_bytes
 from tiermem.saving.layout import PAGE, Spec, bytes_of
 from tiermem.saving.writer import CHUNK, Checks
 from tiermem.storage.checksum import checksum
@@ -116,7 +117,7 @@ class TensorReader:
             take = min(need.end, read.begin + read.nbytes) - begin
             first = at + begin - read.begin
             source = torch.frombuffer(memory, dtype=torch.uint8, count=take, offset=first)
-            flat[begin - need.begin :][:take].copy_(source)
+            copy_bytes(flat[begin - need.begin :][:take], source)
             del source
             self._free.put(memory)
             begin += take
