@@ -41,7 +41,7 @@ from typing import Any
 
 import psutil
 import torch
-from common import failure, report
+from common import failure, listed, report
 from llama import SHAPES, Clock, build, give_back, inputs
 from loaders import OTHERS, Loaders
 from raw import RawRead, raw_copy
@@ -101,10 +101,6 @@ def _repeat(call: Callable[[], Any], times: int, end: Callable[[], None]) -> Non
     for _ in range(times):
         call()
     end()
-
-
-def _listed(numbers: list[float]) -> str:
-    return " ".join(f"{number:.3g}" for number in numbers)
 
 
 def _moved(tier: tiermem.TierManager, before: dict[str, int] | None = None) -> dict[str, int]:
@@ -294,7 +290,7 @@ class Bench:
                             reads.append(self._read(raw, moved))
                 beyond = held() - before - budgeted(tier)
                 self._losses(tier, f"disk, {tokens} tokens", call)
-            self._row("from disk", tokens, ours, reads, moved, beyond, {"all s": _listed(every)})
+            self._row("from disk", tokens, ours, reads, moved, beyond, {"all s": listed(every)})
 
     def dram(self) -> None:
         """Forwards with all weights in DRAM."""
@@ -305,7 +301,7 @@ class Bench:
                 end = tier._manager.flush
                 row = partial(_repeat, self.call(model, tokens), _ROW, end)
                 every = [self.clock.once(row) / _ROW for _ in range(_KNOWN)]
-                self.say(f"dram, {tokens} tokens: each forward {_listed(every)} s")
+                self.say(f"dram, {tokens} tokens: each forward {listed(every)} s")
                 ours, copies = [], []
                 for _ in range(max(3, self.options.repeats)):
                     start = _moved(tier)
@@ -314,7 +310,7 @@ class Bench:
                     copies.append(self.clock.once(raw_copy(tier, moved, "")))
                 every += ours
                 beyond = held() - before - budgeted(tier)
-            more = {"all s": _listed(every)}
+            more = {"all s": listed(every)}
             self._row("from DRAM", tokens, ours, copies, moved, beyond, more)
 
     def lora(self) -> None:
@@ -355,8 +351,8 @@ class Bench:
             "peer": "resident",
             "peer s": resident,
             "HBM GiB": used / 2**30,
-            "all s": _listed(every),
-            "GB up": _listed(ups),
+            "all s": listed(every),
+            "GB up": listed(ups),
         }
         self._row(f"LoRA step, {dram} of DRAM", tokens, ours, raws, moved, beyond, more)
 

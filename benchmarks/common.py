@@ -66,6 +66,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
+def listed(values: Sequence[float]) -> str:
+    """Returns every value in three digits, for one cell of a table."""
+    return " ".join(f"{value:.3g}" for value in values)
+
+
 def report(
     title: str, rows: Sequence[dict[str, Any]], out: str | None, *, tall: bool = False, **extra: Any
 ) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import failure
+from common import failure, listed
 from llama import build, give_back
 from pagecache import evict, is_cached
 from raw import RawRead
@@ -152,7 +152,7 @@ class Loaders:
                 self._attempt(name, self.folder, self.tokens)
             self._summarize()
             self.bench.report()
-        more = {"s": statistics.median(self._raw), "all s": _listed(self._raw)} if self._raw else {}
+        more = {"s": statistics.median(self._raw), "all s": listed(self._raw)} if self._raw else {}
         self.bench.rows.append({"what": "raw read", **more})
         self.bench.add({"what": "resident forward", "tokens": self.tokens, "s": resident})
 
@@ -220,7 +220,7 @@ class Loaders:
             row |= {"s": statistics.median(seconds), "min": min(seconds), "max": max(seconds)}
             row["of raw"] = _share(self._raw, seconds)
             row["times as long as tiermem"] = _share(seconds, ours)
-            row["all s"] = _listed(seconds)
+            row["all s"] = listed(seconds)
         others = [statistics.median(s) for name, s in self._seconds.items() if name != OURS]
         if others and ours:
             self._rows[OURS]["fastest other over it"] = min(others) / statistics.median(ours)
@@ -230,7 +230,3 @@ def _share(these: list[float], those: list[float]) -> float | str:
     """Returns the median of the ratios of two that took turns; nothing where one took none."""
     ratios = [a / b for a, b in zip(these, those, strict=False)]
     return statistics.median(ratios) if ratios else ""
-
-
-def _listed(numbers: list[float]) -> str:
-    return " ".join(f"{number:.3g}" for number in numbers)
