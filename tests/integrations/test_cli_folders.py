@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -366,6 +367,7 @@ def test_what_fine_tuning_refuses(
 
 
 def test_options_of_adapters() -> None:
+    assert finetune._READ.keys() <= {each.name for each in fields(tiermem.Lora)}
     found = finetune.parse_lora(
         "r=2, alpha=3.5,target_modules=all-linear,rslora=true,layers_to_transform=0+2"
     )
