@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import tiermem
+from tiermem.runtime.metrics.pass_timer import _MOST_WAITING
 
 pytestmark = pytest.mark.gpu
 
@@ -142,13 +143,12 @@ def test_events_are_used_again() -> None:
         pass_timer = tier._manager.parts.pass_timer
         always(tier)
         run(model, 1, 64)
-        torch.cuda.synchronize()
         of_a_pass = pass_timer._clock._made
         for _ in range(20):
             run(model, 5, 64)
-            torch.cuda.synchronize()  # no more than five passes are under way at a time
         assert of_a_pass > 0
-        assert pass_timer._clock._made <= 20 * of_a_pass
+        # of one pass under way, and of those that wait to be read
+        assert pass_timer._clock._made <= (1 + _MOST_WAITING) * of_a_pass
 
 
 def test_a_captured_graph_holds_no_stamps() -> None:
