@@ -156,7 +156,10 @@ class Holder(Protocol):
     """
 
     def unpoint(self) -> None:
-        """Points elsewhere what points at the block without a lease; it is about to leave."""
+        """Points elsewhere what points at the block without a lease; it is about to leave.
+
+        The caller has the manager's lock.
+        """
         return
 
     def repoint(self, slot: Slot) -> None:
