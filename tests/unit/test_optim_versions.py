@@ -13,7 +13,7 @@ from torch import nn
 
 import tiermem
 from tiermem.core import parts
-from tiermem.optim.host import side as host
+from tiermem.optim.host import update as host
 from tiermem.optim.units import master
 from tiermem.optim.units.parted import PartedUnit
 
