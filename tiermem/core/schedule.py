@@ -113,6 +113,7 @@ class Planner:
     def __init__(self) -> None:
         """Starts with nothing known."""
         self._known: dict[Hashable, list[int]] = {}
+        self._guessed: set[Hashable] = set()
         self._after: dict[tuple[Hashable, ...], Hashable] = {}
         self._history: list[Hashable] = []
         self._trace: Trace | None = None
@@ -139,6 +140,10 @@ class Planner:
         """Whether a pass of that name has been seen or guessed before."""
         return key in self._known
 
+    def observed(self, key: Hashable) -> bool:
+        """Whether a pass of that name has ended, so that what it does is no guess."""
+        return key in self._known and key not in self._guessed
+
     def begin(self, key: Hashable, guess: Sequence[int] = (), *, again: bool = False) -> None:
         """Ends the pass under way and begins the next.
 
@@ -158,6 +163,7 @@ class Planner:
         del self._history[:-64]
         if key not in self._known:
             self._known[key] = list(guess)
+            self._guessed.add(key)
         self._trace = Trace(key)
         self.last = -1
         self.cursor = 0
@@ -234,6 +240,7 @@ class Planner:
         if self._trace is None:
             return
         key, blocks = self._trace.key, self._observed(self._trace)
+        self._guessed.discard(key)
         if self._known.get(key) != blocks:
             self._known[key] = blocks
             self._cache.clear()

@@ -47,7 +47,7 @@ _OF_THE_REST = 0.65
 that stays, since weights that do are not counted."""
 _OF_A_RING = (3, 6)
 """What of :meth:`PlanMaker.made_of` a ring depends on: how many blocks there are, and HBM."""
-_READ_ONLY = (Role.PARAM, Role.BUFFER, Role.QUANT)
+READ_ONLY = (Role.PARAM, Role.BUFFER, Role.QUANT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class PlanMaker:
         room = table.hbm.capacity - table.fixed_nbytes()
         plan = Plan(frozenset(), room)
         turn = 0
-        if loose and all(r.block.role in _READ_ONLY for r in loose.values()):
+        if loose and all(r.block.role in READ_ONLY for r in loose.values()):
             plan = self._keep_steady(schedule, sizes, room, compute, fetch, held, beside)
         elif beside and (self._staying.kept or sum(sizes.values()) > room):
             plan = self._stay(order, loose, room)

@@ -63,8 +63,8 @@ class Prefetcher:
             self._parts.counters.prefetch_wasted += wasted
         self.fetcher.number += 1
 
-    def plan(self, load: int = 0) -> tuple[object, int]:
-        """Decides on a pass that begins; returns what stands for the plan, and its number.
+    def plan(self, load: int = 0) -> tuple[StreamPlan, int]:
+        """Decides on a pass that begins; returns the plan, and the number of the pass.
 
         A pass of which no tokens are known, such as an optimizer's, goes by those of the pass
         before: a plan of its own would undo, once a round, what the others keep and lay out.

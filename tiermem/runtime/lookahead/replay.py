@@ -13,13 +13,16 @@ of those with nothing asked that cannot have changed since the pass began.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tiermem.core.block import Extent, Tier
 from tiermem.core.residency import Record, State
 from tiermem.core.schedule import Schedule
+from tiermem.runtime.lookahead.arranged import Arranger
+from tiermem.runtime.lookahead.plan_maker import StreamPlan
 from tiermem.runtime.lookahead.prefetcher import Prefetcher
+from tiermem.runtime.lookahead.swaps import Fit, Step, Swap
 from tiermem.runtime.parts import Parts
 from tiermem.runtime.placement.evictor import Room
 from tiermem.runtime.placement.leaving import Why
@@ -29,96 +32,6 @@ _AHEAD = Why.AHEAD
 _MOST_TAPES = 16
 _HARVEST = 8
 _CHECKED = 4  # one measured pass in so many is decided anew instead of being replayed
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Fit:
-    """The place of a block that does not take over just the place of one other.
-
-    A loop may go round its slots more slowly than round its blocks, so the place is given relative
-    to a block that is there, or was.
-
-    Attributes:
-        leaves: The blocks that are evicted for it.
-        anchor: One of those, or a neighbour that stays; None where the address is always the same.
-        behind: Whether ``delta`` counts from the end of the anchor, not from its begin.
-        delta: Bytes from there.
-    """
-
-    leaves: tuple[Record, ...]
-    anchor: Record | None
-    behind: bool
-    delta: int
-
-    @property
-    def instead_of(self) -> Record | None:
-        """The one block that leaves for it, where that begins at the same place; else None."""
-        one = len(self.leaves) == 1 and self.anchor is self.leaves[0]
-        return self.anchor if one and not (self.behind or self.delta) else None
-
-    def offset(self) -> int:
-        """Returns the offset in HBM; below zero where the anchor is not in HBM."""
-        if self.anchor is None:
-            return self.delta
-        extent = self.anchor.extent
-        if extent is None:
-            return -1
-        return self.delta + (extent.end if self.behind else extent.offset)
-
-
-@dataclass(slots=True, eq=False)
-class Swap:
-    """One block that comes into the place of another, or of several.
-
-    Attributes:
-        comes: The block that is fetched.
-        leaves: The block that is evicted for it, and begins where it will; ``comes`` itself where
-            ``fit`` says what leaves.
-        nbytes: Size of the place, wherever it is: a loop may go round its slots more slowly than
-            round its blocks.
-        position: Where in the schedule it is used.
-        passes: How many passes later that is.
-        key: Name of that pass.
-        fit: Its place, where it is not that of one other of the same size; that one may be smaller
-            or larger, if the place begins with it.
-    """
-
-    comes: Record
-    leaves: Record
-    nbytes: int
-    position: int
-    passes: int = 0
-    key: Hashable = None
-    fit: Fit | None = None
-
-    @property
-    def departures(self) -> int:
-        """How many blocks leave for it."""
-        return 1 if self.fit is None else len(self.fit.leaves)
-
-    def told(self) -> tuple[int, ...]:
-        """Returns the values by which two swaps are compared: alike where they do the same."""
-        fit = self.fit
-        if fit is None:
-            return self.comes.block.id, self.leaves.block.id, self.nbytes
-        anchor = -1 if fit.anchor is None else fit.anchor.block.id
-        went = (record.block.id for record in fit.leaves)
-        return self.comes.block.id, self.nbytes, anchor, fit.behind, fit.delta, *went
-
-
-@dataclass(slots=True, eq=False)
-class Step:
-    """The swaps at one place of a schedule.
-
-    Attributes:
-        used: Record of the block that is used; None before the first.
-        block: Id of that block; -1 before the first.
-        swaps: The swaps performed then.
-    """
-
-    used: Record | None
-    block: int
-    swaps: list[Swap] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -171,6 +84,7 @@ class _Run:
         departures: How many departures from HBM it has seen, its own among them; -1 where it is
             not to go on.
         cursor: The step done last.
+        arranged: Whether HBM was laid out for it, so that nothing was recorded.
     """
 
     steps: list[Step]
@@ -178,6 +92,7 @@ class _Run:
     number: int
     departures: int
     cursor: int = -1
+    arranged: bool = False
 
 
 class Replay:
@@ -201,6 +116,7 @@ class Replay:
         self._copy = parts.copy
         self._current = parts.slots.current
         self._waste = parts.transfers.waste
+        self._arranger = Arranger(parts, prefetcher.fetcher)
         self._tapes: dict[Schedule, _Tape] = {}
         self._open: _Pass | None = None
         self._run: _Run | None = None
@@ -212,7 +128,7 @@ class Replay:
         """Whether the pass under way does what those before it did."""
         return self._run is not None
 
-    def begin(self, outlook: object, number: int) -> bool:
+    def begin(self, outlook: StreamPlan, number: int) -> bool:
         """Notes that a pass begins, the planner and the plan being ready for it.
 
         Args:
@@ -223,6 +139,10 @@ class Replay:
             Whether it repeats those before it, and what is due now has been done.
         """
         schedule = self._planner.schedule
+        steps = None if self._disk_at_work() else self._arranger.begin(outlook)
+        if steps is not None:
+            self._disturbed = False
+            return self._start(_Run(steps, schedule, number, self._departures.count, arranged=True))
         tape = self._tapes.get(schedule)
         if tape is None or tape.outlook is not outlook:
             self._tapes.pop(schedule, None)
@@ -238,16 +158,17 @@ class Replay:
             places, reads = self._evictor.places, self._transfers.ahead.begun
             self._open = _Pass(schedule, tape, places, reads, self._departures.count)
             return False
-        self._run = _Run(tape.steps, schedule, number, self._departures.count)
-        self._evictor.order.lose_track()
-        self._transfers.ahead.lose_track()
-        self.swift = not (timer.sampling or timer.pending)
-        return self.advance()
+        return self._start(_Run(tape.steps, schedule, number, self._departures.count))
 
     def end(self) -> None:
         """Notes that the pass under way is over: what happens from now on belongs to the next."""
         run = self._run
         self._disturbed = run is not None and run.departures != self._departures.count
+        if run is not None and run.arranged:
+            if self._disturbed or run.cursor + 1 < len(run.steps):
+                self._arranger.broke_off()
+            else:
+                self._arranger.ended()
         self._close()
 
     def interrupt(self) -> None:
@@ -363,10 +284,20 @@ class Replay:
     def repair(self) -> None:
         """Forgets what passes did, after an exception anywhere."""
         self._tapes.clear()
+        self._arranger.repair()
         self._open = self._run = None
         self.swift = False
 
     # -- inside ----------------------------------------------------------
+
+    def _start(self, run: _Run) -> bool:
+        """Begins to replay; returns whether what is due at once has been done."""
+        timer = self._parts.pass_timer
+        self._run = run
+        self._evictor.order.lose_track()
+        self._transfers.ahead.lose_track()
+        self.swift = not (timer.sampling or timer.pending)
+        return self.advance()
 
     def _fit_of(self, extent: Extent) -> Fit:
         """Returns the place just allocated, relative to a block that is or was there."""
@@ -388,15 +319,15 @@ class Replay:
     def _fill(self, run: _Run, swap: Swap, fit: Fit) -> bool:
         """Brings a block to a place that is not just another's; returns whether that could be."""
         comes, offset = swap.comes, fit.offset()
-        absent = comes.in_hbm is State.ABSENT and comes.at_home is _VALID
-        if offset < 0 or not (
-            absent and comes.defined and self._transfers.in_dram(comes) is not None
-        ):
+        there = comes.at_home is _VALID and comes.defined
+        if offset < 0 or not there or self._transfers.in_dram(comes) is None:
             return False
         for record in fit.leaves:
             if not self._send_away(record):
                 return False
             run.departures += 1
+        if comes.in_hbm is not State.ABSENT:
+            return False
         extent = self._parts.table.hbm.take_at(offset, swap.nbytes)
         if extent is None:
             return False
@@ -443,8 +374,11 @@ class Replay:
 
     def _stop(self) -> bool:
         """Ends the replay: the rest of the pass is decided, and passes are recorded anew."""
-        if self._run is not None:
-            self._tapes.pop(self._run.schedule, None)
+        run = self._run
+        if run is not None:
+            if run.arranged:
+                self._arranger.broke_off()
+            self._tapes.pop(run.schedule, None)
             self._prefetcher.start_over()
         self._run = None
         self.swift = False

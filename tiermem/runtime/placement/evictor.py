@@ -120,8 +120,12 @@ class Evictor:
             if record.in_hbm is State.VALID and self.rules.let_loose(record):
                 self.evict(record)
         if loose:  # within the device that takes a small part of what fetching it anew would
-            self.transfers.settle_all()
-            self._compactor.pack(self.regions.border)
+            self.pack()
+
+    def pack(self) -> None:
+        """Slides the blocks that are there to stay together, so that the others fit beside them."""
+        self.transfers.settle_all()
+        self._compactor.pack(self.regions.border)
 
     def expect(self, nbytes: int) -> None:
         """Notes that a block of ``nbytes`` bytes may be needed while others are in use."""

@@ -66,7 +66,7 @@ class Regions:
         self.residents = residents
         self._slot, self._lanes = slot, lanes
         self.border = capacity - sum(self._sizes(residents))
-        runs = self._runs()
+        runs = self.runs()
         parts = [part for run in runs for part in slots_in(*run, align_up(slot))]
         self._parts = parts if residents and len(parts) > 1 else [(0, self.border)]
         self.by_lane = lane_parts(lanes, *max(runs, key=lambda run: run[1] - run[0]))
@@ -120,8 +120,8 @@ class Regions:
         runs.append(self._table.hbm.capacity - start)
         return all_fit(self._sizes(self.residents - there), runs)
 
-    def _runs(self) -> list[Part]:
-        """Returns the runs below the border in which nothing lies for good."""
+    def runs(self) -> list[Part]:
+        """Returns the runs below the border in which nothing lies for good, ascending."""
         fixed = sorted((r.extent.offset, r.extent.end) for r in self._table if r.fixed and r.extent)
         runs, start = [], 0
         for offset, end in fixed:

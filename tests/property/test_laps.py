@@ -1,0 +1,177 @@
+"""Loops laid out in laps: every use finds its block, and nothing in use is overwritten."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support_examples import examples
+
+from tiermem.core.laps import Fetch, Missing, Place, Rounds, layouts, play, visits_of
+
+ROUNDS = 7
+
+
+class Memory:
+    """What is where, byte by byte: it shares nothing with what it checks."""
+
+    def __init__(self, room: int) -> None:
+        self.cells: list[int | None] = [None] * room
+        self.at: dict[int, tuple[int, int]] = {}
+
+    def take_out(self, block: int) -> None:
+        offset, nbytes = self.at.pop(block)
+        assert self.cells[offset : offset + nbytes] == [block] * nbytes
+        self.cells[offset : offset + nbytes] = [None] * nbytes
+
+    def put(self, block: int, offset: int, nbytes: int) -> None:
+        assert block not in self.at
+        assert 0 <= offset and offset + nbytes <= len(self.cells)
+        assert self.cells[offset : offset + nbytes] == [None] * nbytes
+        self.cells[offset : offset + nbytes] = [block] * nbytes
+        self.at[block] = offset, nbytes
+
+
+def perform(memory: Memory, fetch: Fetch, in_use: int | None, turns: bool) -> None:
+    """Does what a fetch says; with slots that take turns an exchange says no place."""
+    offset = fetch.offset
+    if fetch.exchanged:
+        (leaves,) = fetch.leaves
+        offset = memory.at[leaves][0] if turns else offset
+        assert memory.at[leaves][0] == offset
+    assert in_use not in fetch.leaves
+    for block in fetch.leaves:
+        memory.take_out(block)
+    memory.put(fetch.block, offset, fetch.nbytes)
+
+
+def go_round(memory: Memory, order: Sequence[int], fetches: Sequence[Fetch], turns: bool) -> int:
+    """Goes one round; returns how many fetches were made."""
+    assert [f.event for f in fetches] == sorted(f.event for f in fetches)
+    made = 0
+    for event in range(len(order) + 1):
+        if event:
+            assert order[event - 1] in memory.at, "a use before its block is there"
+        for fetch in fetches:
+            if fetch.event == event:
+                perform(memory, fetch, order[event - 1] if event else None, turns)
+                made += 1
+    return made
+
+
+def check(
+    memory: Memory, order: Sequence[int], rounds: Rounds, stay: set[int], turns: bool
+) -> None:
+    for number in range(ROUNDS):
+        fetches = rounds.fetches[min(number, len(rounds.fetches) - 1)]
+        assert go_round(memory, order, fetches, turns) == len(fetches)
+        assert all(block in memory.at for block in stay)
+
+
+@st.composite
+def loops(draw: st.DrawFn) -> tuple[list[int], dict[int, int], list[tuple[int, int]], set[int]]:
+    """An order of use, the sizes, runs of room, and what is in HBM to stay."""
+    count = draw(st.integers(2, 12))
+    alike = draw(st.booleans())
+    sizes = {b: 2 if alike else draw(st.integers(1, 4)) for b in range(count)}
+    order: list[int] = []
+    for block in draw(st.lists(st.integers(0, count - 1), min_size=2, max_size=24)):
+        if not order or order[-1] != block:
+            order.append(block)
+    stay = draw(st.sets(st.sampled_from(range(count)), max_size=count - 1))
+    runs, at = [], 0
+    for nbytes, gap in draw(
+        st.lists(st.tuples(st.integers(2, 16), st.integers(1, 2)), min_size=1, max_size=3)
+    ):
+        runs.append((at, at + nbytes))
+        at += nbytes + gap
+    return order, sizes, runs, stay & set(order)
+
+
+@settings(max_examples=examples(300))
+@given(loops(), st.data())
+def test_every_use_finds_its_block(
+    made: tuple[list[int], dict[int, int], list[tuple[int, int]], set[int]], data: st.DataObject
+) -> None:
+    order, sizes, runs, stay = made
+    moving = {b: sizes[b] for b in order if b not in stay}
+    if not moving:
+        return
+    room = sum(end - begin for begin, end in runs)
+    visits = visits_of(order, moving, data.draw(st.integers(0, room)))
+    assert {v.block for v in visits} == set(moving)
+    top = runs[-1][1]
+    for layout in layouts(visits, runs):
+        memory = Memory(top + sum(sizes[b] for b in stay))
+        missing, offset = [], top
+        for block in sorted(stay, key=order.index):
+            if data.draw(st.booleans()):
+                memory.put(block, offset, sizes[block])
+            else:
+                missing.append(Missing(block, order.index(block), offset, sizes[block]))
+            offset += sizes[block]
+        inside: dict[int, Place] = {}
+        for visit, at in zip(visits, layout[0], strict=True):
+            free = memory.cells[at : at + visit.nbytes] == [None] * visit.nbytes
+            if free and visit.block not in memory.at and data.draw(st.booleans()):
+                memory.put(visit.block, at, visit.nbytes)
+                inside[visit.block] = Place(at, visit.nbytes)
+        rounds = play(visits, layout, len(order), inside, missing)
+        if rounds is not None:
+            check(memory, order, rounds, stay, len(layout) > 1)
+
+
+def laid_out(order: list[int], sizes: dict[int, int], room: int) -> Rounds | None:
+    visits = visits_of(order, sizes, room // 2)
+    for layout in layouts(visits, [(0, room)]):
+        rounds = play(visits, layout, len(order), {})
+        if rounds is not None:
+            return rounds
+    return None
+
+
+@settings(max_examples=examples(100))
+@given(st.integers(3, 40), st.integers(2, 6))
+def test_blocks_of_one_size_can_always_be_laid_out(count: int, slots: int) -> None:
+    """However many slots there are for however many blocks."""
+    if slots >= count:
+        return
+    rounds = laid_out(list(range(count)), dict.fromkeys(range(count), 3), 3 * slots + 2)
+    assert rounds is not None
+    again = rounds.fetches[-1]
+    assert len(again) == count  # each block once
+    assert all(f.exchanged for f in again)
+    # as early as there is room: a block takes the place of that which came so many before
+    assert all((f.block - f.leaves[0]) % count == slots for f in again)
+
+
+def test_layers_of_several_sizes_are_laid_out() -> None:
+    sizes = {}
+    for layer in range(12):
+        sizes.update({3 * layer: 4, 3 * layer + 1: 4, 3 * layer + 2: 11})
+    for room in range(30, 80, 5):
+        rounds = laid_out(list(range(36)), sizes, room)
+        assert rounds is not None
+        again = rounds.fetches[-1]
+        assert sorted(f.block for f in again) == list(range(36))
+        early = [f.use - (f.event - 1) for f in again]
+        assert min(early) >= 1
+        assert max(early) > 2
+
+
+def test_a_block_that_would_overwrite_what_is_in_use_is_not_laid_out() -> None:
+    assert laid_out([0, 1, 2, 3], dict.fromkeys(range(4), 3), 5) is None
+    assert laid_out([0, 1, 2, 3], {0: 3, 1: 2, 2: 3, 3: 2}, 4) is None
+
+
+def test_uses_near_each_other_are_one_visit() -> None:
+    visits = visits_of([0, 1, 0, 2, 3, 4, 0], dict.fromkeys(range(5), 1), 1)
+    assert [(v.block, v.first, v.last) for v in visits] == [
+        (0, 0, 2),
+        (1, 1, 1),
+        (2, 3, 3),
+        (3, 4, 4),
+        (4, 5, 5),
+        (0, 6, 6),
+    ]

@@ -1,0 +1,281 @@
+"""Places for what streams in a loop, laid out for whole rounds beforehand. Pure.
+
+Blocks that stream come up in the order of their use, each to a place that is given by the layout:
+the room that they stream through is gone over from its begin to its end, in *laps*. So what a
+round fetches, where to, and what leaves for it follows from the order of use and the sizes alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+Run = tuple[int, int]
+"""First byte of some room, and the first behind it."""
+
+_MOST_ROUNDS = 4
+"""Rounds in which a loop has to come to repeat itself."""
+_MORE_LAPS = 2
+_BISECTIONS = 24
+
+
+class Visit(NamedTuple):
+    """The time a block spends in HBM for one use, or for several that are near each other.
+
+    Attributes:
+        block: Its id.
+        first: Position in the round of the first of those uses.
+        last: Of the last.
+        nbytes: Bytes of its place.
+    """
+
+    block: int
+    first: int
+    last: int
+    nbytes: int
+
+
+class Fetch(NamedTuple):
+    """A block that comes to a place, and what leaves for it.
+
+    Attributes:
+        event: When it begins: 0 as the round begins, else as use ``event - 1`` has been entered.
+        block: Id of what comes.
+        nbytes: Bytes of its place.
+        offset: First byte of it.
+        leaves: Ids of the blocks that are evicted for it.
+        exchanged: Whether just one leaves, and its place began where this one does.
+        use: Position of the use it is for, from the begin of this round.
+    """
+
+    event: int
+    block: int
+    nbytes: int
+    offset: int
+    leaves: tuple[int, ...]
+    exchanged: bool
+    use: int
+
+    def same(self) -> tuple[object, ...]:
+        """Returns what two fetches have in common that do the same."""
+        return self._replace(offset=-1) if self.exchanged else self
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a block is in HBM.
+
+    Attributes:
+        offset: First byte.
+        nbytes: Bytes.
+        free_at: Event from which on it may leave, counted from the begin of the first round.
+    """
+
+    offset: int
+    nbytes: int
+    free_at: float = -1
+
+
+class Missing(NamedTuple):
+    """A block that stays from now on and is not in HBM yet.
+
+    Attributes:
+        block: Its id.
+        first: Position of its first use.
+        offset: First byte of its place.
+        nbytes: Bytes of it.
+    """
+
+    block: int
+    first: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class Rounds:
+    """What is fetched in the rounds of a loop.
+
+    Attributes:
+        fetches: Of each round, in order; the last of them is repeated for good.
+    """
+
+    fetches: list[list[Fetch]] = field(default_factory=list)
+
+
+def visits_of(order: Sequence[int], sizes: Mapping[int, int], reach: int) -> list[Visit]:
+    """Returns the visits of a round, by first use.
+
+    Args:
+        order: Ids of the blocks that are used, one round.
+        sizes: Bytes of those that stream, by id.
+        reach: Bytes that may be fetched between two uses of a block that are one visit.
+    """
+    found: list[Visit] = []
+    latest: dict[int, tuple[int, int]] = {}
+    fetched = 0
+    for position, block in enumerate(order):
+        nbytes = sizes.get(block)
+        if nbytes is None:
+            continue
+        index, seen = latest.get(block, (-1, 0))
+        if index >= 0 and fetched - seen <= reach:
+            found[index] = found[index]._replace(last=position)
+        else:
+            index = len(found)
+            found.append(Visit(block, position, position, nbytes))
+            fetched += nbytes
+        latest[block] = index, fetched
+    return found
+
+
+def layouts(visits: Sequence[Visit], runs: Sequence[Run]) -> Iterator[list[list[int]]]:
+    """Yields ways to lay visits out, those that use the room best first.
+
+    Blocks of one size go round slots that take turns, however many come in a round. Of several
+    sizes, each round begins at the begin of the room, and its laps are about as long.
+
+    Args:
+        visits: Of one round, by first use.
+        runs: The room, ascending.
+
+    Yields:
+        The offset of each visit, for each of some rounds after which the first is repeated.
+    """
+    sizes = [visit.nbytes for visit in visits]
+    if len(set(sizes)) == 1:
+        turning = _turning(len(sizes), sizes[0], runs)
+        if turning:
+            yield turning
+        return
+    room = sum(end - begin for begin, end in runs)
+    least = _laps(sizes, room)
+    for count in range(least, least + _MORE_LAPS + 1):
+        offsets = _in_laps(sizes, _shortest(sizes, count, room), runs)
+        if offsets is not None:
+            yield [offsets]
+
+
+def play(
+    visits: Sequence[Visit],
+    layout: Sequence[Sequence[int]],
+    length: int,
+    inside: Mapping[int, Place],
+    missing: Sequence[Missing] = (),
+) -> Rounds | None:
+    """Returns what is fetched in each round, as soon as the places are free.
+
+    A place is free once the use after the last one of the block that has it is entered: the block
+    is not in use any more then.
+
+    Args:
+        visits: Of one round, by first use.
+        layout: See :func:`layouts`.
+        length: Uses in a round.
+        inside: What is in HBM of what streams as the first round begins, by id.
+        missing: What stays and is fetched in the first round, by first use.
+
+    Returns:
+        The rounds; None where a block would come too late for its use, or no two rounds are alike.
+    """
+    events = length + 1
+    found: list[list[Fetch]] = [[] for _ in range(_MOST_ROUNDS + 3)]
+    there = {block: Place(place.offset, place.nbytes) for block, place in inside.items()}
+    now = 0
+    late = list(reversed(missing))
+    for number in range(_MOST_ROUNDS + 2):
+        begin = number * events
+        for visit, offset in zip(visits, layout[number % len(layout)], strict=True):
+            while late and (late[-1].first <= visit.first or number):
+                found[now // events].append(_of_missing(late.pop(), now % events))
+            place = there.get(visit.block)
+            if place is not None and place.offset == offset:
+                place.free_at = begin + visit.last + 2
+                continue
+            end = offset + visit.nbytes
+            over = [
+                block
+                for block, other in there.items()
+                if (other.offset < end and offset < other.offset + other.nbytes)
+                or block == visit.block
+            ]
+            now = max(now, *(int(there[block].free_at) for block in over)) if over else now
+            if now > begin + visit.first:
+                return None
+            exchanged = len(over) == 1 and there[over[0]].offset == offset
+            first = now // events
+            use = (number - first) * length + visit.first
+            found[first].append(
+                Fetch(now % events, visit.block, visit.nbytes, offset, tuple(over), exchanged, use)
+            )
+            for block in over:
+                del there[block]
+            there[visit.block] = Place(offset, visit.nbytes, begin + visit.last + 2)
+    for rest in reversed(late):
+        found[0].append(_of_missing(rest, min(rest.first, length)))
+    alike = [[fetch.same() for fetch in fetches] for fetches in found[: _MOST_ROUNDS + 1]]
+    for number in range(_MOST_ROUNDS):
+        if alike[number] == alike[number + 1]:
+            return Rounds(found[: number + 1])
+    return None
+
+
+def _of_missing(block: Missing, event: int) -> Fetch:
+    return Fetch(event, block.block, block.nbytes, block.offset, (), False, block.first)
+
+
+def _turning(count: int, nbytes: int, runs: Sequence[Run]) -> list[list[int]]:
+    """Returns the offsets of visits of one size, by round; none with fewer than two slots."""
+    slots = [at for begin, end in runs for at in range(begin, end - nbytes + 1, nbytes)]
+    if len(slots) < 2:
+        return []
+    rounds = len(slots) // math.gcd(count, len(slots))
+    return [
+        [slots[(number * count + index) % len(slots)] for index in range(count)]
+        for number in range(rounds)
+    ]
+
+
+def _laps(sizes: Sequence[int], bound: int) -> int:
+    """Returns how many laps there are, none of them longer than ``bound`` but by one block."""
+    laps, filled = 1, 0
+    for nbytes in sizes:
+        if filled and filled + nbytes > bound:
+            laps, filled = laps + 1, 0
+        filled += nbytes
+    return laps
+
+
+def _shortest(sizes: Sequence[int], count: int, most: int) -> int:
+    """Returns the bytes of the longest lap where so many laps are about as long."""
+    least = max(max(sizes), sum(sizes) // count)
+    most = max(most, least)
+    for _ in range(_BISECTIONS):
+        middle = (least + most) // 2
+        if _laps(sizes, middle) <= count:
+            most = middle
+        else:
+            least = middle + 1
+        if least >= most:
+            break
+    return most
+
+
+def _in_laps(sizes: Sequence[int], bound: int, runs: Sequence[Run]) -> list[int] | None:
+    """Returns the offset of each block; None where one of them has no room in its lap."""
+    offsets: list[int] = []
+    run, at, filled = 0, runs[0][0], 0
+    for nbytes in sizes:
+        if filled and filled + nbytes > bound:
+            run, at, filled = 0, runs[0][0], 0
+        while at + nbytes > runs[run][1]:
+            run += 1
+            if run == len(runs):
+                return None
+            at = runs[run][0]
+        offsets.append(at)
+        at += nbytes
+        filled += nbytes
+    return offsets

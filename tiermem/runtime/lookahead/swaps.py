@@ -1,0 +1,98 @@
+"""Swaps: what comes into HBM at one place of a schedule, and what leaves for it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from tiermem.core.residency import Record
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fit:
+    """The place of a block that does not take over just the place of one other.
+
+    A loop may go round its slots more slowly than round its blocks, so the place is given relative
+    to a block that is there, or was.
+
+    Attributes:
+        leaves: The blocks that are evicted for it.
+        anchor: One of those, or a neighbour that stays; None where the address is always the same.
+        behind: Whether ``delta`` counts from the end of the anchor, not from its begin.
+        delta: Bytes from there.
+    """
+
+    leaves: tuple[Record, ...]
+    anchor: Record | None
+    behind: bool
+    delta: int
+
+    @property
+    def instead_of(self) -> Record | None:
+        """The one block that leaves for it, where that begins at the same place; else None."""
+        one = len(self.leaves) == 1 and self.anchor is self.leaves[0]
+        return self.anchor if one and not (self.behind or self.delta) else None
+
+    def offset(self) -> int:
+        """Returns the offset in HBM; below zero where the anchor is not in HBM."""
+        if self.anchor is None:
+            return self.delta
+        extent = self.anchor.extent
+        if extent is None:
+            return -1
+        return self.delta + (extent.end if self.behind else extent.offset)
+
+
+@dataclass(slots=True, eq=False)
+class Swap:
+    """One block that comes into the place of another, or of several.
+
+    Attributes:
+        comes: The block that is fetched.
+        leaves: The block that is evicted for it, and begins where it will; ``comes`` itself where
+            ``fit`` says what leaves.
+        nbytes: Size of the place, wherever it is: a loop may go round its slots more slowly than
+            round its blocks.
+        position: Where in the schedule it is used.
+        passes: How many passes later that is.
+        key: Name of that pass.
+        fit: Its place, where it is not that of one other of the same size; that one may be smaller
+            or larger, if the place begins with it.
+    """
+
+    comes: Record
+    leaves: Record
+    nbytes: int
+    position: int
+    passes: int = 0
+    key: Hashable = None
+    fit: Fit | None = None
+
+    @property
+    def departures(self) -> int:
+        """How many blocks leave for it."""
+        return 1 if self.fit is None else len(self.fit.leaves)
+
+    def told(self) -> tuple[int, ...]:
+        """Returns the values by which two swaps are compared: alike where they do the same."""
+        fit = self.fit
+        if fit is None:
+            return self.comes.block.id, self.leaves.block.id, self.nbytes
+        anchor = -1 if fit.anchor is None else fit.anchor.block.id
+        went = (record.block.id for record in fit.leaves)
+        return self.comes.block.id, self.nbytes, anchor, fit.behind, fit.delta, *went
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """The swaps at one place of a schedule.
+
+    Attributes:
+        used: Record of the block that is used; None before the first.
+        block: Id of that block; -1 before the first.
+        swaps: The swaps performed then.
+    """
+
+    used: Record | None
+    block: int
+    swaps: list[Swap] = field(default_factory=list)
