@@ -27,7 +27,7 @@ class Memory:
 
     def put(self, block: int, offset: int, nbytes: int) -> None:
         assert block not in self.at
-        assert 0 <= offset and offset + nbytes <= len(self.cells)
+        assert offset >= 0 and offset + nbytes <= len(self.cells)
         assert self.cells[offset : offset + nbytes] == [None] * nbytes
         self.cells[offset : offset + nbytes] = [block] * nbytes
         self.at[block] = offset, nbytes
@@ -63,8 +63,10 @@ def go_round(memory: Memory, order: Sequence[int], fetches: Sequence[Fetch], tur
 def check(
     memory: Memory, order: Sequence[int], rounds: Rounds, stay: set[int], turns: bool
 ) -> None:
-    for number in range(ROUNDS):
-        fetches = rounds.fetches[min(number, len(rounds.fetches) - 1)]
+    number = 0
+    for _ in range(ROUNDS):
+        fetches = rounds.fetches[number]
+        number = rounds.after(number)
         assert go_round(memory, order, fetches, turns) == len(fetches)
         assert all(block in memory.at for block in stay)
 

@@ -142,6 +142,11 @@ def decide_always(made: Loop) -> None:
     made.manager.replay.begin = lambda *_: False  # type: ignore[method-assign]
 
 
+def only_recorded(made: Loop) -> None:
+    """Has passes repeat what was recorded alone: nothing is laid out beforehand."""
+    made.manager.replay._arranger.begin = lambda _: None  # type: ignore[method-assign]
+
+
 def until_it_repeats(made: Loop) -> None:
     for _ in range(40):
         made.go_round()

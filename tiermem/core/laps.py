@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 Run = tuple[int, int]
 """First byte of some room, and the first behind it."""
 
-_MOST_ROUNDS = 4
+_LEAD = 4
 """Rounds in which a loop has to come to repeat itself."""
 _MORE_LAPS = 2
 _BISECTIONS = 24
@@ -75,7 +75,7 @@ class Place:
 
     offset: int
     nbytes: int
-    free_at: float = -1
+    free_at: int = -1
 
 
 class Missing(NamedTuple):
@@ -99,10 +99,16 @@ class Rounds:
     """What is fetched in the rounds of a loop.
 
     Attributes:
-        fetches: Of each round, in order; the last of them is repeated for good.
+        fetches: Of each round, in order.
+        again: The round that comes after the last of them, and so on for good.
     """
 
-    fetches: list[list[Fetch]] = field(default_factory=list)
+    fetches: list[list[Fetch]]
+    again: int
+
+    def after(self, number: int) -> int:
+        """Returns the round that comes after one."""
+        return number + 1 if number + 1 < len(self.fetches) else self.again
 
 
 def visits_of(order: Sequence[int], sizes: Mapping[int, int], reach: int) -> list[Visit]:
@@ -132,10 +138,12 @@ def visits_of(order: Sequence[int], sizes: Mapping[int, int], reach: int) -> lis
 
 
 def layouts(visits: Sequence[Visit], runs: Sequence[Run]) -> Iterator[list[list[int]]]:
-    """Yields ways to lay visits out, those that use the room best first.
+    """Yields ways to lay visits out.
 
-    Blocks of one size go round slots that take turns, however many come in a round. Of several
-    sizes, each round begins at the begin of the room, and its laps are about as long.
+    In slots of the size of the largest, each of which takes as many blocks that come one after the
+    other as fit; the slots take turns, however many slotfuls come in a round. Or, where there are
+    several sizes, in laps over the whole room that are about as long; then each round begins at the
+    begin of the room.
 
     Args:
         visits: Of one round, by first use.
@@ -145,10 +153,10 @@ def layouts(visits: Sequence[Visit], runs: Sequence[Run]) -> Iterator[list[list[
         The offset of each visit, for each of some rounds after which the first is repeated.
     """
     sizes = [visit.nbytes for visit in visits]
+    turning = _in_slots(sizes, runs)
+    if turning:
+        yield turning
     if len(set(sizes)) == 1:
-        turning = _turning(len(sizes), sizes[0], runs)
-        if turning:
-            yield turning
         return
     room = sum(end - begin for begin, end in runs)
     least = _laps(sizes, room)
@@ -180,61 +188,127 @@ def play(
     Returns:
         The rounds; None where a block would come too late for its use, or no two rounds are alike.
     """
-    events = length + 1
-    found: list[list[Fetch]] = [[] for _ in range(_MOST_ROUNDS + 3)]
+    events, rounds = length + 1, _LEAD + 2 * len(layout)
+    found: list[list[Fetch]] = [[] for _ in range(rounds)]
     there = {block: Place(place.offset, place.nbytes) for block, place in inside.items()}
     now = 0
     late = list(reversed(missing))
-    for number in range(_MOST_ROUNDS + 2):
+    for number in range(rounds):
         begin = number * events
         for visit, offset in zip(visits, layout[number % len(layout)], strict=True):
-            while late and (late[-1].first <= visit.first or number):
+            while late and late[-1].first <= visit.first:
                 found[now // events].append(_of_missing(late.pop(), now % events))
             place = there.get(visit.block)
             if place is not None and place.offset == offset:
                 place.free_at = begin + visit.last + 2
                 continue
-            end = offset + visit.nbytes
-            over = [
-                block
-                for block, other in there.items()
-                if (other.offset < end and offset < other.offset + other.nbytes)
-                or block == visit.block
-            ]
-            now = max(now, *(int(there[block].free_at) for block in over)) if over else now
+            over = _overlapped(there, visit, offset)
+            now = max([now, *(there[block].free_at for block in over)])
             if now > begin + visit.first:
                 return None
             exchanged = len(over) == 1 and there[over[0]].offset == offset
             first = now // events
             use = (number - first) * length + visit.first
+            block, nbytes = visit.block, visit.nbytes
             found[first].append(
-                Fetch(now % events, visit.block, visit.nbytes, offset, tuple(over), exchanged, use)
+                Fetch(now % events, block, nbytes, offset, tuple(over), exchanged, use)
             )
-            for block in over:
-                del there[block]
-            there[visit.block] = Place(offset, visit.nbytes, begin + visit.last + 2)
-    for rest in reversed(late):
-        found[0].append(_of_missing(rest, min(rest.first, length)))
-    alike = [[fetch.same() for fetch in fetches] for fetches in found[: _MOST_ROUNDS + 1]]
-    for number in range(_MOST_ROUNDS):
-        if alike[number] == alike[number + 1]:
-            return Rounds(found[: number + 1])
+            for other in over:
+                del there[other]
+            there[block] = Place(offset, nbytes, begin + visit.last + 2)
+        for rest in reversed(late):
+            found[0].append(_of_missing(rest, now))
+        late = []
+        done = _repeated(found[: now // events], len(layout))
+        if done is not None:
+            return done
     return None
+
+
+def _overlapped(there: Mapping[int, Place], visit: Visit, offset: int) -> list[int]:
+    """Returns what has to leave for a block to come to an offset, itself included."""
+    end, block = offset + visit.nbytes, visit.block
+    return [
+        other
+        for other, place in there.items()
+        if (place.offset < end and offset < place.offset + place.nbytes) or other == block
+    ]
+
+
+def _repeated(found: list[list[Fetch]], period: int) -> Rounds | None:
+    """Returns the rounds up to where they repeat; None where the last ones do not."""
+    for length in {1, period}:
+        number = len(found) - 2 * length
+        if number < 0:
+            continue
+        alike = [[fetch.same() for fetch in fetches] for fetches in found[number:]]
+        if alike[:length] == alike[length:]:
+            return Rounds(found[: number + length], number)
+    return None
+
+
+def seconds_of(
+    rounds: Rounds,
+    order: Sequence[int],
+    compute: Sequence[float],
+    transfer: Mapping[int, float],
+    latency: float,
+) -> float:
+    """Returns how long a round takes by a model of the link, once rounds are repeated.
+
+    Args:
+        rounds: What is fetched.
+        order: Ids of the blocks used, one round.
+        compute: Seconds of each use.
+        transfer: Seconds that a block takes to arrive, by id.
+        latency: Seconds between a place coming free and the copy to it.
+    """
+    arrived: dict[int, float] = {}
+    free: dict[int, float] = {}  # when the compute of a block's last use so far ends
+    device = link = began = 0.0
+    number = rounds.again
+    count = len(rounds.fetches) - number
+    for turn in range(3 * count):
+        if turn == count:
+            began = max(device, link)
+        waiting = iter(rounds.fetches[number])
+        fetch = next(waiting, None)
+        for event in range(len(order) + 1):
+            while fetch is not None and fetch.event == event:
+                for block in fetch.leaves:
+                    link = max(link, free.get(block, 0.0) + latency)
+                link += transfer[fetch.block]
+                arrived[fetch.block] = link
+                fetch = next(waiting, None)
+            if event < len(order):
+                block = order[event]
+                device = max(device, arrived.get(block, 0.0)) + compute[event]
+                free[block] = device
+        number = rounds.after(number)
+    return (max(device, link) - began) / (2 * count)
 
 
 def _of_missing(block: Missing, event: int) -> Fetch:
     return Fetch(event, block.block, block.nbytes, block.offset, (), False, block.first)
 
 
-def _turning(count: int, nbytes: int, runs: Sequence[Run]) -> list[list[int]]:
-    """Returns the offsets of visits of one size, by round; none with fewer than two slots."""
-    slots = [at for begin, end in runs for at in range(begin, end - nbytes + 1, nbytes)]
+def _in_slots(sizes: Sequence[int], runs: Sequence[Run]) -> list[list[int]]:
+    """Returns the offsets in slots that take turns, by round; none with fewer than two slots."""
+    slot = max(sizes)
+    slots = [at for begin, end in runs for at in range(begin, end - slot + 1, slot)]
     if len(slots) < 2:
         return []
-    rounds = len(slots) // math.gcd(count, len(slots))
+    places: list[tuple[int, int]] = []  # which slotful of the round, and how far into it
+    number = filled = 0
+    for nbytes in sizes:
+        if filled + nbytes > slot:
+            number, filled = number + 1, 0
+        places.append((number, filled))
+        filled += nbytes
+    rounds = len(slots) // math.gcd(number + 1, len(slots))
     return [
-        [slots[(number * count + index) % len(slots)] for index in range(count)]
-        for number in range(rounds)
+        [slots[(turn * (number + 1) + at) % len(slots)] + inside for at, inside in places]
+        for turn in range(rounds)
     ]
 
 

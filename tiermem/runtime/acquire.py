@@ -60,9 +60,12 @@ class Acquirer:
         try:
             self._counters.hits += 1
             record.leases = leases + 1  # that it can be has just been looked at
-            self._copy.use(self._ready.get(block_id))
+            ready = self._ready.get(block_id)
+            self._copy.use(ready)
             if swaps and not self._replay.perform(swaps):
                 self._go_on(block_id)
+            if self._pass_timer.sampling and swaps is not None:
+                self._pass_timer.started(record, ready)
             return self._current[block_id]
         except BaseException:
             if record.leases > leases:

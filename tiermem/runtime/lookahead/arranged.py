@@ -13,18 +13,35 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from tiermem.core.block import Tier
-from tiermem.core.laps import Fetch, Missing, Place, Rounds, Visit, layouts, play, visits_of
+from tiermem.core.laps import (
+    Fetch,
+    Missing,
+    Place,
+    Rounds,
+    Visit,
+    layouts,
+    play,
+    seconds_of,
+    visits_of,
+)
 from tiermem.core.residency import Record, State
 from tiermem.core.schedule import Schedule
 from tiermem.runtime.lookahead.plan_maker import READ_ONLY, StreamPlan
 from tiermem.runtime.lookahead.swaps import Fit, Step, Swap
 from tiermem.runtime.lookahead.walks import Fetcher
+from tiermem.runtime.metrics.pass_timer import LINK_UP
 from tiermem.runtime.parts import Parts
 
 _MOST_LOOPS = 16
 _MOST_USES = 4096
 _MOST_PAUSE = 64
 """Passes that are decided, at most, after one that did not go as it was laid out."""
+_LATENCY = 50e-6
+"""Seconds between a place coming free and the copy to it."""
+_USUAL = 0.3
+"""Compute of a use, over the time a block takes to arrive, where nothing is known of it."""
+_AS_GOOD = 1.01
+"""A layout that takes so many times the busier of link and compute is taken at once."""
 _VISIT = 0.5
 """Share of the room to stream through that may come up between two uses for one fetch."""
 
@@ -52,13 +69,15 @@ class _Force:
 
     Attributes:
         loop: Which one that is.
-        rounds: The steps of each round; the last of them is repeated.
-        at: The round that comes next.
+        rounds: What is fetched in each round.
+        steps: What is done at each place of each of them.
+        at: The round under way, or to come where none is.
         departures: Departures from HBM as the last round ended.
     """
 
     loop: _Loop
-    rounds: list[list[Step]]
+    rounds: Rounds
+    steps: list[list[Step]]
     at: int = 0
     departures: int = -1
 
@@ -113,22 +132,21 @@ class Arranger:
             or force.loop is not loop
             or force.departures != self.parts.transfers.departures.count
         ):
-            rounds = self._arrange(loop, plan.plan.residents)
-            self._force = None if rounds is None else _Force(loop, rounds)
-            if rounds is None:
+            self._force = self._arrange(loop, plan.plan.residents)
+            if self._force is None:
                 self.broke_off()
         force = self._force
         if force is None:
             return None
-        steps = force.rounds[min(force.at, len(force.rounds) - 1)]
-        force.at += 1
         force.departures = -1
-        return steps
+        return force.steps[force.at]
 
     def ended(self) -> None:
         """Notes that the pass under way went as it was laid out, to its end."""
-        if self._force is not None:
-            self._force.departures = self.parts.transfers.departures.count
+        force = self._force
+        if force is not None:
+            force.at = force.rounds.after(force.at)
+            force.departures = self.parts.transfers.departures.count
             self._pauses.pop(self.parts.planner.key, None)
 
     def broke_off(self) -> None:
@@ -169,13 +187,15 @@ class Arranger:
         schedule, residents = self.parts.planner.schedule, plan.plan.residents
         name = schedule, residents, self.parts.table.hbm.capacity
         if name not in self._loops:
-            self._loops[name] = self._lay_out(schedule, residents)
+            self._loops[name] = self._lay_out(schedule, residents, plan.compute)
             if len(self._loops) > _MOST_LOOPS:
                 del self._loops[next(iter(self._loops))]
         loop = self._loops[name]
         return loop if loop is not None and self._is_simple(loop) else None
 
-    def _lay_out(self, schedule: Schedule, residents: frozenset[int]) -> _Loop | None:
+    def _lay_out(
+        self, schedule: Schedule, residents: frozenset[int], compute: Sequence[float | None]
+    ) -> _Loop | None:
         """Lays out a loop that comes again as it is; None where it does not, or cannot be."""
         length = schedule.passes[1][0]
         order = list(schedule.order[:length])
@@ -191,10 +211,27 @@ class Arranger:
             return None
         room = sum(end - begin for begin, end in runs)
         visits = visits_of(order, sizes, int(_VISIT * room))
+        transfer = {block: self._arrival(table[block]) for block in sizes}
+        usual = _USUAL * sum(transfer.values()) / len(transfer)
+        known = [usual if seconds is None else seconds for seconds in compute[:length]]
+        moved = sum(transfer[visit.block] for visit in visits)
+        least = max(moved, sum(known))
+        found: list[tuple[float, list[list[int]]]] = []
         for layout in layouts(visits, runs):
-            if play(visits, layout, length, {}) is not None:
-                return _Loop(order, visits, layout)
-        return None
+            rounds = play(visits, layout, length, {})
+            if rounds is not None:
+                seconds = seconds_of(rounds, order, known, transfer, _LATENCY)
+                found.append((seconds, layout))
+                if seconds <= _AS_GOOD * least:
+                    break
+        if not found:
+            return None
+        return _Loop(order, visits, min(found, key=lambda entry: entry[0])[1])
+
+    def _arrival(self, record: Record) -> float:
+        """Returns the seconds that a block takes from DRAM."""
+        link, block = LINK_UP[Tier.DRAM], record.block
+        return self.parts.pass_timer.estimates.transfer(link, block.id, block.nbytes)
 
     def _is_simple(self, loop: _Loop) -> bool:
         """Whether all that a loop uses is defined and, where it may move, at home in DRAM."""
@@ -207,8 +244,8 @@ class Arranger:
             for record in records
         )
 
-    def _arrange(self, loop: _Loop, residents: frozenset[int]) -> list[list[Step]] | None:
-        """Brings HBM into the state that a layout begins with; returns the steps of its rounds.
+    def _arrange(self, loop: _Loop, residents: frozenset[int]) -> _Force | None:
+        """Brings HBM into the state that a layout begins with, and returns what comes then.
 
         None where a block that cannot leave is in the way.
         """
@@ -223,7 +260,7 @@ class Arranger:
         rounds = None
         if missing is not None:
             rounds = play(loop.visits, loop.layout, len(loop.order), inside, missing)
-        return None if rounds is None else self._steps_of(loop, rounds)
+        return None if rounds is None else _Force(loop, rounds, self._steps_of(loop, rounds))
 
     def _inside(self, loop: _Loop) -> dict[int, Place]:
         """Returns what streams and lies just where the layout wants it as a round begins."""

@@ -76,6 +76,7 @@ class StreamPlan:
         plan: What stays in HBM and in DRAM, and what is left to stream through.
         ahead: Bytes of HBM that may be fetched ahead, the last block of them not counted.
         timetable: When fetches are due.
+        compute: Seconds of each use; None where nothing is known of it.
         through_dram: Whether blocks come from files by way of DRAM, where the plan does not say.
         turn: Uses within which what comes again stays, where HBM is handed out in circles; else 0.
         lanes: What goes by which lane, where the plan has lanes.
@@ -85,6 +86,7 @@ class StreamPlan:
     plan: Plan
     ahead: int
     timetable: Timetable
+    compute: Sequence[float | None]
     through_dram: bool
     turn: int = 0
     lanes: Lanes | None = None
@@ -107,6 +109,7 @@ class StreamPlan:
         those that differ by more are met with at the next check.
         """
         self.made_of, self.timetable = other.made_of, other.timetable
+        self.compute = other.compute
 
 
 class PlanMaker:
@@ -241,7 +244,7 @@ class PlanMaker:
         if plan.lanes:
             moving = {b: size for b, size in sizes.items() if b not in plan.residents}
             lanes = Lanes(schedule.order[: _length(schedule)], plan.lanes, moving)
-        return StreamPlan(made_of, plan, ahead, timetable, through, turn, lanes)
+        return StreamPlan(made_of, plan, ahead, timetable, compute, through, turn, lanes)
 
     def _stay(self, order: Sequence[int], loose: dict[int, Record], room: int) -> Plan:
         """Decides what stays where a loop writes, once state has been seen in it.

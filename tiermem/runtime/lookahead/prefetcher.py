@@ -79,16 +79,21 @@ class Prefetcher:
 
     def run(self) -> None:
         """Begins every fetch that is due."""
-        planner, pass_timer = self._planner, self._pass_timer
-        if pass_timer.pending:
-            pass_timer.harvest(_HARVEST)
+        planner = self._planner
+        self.measure(planner.last)
         if planner.last in self._waste.pending:
             self._waste.used(planner.last)
         if self._transfers.mover is not None:
             self.disk.take_up(planner.last, planner.cursor)
-        if pass_timer.sampling:
-            self.look_back(planner.last)
         self.look_ahead()
+
+    def measure(self, block_id: int) -> None:
+        """Reads what was measured, and looks back from a use of a block, if that is measured."""
+        pass_timer = self._pass_timer
+        if pass_timer.pending:
+            pass_timer.harvest(_HARVEST)
+        if pass_timer.sampling:
+            self.look_back(block_id)
 
     def look_ahead(self) -> None:
         """Begins every fetch that is due at this use, and for which there is room by now."""

@@ -6,8 +6,8 @@ of the blocks alone. So they are looked up. The places are still checked, since 
 cost time and nothing else: a block that is dirty, leased, aliased or no longer there stays as it
 is, and the rest of the pass is decided as the first one was.
 
-Most passes are neither measured nor disturbed. :meth:`Replay.foreseen` finds what a use does in one
-of those with nothing asked that cannot have changed since the pass began.
+Most passes are not disturbed. :meth:`Replay.foreseen` finds what a use does in one of those with
+nothing asked that cannot have changed since the pass began.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from tiermem.runtime.placement.leaving import Why
 _VALID, _DIRTY = State.VALID, State.DIRTY
 _AHEAD = Why.AHEAD
 _MOST_TAPES = 16
-_HARVEST = 8
 _CHECKED = 4  # one measured pass in so many is decided anew instead of being replayed
 
 
@@ -99,8 +98,9 @@ class Replay:
     """Records what passes do, and replays it; under the manager's lock.
 
     Attributes:
-        swift: Whether the pass under way repeats others and is not measured, so that
-            :meth:`foreseen` may be asked first.
+        swift: Whether the pass under way repeats others, so that :meth:`foreseen` may be asked
+            first.
+        timed: Whether it is measured as well, or one before it is still to be read.
     """
 
     def __init__(self, parts: Parts, prefetcher: Prefetcher) -> None:
@@ -122,6 +122,7 @@ class Replay:
         self._run: _Run | None = None
         self._disturbed = False
         self.swift = False
+        self.timed = False
 
     @property
     def repeating(self) -> bool:
@@ -177,12 +178,13 @@ class Replay:
         if run is not None:
             run.departures = -1
 
-    def foreseen(self, block_id: int) -> tuple[Record, Sequence[Swap]] | None:
+    def foreseen(self, block_id: int) -> tuple[Record, Sequence[Swap] | None] | None:
         """Enters the use of a block that is in HBM and was foreseen, or is used once more in a row.
 
         Returns:
-            Its record, and what :meth:`perform` is to do once the block is leased. None, with
-            nothing entered, where anything is out of the ordinary.
+            Its record, and what :meth:`perform` is to do once the block is leased (None where
+            it is used once more). None, with nothing entered, where anything is out of the
+            ordinary.
         """
         run, planner = self._run, self._planner
         if (
@@ -210,7 +212,9 @@ class Replay:
         ):
             return None
         if again:
-            return record, ()
+            return record, None
+        if self.timed:
+            self._time(block_id)
         planner.follow(block_id)
         run.cursor = cursor
         if block_id in self._waste.pending:
@@ -296,7 +300,8 @@ class Replay:
         self._run = run
         self._evictor.order.lose_track()
         self._transfers.ahead.lose_track()
-        self.swift = not (timer.sampling or timer.pending)
+        self.swift = True
+        self.timed = timer.sampling or timer.pending
         return self.advance()
 
     def _fit_of(self, extent: Extent) -> Fit:
@@ -354,10 +359,10 @@ class Replay:
     def _step_now(self, run: _Run) -> Step | None:
         """Returns what to do at the use that the planner has come to; None if it was not foreseen.
 
-        For uses that :meth:`foreseen` was not asked about: the begin of a pass, one that is
-        measured, and whatever is out of the ordinary.
+        For uses that :meth:`foreseen` was not asked about: the begin of a pass, and whatever is
+        out of the ordinary.
         """
-        planner, timer = self._planner, self._parts.pass_timer
+        planner = self._planner
         cursor = run.cursor + 1
         if (
             planner.cursor != cursor
@@ -366,11 +371,16 @@ class Replay:
             or run.departures != self._departures.count
         ):
             return None
-        if timer.pending:
-            timer.harvest(_HARVEST)
-        if timer.sampling:
-            self._prefetcher.look_back(planner.last)
+        if self.timed:
+            self._prefetcher.measure(planner.last)
         return run.steps[cursor]
+
+    def _time(self, block_id: int) -> None:
+        """Does what measuring asks for at a use of a block, before it waits for anything."""
+        timer = self._parts.pass_timer
+        self._prefetcher.measure(block_id)
+        if timer.sampling:
+            timer.arrived()
 
     def _stop(self) -> bool:
         """Ends the replay: the rest of the pass is decided, and passes are recorded anew."""
