@@ -114,7 +114,7 @@ class Player:
         for _ in range(10_000):
             if not self.pass_timer.pending:
                 return
-            self.pass_timer.harvest(3)
+            self.pass_timer.harvest()
         raise AssertionError("stamps have passed, and are not read")
 
 
@@ -123,7 +123,7 @@ def test_uses_are_told_apart_in_whatever_order_stamps_pass(seed: int) -> None:
     player = Player(random.Random(seed))
     for _ in range(3):
         player.sweep()
-        player.pass_timer.harvest(2)
+        player.pass_timer.harvest()
     player.read_all()
     for number in range(4):
         assert player.estimates.compute("f", number) == number + 1
@@ -140,7 +140,7 @@ def test_what_has_not_passed_is_not_waited_for() -> None:
     player.clock.rng.random = lambda: 1.0  # type: ignore[union-attr]
     for _ in range(20):
         player.sweep()
-        player.pass_timer.harvest(100)
+        player.pass_timer.harvest()
     assert player.pass_timer.pending and player.pass_timer.efficiency() is None
     assert len(player.clock.times) < 5 * 9, "and no more passes are measured meanwhile"
     player.pass_timer.reset()
@@ -543,7 +543,7 @@ def sampled(lengths: list[tuple[float, float]]) -> list[bool]:
             seconds += longer
         pass_timer.ended()
         clock.late.clear()
-        pass_timer.harvest(9)
+        pass_timer.harvest()
         clock.host_now += seconds
     return measured
 

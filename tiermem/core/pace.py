@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 
 _WINDOW = 5
 _SURE = 2
-_SAMPLES_AT_FIRST = 3
+_SAMPLES_AT_FIRST = 2
 _EVERY = 16
 _EXTRA = 4
+_CALM = 64
+"""Passes after a surprise in which another one is no reason to measure more than usual: where others
+use the machine, times differ from pass to pass, and measuring takes the host time."""
 _CHANGED = 0.25
 _NOISE = 20e-6
 """Seconds per use in which a host's time differs from pass to pass, and no plan would."""
@@ -66,6 +69,7 @@ class _Pass:
     since: int = 0
     extra: int = 0
     excused: int = 0
+    calm: int = 0
     typical: float = 0.0
     odd: bool = False
     whole: Recent = field(default_factory=Recent)
@@ -75,7 +79,7 @@ class _Pass:
 class Estimates:
     """Seconds of compute by pass and block, and of transfers by link and block.
 
-    A pass is measured the first three times, then one time in sixteen; after one that took a
+    A pass is measured the first two times, then one time in sixteen; after one that took a
     quarter more or less than foreseen (where it was measured; by the host's clock, two in a row)
     it is measured the next four times as well, so that the medians follow. Memory is bounded: 256
     passes, and of each the blocks that still occur in it.
@@ -112,6 +116,8 @@ class Estimates:
         if len(self._passes) > _MOST_PASSES:
             del self._passes[next(iter(self._passes))]
         known.since += 1
+        if known.calm:
+            known.calm -= 1
         if known.extra:
             known.extra -= 1
         elif known.samples < _SAMPLES_AT_FIRST or known.since >= _EVERY:
@@ -140,7 +146,9 @@ class Estimates:
             return
         if odd:
             known.whole = Recent()
-            known.extra = known.excused = _EXTRA
+            if not known.calm:
+                known.extra = known.excused = _EXTRA
+                known.calm = _CALM
         known.odd = False
         known.whole.add(seconds)
 
@@ -176,7 +184,10 @@ class Estimates:
             surprised |= _surprise(known, compute)
             known.compute.add(sum(compute.values()) if whole is None else whole)
             for block, seconds in compute.items():
-                known.blocks.setdefault(block, Recent()).add(seconds)
+                recent = known.blocks.get(block)
+                if recent is None:
+                    recent = known.blocks[block] = Recent()
+                recent.add(seconds)
             if len(known.blocks) > 2 * len(compute) + _SPARE_BLOCKS:
                 known.blocks = {b: r for b, r in known.blocks.items() if b in compute}
             values = sorted(recent.value for recent in known.blocks.values())
@@ -184,8 +195,9 @@ class Estimates:
         known.samples += 1
         if known.excused:  # what is measured once more for a surprise is no reason to go on so
             known.excused -= 1
-        elif surprised and known.samples > _SAMPLES_AT_FIRST:
+        elif surprised and known.samples > _SAMPLES_AT_FIRST and not known.calm:
             known.extra = known.excused = _EXTRA
+            known.calm = _CALM
         if known.samples >= _SURE and _stale(known.blocks.values()):
             self.version += 1
 

@@ -418,9 +418,10 @@ class BlockManager:
 
     def end_pass(self) -> None:
         """Ends the pass under way; without this call it ends when the next begins."""
-        if self.parts.pass_timer.sampling:
+        pass_timer = self.parts.pass_timer
+        if pass_timer.sampling or pass_timer.pending:
             with self.lock:
-                self.parts.pass_timer.ended()
+                pass_timer.ended()
 
     def poll(self) -> None:
         """Takes up every transfer that has finished."""

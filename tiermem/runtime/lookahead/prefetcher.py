@@ -15,7 +15,6 @@ from tiermem.runtime.parts import Parts
 _AUTO_BYTES = 64 << 20
 _MOST_STEPS = 4096
 _MOST_PLANS = 16
-_HARVEST = 8
 _DOUBTFUL = 4
 
 
@@ -80,20 +79,13 @@ class Prefetcher:
     def run(self) -> None:
         """Begins every fetch that is due."""
         planner = self._planner
-        self.measure(planner.last)
+        if self._pass_timer.sampling:
+            self.look_back(planner.last)
         if planner.last in self._waste.pending:
             self._waste.used(planner.last)
         if self._transfers.mover is not None:
             self.disk.take_up(planner.last, planner.cursor)
         self.look_ahead()
-
-    def measure(self, block_id: int) -> None:
-        """Reads what was measured, and looks back from a use of a block, if that is measured."""
-        pass_timer = self._pass_timer
-        if pass_timer.pending:
-            pass_timer.harvest(_HARVEST)
-        if pass_timer.sampling:
-            self.look_back(block_id)
 
     def look_ahead(self) -> None:
         """Begins every fetch that is due at this use, and for which there is room by now."""

@@ -100,7 +100,6 @@ class Replay:
     Attributes:
         swift: Whether the pass under way repeats others, so that :meth:`foreseen` may be asked
             first.
-        timed: Whether it is measured as well, or one before it is still to be read.
     """
 
     def __init__(self, parts: Parts, prefetcher: Prefetcher) -> None:
@@ -114,6 +113,7 @@ class Replay:
         self._departures = parts.transfers.departures
         self._deferred = parts.deferred
         self._copy = parts.copy
+        self._pass_timer = parts.pass_timer
         self._current = parts.slots.current
         self._waste = parts.transfers.waste
         self._arranger = Arranger(parts, prefetcher.fetcher)
@@ -122,7 +122,6 @@ class Replay:
         self._run: _Run | None = None
         self._disturbed = False
         self.swift = False
-        self.timed = False
 
     @property
     def repeating(self) -> bool:
@@ -152,9 +151,9 @@ class Replay:
                 del self._tapes[next(iter(self._tapes))]
         if self._disturbed:
             tape.done = tape.steps = None
-        timer = self._parts.pass_timer
-        tape.measured += timer.sampling
-        check = timer.sampling and not tape.measured % _CHECKED
+        sampling = self._pass_timer.sampling
+        tape.measured += sampling
+        check = sampling and not tape.measured % _CHECKED
         if tape.steps is None or check or self._disk_at_work():
             places, reads = self._evictor.places, self._transfers.ahead.begun
             self._open = _Pass(schedule, tape, places, reads, self._departures.count)
@@ -213,8 +212,9 @@ class Replay:
             return None
         if again:
             return record, None
-        if self.timed:
-            self._time(block_id)
+        if self._pass_timer.sampling:
+            self._prefetcher.look_back(block_id)
+            self._pass_timer.arrived()
         planner.follow(block_id)
         run.cursor = cursor
         if block_id in self._waste.pending:
@@ -296,12 +296,10 @@ class Replay:
 
     def _start(self, run: _Run) -> bool:
         """Begins to replay; returns whether what is due at once has been done."""
-        timer = self._parts.pass_timer
         self._run = run
         self._evictor.order.lose_track()
         self._transfers.ahead.lose_track()
         self.swift = True
-        self.timed = timer.sampling or timer.pending
         return self.advance()
 
     def _fit_of(self, extent: Extent) -> Fit:
@@ -371,16 +369,9 @@ class Replay:
             or run.departures != self._departures.count
         ):
             return None
-        if self.timed:
-            self._prefetcher.measure(planner.last)
+        if self._pass_timer.sampling:
+            self._prefetcher.look_back(planner.last)
         return run.steps[cursor]
-
-    def _time(self, block_id: int) -> None:
-        """Does what measuring asks for at a use of a block, before it waits for anything."""
-        timer = self._parts.pass_timer
-        self._prefetcher.measure(block_id)
-        if timer.sampling:
-            timer.arrived()
 
     def _stop(self) -> bool:
         """Ends the replay: the rest of the pass is decided, and passes are recorded anew."""

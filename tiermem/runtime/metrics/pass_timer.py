@@ -23,7 +23,6 @@ LINK_UP = {Tier.DRAM: "dram->hbm", Tier.NVME: "nvme->hbm"}
 _SAME_DISK = {"nvme->dram": "nvme->hbm"}
 _MOST_USES = 3000
 _MOST_WAITING = 4
-_ALL = 1 << 62
 _HOST, _HOST_WAIT = "host", "host wait"
 
 
@@ -129,6 +128,7 @@ class PassTimer:
         self._older: dict[int, _Fill] = {}
         self._last: dict[str, int] = {}
         self._totals = _Totals()
+        self._reads_at_ends = False
 
     # -- stamping --------------------------------------------------------
 
@@ -148,10 +148,13 @@ class PassTimer:
             self._older, self._fills = self._fills, {}
         if self.estimates.wants(key) and len(self._waiting) < _MOST_WAITING:
             self.sampling = self._clock.usable()
-            if self.pending and not self.estimates.sure(key):
-                self.harvest(_ALL)  # the plan for this pass is made with it
             if self.sampling:
                 self._open = _Sample(key, self._counters.bytes_by_link())
+        # the plan for this pass is made with what was measured; once passes are known well enough
+        # it is read as one ends instead, where the host has mostly nothing to do but to wait
+        if self.pending and not (self._reads_at_ends and self.estimates.sure(key)):
+            self.harvest()
+        self._reads_at_ends = False
         length.slowed = self.sampling or self.pending
 
     def cut_short(self) -> None:
@@ -191,7 +194,10 @@ class PassTimer:
         sample.uses.append(_Use(block_id, link, before, after, fill, ready is not None, waited))
 
     def ended(self) -> None:
-        """Ends the pass, its last work having been submitted."""
+        """Ends the pass, its last work having been submitted, and reads those before it."""
+        self._reads_at_ends = True
+        if self.pending:
+            self.harvest()
         if self._open is not None:
             self._open.end = self._clock.stamp() if self._clock.usable() else None
             self._close()
@@ -225,16 +231,15 @@ class PassTimer:
 
     # -- reading ---------------------------------------------------------
 
-    def harvest(self, most: int) -> None:
-        """Reads up to ``most`` uses whose stamps have passed, in order."""
+    def harvest(self) -> None:
+        """Reads the uses whose stamps have passed, in order."""
         if not self._clock.usable():
             return
         while self._waiting:
             sample = self._waiting[0]
             while sample.at < len(sample.uses):
-                if most <= 0 or not self._read(sample):
+                if not self._read(sample):
                     return
-                most -= 1
             self._waiting.popleft()
             self._commit(sample)
         self.pending = False
@@ -251,7 +256,7 @@ class PassTimer:
 
     def efficiency(self) -> Efficiency | None:
         """Returns how the measured passes compare with their bound; None before any."""
-        self.harvest(_ALL)
+        self.harvest()
         totals = self._totals
         if totals.seconds <= 0.0:
             return None
@@ -270,7 +275,7 @@ class PassTimer:
 
     def rows(self, records: Iterable[Record]) -> list[PaceRow]:
         """Returns the measured times of these blocks."""
-        self.harvest(_ALL)
+        self.harvest()
         by_id = {record.block.id: record for record in records}
         found = []
         for key, block_id, seconds, samples in self.estimates.rows():
