@@ -6,10 +6,11 @@ import os
 import random
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,124 +18,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_examples import examples
-from support_runtime import EvenClock
+from support_loop import PAGE, Loop, loop
 
-from tiermem.config import Policy, Settings
-from tiermem.core.block import Block, Role
-from tiermem.core.layout import TensorShape
-from tiermem.core.residency import Record
 from tiermem.core.schedule import Planner
 from tiermem.errors import ClosedError, ConfigError
 from tiermem.runtime.lookahead.prefetcher import Prefetcher
 from tiermem.runtime.lookahead.replay import Replay
-from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.placement.evictor import Evictor
 from tiermem.runtime.transfers.deferred import Deferred
-
-PAGE = 4096
-
-
-@dataclass
-class Loop:
-    """A manager that fetches ahead as beside a GPU, what its blocks hold, and what happened.
-
-    Attributes:
-        manager: The manager.
-        blocks: Blocks of one or two pages, at home in DRAM or in a file.
-        values: What every byte of each is.
-        events: Blocks that came up or left, in order.
-    """
-
-    manager: BlockManager
-    blocks: list[Block]
-    values: list[int]
-    events: list[tuple[str, int]] = field(default_factory=list)
-
-    def use(self, number: int, *, write: bool = False) -> None:
-        slot = self.manager.acquire(self.blocks[number])
-        assert slot.bytes.eq(self.values[number]).all()
-        if write:
-            self.values[number] = (self.values[number] + 1) % 251
-            slot.bytes.fill_(self.values[number])
-        self.manager.release(self.blocks[number], dirty=write)
-
-    def go_round(self, order: list[int] | None = None) -> list[tuple[str, int]]:
-        """Uses the blocks in order; returns what came and left."""
-        self.events.clear()
-        self.manager.begin_pass("loop")
-        for number in range(len(self.blocks)) if order is None else order:
-            self.use(number)
-        return list(self.events)
-
-    def check(self) -> None:
-        self.manager.parts.table.check()
-        slots = self.manager.parts.slots
-        present = {r.block.id for r in self.manager.parts.table if r.extent is not None}
-        assert set(slots.current) == present
-        assert set(map(id, slots.by_address.values())) == set(map(id, slots.current.values()))
-        for block, value in zip(self.blocks, self.values, strict=True):
-            assert self.manager.read(block)[0].eq(value).all()
-
-
-@contextmanager
-def loop(
-    blocks: int, slots: int, *, depth: Any = 1, large: int = 0, nvme: Path | None = None
-) -> Iterator[Loop]:
-    """Opens a manager; ``large`` of its blocks have two pages, and all uses take as long.
-
-    With ``nvme`` the blocks are at home in a file there, and DRAM has room for all of them.
-    """
-    manager = BlockManager(
-        Settings(
-            device="cpu",
-            hbm=slots * PAGE,
-            dram=2 * blocks * PAGE + (0 if nvme is None else 1 << 20),
-            nvme=() if nvme is None else (nvme,),
-            nvme_bytes=None,
-            policy=Policy(params="dram" if nvme is None else "nvme"),
-            prefetch_depth=depth,
-        )
-    )
-    manager.prefetcher.fetcher.beside = True
-    manager.parts.pass_timer._clock = EvenClock()
-    pages = [2 if number < large else 1 for number in range(blocks)]
-    made = manager.add_blocks(
-        [
-            (f"b{n}", Role.PARAM, [TensorShape("w", (p * PAGE,), (1,), torch.uint8, 1)])
-            for n, p in enumerate(pages)
-        ]
-    )
-    for number, (block, p) in enumerate(zip(made, pages, strict=True)):
-        manager.write_home(block, [torch.full((p * PAGE,), number, dtype=torch.uint8)])
-    found = Loop(manager, made, list(range(blocks)))
-    up, left, exchange = (
-        manager.parts.copy.up,
-        manager.parts.transfers.left,
-        manager.parts.transfers.exchange,
-    )
-
-    def rising(target: torch.Tensor, *args: Any) -> Any:
-        found.events.append(("up", target.data_ptr() - manager.parts.slots.arena.address))
-        return up(target, *args)
-
-    def leaving(block_id: int) -> None:
-        found.events.append(("left", block_id))
-        left(block_id)
-
-    def exchanging(leaves: Record, comes: Record, nbytes: int) -> bool:
-        before = len(found.events)
-        done = exchange(leaves, comes, nbytes)
-        if done:
-            found.events.insert(before, ("left", leaves.block.id))
-        return done
-
-    manager.parts.copy.up = rising  # type: ignore[method-assign]
-    manager.parts.transfers.left = leaving  # type: ignore[method-assign]
-    manager.parts.transfers.exchange = exchanging  # type: ignore[method-assign]
-    try:
-        yield found
-    finally:
-        manager.close()
 
 
 def decide_always(made: Loop) -> None:
@@ -144,7 +35,7 @@ def decide_always(made: Loop) -> None:
 
 def only_recorded(made: Loop) -> None:
     """Has passes repeat what was recorded alone: nothing is laid out beforehand."""
-    made.manager.replay._arranger.begin = lambda _: None  # type: ignore[method-assign]
+    made.manager.replay._arranger._fetcher = SimpleNamespace(beside=False)  # type: ignore[assignment]
 
 
 def until_it_repeats(made: Loop) -> None:
@@ -203,6 +94,7 @@ def test_what_is_done_again_is_what_would_have_been_decided(
         loop(blocks, slots, depth=depth, large=large) as other,
     ):
         decide_always(other)
+        only_recorded(one)
         for made in (one, other):  # estimates from the host's clock would differ
             made.manager.parts.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
         for _ in range(8):
@@ -272,15 +164,20 @@ DISTURBANCES = [lease, look, point, write, evict, discard, keep_out]
     slots=st.integers(3, 6),
     large=st.integers(0, 4),
     from_file=st.booleans(),
+    depth=st.sampled_from(["auto", 1]),  # laid out beforehand, or recorded
 )
 def test_whatever_happens_in_a_loop_that_repeats_no_byte_is_lost(
-    seed: int, blocks: int, slots: int, large: int, from_file: bool
+    seed: int, blocks: int, slots: int, large: int, from_file: bool, depth: Any
 ) -> None:
     rng = random.Random(seed)
     with (
         tempfile.TemporaryDirectory() as folder,
         loop(
-            blocks, slots + 2 * (large > 0), large=large, nvme=Path(folder) if from_file else None
+            blocks,
+            slots + 2 * (large > 0),
+            depth=depth,
+            large=large,
+            nvme=Path(folder) if from_file else None,
         ) as made,
     ):
         for _ in range(5):

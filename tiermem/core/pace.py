@@ -11,8 +11,8 @@ _SAMPLES_AT_FIRST = 2
 _EVERY = 16
 _EXTRA = 4
 _CALM = 64
-"""Passes after a surprise in which another one is no reason to measure more than usual: where others
-use the machine, times differ from pass to pass, and measuring takes the host time."""
+"""Passes after a surprise in which another one is no reason to measure more than usual: where
+others use the machine, times differ from pass to pass, and measuring takes the host time."""
 _CHANGED = 0.25
 _NOISE = 20e-6
 """Seconds per use in which a host's time differs from pass to pass, and no plan would."""

@@ -10,7 +10,7 @@ into force: what lies elsewhere leaves, and what stays and is missing comes as t
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tiermem.core.block import Tier
 from tiermem.core.laps import (
@@ -45,7 +45,7 @@ _AS_GOOD = 1.01
 _VISIT = 0.5
 """Share of the room to stream through that may come up between two uses for one fetch."""
 
-Name = tuple[Schedule, frozenset[int], int]
+_Name = tuple[Schedule, frozenset[int], int]
 
 
 @dataclass(slots=True, eq=False)
@@ -95,20 +95,16 @@ class _Pause:
     after: int = 1
 
 
-@dataclass(slots=True, eq=False)
 class Arranger:
-    """Lays HBM out for loops that only read; under the manager's lock.
+    """Lays HBM out for loops that only read; under the manager's lock."""
 
-    Attributes:
-        parts: Of the manager.
-        fetcher: Knows whether copies from DRAM run beside the compute, as on a GPU.
-    """
-
-    parts: Parts
-    fetcher: Fetcher
-    _loops: dict[Name, _Loop | None] = field(default_factory=dict)
-    _force: _Force | None = None
-    _pauses: dict[Hashable, _Pause] = field(default_factory=dict)
+    def __init__(self, parts: Parts, fetcher: Fetcher) -> None:
+        """Works on ``parts``; ``fetcher`` knows whether copies run beside the compute."""
+        self._parts = parts
+        self._fetcher = fetcher
+        self._loops: dict[_Name, _Loop | None] = {}
+        self._force: _Force | None = None
+        self._pauses: dict[Hashable, _Pause] = {}
 
     def begin(self, plan: StreamPlan) -> list[Step] | None:
         """Returns what is done at each place of the pass that begins, HBM being laid out for it.
@@ -130,7 +126,7 @@ class Arranger:
         elif (
             force is None
             or force.loop is not loop
-            or force.departures != self.parts.transfers.departures.count
+            or force.departures != self._parts.transfers.departures.count
         ):
             self._force = self._arrange(loop, plan.plan.residents)
             if self._force is None:
@@ -146,13 +142,13 @@ class Arranger:
         force = self._force
         if force is not None:
             force.at = force.rounds.after(force.at)
-            force.departures = self.parts.transfers.departures.count
-            self._pauses.pop(self.parts.planner.key, None)
+            force.departures = self._parts.transfers.departures.count
+            self._pauses.pop(self._parts.planner.key, None)
 
     def broke_off(self) -> None:
         """Notes that the pass under way did not go as it was laid out."""
         self._force = None
-        key = self.parts.planner.key
+        key = self._parts.planner.key
         pause = self._pauses.pop(key, None) or _Pause()
         pause.passes, pause.after = pause.after, min(_MOST_PAUSE, 2 * pause.after)
         self._pauses[key] = pause
@@ -168,9 +164,9 @@ class Arranger:
 
     def _may(self, plan: StreamPlan) -> bool:
         """Whether the pass that begins may be laid out, as far as it and the plan go."""
-        parts = self.parts
+        parts = self._parts
         planner, schedule = parts.planner, parts.planner.schedule
-        if not self.fetcher.beside or parts.settings.prefetch_depth != "auto" or plan.turn:
+        if not self._fetcher.beside or parts.settings.prefetch_depth != "auto" or plan.turn:
             return False
         if parts.transfers.waste.stopping or not planner.observed(planner.key):
             return False
@@ -184,8 +180,8 @@ class Arranger:
 
     def _loop(self, plan: StreamPlan) -> _Loop | None:
         """Returns the loop of the present schedule, if it can be laid out with a plan."""
-        schedule, residents = self.parts.planner.schedule, plan.plan.residents
-        name = schedule, residents, self.parts.table.hbm.capacity
+        schedule, residents = self._parts.planner.schedule, plan.plan.residents
+        name = schedule, residents, self._parts.table.hbm.capacity
         if name not in self._loops:
             self._loops[name] = self._lay_out(schedule, residents, plan.compute)
             if len(self._loops) > _MOST_LOOPS:
@@ -201,7 +197,7 @@ class Arranger:
         order = list(schedule.order[:length])
         if order != list(schedule.order[length : 2 * length]):
             return None
-        table, runs = self.parts.table, self.parts.evictor.regions.runs()
+        table, runs = self._parts.table, self._parts.evictor.regions.runs()
         sizes = {
             block: record.block.nbytes
             for block in set(order) - residents
@@ -231,11 +227,11 @@ class Arranger:
     def _arrival(self, record: Record) -> float:
         """Returns the seconds that a block takes from DRAM."""
         link, block = LINK_UP[Tier.DRAM], record.block
-        return self.parts.pass_timer.estimates.transfer(link, block.id, block.nbytes)
+        return self._parts.pass_timer.estimates.transfer(link, block.id, block.nbytes)
 
     def _is_simple(self, loop: _Loop) -> bool:
         """Whether all that a loop uses is defined and, where it may move, at home in DRAM."""
-        records = map(self.parts.table.get, loop.order)
+        records = map(self._parts.table.get, loop.order)
         return all(
             record is not None
             and record.defined
@@ -250,12 +246,12 @@ class Arranger:
         None where a block that cannot leave is in the way.
         """
         inside = self._inside(loop)
-        for extent in list(self.parts.table.hbm.extents()):
-            if not self._clear(self.parts.table.at(extent.offset), residents, inside):
+        for extent in list(self._parts.table.hbm.extents()):
+            if not self._clear(self._parts.table.at(extent.offset), residents, inside):
                 return None
         missing = self._missing(loop, residents)
         if missing is None:
-            self.parts.evictor.pack()
+            self._parts.evictor.pack()
             missing = self._missing(loop, residents)
         rounds = None
         if missing is not None:
@@ -266,7 +262,7 @@ class Arranger:
         """Returns what streams and lies just where the layout wants it as a round begins."""
         found: dict[int, Place] = {}
         for visit, offset in zip(loop.visits, loop.layout[0], strict=True):
-            extent = self.parts.table[visit.block].extent
+            extent = self._parts.table[visit.block].extent
             if extent is not None and extent.offset == offset and visit.block not in found:
                 found[visit.block] = Place(offset, extent.nbytes)
         return found
@@ -279,7 +275,7 @@ class Arranger:
             return False  # bytes that somebody's views keep
         if record.fixed or record.block.id in inside:
             return record.fixed or record.in_hbm is State.VALID
-        regions, evictor = self.parts.evictor.regions, self.parts.evictor
+        regions, evictor = self._parts.evictor.regions, self._parts.evictor
         if record.block.id in residents and not regions.misplaced(record):
             return record.in_hbm is State.VALID
         if record.in_hbm is not State.VALID or not evictor.rules.let_loose(record):
@@ -289,7 +285,7 @@ class Arranger:
 
     def _missing(self, loop: _Loop, residents: frozenset[int]) -> list[Missing] | None:
         """Returns what stays and is not in HBM, with places; None where it has no room."""
-        table, border = self.parts.table, self.parts.evictor.regions.border
+        table, border = self._parts.table, self._parts.evictor.regions.border
         first: dict[int, int] = {}
         for position, block in enumerate(loop.order):
             if block in residents and table[block].extent is None:
@@ -309,7 +305,7 @@ class Arranger:
 
     def _steps_of(self, loop: _Loop, rounds: Rounds) -> list[list[Step]]:
         """Returns the steps of each round: as it begins, then after each use."""
-        get, found = self.parts.table.get, []
+        get, found = self._parts.table.get, []
         for fetches in rounds.fetches:
             steps = [Step(None, -1), *(Step(get(block), block) for block in loop.order)]
             for fetch in fetches:
@@ -319,7 +315,7 @@ class Arranger:
 
     def _swap_of(self, fetch: Fetch, length: int) -> Swap:
         """Returns the swap that makes a fetch."""
-        table, passes = self.parts.table, self.parts.planner.schedule.passes
+        table, passes = self._parts.table, self._parts.planner.schedule.passes
         comes, later = table[fetch.block], fetch.use // length
         key = passes[min(later, len(passes) - 1)][1]
         if fetch.exchanged:

@@ -146,15 +146,15 @@ class PassTimer:
             for fill in self._older.values():
                 self._let_go(fill)
             self._older, self._fills = self._fills, {}
-        if self.estimates.wants(key) and len(self._waiting) < _MOST_WAITING:
-            self.sampling = self._clock.usable()
-            if self.sampling:
-                self._open = _Sample(key, self._counters.bytes_by_link())
         # the plan for this pass is made with what was measured; once passes are known well enough
         # it is read as one ends instead, where the host has mostly nothing to do but to wait
         if self.pending and not (self._reads_at_ends and self.estimates.sure(key)):
             self.harvest()
         self._reads_at_ends = False
+        if self.estimates.wants(key) and len(self._waiting) < _MOST_WAITING:
+            self.sampling = self._clock.usable()
+            if self.sampling:
+                self._open = _Sample(key, self._counters.bytes_by_link())
         length.slowed = self.sampling or self.pending
 
     def cut_short(self) -> None:

@@ -1,0 +1,138 @@
+"""Loops that are laid out: replayed from the second pass on, and decided where that cannot be."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support_examples import examples
+from support_loop import Loop, loop
+
+from tiermem.core.block import Block
+from tiermem.runtime.memory.slots import Slot
+
+
+def arranged(made: Loop) -> bool:
+    """Whether the pass under way goes as it was laid out."""
+    run = made.manager.replay._run
+    return run is not None and run.arranged
+
+
+def ups(events: list[tuple[str, int]]) -> int:
+    return sum(what == "up" for what, _ in events)
+
+
+@pytest.mark.parametrize("large", [0, 4])
+def test_the_second_pass_is_replayed(large: int) -> None:
+    with loop(12, 6 + 2 * (large > 0), depth="auto", large=large) as made:
+        made.go_round()
+        assert not arranged(made)
+        for _ in range(5):
+            before = made.manager.stats().misses
+            made.go_round()
+            assert arranged(made)
+            assert made.manager.stats().misses == before
+        made.check()
+
+
+def test_what_stays_is_not_moved_again() -> None:
+    with loop(12, 6, depth="auto") as made:
+        for _ in range(4):
+            made.go_round()
+        stay = len(made.manager.parts.evictor.residents)
+        assert stay >= 3
+        for _ in range(3):
+            assert ups(made.go_round()) == 12 - stay
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    blocks=st.integers(3, 10),
+    slots=st.integers(2, 8),
+    large=st.integers(0, 4),
+    seed=st.integers(0, 1 << 20),
+)
+def test_any_order_finds_its_blocks(blocks: int, slots: int, large: int, seed: int) -> None:
+    rng = random.Random(seed)
+    order = list(range(blocks)) + rng.choices(range(blocks), k=rng.randrange(blocks))
+    with loop(blocks, slots + 2 * (large > 0), depth="auto", large=large) as made:
+        for _ in range(3):
+            rng.shuffle(order)
+            for _ in range(7):
+                assert ups(made.go_round(order)) <= len(order) + blocks
+        made.check()
+
+
+def test_another_order_is_decided_once_and_laid_out_then() -> None:
+    with loop(10, 5, depth="auto") as made:
+        for _ in range(4):
+            made.go_round()
+        turned = list(reversed(range(10)))
+        made.go_round(turned)
+        assert not arranged(made)
+        for _ in range(4):
+            made.go_round(turned)
+        assert arranged(made)
+        made.check()
+
+
+def test_orders_that_change_all_the_time_are_given_up() -> None:
+    """Nothing is gained where passes break off, so ever fewer are laid out."""
+    with loop(10, 5, depth="auto") as made:
+        rng, begun = random.Random(3), 0
+        for _ in range(60):
+            order = list(range(10))
+            rng.shuffle(order)
+            made.manager.begin_pass("loop")
+            begun += arranged(made)
+            for number in order:
+                made.use(number)
+        assert begun <= 8
+        made.check()
+
+
+def held(made: Loop, block: Block) -> Slot:
+    return made.manager.acquire(block)
+
+
+def test_a_block_in_the_way_that_cannot_leave_is_no_obstacle_to_the_loop() -> None:
+    with loop(10, 6, depth="auto") as made:
+        for _ in range(4):
+            made.go_round()
+        streams = [
+            block
+            for block in made.blocks
+            if block.id not in made.manager.parts.evictor.residents
+            and made.manager.record(block).usable
+        ]
+        slot = held(made, streams[0])
+        for _ in range(6):
+            made.go_round()
+            assert slot.bytes.eq(made.values[made.blocks.index(streams[0])]).all()
+        made.manager.release(streams[0])
+        for _ in range(80):
+            made.go_round()
+            if arranged(made):
+                break
+        assert arranged(made)
+        made.check()
+
+
+def test_an_exception_ends_the_layout_and_it_is_made_again() -> None:
+    with loop(10, 5, depth="auto") as made:
+        for _ in range(4):
+            made.go_round()
+        made.manager._repair()
+        for _ in range(5):
+            made.go_round()
+        assert arranged(made)
+        made.check()
+
+
+def test_a_user_who_says_how_far_to_fetch_ahead_is_heard() -> None:
+    with loop(10, 5, depth=2) as made:
+        for _ in range(6):
+            made.go_round()
+            assert not arranged(made)
