@@ -15,6 +15,10 @@ from typing import NamedTuple
 Run = tuple[int, int]
 """First byte of some room, and the first behind it."""
 
+_VISIT = 0.5
+"""Share of the room to stream through that may come up between two uses for one fetch."""
+_AS_GOOD = 1.01
+"""A layout that takes so many times the busier of link and compute is taken at once."""
 _LEAD = 4
 """Rounds in which a loop has to come to repeat itself."""
 _MORE_LAPS = 2
@@ -109,6 +113,57 @@ class Rounds:
     def after(self, number: int) -> int:
         """Returns the round that comes after one."""
         return number + 1 if number + 1 < len(self.fetches) else self.again
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """A loop that is laid out.
+
+    Attributes:
+        visits: Of a round, by first use.
+        layout: See :func:`layouts`.
+        seconds: How long a round takes by the model of the link.
+    """
+
+    visits: list[Visit]
+    layout: list[list[int]]
+    seconds: float
+
+
+def lay_out(
+    order: Sequence[int],
+    compute: Sequence[float],
+    streams: Mapping[int, int],
+    transfer: Mapping[int, float],
+    runs: Sequence[Run],
+    latency: float,
+) -> LaidOut | None:
+    """Lays a loop out in the way that takes it the least time; None where none is possible.
+
+    Args:
+        order: Ids of the blocks used, one round.
+        compute: Seconds of each use.
+        streams: Bytes of the blocks that stream, by id.
+        transfer: Seconds that each of them takes to arrive, by id.
+        runs: The room they stream through, ascending.
+        latency: Seconds between a place coming free and the copy to it.
+    """
+    room = sum(end - begin for begin, end in runs)
+    visits = visits_of(order, streams, int(_VISIT * room))
+    if not visits:
+        return None
+    enough = _AS_GOOD * max(sum(transfer[visit.block] for visit in visits), sum(compute))
+    best: LaidOut | None = None
+    for layout in layouts(visits, runs):
+        rounds = play(visits, layout, len(order), {})
+        if rounds is None:
+            continue
+        seconds = seconds_of(rounds, order, compute, transfer, latency)
+        if best is None or seconds < best.seconds:
+            best = LaidOut(visits, layout, seconds)
+        if seconds <= enough:
+            break
+    return best
 
 
 def visits_of(order: Sequence[int], sizes: Mapping[int, int], reach: int) -> list[Visit]:

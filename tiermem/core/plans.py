@@ -15,6 +15,7 @@ from functools import cached_property
 from tiermem.core.cost import refetched, streaming_time
 from tiermem.core.fromdisk import Round, play
 from tiermem.core.lanes import Lanes, laned_time, one_ahead_time
+from tiermem.core.laps import lay_out
 from tiermem.core.residents import choose_residents, keep_largest
 
 _SLOTS = (2, 3, 4, 6, 8, 12, 16)
@@ -108,6 +109,7 @@ class Loop:
         latency: Seconds between a slot coming free and the next copy into it.
         files: Of the blocks whose homes are files.
         steady: Whether the same blocks are used in the same order, each once a round.
+        laid_out: Whether its rounds are laid out beforehand (:mod:`tiermem.core.laps`).
     """
 
     order: Sequence[int]
@@ -118,14 +120,21 @@ class Loop:
     latency: float
     files: Files | None = None
     steady: bool = False
+    laid_out: bool = False
+
+    @cached_property
+    def _by_residents(self) -> dict[frozenset[int], float | None]:
+        """Seconds that were found for what stays; None where that cannot be laid out."""
+        return {}
 
     @cached_property
     def length(self) -> int:
         """Uses in a round."""
         return _period(self.order)
 
+    @cached_property
     def slower(self) -> Loop:
-        """Returns the loop by which plans are compared: its compute takes somewhat longer."""
+        """The loop by which plans are compared: its compute takes somewhat longer."""
         return replace(self, compute=[_SLOWER * seconds for seconds in self.compute])
 
     def seconds(self, plan: Plan) -> float:
@@ -133,6 +142,10 @@ class Loop:
         if self.files is not None:
             return self.from_disk(plan, self.files)[0]
         order, sizes, kept = self.order, self.sizes, plan.residents
+        if self.laid_out:
+            found = self._by_laps(kept)
+            if found is not None:
+                return found
         if plan.lanes:
             return self._by_lanes(plan)
         slot = largest_beside(sizes, kept) or 1
@@ -151,6 +164,17 @@ class Loop:
         if self.steady:
             return max(found, self.one_by_one(plan))
         return max(found, one_ahead_time(fetched, self.compute, arrive, self.latency))
+
+    def _by_laps(self, kept: frozenset[int]) -> float | None:
+        """Returns how long it takes with its rounds laid out; None where they cannot be."""
+        if kept not in self._by_residents:
+            order, compute, _ = self._round()
+            room = self.room - sum(self.sizes[block] for block in kept)
+            streams = {block: s for block, s in self.sizes.items() if block not in kept}
+            out = lay_out(order, compute, streams, self.transfer, [(0, room)], self.latency)
+            rounds = len(self.order) / len(order)
+            self._by_residents[kept] = None if out is None else rounds * out.seconds
+        return self._by_residents[kept]
 
     def _all_anew(self, plan: Plan, taken: Mapping[int, int]) -> float:
         """Returns how long rounds take in which each block is used once and stays or is fetched."""
@@ -257,7 +281,7 @@ def share_hbm(loop: Loop, settled: Plan | None = None) -> Plan:
         return _all_in_dram(loop, loop.files, settled) or _share_from_disk(
             loop, loop.files, settled
         )
-    loop = loop.slower()
+    loop = loop.slower
     found: list[tuple[float, Plan]] = []
     best = math.inf
     for plan in _plans(loop, _SLOTS):
@@ -371,7 +395,7 @@ def _faster_by_lanes(loop: Loop, plan: Plan) -> Plan:
     is shared, and does not leave most of the next pass's fetches to the end of the one before.
     Where compute takes longer than the copies, room that forgives is worth more.
     """
-    if not loop.steady or plan.slot == 0 or not loop.waits_for_link(plan):
+    if loop.laid_out or not loop.steady or plan.slot == 0 or not loop.waits_for_link(plan):
         return plan
     worth_it = 1.0 if loop.by_twos(plan) else _WORTH_IT_BY_LANES
     best, fastest = plan, loop.seconds(plan) * worth_it

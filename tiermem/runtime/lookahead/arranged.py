@@ -13,20 +13,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from tiermem.core.block import Tier
-from tiermem.core.laps import (
-    Fetch,
-    Missing,
-    Place,
-    Rounds,
-    Visit,
-    layouts,
-    play,
-    seconds_of,
-    visits_of,
-)
+from tiermem.core.laps import Fetch, LaidOut, Missing, Place, Rounds, lay_out, play
 from tiermem.core.residency import Record, State
 from tiermem.core.schedule import Schedule
-from tiermem.runtime.lookahead.plan_maker import READ_ONLY, StreamPlan
+from tiermem.runtime.lookahead.plan_maker import READ_ONLY, SLOT_LATENCY, StreamPlan
 from tiermem.runtime.lookahead.swaps import Fit, Step, Swap
 from tiermem.runtime.lookahead.walks import Fetcher
 from tiermem.runtime.metrics.pass_timer import LINK_UP
@@ -36,14 +26,8 @@ _MOST_LOOPS = 16
 _MOST_USES = 4096
 _MOST_PAUSE = 64
 """Passes that are decided, at most, after one that did not go as it was laid out."""
-_LATENCY = 50e-6
-"""Seconds between a place coming free and the copy to it."""
 _USUAL = 0.3
 """Compute of a use, over the time a block takes to arrive, where nothing is known of it."""
-_AS_GOOD = 1.01
-"""A layout that takes so many times the busier of link and compute is taken at once."""
-_VISIT = 0.5
-"""Share of the room to stream through that may come up between two uses for one fetch."""
 
 _Name = tuple[Schedule, frozenset[int], int]
 
@@ -54,13 +38,11 @@ class _Loop:
 
     Attributes:
         order: Its blocks, one round.
-        visits: What streams.
-        layout: Where it goes.
+        laid_out: What streams, and where it goes.
     """
 
     order: Sequence[int]
-    visits: list[Visit]
-    layout: list[list[int]]
+    laid_out: LaidOut
 
 
 @dataclass(slots=True, eq=False)
@@ -205,24 +187,11 @@ class Arranger:
         }
         if not sizes or not runs:
             return None
-        room = sum(end - begin for begin, end in runs)
-        visits = visits_of(order, sizes, int(_VISIT * room))
         transfer = {block: self._arrival(table[block]) for block in sizes}
         usual = _USUAL * sum(transfer.values()) / len(transfer)
         known = [usual if seconds is None else seconds for seconds in compute[:length]]
-        moved = sum(transfer[visit.block] for visit in visits)
-        least = max(moved, sum(known))
-        found: list[tuple[float, list[list[int]]]] = []
-        for layout in layouts(visits, runs):
-            rounds = play(visits, layout, length, {})
-            if rounds is not None:
-                seconds = seconds_of(rounds, order, known, transfer, _LATENCY)
-                found.append((seconds, layout))
-                if seconds <= _AS_GOOD * least:
-                    break
-        if not found:
-            return None
-        return _Loop(order, visits, min(found, key=lambda entry: entry[0])[1])
+        found = lay_out(order, known, sizes, transfer, runs, SLOT_LATENCY)
+        return None if found is None else _Loop(order, found)
 
     def _arrival(self, record: Record) -> float:
         """Returns the seconds that a block takes from DRAM."""
@@ -255,13 +224,14 @@ class Arranger:
             missing = self._missing(loop, residents)
         rounds = None
         if missing is not None:
-            rounds = play(loop.visits, loop.layout, len(loop.order), inside, missing)
+            out = loop.laid_out
+            rounds = play(out.visits, out.layout, len(loop.order), inside, missing)
         return None if rounds is None else _Force(loop, rounds, self._steps_of(loop, rounds))
 
     def _inside(self, loop: _Loop) -> dict[int, Place]:
         """Returns what streams and lies just where the layout wants it as a round begins."""
         found: dict[int, Place] = {}
-        for visit, offset in zip(loop.visits, loop.layout[0], strict=True):
+        for visit, offset in zip(loop.laid_out.visits, loop.laid_out.layout[0], strict=True):
             extent = self._parts.table[visit.block].extent
             if extent is not None and extent.offset == offset and visit.block not in found:
                 found[visit.block] = Place(offset, extent.nbytes)

@@ -22,7 +22,7 @@ _MOST_STEPS = 4096
 _MOST_PLANNED = 1 << 14
 _MARGIN = 1.25
 _LATENCY = 1e-3
-_SLOT_LATENCY = 50e-6
+SLOT_LATENCY = 50e-6
 _STAY = 1.25
 """The disk's time over the compute's at which reads by way of DRAM are given up; they are taken
 up again where it is shorter by the same factor."""
@@ -343,16 +343,16 @@ class PlanMaker:
             )
         else:
             loop = self._loop(schedule, sizes, room, known, fetch, spare)
-            loop = replace(loop, steady=steady)
+            loop = replace(loop, steady=steady, laid_out=not files and _comes_again(schedule))
             if plan is None:
                 plan = share_hbm(loop, before)
                 if plan is not before:
-                    plan = self._nearer(loop if files else loop.slower(), plan)
+                    plan = self._nearer(loop if files else loop.slower, plan)
         self._settled[self._load] = alike, spared if plan is before else spare, plan
         if len(self._settled) > _MOST_LOADS:
             del self._settled[next(iter(self._settled))]
         if learned and not files:
-            plan = self._worth_moving(loop.slower(), plan)
+            plan = self._worth_moving(loop.slower, plan)
         self._in_force = alike[:2], plan
         return plan
 
@@ -438,9 +438,9 @@ class PlanMaker:
             transfer[block] = self._from_dram(self._parts.table[block])[1]
         if not files:  # a few rounds tell as much as all that are foreseen
             rounds = _ROUNDS * sum(block in sizes for block in schedule.order[: _length(schedule)])
-            if _goes_round(schedule):
+            if _comes_again(schedule):
                 blocks, seconds = blocks[:rounds], seconds[:rounds]
-        return Loop(blocks, sizes, room, seconds, transfer, _SLOT_LATENCY, files)
+        return Loop(blocks, sizes, room, seconds, transfer, SLOT_LATENCY, files)
 
     def _unlearned(self, order: Sequence[int], sizes: dict[int, int], room: int) -> Plan:
         """Returns a plan that no times are known for."""
@@ -523,6 +523,13 @@ class PlanMaker:
 def _length(schedule: Schedule) -> int:
     """Returns the uses of the pass that begins a schedule."""
     return schedule.passes[1][0] if len(schedule.passes) > 1 else len(schedule)
+
+
+def _comes_again(schedule: Schedule) -> bool:
+    """Whether the pass that begins a schedule is followed by another one that does the same."""
+    length = _length(schedule)
+    again = list(schedule.order[length : 2 * length])
+    return bool(again) and list(schedule.order[:length]) == again
 
 
 def _goes_round(schedule: Schedule) -> bool:
