@@ -64,7 +64,9 @@ class Fetch(NamedTuple):
 
     def same(self) -> tuple[object, ...]:
         """Returns what two fetches have in common that do the same."""
-        return self._replace(offset=-1) if self.exchanged else self
+        if self.exchanged:
+            return self.event, self.block, self.leaves, self.use
+        return self
 
 
 @dataclass(slots=True)

@@ -15,10 +15,12 @@ from functools import cached_property
 from tiermem.core.cost import refetched, streaming_time
 from tiermem.core.fromdisk import Round, play
 from tiermem.core.lanes import Lanes, laned_time, one_ahead_time
-from tiermem.core.laps import lay_out
+from tiermem.core.laps import LaidOut, lay_out
 from tiermem.core.residents import choose_residents, keep_largest
 
 _SLOTS = (2, 3, 4, 6, 8, 12, 16)
+_SLOTS_LAID_OUT = (2, 3, 4)
+"""The same where rounds are laid out, and the model of them leaves nothing out."""
 _AS_GOOD = 1.002
 _FORGIVING = 4
 """Slots that are room enough for what the model of the links does not know."""
@@ -29,6 +31,8 @@ _SLOWER = 1.1
 little of how room comes free to tell which of them delays each block."""
 _WORTH_IT = 1.02
 """A plan in force is replaced if it is slower than the best one by this factor."""
+_WORTH_IT_LAID_OUT = 1.015
+"""As ``_WORTH_IT``, over the least that any plan comes to, so that no other has to be tried."""
 _WORTH_IT_BY_LANES = 1.01
 """As ``_WORTH_IT``, for a plan with lanes, which has little spare room for errors of the model."""
 _AT_ENDS = (0, 1, 2)
@@ -123,8 +127,8 @@ class Loop:
     laid_out: bool = False
 
     @cached_property
-    def _by_residents(self) -> dict[frozenset[int], float | None]:
-        """Seconds that were found for what stays; None where that cannot be laid out."""
+    def _by_residents(self) -> dict[frozenset[int], LaidOut | None]:
+        """Layouts that were found for what stays; None where that cannot be laid out."""
         return {}
 
     @cached_property
@@ -142,10 +146,9 @@ class Loop:
         if self.files is not None:
             return self.from_disk(plan, self.files)[0]
         order, sizes, kept = self.order, self.sizes, plan.residents
-        if self.laid_out:
-            found = self._by_laps(kept)
-            if found is not None:
-                return found
+        out = self.by_laps(kept)
+        if out is not None:
+            return out.seconds * len(order) / self.length
         if plan.lanes:
             return self._by_lanes(plan)
         slot = largest_beside(sizes, kept) or 1
@@ -165,16 +168,31 @@ class Loop:
             return max(found, self.one_by_one(plan))
         return max(found, one_ahead_time(fetched, self.compute, arrive, self.latency))
 
-    def _by_laps(self, kept: frozenset[int]) -> float | None:
-        """Returns how long it takes with its rounds laid out; None where they cannot be."""
+    def by_laps(self, kept: frozenset[int]) -> LaidOut | None:
+        """Returns how its rounds are laid out beside what stays; None where they cannot be."""
+        if not self.laid_out:
+            return None
         if kept not in self._by_residents:
             order, compute, _ = self._round()
-            room = self.room - sum(self.sizes[block] for block in kept)
+            room = self.room - sum(size for block, size in self.sizes.items() if block in kept)
             streams = {block: s for block, s in self.sizes.items() if block not in kept}
             out = lay_out(order, compute, streams, self.transfer, [(0, room)], self.latency)
-            rounds = len(self.order) / len(order)
-            self._by_residents[kept] = None if out is None else rounds * out.seconds
+            self._by_residents[kept] = out
         return self._by_residents[kept]
+
+    def is_good(self, plan: Plan) -> bool:
+        """Whether no plan for rounds that are laid out would be much better than one.
+
+        They wait for nothing but the busier of link and compute, and move hardly more than any.
+        """
+        out = self.by_laps(plan.residents)
+        if out is None:
+            return False
+        rate = sum(self.sizes.values()) / sum(map(self.transfer.__getitem__, self.sizes))
+        streams = [s for block, s in self.sizes.items() if block not in plan.residents]
+        two = sum(sorted(streams)[-2:])
+        moves = (sum(self.sizes.values()) - self.room + two) / rate
+        return out.seconds <= _WORTH_IT_LAID_OUT * max(moves, sum(self._round()[1]))
 
     def _all_anew(self, plan: Plan, taken: Mapping[int, int]) -> float:
         """Returns how long rounds take in which each block is used once and stays or is fetched."""
@@ -284,7 +302,7 @@ def share_hbm(loop: Loop, settled: Plan | None = None) -> Plan:
     loop = loop.slower
     found: list[tuple[float, Plan]] = []
     best = math.inf
-    for plan in _plans(loop, _SLOTS):
+    for plan in _plans(loop, _SLOTS_LAID_OUT if loop.laid_out else _SLOTS):
         if loop.steady and loop.at_least(plan) > best * _AS_GOOD:
             continue  # it moves too much, however well
         found.append((loop.seconds(plan), plan))

@@ -344,6 +344,9 @@ class PlanMaker:
         else:
             loop = self._loop(schedule, sizes, room, known, fetch, spare)
             loop = replace(loop, steady=steady, laid_out=not files and _comes_again(schedule))
+            now = self._in_force
+            if now is not None and now[0] == alike[:2] and loop.slower.is_good(now[1]):
+                plan = before = now[1]
             if plan is None:
                 plan = share_hbm(loop, before)
                 if plan is not before:
