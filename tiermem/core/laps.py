@@ -8,6 +8,7 @@ round fetches, where to, and what leaves for it follows from the order of use an
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,6 +20,13 @@ _VISIT = 0.5
 """Share of the room to stream through that may come up between two uses for one fetch."""
 _AS_GOOD = 1.01
 """A layout that takes so many times the busier of link and compute is taken at once."""
+_HOST = 200e-6
+"""Seconds of the host for a use; it runs ahead of the device unless that has nothing to do."""
+_PRELUDE = 500e-6
+"""Seconds of the host between the begin of a round and its first use."""
+_POSTPONED = (0, 1, 2)
+_MOST_SIZES = 4
+"""Sizes of blocks, those with the most bytes, that smaller slots are made for."""
 _LEAD = 4
 """Rounds in which a loop has to come to repeat itself."""
 _MORE_LAPS = 2
@@ -124,11 +132,13 @@ class LaidOut:
     Attributes:
         visits: Of a round, by first use.
         layout: See :func:`layouts`.
+        postponed: How many of the fetches for the next round are left to its begin.
         seconds: How long a round takes by the model of the link.
     """
 
     visits: list[Visit]
     layout: list[list[int]]
+    postponed: int
     seconds: float
 
 
@@ -160,10 +170,12 @@ def lay_out(
         rounds = play(visits, layout, len(order), {})
         if rounds is None:
             continue
-        seconds = seconds_of(rounds, order, compute, transfer, latency)
-        if best is None or seconds < best.seconds:
-            best = LaidOut(visits, layout, seconds)
-        if seconds <= enough:
+        for count in _POSTPONED:
+            late = postponed(rounds, count, len(order))
+            seconds = seconds_of(late, order, compute, transfer, latency)
+            if best is None or seconds < best.seconds:
+                best = LaidOut(visits, layout, count, seconds)
+        if best is not None and best.seconds <= enough:
             break
     return best
 
@@ -199,8 +211,9 @@ def layouts(visits: Sequence[Visit], runs: Sequence[Run]) -> Iterator[list[list[
 
     In slots of the size of the largest, each of which takes as many blocks that come one after the
     other as fit; the slots take turns, however many slotfuls come in a round. Or, where there are
-    several sizes, in laps over the whole room that are about as long; then each round begins at the
-    begin of the room.
+    several sizes, in one slot of the largest and the rest of the room in slots of a smaller size,
+    which take turns among themselves; or in laps over the whole room that are about as long, where
+    each round begins at the begin of the room.
 
     Args:
         visits: Of one round, by first use.
@@ -215,6 +228,7 @@ def layouts(visits: Sequence[Visit], runs: Sequence[Run]) -> Iterator[list[list[
         yield turning
     if len(set(sizes)) == 1:
         return
+    yield from _in_two_sizes(sizes, runs)
     room = sum(end - begin for begin, end in runs)
     least = _laps(sizes, room)
     for count in range(least, least + _MORE_LAPS + 1):
@@ -304,6 +318,36 @@ def _repeated(found: list[list[Fetch]], period: int) -> Rounds | None:
     return None
 
 
+def postponed(rounds: Rounds, count: int, length: int) -> Rounds:
+    """Leaves the last fetches of each round that are for the next one to its begin.
+
+    As a round begins, all room is taken by what comes first in it, and the link has nothing to do
+    until some of that has been used; what is left of the round before gives it something.
+
+    Args:
+        rounds: See :func:`play`.
+        count: How many of them, at the most.
+        length: Uses in a round.
+    """
+    fetches, again = rounds.fetches, rounds.again
+    kept = [_split(one, count, length) for one in fetches]
+    late = [[f._replace(event=0, use=f.use - length) for f in end] for _, end in kept]
+    first = [[fetch.same() for fetch in late[number]] for number in (again - 1, -1)]
+    if not again or first[0] != first[1]:  # the first time round is another one
+        kept, late = kept + kept[again:], late + late[again:]
+        again = len(fetches)
+    heads = [[], *late]
+    return Rounds([head + body for head, (body, _) in zip(heads, kept, strict=False)], again)
+
+
+def _split(fetches: list[Fetch], count: int, length: int) -> tuple[list[Fetch], list[Fetch]]:
+    """Returns what a round fetches, and apart up to so many of its last fetches for the next."""
+    at = len(fetches)
+    while at and len(fetches) - at < count and fetches[at - 1].use >= length:
+        at -= 1
+    return fetches[:at], fetches[at:]
+
+
 def seconds_of(
     rounds: Rounds,
     order: Sequence[int],
@@ -312,6 +356,9 @@ def seconds_of(
     latency: float,
 ) -> float:
     """Returns how long a round takes by a model of the link, once rounds are repeated.
+
+    Each round begins with link and device at rest, as where its result is read: the link has then
+    nothing to do until the first of what streams has been used.
 
     Args:
         rounds: What is fetched.
@@ -322,27 +369,31 @@ def seconds_of(
     """
     arrived: dict[int, float] = {}
     free: dict[int, float] = {}  # when the compute of a block's last use so far ends
-    device = link = began = 0.0
+    device = link = 0.0
     number = rounds.again
     count = len(rounds.fetches) - number
-    for turn in range(3 * count):
-        if turn == count:
-            began = max(device, link)
+    seconds = 0.0
+    for turn in range(2 * count):
+        began = device = link = max(device, link)
         waiting = iter(rounds.fetches[number])
         fetch = next(waiting, None)
         for event in range(len(order) + 1):
+            host = began + (_PRELUDE + event * _HOST if event else 0.0)
             while fetch is not None and fetch.event == event:
-                for block in fetch.leaves:
-                    link = max(link, free.get(block, 0.0) + latency)
+                link = max(
+                    [link, host, *(free.get(block, 0.0) + latency for block in fetch.leaves)]
+                )
                 link += transfer[fetch.block]
                 arrived[fetch.block] = link
                 fetch = next(waiting, None)
             if event < len(order):
                 block = order[event]
-                device = max(device, arrived.get(block, 0.0)) + compute[event]
+                device = max(device, host, arrived.get(block, 0.0)) + compute[event]
                 free[block] = device
         number = rounds.after(number)
-    return (max(device, link) - began) / (2 * count)
+        if turn >= count:
+            seconds += max(device, link) - began
+    return seconds / count
 
 
 def _of_missing(block: Missing, event: int) -> Fetch:
@@ -367,6 +418,33 @@ def _in_slots(sizes: Sequence[int], runs: Sequence[Run]) -> list[list[int]]:
         [slots[(turn * (number + 1) + at) % len(slots)] + inside for at, inside in places]
         for turn in range(rounds)
     ]
+
+
+def _in_two_sizes(sizes: Sequence[int], runs: Sequence[Run]) -> Iterator[list[list[int]]]:
+    """Yields the offsets where the largest blocks have a slot to themselves, by round."""
+    large = max(sizes)
+    begin, end = max(runs, key=lambda run: run[1] - run[0])
+    smaller: Counter[int] = Counter()
+    for nbytes in sizes:
+        smaller[nbytes] += nbytes
+    for small, _ in smaller.most_common(_MOST_SIZES):
+        slots = list(range(begin + large, end - small + 1, small))
+        if small == large or len(slots) < 2:
+            continue
+        count = sum(nbytes <= small for nbytes in sizes)
+        rounds = len(slots) // math.gcd(count, len(slots))
+        found = []
+        for number in range(rounds):
+            turn = number * count
+            offsets = []
+            for nbytes in sizes:
+                if nbytes > small:
+                    offsets.append(begin)
+                else:
+                    offsets.append(slots[turn % len(slots)])
+                    turn += 1
+            found.append(offsets)
+        yield found
 
 
 def _laps(sizes: Sequence[int], bound: int) -> int:

@@ -31,7 +31,7 @@ _SLOWER = 1.1
 little of how room comes free to tell which of them delays each block."""
 _WORTH_IT = 1.02
 """A plan in force is replaced if it is slower than the best one by this factor."""
-_WORTH_IT_LAID_OUT = 1.015
+_WORTH_IT_LAID_OUT = 1.01
 """As ``_WORTH_IT``, over the least that any plan comes to, so that no other has to be tried."""
 _WORTH_IT_BY_LANES = 1.01
 """As ``_WORTH_IT``, for a plan with lanes, which has little spare room for errors of the model."""
@@ -413,7 +413,7 @@ def _faster_by_lanes(loop: Loop, plan: Plan) -> Plan:
     is shared, and does not leave most of the next pass's fetches to the end of the one before.
     Where compute takes longer than the copies, room that forgives is worth more.
     """
-    if loop.laid_out or not loop.steady or plan.slot == 0 or not loop.waits_for_link(plan):
+    if not loop.steady or plan.slot == 0 or not loop.waits_for_link(plan):
         return plan
     worth_it = 1.0 if loop.by_twos(plan) else _WORTH_IT_BY_LANES
     best, fastest = plan, loop.seconds(plan) * worth_it
@@ -423,6 +423,8 @@ def _faster_by_lanes(loop: Loop, plan: Plan) -> Plan:
         for laned in _laned(loop.order, rest, free, pinned):
             if loop.at_least(laned) >= fastest:
                 continue
+            if loop.laid_out:  # the slots of its layout are as many, and as large
+                laned = replace(laned, lanes=())
             seconds = loop.seconds(laned)
             if seconds < fastest:
                 best, fastest = laned, seconds

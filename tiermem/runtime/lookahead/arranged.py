@@ -13,7 +13,16 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from tiermem.core.block import Tier
-from tiermem.core.laps import Fetch, LaidOut, Missing, Place, Rounds, lay_out, play
+from tiermem.core.laps import (
+    Fetch,
+    LaidOut,
+    Missing,
+    Place,
+    Rounds,
+    lay_out,
+    play,
+    postponed,
+)
 from tiermem.core.residency import Record, State
 from tiermem.core.schedule import Schedule
 from tiermem.runtime.lookahead.plan_maker import READ_ONLY, SLOT_LATENCY, StreamPlan
@@ -26,8 +35,6 @@ _MOST_LOOPS = 16
 _MOST_USES = 4096
 _MOST_PAUSE = 64
 """Passes that are decided, at most, after one that did not go as it was laid out."""
-_USUAL = 0.3
-"""Compute of a use, over the time a block takes to arrive, where nothing is known of it."""
 
 _Name = tuple[Schedule, frozenset[int], int]
 
@@ -152,6 +159,8 @@ class Arranger:
             return False
         if parts.transfers.waste.stopping or not planner.observed(planner.key):
             return False
+        if None in plan.compute:
+            return False  # the plan is a guess, and another one comes soon
         if len(schedule.passes) < 2 or not 2 <= schedule.passes[1][0] <= _MOST_USES:
             return False
         pause = self._pauses.get(planner.key)
@@ -188,8 +197,7 @@ class Arranger:
         if not sizes or not runs:
             return None
         transfer = {block: self._arrival(table[block]) for block in sizes}
-        usual = _USUAL * sum(transfer.values()) / len(transfer)
-        known = [usual if seconds is None else seconds for seconds in compute[:length]]
+        known = [seconds or 0.0 for seconds in compute[:length]]
         found = lay_out(order, known, sizes, transfer, runs, SLOT_LATENCY)
         return None if found is None else _Loop(order, found)
 
@@ -226,7 +234,10 @@ class Arranger:
         if missing is not None:
             out = loop.laid_out
             rounds = play(out.visits, out.layout, len(loop.order), inside, missing)
-        return None if rounds is None else _Force(loop, rounds, self._steps_of(loop, rounds))
+        if rounds is None:
+            return None
+        rounds = postponed(rounds, out.postponed, len(loop.order))
+        return _Force(loop, rounds, self._steps_of(loop, rounds))
 
     def _inside(self, loop: _Loop) -> dict[int, Place]:
         """Returns what streams and lies just where the layout wants it as a round begins."""
