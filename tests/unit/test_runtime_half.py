@@ -1,4 +1,4 @@
-"""Blocks of two sizes that stream through slots of their own: how near to the bus's bound it comes.
+"""Blocks of two sizes, half of which fit: how near to the bus's bound they come.
 
 The model is the one of ``support_half``; its bound is the copy of half of its weights.
 """
@@ -29,7 +29,6 @@ from support_virtual import PAGE
 from tiermem.config import Policy, Settings
 from tiermem.core.block import Role
 from tiermem.core.layout import TensorShape
-from tiermem.core.plans import Loop, Plan
 from tiermem.core.schedule import Schedule
 from tiermem.runtime.lookahead import plan_maker as outlook
 from tiermem.runtime.manager import BlockManager
@@ -37,17 +36,17 @@ from tiermem.runtime.manager import BlockManager
 HALF = WEIGHTS // 2 + BESIDE
 LITTLE = 1280
 COPIED = WEIGHTS * PAGE / BUS
-LANES = (LARGE * PAGE, SMALL * PAGE, SMALL * PAGE)
+SLOTS = LARGE + 2 * SMALL
 
 
-@pytest.mark.parametrize(("tokens", "share"), [(1, 0.973), (2048, 0.969)])
+@pytest.mark.parametrize(("tokens", "share"), [(1, 0.964), (2048, 0.962)])
 @pytest.mark.parametrize("host", [Host(prelude=3e-4), Host()])
 def test_half_of_the_weights_cost_half_of_the_copies(tokens: int, share: float, host: Host) -> None:
     with forward(HALF, host) as made:
         seconds, moved = made.passes(tokens)
         assert seconds <= COPIED / 2 / share
-        assert made.plan.lanes == LANES
-        assert moved <= WEIGHTS / 2 + sum(LANES) / PAGE + SMALL
+        assert SLOTS * PAGE <= made.plan.reserve <= 2 * LARGE * PAGE
+        assert moved <= WEIGHTS / 2 + 2 * LARGE + SMALL
         assert made.manager.replay.repeating
         made.manager.parts.counters.reset()
         made.passes(tokens, warm=0)
@@ -56,11 +55,11 @@ def test_half_of_the_weights_cost_half_of_the_copies(tokens: int, share: float, 
 
 
 def test_a_host_without_lead_costs_no_more_than_its_prelude() -> None:
-    """However long that is: the link has what the slots hold to do meanwhile."""
+    """The link has what is left of the round before to do meanwhile."""
     slow = Host(use=250e-6, copy=150e-6, prelude=4e-3)
     with forward(HALF, slow) as made:
         seconds, moved = made.passes(2048)
-        assert seconds <= moved * PAGE / BUS + slow.prelude
+        assert seconds <= moved * PAGE / BUS + slow.prelude + 1e-3
 
 
 def test_compute_of_what_stays_does_not_hold_up_the_link() -> None:
@@ -76,7 +75,6 @@ def test_where_most_blocks_stream_all_slots_are_alike() -> None:
     with forward(LITTLE) as made:
         for tokens, share in ((1, 0.98), (2048, 0.97)):
             seconds, moved = made.passes(tokens)
-            assert made.plan.lanes == ()
             assert moved * PAGE / BUS >= share * seconds
 
 
@@ -94,23 +92,20 @@ def test_what_compute_has_time_for_is_not_copied_needlessly() -> None:
     """Kernels are slower beside copies: four slots are enough to have them out of the way."""
     with forward(LITTLE) as made:
         _, moved = made.passes(8192)
-        assert made.plan.reserve == 4 * LARGE * PAGE
-        assert moved <= sum(PAGES) - LITTLE + 5 * LARGE
+        assert made.plan.reserve <= LITTLE // 4 * PAGE
+        assert moved <= sum(PAGES) - LITTLE + LITTLE // 4 + LARGE
 
 
 def test_where_compute_is_what_takes_long_there_are_slots_enough() -> None:
-    """And lanes again, once it is not."""
-
     def at(made: Forward, tokens: int) -> float:
         return sum(compute(tokens)) / made.passes(tokens)[0]
 
     with forward(HALF) as made:
         at(made, 1)
-        assert made.plan.lanes
-        assert at(made, 8192) >= 0.97 and not made.plan.lanes
+        assert at(made, 8192) >= 0.97
         assert at(made, 16384) >= 0.99
     with forward(HALF) as made:
-        assert at(made, 8192) >= 0.97 and not made.plan.lanes
+        assert at(made, 8192) >= 0.97
 
 
 @pytest.mark.parametrize(
@@ -134,14 +129,6 @@ SIZES = [1, 3, 3, 3, 8, 8] * 4
 ROUND = list(range(len(SIZES)))
 
 
-def laned(loop: Loop, _: Plan | None = None) -> Plan:
-    """A plan with lanes, whatever else there is."""
-    large, small = 8 * PAGE, 3 * PAGE
-    kept = {block for block, size in loop.sizes.items() if size == PAGE}
-    kept |= {block for block in loop.sizes if block % 6 == 5}
-    return Plan(frozenset(kept), large + 2 * small, large, lanes=(large, small, small))
-
-
 orders = st.one_of(
     st.just(ROUND), st.permutations(ROUND), st.lists(st.sampled_from(ROUND), max_size=40)
 )
@@ -150,15 +137,12 @@ orders = st.one_of(
 @settings(max_examples=examples(10), deadline=None)
 @given(st.lists(orders, max_size=6), st.integers(0, 3))
 def test_bytes_are_right_whatever_is_used(passes: Sequence[Sequence[int]], depth: int) -> None:
-    """Lanes were planned for a loop that is left again, with blocks that are held for long."""
+    """The loop that HBM is laid out for is left again, and blocks are held for long."""
     hbm = (8 + 6 + 4 * 9) * PAGE
     manager = BlockManager(
         Settings("cpu", hbm, sum(SIZES) * PAGE, (), None, Policy(params="dram"), "auto")
     )
     manager.prefetcher.fetcher.beside = True
-    share, outlook.share_hbm = outlook.share_hbm, laned
-    # whether it pays, too
-    manager.prefetcher._maker._worth_moving = lambda _, plan: plan  # type: ignore[method-assign]
     try:
         blocks = manager.add_blocks(
             [
@@ -180,9 +164,7 @@ def test_bytes_are_right_whatever_is_used(passes: Sequence[Sequence[int]], depth
             for block in held:
                 manager.release(block)
             manager.parts.table.check()
-        assert manager.parts.evictor.regions.by_lane
     finally:
-        outlook.share_hbm = share
         manager.close()
 
 
@@ -201,19 +183,11 @@ def there_and_back(made: Forward) -> None:
     manager.parts.table.check()
 
 
-def test_lanes_are_left_where_the_loop_is_no_round_any_more() -> None:
-    """There and back the same blocks are used twice: the slots of lanes are not made for that.
-
-    Where that comes again and again, one plan that does for both is better than two.
-    """
+def test_a_loop_that_goes_there_and_back_is_no_round() -> None:
+    """The same blocks are used twice; where that comes again and again the plan does for both."""
     with forward(HALF) as made:
         for _ in range(2):
             made.passes(1)
-            assert made.plan.lanes
             there_and_back(made)
-            assert not made.plan.lanes and not made.manager.parts.evictor.regions.by_lane
-        for _ in range(2):
-            made.passes(1)
-            there_and_back(made)
-        made.passes(1)
-        assert not made.plan.lanes
+        seconds, _ = made.passes(1)
+        assert seconds <= COPIED / 2 / 0.96

@@ -24,7 +24,9 @@ _HOST = 200e-6
 """Seconds of the host for a use; it runs ahead of the device unless that has nothing to do."""
 _PRELUDE = 500e-6
 """Seconds of the host between the begin of a round and its first use."""
-_POSTPONED = (0, 1, 2)
+_POSTPONED = 1
+"""Fetches left to the begin of the next round, where the link is busier than the device."""
+_MOST_TRIED = 3
 _MOST_SIZES = 4
 """Sizes of blocks, those with the most bytes, that smaller slots are made for."""
 _LEAD = 4
@@ -164,18 +166,20 @@ def lay_out(
     visits = visits_of(order, streams, int(_VISIT * room))
     if not visits:
         return None
-    enough = _AS_GOOD * max(sum(transfer[visit.block] for visit in visits), sum(compute))
+    moved, used = sum(transfer[visit.block] for visit in visits), sum(compute)
+    count = _POSTPONED if moved > used else 0
     best: LaidOut | None = None
+    tried = 0
     for layout in layouts(visits, runs):
         rounds = play(visits, layout, len(order), {})
         if rounds is None:
             continue
-        for count in _POSTPONED:
-            late = postponed(rounds, count, len(order))
-            seconds = seconds_of(late, order, compute, transfer, latency)
-            if best is None or seconds < best.seconds:
-                best = LaidOut(visits, layout, count, seconds)
-        if best is not None and best.seconds <= enough:
+        late = postponed(rounds, count, len(order))
+        seconds = seconds_of(late, order, compute, transfer, latency)
+        if best is None or seconds < best.seconds:
+            best = LaidOut(visits, layout, count, seconds)
+        tried += 1
+        if tried == _MOST_TRIED or best.seconds <= _AS_GOOD * max(moved, used):
             break
     return best
 

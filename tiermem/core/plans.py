@@ -14,9 +14,9 @@ from functools import cached_property
 
 from tiermem.core.cost import refetched, streaming_time
 from tiermem.core.fromdisk import Round, play
-from tiermem.core.lanes import Lanes, laned_time, one_ahead_time
 from tiermem.core.laps import LaidOut, lay_out
 from tiermem.core.residents import choose_residents, keep_largest
+from tiermem.core.slots import one_ahead_time
 
 _SLOTS = (2, 3, 4, 6, 8, 12, 16)
 _SLOTS_LAID_OUT = (2, 3, 4)
@@ -31,10 +31,12 @@ _SLOWER = 1.1
 little of how room comes free to tell which of them delays each block."""
 _WORTH_IT = 1.02
 """A plan in force is replaced if it is slower than the best one by this factor."""
+_WORTH_TRYING = 1.005
+"""Factor over the least that a plan may come to, where the others are not tried."""
+_MORE_MOVED = 1.05
+"""Factor over the least that moves: kernels are slower beside copies, if they wait for none."""
 _WORTH_IT_LAID_OUT = 1.01
 """As ``_WORTH_IT``, over the least that any plan comes to, so that no other has to be tried."""
-_WORTH_IT_BY_LANES = 1.01
-"""As ``_WORTH_IT``, for a plan with lanes, which has little spare room for errors of the model."""
 _AT_ENDS = (0, 1, 2)
 """Numbers of blocks tried, at either end of a loop that turns, to be read before any other."""
 _WAITED = 1.02
@@ -43,7 +45,7 @@ _MOST_PLAYED = 512
 """Uses in a round up to which all plans are played that there may be; else a few."""
 _COMMON = (0.9, 0.75)
 _MOST_PAIRED = 4
-"""Of so many sizes two are taken for lanes."""
+"""Of so many sizes two are taken, one of which streams one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,6 @@ class Plan:
         slot: Bytes of the pieces that reserve is used in; 0 where nothing streams through it.
         in_dram: Blocks whose home is a file and of which a copy stays in DRAM; None where the
             plan says nothing of DRAM.
-        lanes: Bytes of each slot of HBM, the largest first, where blocks of each size have slots
-            of their own; empty where all slots are alike and hold whatever fits.
         parks: Whether a disk begins with the next block that it reads straight into HBM before
             that has room there.
     """
@@ -66,7 +66,6 @@ class Plan:
     reserve: int
     slot: int = 0
     in_dram: frozenset[int] | None = None
-    lanes: tuple[int, ...] = ()
     parks: bool = False
 
 
@@ -149,8 +148,6 @@ class Loop:
         out = self.by_laps(kept)
         if out is not None:
             return out.seconds * len(order) / self.length
-        if plan.lanes:
-            return self._by_lanes(plan)
         slot = largest_beside(sizes, kept) or 1
         taken = {b: s if b in kept else occupied(s, slot) for b, s in sizes.items()}
         if self.steady and sum(s for b, s in taken.items() if b not in kept) > plan.reserve:
@@ -192,7 +189,9 @@ class Loop:
         streams = [s for block, s in self.sizes.items() if block not in plan.residents]
         two = sum(sorted(streams)[-2:])
         moves = (sum(self.sizes.values()) - self.room + two) / rate
-        return out.seconds <= _WORTH_IT_LAID_OUT * max(moves, sum(self._round()[1]))
+        moved = sum(self.transfer[visit.block] for visit in out.visits)
+        enough = _WORTH_IT_LAID_OUT * max(moves, sum(self._round()[1]))
+        return out.seconds <= enough and moved <= _MORE_MOVED * moves
 
     def _all_anew(self, plan: Plan, taken: Mapping[int, int]) -> float:
         """Returns how long rounds take in which each block is used once and stays or is fetched."""
@@ -209,8 +208,8 @@ class Loop:
 
     def at_least(self, plan: Plan) -> float:
         """Returns a lower bound of the seconds, where each block is used once in each round."""
-        order, compute, fetch = self._round()
-        copies = sum(f for b, f in zip(order, fetch, strict=True) if b not in plan.residents)
+        order, compute, _ = self._round()
+        copies = sum(self.transfer[b] for b in set(order) if b not in plan.residents)
         return max(copies, sum(compute)) * len(self.order) / len(order)
 
     def from_disk(self, plan: Plan, files: Files) -> tuple[float, float]:
@@ -265,13 +264,6 @@ class Loop:
         order = self.order[: self.length]
         return order, self.compute[: self.length], [self.transfer[block] for block in order]
 
-    def _by_lanes(self, plan: Plan) -> float:
-        """Returns how long it takes with lanes, each round like the others."""
-        order, compute, fetch = self._round()
-        moving = {b: self.sizes[b] for b in order if b not in plan.residents}
-        one = laned_time(Lanes(order, plan.lanes, moving), compute, fetch, self.latency)
-        return one * len(self.order) / len(order)
-
 
 def share_hbm(loop: Loop, settled: Plan | None = None) -> Plan:
     """Chooses how much HBM to stream through, and keeps blocks in the rest.
@@ -300,21 +292,57 @@ def share_hbm(loop: Loop, settled: Plan | None = None) -> Plan:
             loop, loop.files, settled
         )
     loop = loop.slower
+    if loop.laid_out:
+        plan = _share_laid_out(loop, settled)
+        if plan is not None:
+            return plan
     found: list[tuple[float, Plan]] = []
     best = math.inf
-    for plan in _plans(loop, _SLOTS_LAID_OUT if loop.laid_out else _SLOTS):
+    for plan in _plans(loop, _SLOTS):
         if loop.steady and loop.at_least(plan) > best * _AS_GOOD:
             continue  # it moves too much, however well
         found.append((loop.seconds(plan), plan))
         best = min(best, found[-1][0])
-    if settled is not None:
-        worth_it = _WORTH_IT_BY_LANES if settled.lanes else _WORTH_IT
-        if loop.seconds(settled) <= best * worth_it:
-            return settled
+    if settled is not None and loop.seconds(settled) <= best * _WORTH_IT:
+        return settled
     good = [plan for seconds, plan in found if seconds <= best * _AS_GOOD]
     good.sort(key=lambda plan: plan.reserve)
     roomy = [plan for plan in good if plan.reserve >= _FORGIVING * plan.slot]
-    return _faster_by_lanes(loop, roomy[0] if roomy else good[-1])
+    return roomy[0] if roomy else good[-1]
+
+
+def _share_laid_out(loop: Loop, settled: Plan | None) -> Plan | None:
+    """Chooses a plan for rounds that are laid out; None where they cannot be with any.
+
+    The one that may be the fastest is tried first: it moves the least, and of those that all take
+    the compute's time it has the most room. No other is tried once none can be much better.
+    """
+    plans = [*_plans(loop, _SLOTS_LAID_OUT), *_large_one_by_one(loop)]
+    plans.sort(key=lambda plan: (loop.at_least(plan), -min(plan.reserve // plan.slot, _FORGIVING)))
+    best: Plan | None = None
+    fastest = math.inf
+    for plan in plans:
+        least = loop.at_least(plan)
+        if least > fastest / _AS_GOOD:
+            break
+        if loop.by_laps(plan.residents) is None:
+            continue
+        seconds = loop.seconds(plan)
+        if seconds < fastest:
+            best, fastest = plan, seconds
+        if fastest <= _WORTH_TRYING * least:
+            break
+    if settled is not None and loop.by_laps(settled.residents) is not None:
+        return settled if loop.seconds(settled) <= fastest * _WORTH_IT else best
+    return best
+
+
+def _large_one_by_one(loop: Loop) -> Iterator[Plan]:
+    """Yields plans by which large blocks stream one at a time, and small ones by twos."""
+    for pinned in _oversize(loop.sizes, loop.room):
+        rest = {block: size for block, size in loop.sizes.items() if block not in pinned}
+        free = loop.room - sum(loop.sizes[block] for block in pinned)
+        yield from _by_classes(loop.order, rest, free, pinned)
 
 
 def _all_in_dram(loop: Loop, files: Files, settled: Plan | None) -> Plan | None:
@@ -406,32 +434,7 @@ def _period(order: Sequence[int]) -> int:
     return len(order) - (border[-1] if border else 0)
 
 
-def _faster_by_lanes(loop: Loop, plan: Plan) -> Plan:
-    """Returns the plan with lanes that beats one without, or that one.
-
-    One with many slots is beaten by one that is nearly as fast: it moves less over a link that
-    is shared, and does not leave most of the next pass's fetches to the end of the one before.
-    Where compute takes longer than the copies, room that forgives is worth more.
-    """
-    if not loop.steady or plan.slot == 0 or not loop.waits_for_link(plan):
-        return plan
-    worth_it = 1.0 if loop.by_twos(plan) else _WORTH_IT_BY_LANES
-    best, fastest = plan, loop.seconds(plan) * worth_it
-    for pinned in _oversize(loop.sizes, loop.room):
-        rest = {block: size for block, size in loop.sizes.items() if block not in pinned}
-        free = loop.room - sum(loop.sizes[block] for block in pinned)
-        for laned in _laned(loop.order, rest, free, pinned):
-            if loop.at_least(laned) >= fastest:
-                continue
-            if loop.laid_out:  # the slots of its layout are as many, and as large
-                laned = replace(laned, lanes=())
-            seconds = loop.seconds(laned)
-            if seconds < fastest:
-                best, fastest = laned, seconds
-    return best
-
-
-def _laned(
+def _by_classes(
     order: Sequence[int], sizes: Mapping[int, int], room: int, pinned: frozenset[int]
 ) -> Iterator[Plan]:
     """Yields plans by which large blocks stay or stream one at a time, and small ones by twos.
@@ -446,7 +449,7 @@ def _laned(
             reserve = large + 2 * small
             some = keep_largest(passing, sizes, room - reserve, large)
             if largest_beside(sizes, some) == large:
-                yield Plan(some | pinned, reserve, large, lanes=(large, small, small))
+                yield Plan(some | pinned, reserve, large)
 
 
 def _classes(sizes: Mapping[int, int]) -> list[int]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from tiermem.core.block import Role, Tier, align_up
 from tiermem.core.cost import Timetable, refetched
 from tiermem.core.forecast import Forecast
-from tiermem.core.lanes import Lanes
 from tiermem.core.nearer import nearer_from_disk
 from tiermem.core.plans import Files, Loop, Plan, largest_beside, share_hbm
 from tiermem.core.residency import Record
@@ -28,9 +27,6 @@ _STAY = 1.25
 up again where it is shorter by the same factor."""
 _MORE_DRAM = 1.125
 """Factor of spare DRAM, over what a plan was made for, that is worth another plan."""
-_MOST_LEFT = 3
-"""How often lanes are given up because the order of use is no simple round any more, before they
-are not taken again: blocks that stay would come and go."""
 _OF_A_TURN = 0.5
 """Share of the uses in which a loop fills HBM once: what is used again within it stays."""
 _FASTER = 1.05
@@ -45,7 +41,7 @@ _STATE = (Role.MASTER, Role.OPTIMIZER)
 _OF_THE_REST = 0.65
 """Of HBM beside what stays: how far a loop that writes fetches ahead. More than without anything
 that stays, since weights that do are not counted."""
-_OF_A_RING = (3, 6)
+_OF_A_RING = (2, 5)
 """What of :meth:`PlanMaker.made_of` a ring depends on: how many blocks there are, and HBM."""
 READ_ONLY = (Role.PARAM, Role.BUFFER, Role.QUANT)
 
@@ -79,7 +75,6 @@ class StreamPlan:
         compute: Seconds of each use; None where nothing is known of it.
         through_dram: Whether blocks come from files by way of DRAM, where the plan does not say.
         turn: Uses within which what comes again stays, where HBM is handed out in circles; else 0.
-        lanes: What goes by which lane, where the plan has lanes.
     """
 
     made_of: tuple[int, ...]
@@ -89,12 +84,9 @@ class StreamPlan:
     compute: Sequence[float | None]
     through_dram: bool
     turn: int = 0
-    lanes: Lanes | None = None
 
     def decides_as(self, other: StreamPlan) -> bool:
         """Whether it decides the same as a newer plan for the same schedule, whose times differ."""
-        if self.lanes is not None or other.lanes is not None:
-            return False
         return (self.plan, self.ahead, self.turn, self.through_dram) == (
             other.plan,
             other.ahead,
@@ -130,8 +122,6 @@ class PlanMaker:
         self._run = 0
         self._in_force: tuple[tuple[object, int], Plan] | None = None
         self._waiting: set[int] = set()
-        self._laned = False
-        self._left = 0
         self._through_dram = True
         self._staying = Staying()
 
@@ -144,18 +134,11 @@ class PlanMaker:
         self._run = self._run + 1 if load == self._load else 1
         self._load = load
 
-    def enter(self, plan: Plan, schedule: Schedule) -> None:
-        """Notes that a plan comes into force, whenever it was made."""
-        if self._laned and not plan.lanes and not _goes_round(schedule):
-            self._left += 1
-        self._laned = bool(plan.lanes)
-
     def made_of(self, held: set[int]) -> tuple[int, ...]:
         """Returns what a plan depends on, besides the schedule and the load."""
         parts = self._parts
         return (
             self._run.bit_length() if self._load in self._waiting else 0,
-            self._left >= _MOST_LEFT,
             parts.pass_timer.estimates.version,
             len(parts.table),
             self._waste.changes,
@@ -240,11 +223,7 @@ class PlanMaker:
             ahead = int(_OF_THE_REST * plan.reserve)
         elif plan.residents and largest:  # beside the block in use, and one more
             ahead = plan.reserve - 2 * largest + 1
-        lanes = None
-        if plan.lanes:
-            moving = {b: size for b, size in sizes.items() if b not in plan.residents}
-            lanes = Lanes(schedule.order[: _length(schedule)], plan.lanes, moving)
-        return StreamPlan(made_of, plan, ahead, timetable, compute, through, turn, lanes)
+        return StreamPlan(made_of, plan, ahead, timetable, compute, through, turn)
 
     def _stay(self, order: Sequence[int], loose: dict[int, Record], room: int) -> Plan:
         """Decides what stays where a loop writes, once state has been seen in it.
@@ -301,7 +280,7 @@ class PlanMaker:
         reserve = plan.reserve + slots + (pinned if pinned > room // 2 else 0)
         in_dram = None if unsteady else plan.in_dram  # what comes and goes needs DRAM as well
         parks = plan.parks and in_dram is not None
-        return Plan(residents, reserve, slot, in_dram, plan.lanes, parks)
+        return Plan(residents, reserve, slot, in_dram, parks)
 
     def _share(
         self,
@@ -326,15 +305,14 @@ class PlanMaker:
         version = self._parts.pass_timer.estimates.version if learned else None
         files = any(found and found[0] == LINK_UP[Tier.NVME] for found in fetch.values())
         spare = self._spare() if beside and files else 0
-        steady = alone and beside and not files and self._left < _MOST_LEFT
-        steady = steady and _goes_round(schedule)
+        steady = alone and beside and not files and _goes_round(schedule)
         alike = (frozenset(sizes), room, version, steady)
         before = plan = None
+        spared = spare
         found = self._settled.pop(self._load, None)
         if found is not None:
             then, spared, settled = found
-            same = then[:2] == alike[:2] and (steady or not settled.lanes)
-            if same and self._fits(settled, sizes, spared, spare):
+            if then[:2] == alike[:2] and self._fits(settled, sizes, spared, spare):
                 before = settled if then[2] is not None and then[3] is steady else None
                 plan = settled if then == alike else None
         if not learned:
@@ -361,7 +339,7 @@ class PlanMaker:
 
     def _nearer(self, loop: Loop, plan: Plan) -> Plan:
         """Returns a plan that is as good and keeps what the one in force does, as far as it can."""
-        if self._in_force is None or plan.lanes or not plan.residents:
+        if self._in_force is None or not plan.residents:
             return plan
         before, room = self._in_force[1].residents, loop.room - plan.reserve
         lying = [(r.extent.offset, b) for b in loop.sizes if (r := self._parts.table[b]).extent]
@@ -393,7 +371,7 @@ class PlanMaker:
             return plan
         now = self._in_force[1]
         coming = plan.residents - now.residents
-        if not coming or (now.lanes and not loop.steady):
+        if not coming:
             return plan
         rounds = len(loop.order) / loop.length
         saved = (loop.seconds(now) - loop.seconds(plan)) / rounds

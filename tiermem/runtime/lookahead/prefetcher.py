@@ -161,8 +161,7 @@ class Prefetcher:
         self._planned, self._walk = schedule, walk
         self.fetcher.begin_schedule()
         plan, evictor = outlook.plan, self._parts.evictor
-        self._maker.enter(plan, schedule)
-        evictor.keep(plan.residents, plan.slot, plan.lanes)
+        evictor.keep(plan.residents, plan.slot)
         evictor.ring.begin(outlook.turn, self.fetcher.number, schedule)
         self.disk.plan(schedule, outlook)
         self._restart(self._planner.cursor)

@@ -1,4 +1,4 @@
-"""How a schedule is walked ahead of the compute: use by use, round a ring, or lane by lane."""
+"""How a schedule is walked ahead of the compute: use by use, or round a ring."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tiermem.core.block import Block, Tier
-from tiermem.core.lanes import Lanes, LaneWalk
 from tiermem.core.residency import Record, State
 from tiermem.core.schedule import Schedule
 from tiermem.runtime.loans.host_loans import HostLoans
@@ -157,8 +156,6 @@ def make_walk(
         outlook: What was decided for it.
         reach: How far ahead the user wants fetches to be.
     """
-    if outlook.lanes is not None:
-        return LanesWalk(parts, fetcher, schedule, outlook.lanes)
     kind = RingWalk if outlook.turn else SequenceWalk
     return kind(parts, fetcher, schedule, outlook, reach)
 
@@ -325,62 +322,3 @@ class RingWalk(SequenceWalk):
         if self._reach.blocks is not None:
             return super()._wants_more()
         return not self._ahead or self._nbytes < self._outlook.ahead
-
-
-class LanesWalk:
-    """Fetches whatever there is a slot for, the soonest first, each size by slots of its own.
-
-    The link never catches up with the compute, so everything is due.
-
-    Attributes:
-        position: Where the compute is.
-        complete: Never: what streams by lanes does not stay.
-    """
-
-    def __init__(self, parts: Parts, fetcher: Fetcher, schedule: Schedule, lanes: Lanes) -> None:
-        """Begins at the begin; see :func:`make_walk`."""
-        self.position = 0
-        self.complete = -1
-        self._get = parts.table.get
-        self._fetcher = fetcher
-        self._schedule = schedule
-        self._departures = parts.transfers.departures
-        self._seen = -1
-        self._lanes = LaneWalk(lanes)
-
-    def restart(self, cursor: int) -> None:
-        """Looks at every use again from a cursor on."""
-        self._seen = self._departures.count
-        self._departures.skip()
-        self.position = cursor
-        self._lanes.restart(cursor)
-
-    def catch_up(self, cursor: int) -> bool:
-        """Moves the cursor to where the compute is; see :class:`Walk`."""
-        again = cursor < self.position or self._seen != self._departures.count
-        if again:
-            self.restart(cursor)
-        self.position = cursor
-        return again
-
-    def go_on(self, end: int) -> int:
-        """Begins fetches, the soonest first; see :class:`Walk`."""
-        lanes, fetcher, cursor = self._lanes, self._fetcher, self.position
-        lanes.move_on(cursor)
-        begun = 0
-        while (found := lanes.soonest()) is not None:
-            lane, position = found
-            record = self._get(self._schedule.order[position])
-            if record is not None and record.in_hbm is State.ABSENT and position >= cursor:
-                if fetcher.on_loan(record):
-                    return begun
-                if fetcher.is_due(record, self._schedule, position):
-                    if begun == _BURST or not fetcher.begin(
-                        record, self._schedule, position, cursor
-                    ):
-                        return begun
-                    begun += 1
-                    self._seen = self._departures.count
-                    self._departures.skip()
-            lanes.take(lane, position)
-        return begun

@@ -102,9 +102,9 @@ class Evictor:
         """Blocks that shall stay while the present loop goes on."""
         return self.regions.residents
 
-    def keep(self, residents: frozenset[int], slot: int, lanes: tuple[int, ...] = ()) -> None:
+    def keep(self, residents: frozenset[int], slot: int) -> None:
         """Makes blocks residents, and divides HBM for that; see :meth:`Regions.keep`."""
-        if self.regions.keep(residents, slot, lanes):
+        if self.regions.keep(residents, slot):
             self._settling.try_again()
 
     def rearrange(self, loop: object) -> None:
@@ -246,8 +246,6 @@ class Evictor:
         self.order.catch_up()
         record = None
         leaves = self._leaves_for(position)
-        if self.regions.by_lane:
-            leaves = self._as_large(leaves, size)
         for block_id in self.order.last(1, self._beyond(position), leaves):
             record = self.table[block_id]
         if record is None or record.in_hbm is not State.VALID or record.extent is None:
@@ -260,15 +258,6 @@ class Evictor:
             return None
         self.evict(record, free=False)
         return Room(extent, record)
-
-    def _as_large(self, leaves: Callable[[int], bool], size: int) -> Callable[[int], bool]:
-        """Returns a predicate: whether a block may leave and takes just ``size`` bytes."""
-
-        def free(block_id: int) -> bool:
-            extent = self.table[block_id].extent
-            return extent is not None and extent.nbytes == size and leaves(block_id)
-
-        return free
 
     def _window(
         self, nbytes: int, position: int | None, parts: Sequence[tuple[int, int]]
@@ -290,9 +279,7 @@ class Evictor:
                 extent = self.table[block_id].extent
                 window = None
                 part = self._part_of(extent.offset, parts) if extent is not None else (0, 0)
-                if extent is not None and (
-                    not self.regions.by_lane or part[0] <= extent.offset < part[1]
-                ):
+                if extent is not None:
                     window = hbm.window_around(extent.offset, nbytes, price, *part)
                 if window is not None and (best is None or window.cost < best.cost):
                     best = window

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tiermem.core.block import Block, align_up
-from tiermem.core.lanes import all_fit, lane_of, lane_parts, slots_in
 from tiermem.core.residency import Record, ResidencyTable
+from tiermem.core.slots import all_fit, slots_in
 
 Part = tuple[int, int]
 
@@ -17,29 +17,25 @@ class Regions:
     Attributes:
         residents: Blocks that shall stay while the present loop goes on.
         border: Offset where the part of what stays begins.
-        by_lane: Bounds of the slots by their bytes, where they are of several sizes.
     """
 
     def __init__(self, table: ResidencyTable) -> None:
         """Starts with all of the HBM of ``table`` for streaming."""
         self.residents: frozenset[int] = frozenset()
         self.border = table.hbm.capacity
-        self.by_lane: dict[int, list[Part]] = {}
         self._table = table
         self._capacity = self.border
         self._slot = 0
-        self._lanes: tuple[int, ...] = ()
         self._parts = [(0, self.border)]
 
     def reset(self) -> None:
         """Gives all of HBM to streaming, until :meth:`keep` is called again."""
         self.border = self._capacity = self._table.hbm.capacity
-        self.by_lane = {}
-        self._slot, self._lanes = 0, ()
+        self._slot = 0
         self._parts = [(0, self.border)]
         self.residents = frozenset()
 
-    def keep(self, residents: frozenset[int], slot: int, lanes: tuple[int, ...] = ()) -> bool:
+    def keep(self, residents: frozenset[int], slot: int) -> bool:
         """Divides HBM anew.
 
         What stays lies at the end, side by side. The rest is used in slots of one size, which
@@ -49,27 +45,20 @@ class Regions:
         Args:
             residents: Blocks that shall stay from now on.
             slot: Bytes of the largest of the others.
-            lanes: Bytes of each slot, the largest first, where they are of several sizes.
 
         Returns:
             Whether that is another division than before.
         """
         capacity = self._table.hbm.capacity
-        if (residents, slot, lanes, capacity) == (
-            self.residents,
-            self._slot,
-            self._lanes,
-            self._capacity,
-        ):
+        if (residents, slot, capacity) == (self.residents, self._slot, self._capacity):
             return False
         self._capacity = capacity
         self.residents = residents
-        self._slot, self._lanes = slot, lanes
+        self._slot = slot
         self.border = capacity - sum(self._sizes(residents))
         runs = self.runs()
         parts = [part for run in runs for part in slots_in(*run, align_up(slot))]
         self._parts = parts if residents and len(parts) > 1 else [(0, self.border)]
-        self.by_lane = lane_parts(lanes, *max(runs, key=lambda run: run[1] - run[0]))
         return True
 
     def divide_anew(self) -> None:
@@ -80,8 +69,6 @@ class Regions:
         """Returns the bounds of the runs of HBM that a block belongs in."""
         if block.id in self.residents:
             return [(self.border, self._table.hbm.capacity)]
-        if self.by_lane:
-            return self.by_lane.get(lane_of(self._lanes, align_up(block.nbytes)), self._parts)
         return self._parts
 
     def stays(self, record: Record) -> bool:
