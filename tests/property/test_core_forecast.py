@@ -71,6 +71,15 @@ def test_what_was_measured_is_scaled_to_another_load() -> None:
     assert {row[0] for row in estimates.rows()} == {Sized("f", 1024), Sized("f", 4096)}
 
 
+def test_what_the_host_takes_does_not_grow_with_the_load() -> None:
+    """A token's use of 300 us is launches: with 1,024 tokens the matrix adds its 2 ms to them."""
+    estimates = Estimates(flops=FLOPS)
+    learned(estimates, "f", 1, {0: 1e-4, 1: 3e-4, 2: 3e-4})
+    assert Forecast(estimates).seconds("f", 1024, ORDER)[1] == pytest.approx(
+        3e-4 + 2.048e-3 - 8e-6, rel=0.01
+    )
+
+
 @given(
     st.dictionaries(st.integers(0, 30), st.integers(1, 20), min_size=1),
     st.integers(0, 200),

@@ -17,6 +17,8 @@ _BACKWARD = 2.0
 """Factor of backward's operations over forward's: the gradients of the input and of the weight."""
 _PRECISE = 8.0
 """Factor of the time of an operation on 4-byte elements over that on 2-byte ones."""
+_LAUNCHES = 100e-6
+"""Seconds of the host for the launches of a use."""
 _TALL = 6
 _LOOKED_UP = 8192
 _STEPS = 2
@@ -88,7 +90,7 @@ class Forecast:
         there = self._shapes(key, like, order)
         for (block, _), now, then in zip(order, first, there, strict=True):
             measured = estimates.compute(Sized(key, like), block)
-            found.append(now if measured is None else measured * now / then)
+            found.append(now if measured is None else _scaled(measured, now, then))
         return found
 
     def _nearest(self, key: Hashable, load: int) -> int:
@@ -111,6 +113,21 @@ class Forecast:
         if order and (block := order[0][1]) is not None and _is_table(block):
             found[0] = _LEAST  # the pass begins with looking up rows
         return found
+
+
+def _scaled(measured: float, now: float, then: float) -> float:
+    """Returns the seconds of a use that were measured with another load, scaled to this one.
+
+    What is short is mostly the host's launches, which do not take longer with more to compute.
+
+    Args:
+        measured: With the other load.
+        now: By the shapes, with this one.
+        then: By the shapes, with the other one.
+    """
+    if now > then and then < _LAUNCHES:
+        return measured + now - then
+    return measured * now / then
 
 
 def _elements(block: Block) -> float:
