@@ -144,8 +144,8 @@ _ELSEWHERE = (
     Mutation(
         "a call below passes though another thread holds the block meanwhile",
         "tiermem/nn/wrap/scope.py",
-        "            self.thread = 0  # until all are out again\n",
-        "            pass\n",
+        "                        inside.thread = 0  # until all are out again\n",
+        "                        pass\n",
         INSIDE,
     ),
     Mutation(

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tiermem
-from tiermem.nn.wrap.scope import CallInterceptor, Inside
+from tiermem.nn.wrap.scope import CallInterceptor
 
 CALL = CallInterceptor.method
 
@@ -118,18 +118,29 @@ def test_a_module_compiled_in_the_middle_of_forward_is_compiled(
 
 
 def test_a_call_below_passes_only_where_its_thread_alone_is_inside() -> None:
-    inside = Inside()
-    inside.enter()
-    assert inside.thread == threading.get_ident()
-    other = threading.Thread(target=inside.enter)
-    other.start()
-    other.join()
-    assert inside.thread == 0
-    inside.leave()
-    assert inside.thread == 0, "one of the two is in still, and nobody knows which"
-    inside.leave()
-    inside.enter()
-    assert inside.thread == threading.get_ident()
+    x, me = torch.randn(3, 8), threading.get_ident()
+    with wrapped() as (model, _), torch.no_grad():
+        layer = model.layers[0]
+        inside = layer.__dict__[CALL].scope.inside
+        seen: list[int] = []
+
+        def look(layer: Layer) -> None:
+            seen.append(inside.thread)
+
+        def beside(layer: Layer) -> None:
+            layer.meanwhile = look
+            look(layer)
+            other = threading.Thread(target=layer, args=(x,))
+            other.start()
+            other.join()
+            look(layer)
+
+        layer.meanwhile = beside
+        layer(x)
+        assert seen == [me, 0, 0], "one of two was in still, and nobody knew which"
+        assert inside.thread == 0
+        layer(x)
+        assert seen[3:] == [me]
 
 
 def test_two_threads_in_one_block_are_both_right() -> None:

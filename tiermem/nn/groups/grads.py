@@ -522,7 +522,7 @@ class GradStore:
             return
         if entry.waits:
             self.new.take()
-        self._runtime.enter_backward()
+        self._runtime.backward.enter()
         if entry.unit is None and accumulates(entry):
             check_gradients(self._runtime)
         self.pay(entry.unit)  # while param.grad is what it was
@@ -544,8 +544,8 @@ class GradStore:
     def _make_way(self, entry: Entry) -> None:
         if entry.displaced and entry.param.grad is None:
             return
-        if self._runtime.reduced.active:
-            self._runtime.reduced.make_ordinary(entry)
+        if self._runtime.backward.reduced.active:
+            self._runtime.backward.reduced.make_ordinary(entry)
             return
         self._follow(entry)
         current = entry.param.grad
@@ -564,8 +564,8 @@ class GradStore:
             for watcher in self.watchers:
                 watcher.arriving(entry)
         entry.announced = False
-        if self._runtime.reduced.active:
-            self._runtime.reduced.arrived = True
+        if self._runtime.backward.reduced.active:
+            self._runtime.backward.reduced.arrived = True
         else:
             self.new.add(entry)
 

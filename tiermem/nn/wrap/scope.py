@@ -38,11 +38,14 @@ _CALL = "_call_impl"
 class Inside:
     """Counts the threads inside the modules of one block, all of which need the same groups.
 
+    Each call enters and leaves in line, under the manager's lock.
+
     Attributes:
         thread: The thread that is inside, if it is one alone; else 0, which no thread is called.
+        depth: How many calls hold the groups.
     """
 
-    __slots__ = ("_depth", "thread")
+    __slots__ = ("depth", "thread")
 
     def __init__(self, groups: Sequence[Group] = ()) -> None:
         """Starts with no thread inside.
@@ -50,28 +53,13 @@ class Inside:
         Args:
             groups: What all of the modules need.
         """
-        self.thread = 0
-        self._depth = 0
+        self.thread = self.depth = 0
         for group in groups:
             group.insides.append(self)
 
-    def enter(self) -> None:
-        """Notes that this thread holds the groups from now on; under the manager's lock."""
-        self._depth += 1
-        if self._depth == 1:
-            self.thread = get_ident()
-        elif self.thread != get_ident():
-            self.thread = 0  # until all are out again
-
-    def leave(self) -> None:
-        """Notes that it no longer does."""
-        self._depth -= 1
-        if not self._depth:
-            self.thread = 0
-
     def reset(self) -> None:
         """Clears the threads inside, after an exception anywhere; there are none then."""
-        self.thread = self._depth = 0
+        self.thread = self.depth = 0
 
 
 _NOBODY = Inside()
@@ -212,8 +200,8 @@ class CallInterceptor(Interceptor):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module, hooks and all."""
-        grads = is_grad_enabled()
-        if self._quick.thread == get_ident() and (not grads or self._saved.on_top()):
+        grads, thread = is_grad_enabled(), self._quick.thread
+        if thread and thread == get_ident() and (not grads or self._saved.on_top()):
             return self.inner(*args, **kwargs)
         runtime, manager, here = self.runtime, self._manager, self._here
         if manager.gate.unsure:
@@ -221,7 +209,8 @@ class CallInterceptor(Interceptor):
         began = held = 0
         depth = here.depth
         groups = self._groups if depth else self._alone
-        pushed = entered = inside = theirs = ended = False
+        inside, thread = self._inside, get_ident()
+        pushed = entered = counted = theirs = ended = False
         try:
             if not depth:
                 manager.gate.guard()
@@ -237,8 +226,12 @@ class CallInterceptor(Interceptor):
                     for group in groups:
                         group.hold_locked()
                         held += 1
-                    self._inside.enter()
-                    inside = True
+                    inside.depth += 1
+                    if inside.depth == 1:
+                        inside.thread = thread
+                    elif inside.thread != thread:
+                        inside.thread = 0  # until all are out again
+                    counted = True
                 pushed = grads and self._push()
                 theirs = True
                 result = self.inner(*args, **kwargs)
@@ -253,8 +246,10 @@ class CallInterceptor(Interceptor):
                     self._activations.leave()
                 here.depth = depth
                 with manager.lock:
-                    if inside:
-                        self._inside.leave()
+                    if counted:
+                        inside.depth -= 1
+                        if not inside.depth:
+                            inside.thread = 0
                     while held:
                         held -= 1
                         groups[held].let_go_locked()
