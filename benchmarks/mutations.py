@@ -149,6 +149,27 @@ _ELSEWHERE = (
         INSIDE,
     ),
     Mutation(
+        "a call that gets one of its blocks only keeps it",
+        "tiermem/nn/wrap/scope.py",
+        "                        _let_go(groups[: groups.index(group)])\n",
+        "",
+        INSIDE,
+    ),
+    Mutation(
+        "a call that is refused as it ends keeps the rest of its blocks",
+        "tiermem/nn/wrap/scope.py",
+        "                            _let_go(groups[groups.index(group) + 1 :])\n",
+        "",
+        INSIDE,
+    ),
+    Mutation(
+        "a call that ends keeps the lease of its block",
+        "tiermem/nn/groups/group.py",
+        "            record.leases -= 1  # the same in line\n",
+        "            pass\n",
+        INSIDE,
+    ),
+    Mutation(
         "weights whose block has left a loop that repeats look at what came there",
         _RUNTIME + "lookahead/replay.py",
         "                self._rules.unpoint(leaves)\n",
@@ -479,7 +500,8 @@ _ELSEWHERE = (
 _WAITS = (
     (
         "compute does not wait for a copy up",
-        "        if event is not None:\n            self.calls.wait(stream, event)\n",
+        "        if event is not None and event.waiter != stream:  # else it waits already\n"
+        "            self.calls.wait(stream, event)\n",
         "",
     ),
     (

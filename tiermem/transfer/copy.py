@@ -388,7 +388,7 @@ class StreamCopyEngine:
         """Makes the current compute stream wait for ``event``."""
         stream = self.calls.current()
         self._compute[stream] = None
-        if event is not None:
+        if event is not None and event.waiter != stream:  # else it waits already
             self.calls.wait(stream, event)
 
     def wait(self, event: Event | None) -> None:

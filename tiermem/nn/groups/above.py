@@ -50,10 +50,10 @@ class Here(Protocol):
     """Where one thread is.
 
     Attributes:
-        depth: How many calls of wrapped modules it is in.
+        inside: Whether that is in a call of a wrapped module.
     """
 
-    depth: int
+    inside: bool
 
 
 class Lender(Protocol):

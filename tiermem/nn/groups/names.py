@@ -110,6 +110,6 @@ class TieredDict(HeldDict):
             rows = group.pointing.rows
             if rows is not None and name in rows:
                 return rows[name]
-            if not (group.soft and self.lender.here.depth):  # else it points at its block
+            if not (group.soft and self.lender.here.inside):  # else it points at its block
                 self.lender.demand(group)
         return _item(self, name)

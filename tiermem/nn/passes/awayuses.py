@@ -44,7 +44,7 @@ class AwayUses:
         """Fetches a group whose parameter is looked up while its block is not held."""
         # every torch operation on the parameter brings its block for its own time; it is pointed
         # there for code that torch does not see, which may write if it runs outside every pass
-        inside = self.here.depth > 0 or torch._C._current_graph_task_id() != -1
+        inside = self.here.inside or torch._C._current_graph_task_id() != -1
         group.point_softly(dirty=not inside)
         if group not in self._soft:
             self._soft.append(group)

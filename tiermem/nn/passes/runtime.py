@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,18 +30,15 @@ from tiermem.nn.passes.unwritten import Unwritten
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.services.expert_store import ExpertStore
 
-if TYPE_CHECKING:
-    pass
-
 
 class Here(threading.local):
     """Where one thread is.
 
     Attributes:
-        depth: How many calls of wrapped modules it is in.
+        inside: Whether that is in a call of a wrapped module.
     """
 
-    depth = 0
+    inside = False
 
 
 class ModuleRuntime:
@@ -165,7 +162,7 @@ class ModuleRuntime:
         Raises:
             CheckpointError: If it is.
         """
-        if self.here.depth or torch._C._current_graph_task_id() != -1:
+        if self.here.inside or torch._C._current_graph_task_id() != -1:
             raise CheckpointError(
                 f"{what} inside a forward or backward, where buffers and gradients are half made; "
                 "call it between them"

@@ -51,7 +51,7 @@ def repair(runtime: ModuleRuntime) -> None:
             undo_wrap(runtime.models.wrapping)
         while torch.is_grad_enabled() and runtime.saved.on_top():
             runtime.saved.pop()
-        runtime.here.depth = 0
+        runtime.here.inside = False
         kept = _end_attempts(runtime)
         for block_id, holder in list(manager.parts.holders.items()):
             if block_id not in kept:
