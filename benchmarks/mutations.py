@@ -142,6 +142,13 @@ _ELSEWHERE = (
         ("tests/unit/test_driver.py",),
     ),
     Mutation(
+        "a stream that waited for a copy's event does not wait for its next copy",
+        "tiermem/transfer/driver.py",
+        "            event.waiter = -1\n",
+        "",
+        ("tests/unit/test_driver.py",),
+    ),
+    Mutation(
         "a call below passes though another thread holds the block meanwhile",
         "tiermem/nn/wrap/scope.py",
         "                        inside.thread = 0  # until all are out again\n",
