@@ -221,8 +221,8 @@ _ELSEWHERE = (
     Mutation(
         "letting go of weights forgets that they were written",
         "tiermem/nn/groups/group.py",
-        "self._release(self.block.id, dirty=written)",
-        "self._release(self.block.id)",
+        "table.release(self.block.id, dirty=written)",
+        "table.release(self.block.id)",
         NN,
     ),
     Mutation(

@@ -56,7 +56,6 @@ class Group(Holder):
         """
         self.manager = manager
         self._acquirer = manager.acquirer
-        self._release = manager.parts.table.release
         self._record = manager.record(block)
         self.block = block
         self.pointing = Pointing(block)
@@ -159,7 +158,7 @@ class Group(Holder):
             slot.idle = not soft
         record = self._record
         if written or record.leases <= 0:
-            self._release(self.block.id, dirty=written)
+            self.manager.parts.table.release(self.block.id, dirty=written)
         else:
             record.leases -= 1  # the same in line
         if refused is not None:
@@ -211,7 +210,7 @@ class Group(Holder):
             if slot is not pointing.slot:
                 pointing.point(slot)
             slot.idle, self.soft = False, True
-            self._release(self.block.id, dirty=dirty or self.writes.always)
+            manager.parts.table.release(self.block.id, dirty=dirty or self.writes.always)
 
     def unpoint(self) -> None:
         """Points tensors without a lease elsewhere; the caller has the manager's lock.

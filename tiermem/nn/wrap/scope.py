@@ -168,8 +168,8 @@ class CallInterceptor(Interceptor):
     """Holds a module's groups while it runs."""
 
     __slots__ = (
-        "_activations", "_enters", "_gate", "_groups", "_here", "_inside", "_manager", "_push",
-        "_quick", "_saved", "_unwritten", "compiled",
+        "_activations", "_enters", "_groups", "_here", "_inside", "_manager", "_push", "_quick",
+        "_saved", "_unwritten", "compiled",
     )  # fmt: skip
 
     method = _CALL
@@ -182,9 +182,8 @@ class CallInterceptor(Interceptor):
             self.inner = self.compiled
         # looked up in every call, in caches that the kernels in between have emptied
         self._manager, self._here = self.runtime.manager, self.runtime.here
-        self._gate, self._unwritten = self._manager.gate, self.runtime.unwritten
         self._saved, self._activations = self.runtime.saved, self.runtime.activations
-        self._push = self._saved.push
+        self._push, self._unwritten = self._saved.push, self.runtime.unwritten
         self._groups, self._inside = scope.groups, scope.inside
         self._enters = scope.begins and self._activations.store is not None
         # only where a block begins there is something to do although its groups are held
@@ -200,11 +199,12 @@ class CallInterceptor(Interceptor):
         thread = get_ident()
         if self._quick.thread == thread and (not is_grad_enabled() or self._saved.on_top()):
             return self.inner(*args, **kwargs)
-        if self._gate.unsure:
+        manager = self._manager
+        if manager.gate.unsure:
             self.runtime.repair()
         if not self._here.inside:
             return self._begin(args, kwargs)
-        groups, inside, manager = self._groups, self._inside, self._manager
+        groups, inside = self._groups, self._inside
         entered = pushed = held = theirs = ended = False
         try:
             if self._unwritten and groups:
@@ -255,7 +255,7 @@ class CallInterceptor(Interceptor):
         except BaseException as error:
             if not (ended and (theirs or OUTSIDE in error.__dict__)):
                 # it came at a line of tiermem's; no call: see entrance
-                self._gate.torn = self._gate.unsure = True
+                manager.gate.torn = manager.gate.unsure = True
             elif was_refused(error):
                 there = [group.block for group in groups]
                 raise read_elsewhere(self.module, self.scope.name, there) from error
@@ -269,7 +269,7 @@ class CallInterceptor(Interceptor):
         held = 0
         theirs = ended = False
         try:
-            self._gate.guard()
+            manager.gate.guard()
             runtime.begin_forward(self.module, self.scope, args, kwargs)
             began = time.perf_counter_ns()
             here.inside = True
@@ -292,7 +292,7 @@ class CallInterceptor(Interceptor):
             raise
         except BaseException as error:
             if not (ended and (theirs or OUTSIDE in error.__dict__)):
-                self._gate.torn = self._gate.unsure = True  # as in __call__
+                manager.gate.torn = manager.gate.unsure = True  # as in __call__
                 here.inside = False
             raise
 
