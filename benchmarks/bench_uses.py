@@ -229,6 +229,29 @@ def python_calls(call: Callable[[], Any]) -> Counter[str]:
     return found
 
 
+def python_instructions(call: Callable[[], Any]) -> Counter[str]:
+    """Returns the instructions of Python that tiermem executes in a call, by file and function."""
+    found: Counter[str] = Counter()
+    root = str(Path(tiermem.__file__).parent)
+
+    def look(frame: Any, event: str, _argument: Any) -> Any:
+        code = frame.f_code
+        if event == "opcode":
+            found[f"{code.co_filename[len(root) + 1 :]}:{code.co_name}"] += 1
+        elif event == "call":
+            if not code.co_filename.startswith(root):
+                return None
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return look
+
+    sys.settrace(look)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    return found
+
+
 def timed(call: Callable[[], Any]) -> float:
     """Returns the processor's seconds of a call: others may use the machine."""
     began = time.thread_time()
@@ -324,6 +347,10 @@ def measure(name: str, options: argparse.Namespace) -> None:
             print(f"  calls a use: {python / uses:.1f} of Python, {sum(found.values()) / uses:.1f}")
             for key, number in found.most_common(options.lines):
                 print(f"    {number / uses:6.2f} {number:6d}  {key}")
+            counted = python_instructions(mine)
+            print(f"  instructions a use: {sum(counted.values()) / uses:.0f}")
+            for key, number in counted.most_common(options.lines):
+                print(f"    {number / uses:6.1f} {number:6d}  {key}")
         if options.profile:
             profile = cProfile.Profile()
             profile.enable()
@@ -342,7 +369,7 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=40)
     parser.add_argument("--hbm", type=float, default=0.25, help="as a part of the weights")
     parser.add_argument("--train", action="store_true")
-    parser.add_argument("--calls", action="store_true", help="count calls of functions")
+    parser.add_argument("--calls", action="store_true", help="count calls and instructions")
     parser.add_argument("--sample", action="store_true", help="let passes be measured by tiermem")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()

@@ -142,9 +142,37 @@ _ELSEWHERE = (
         ("tests/unit/test_driver.py",),
     ),
     Mutation(
+        "a stream that waited for a copy's event does not wait for its next copy",
+        "tiermem/transfer/driver.py",
+        "            event.waiter = -1\n",
+        "",
+        ("tests/unit/test_driver.py",),
+    ),
+    Mutation(
         "a call below passes though another thread holds the block meanwhile",
         "tiermem/nn/wrap/scope.py",
-        "            self.thread = 0  # until all are out again\n",
+        "                        inside.thread = 0  # until all are out again\n",
+        "                        pass\n",
+        INSIDE,
+    ),
+    Mutation(
+        "a call that gets one of its blocks only keeps it",
+        "tiermem/nn/wrap/scope.py",
+        "                        _let_go(groups[: groups.index(group)])\n",
+        "",
+        INSIDE,
+    ),
+    Mutation(
+        "a call that is refused as it ends keeps the rest of its blocks",
+        "tiermem/nn/wrap/scope.py",
+        "                            _let_go(groups[groups.index(group) + 1 :])\n",
+        "",
+        INSIDE,
+    ),
+    Mutation(
+        "a call that ends keeps the lease of its block",
+        "tiermem/nn/groups/group.py",
+        "            record.leases -= 1  # the same in line\n",
         "            pass\n",
         INSIDE,
     ),
@@ -193,8 +221,8 @@ _ELSEWHERE = (
     Mutation(
         "letting go of weights forgets that they were written",
         "tiermem/nn/groups/group.py",
-        "self._release(self.block.id, dirty=written)",
-        "self._release(self.block.id)",
+        "table.release(self.block.id, dirty=written)",
+        "table.release(self.block.id)",
         NN,
     ),
     Mutation(
@@ -479,7 +507,8 @@ _ELSEWHERE = (
 _WAITS = (
     (
         "compute does not wait for a copy up",
-        "        if event is not None:\n            self.calls.wait(stream, event)\n",
+        "        if event is not None and event.waiter != stream:  # else it waits already\n"
+        "            self.calls.wait(stream, event)\n",
         "",
     ),
     (

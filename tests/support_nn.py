@@ -290,7 +290,7 @@ def check_table(tier: tiermem.TierManager) -> None:
     assert not leased, f"leases left over: {leased}"
     for group in tier._runtime.groups:
         assert group.holds == 0, f"{group.block.name} is still held"
-    assert not tier._runtime.here.depth
+    assert not tier._runtime.here.inside
 
 
 def scalar_of(output: Any) -> torch.Tensor | None:

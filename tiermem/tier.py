@@ -186,7 +186,7 @@ class TierManager:
         wrapped = WrappedModel(model, self._runtime, blocks, self._wraps, homes, origins, resident)
         if on_device:
             torch.cuda.empty_cache()  # torch keeps what the model has left for tensors to come
-        self._runtime.owner = self  # a model keeps the tiers alive
+        self._runtime.models.owner = self  # a model keeps the tiers alive
         self._wraps += 1
         return wrapped
 
@@ -465,13 +465,13 @@ class TierManager:
         self._manager.close()
         self._leaving = []
         self._wrapped.clear()
-        self._runtime.owner = None
+        self._runtime.models.owner = None
 
     def _forget(self, key: int) -> None:
         """Forgets a model that has left."""
         del self._wrapped[key]
         if not self._wrapped:
-            self._runtime.owner = None
+            self._runtime.models.owner = None
 
     @property
     def closed(self) -> bool:

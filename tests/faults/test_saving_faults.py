@@ -397,7 +397,7 @@ def test_a_flipped_bit_is_noticed(prepared, tmp_path) -> None:
                 with pytest.raises((tiermem.IntegrityError, tiermem.CheckpointError)) as caught:
                     run.tier.load(bad)
                 assert str(bad) in str(caught.value)
-                if run.tier._runtime.half_loaded:
+                if run.tier._runtime.models.half_loaded:
                     for use in (run.step, lambda run=run: run.tier.save(tmp_path / "x")):
                         with pytest.raises(tiermem.CheckpointError, match="loaded in part"):
                             use()

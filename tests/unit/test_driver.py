@@ -7,6 +7,9 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from tiermem.transfer import driver
 from tiermem.transfer.driver import DriverCalls, _destroy, _Thread
 
 
@@ -22,6 +25,7 @@ class Logged(DriverCalls):
         self._local.bound = True
         self._record = self._logged("record")
         self._wait = self._logged("wait")
+        self._copy = self._logged("copy")
 
     def _logged(self, name: str) -> Any:
         def call(*arguments: int) -> int:
@@ -58,6 +62,22 @@ def test_an_event_recorded_again_is_waited_for_and_asked_again() -> None:
     assert not calls.spare
     del event
     assert calls.spare == [5]
+
+
+def test_a_copy_that_records_an_event_again_is_waited_for_and_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(driver, "_current_device", lambda: 0)
+    calls = Logged()
+    event = calls.copy_behind(1, [7], 100, 200, 16)
+    calls.wait(2, event)
+    assert event.done()
+    first = calls.log[:]
+    assert first[:3] == [("record", 9, 7), ("wait", 1, 9, 0), ("copy", 100, 200, 16, 1)]
+    assert calls.copy_behind(1, [7], 100, 200, 16, event) is event
+    calls.wait(2, event)
+    assert event.done()
+    assert calls.log == 2 * first
 
 
 def test_a_stream_follows_another_by_one_mark() -> None:

@@ -141,7 +141,7 @@ def test_a_model_that_is_only_called_inside_is_no_part_of_it(tier: tiermem.TierM
     )
     around(torch.ones(2, replicas.WIDTH)).sum().backward()
     assert same_bits(teacher[0].bias.grad.clone(), torch.full((replicas.WIDTH,), 2.0))
-    assert not tier._runtime.reduced.active
+    assert not tier._runtime.backward.reduced.active
 
 
 @pytest.mark.usefixtures("alone")

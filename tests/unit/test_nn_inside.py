@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from support_nn import check_table, same_bits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tiermem
-from tiermem.nn.wrap.scope import CallInterceptor, Inside
+from tiermem.nn.wrap.scope import CallInterceptor
 
 CALL = CallInterceptor.method
 
@@ -118,18 +119,29 @@ def test_a_module_compiled_in_the_middle_of_forward_is_compiled(
 
 
 def test_a_call_below_passes_only_where_its_thread_alone_is_inside() -> None:
-    inside = Inside()
-    inside.enter()
-    assert inside.thread == threading.get_ident()
-    other = threading.Thread(target=inside.enter)
-    other.start()
-    other.join()
-    assert inside.thread == 0
-    inside.leave()
-    assert inside.thread == 0, "one of the two is in still, and nobody knows which"
-    inside.leave()
-    inside.enter()
-    assert inside.thread == threading.get_ident()
+    x, me = torch.randn(3, 8), threading.get_ident()
+    with wrapped() as (model, _), torch.no_grad():
+        layer = model.layers[0]
+        inside = layer.__dict__[CALL].scope.inside
+        seen: list[int] = []
+
+        def look(layer: Layer) -> None:
+            seen.append(inside.thread)
+
+        def beside(layer: Layer) -> None:
+            layer.meanwhile = look
+            look(layer)
+            other = threading.Thread(target=layer, args=(x,))
+            other.start()
+            other.join()
+            look(layer)
+
+        layer.meanwhile = beside
+        layer(x)
+        assert seen == [me, 0, 0], "one of two was in still, and nobody knew which"
+        assert inside.thread == 0
+        layer(x)
+        assert seen[3:] == [me]
 
 
 def test_two_threads_in_one_block_are_both_right() -> None:
@@ -247,3 +259,60 @@ def test_a_module_without_tensors_is_compiled_around_its_blocks() -> None:
         for _ in range(2):
             assert torch.equal(plain.decoder(x), model.decoder(x))
             assert torch.equal(plain(x), model(x))
+
+
+class Both(nn.Module):
+    """Uses the matrices of two other modules, which are blocks of their own."""
+
+    def __init__(self, first: nn.Linear, second: nn.Linear) -> None:
+        super().__init__()
+        self.first, self.second = first.weight, second.weight
+        self.spoilt = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.first @ self.second
+        if self.spoilt:
+            getattr(self, self.spoilt).data = torch.ones(3)
+        return x
+
+
+class Pair(nn.Module):
+    """Layers, the first two of which are used together at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+        self.both = Both(self.layers[0], self.layers[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.both(x)
+
+
+@pytest.mark.parametrize("spoilt", ["first", "second"])
+def test_a_call_refused_at_its_end_lets_all_of_its_blocks_go(spoilt: str) -> None:
+    model, plain, x = Pair(), Pair(), torch.ones(2, 64)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="8MiB") as tier, torch.no_grad():
+        tier.wrap(model, blocks=[f"layers.{n}" for n in range(4)])
+        model.both.spoilt = spoilt
+        with pytest.raises(tiermem.ParameterError, match="cannot become"):
+            model(x)
+        check_table(tier)
+        model.both.spoilt = ""
+        assert same_bits(model(x), plain(x))
+
+
+def test_a_call_that_gets_one_of_its_blocks_holds_none() -> None:
+    model, plain, x = Pair(), Pair(), torch.ones(2, 64)
+    with tiermem.TierManager("cpu", hbm="48KiB", dram="8MiB") as tier, torch.no_grad():
+        tier.wrap(model, blocks=[f"layers.{n}" for n in range(4)])
+        kept = [layer.weight.detach() for layer in model.layers[2:]]
+        with pytest.raises(
+            tiermem.CapacityError, match=r"layers\.1.*layers\.0' \(16.00 KiB, leased"
+        ):
+            model(x)
+        check_table(tier)
+        kept.clear()
+        assert same_bits(model(x), plain(x))

@@ -238,8 +238,8 @@ def test_a_step_that_cannot_be_made_in_forward_is_made_before_it(
     step = StepUnit.step
 
     def fails(self: StepUnit, runtime: Any, *args: Any, **kwargs: Any) -> None:
-        inside.append(runtime.here.depth)
-        if kwargs.get("owed") and runtime.here.depth and "layers.1" in self.name:
+        inside.append(runtime.here.inside)
+        if kwargs.get("owed") and runtime.here.inside and "layers.1" in self.name:
             raise tiermem.CapacityError("no room for block 'x'", "give hbm= more", "")
         step(self, runtime, *args, **kwargs)
 

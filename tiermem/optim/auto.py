@@ -151,7 +151,7 @@ class AutoOverlap:
 
     def paid(self) -> None:
         """Notes that a step that waited is made."""
-        self._early += not self._runtime.here.depth
+        self._early += not self._runtime.here.inside
 
     def failed(self, error: BaseException) -> None:
         """Notes that a deferred step failed, unless by an outside exception: no other waits."""

@@ -9,7 +9,8 @@ from typing import Any
 from tiermem.core.block import Block, Extent, Tier
 from tiermem.errors import CapacityError, StepError
 from tiermem.nn.groups.need import Kept
-from tiermem.nn.passes.runtime import Keeper, ModuleRuntime, entries_of
+from tiermem.nn.passes.keepers import Keeper
+from tiermem.nn.passes.runtime import ModuleRuntime, entries_of
 from tiermem.optim.classes import in_order
 from tiermem.optim.host.room import HostRoom
 from tiermem.optim.hostpart import HostPart

@@ -150,7 +150,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             What ``closure`` returned.
         """
         self._refuse_if_closed("step()")
-        self._runtime.refuse_half_loaded("step()")
+        self._runtime.models.refuse_half_loaded("step()")
         self._methods.refuse_if_begun("step()")
         self._runtime.manager.gate.guard()
         if not self._timing.rounds:

@@ -275,7 +275,7 @@ class StepTiming:
 
     def _may_step_ahead(self) -> bool:
         """Whether steps may be made before they are asked for."""
-        if self.auto is None or self.rounds or self._runtime.reduced.active:
+        if self.auto is None or self.rounds or self._runtime.backward.reduced.active:
             return False
         looked_into, draws = self._units.looked_into, self._tried.draws
         return self.auto.may_begin(looked_into=looked_into, draws=draws)

@@ -111,16 +111,16 @@ class _Loader:
             *(a for n, contents in enumerate(found) for a in self._of_optimizer(n, contents)),
             *self._of_gradients(),
         ]
-        self._runtime.half_loaded = "the load was cut short"
+        self._runtime.models.half_loaded = "the load was cut short"
         try:
             self._settle_groups(found, values)
             with torch.inference_mode(False), torch.no_grad():
                 self._make(actions)
         except Exception as error:
-            self._runtime.half_loaded = str(error)
+            self._runtime.models.half_loaded = str(error)
             raise
         self._settle(values)
-        self._runtime.half_loaded = ""
+        self._runtime.models.half_loaded = ""
         restore_generators(values["rng"], self._manager.parts.device)
         return values["extra"]
 

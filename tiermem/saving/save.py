@@ -68,7 +68,7 @@ def make_plan(runtime: ModuleRuntime, path: str | os.PathLike[str], extra: Any) 
         StepError: If an optimizer's step is unfinished.
         StorageError: If the file system cannot be looked at.
     """
-    runtime.refuse_half_loaded("tier.save()")
+    runtime.models.refuse_half_loaded("tier.save()")
     runtime.refuse_inside("tier.save()")
     runtime.backward.end()
     folder = CheckpointFolder(os.fspath(path), FILES)

@@ -246,11 +246,6 @@ class Fences:
         if len(fences) > self._most:
             self._tidy()
 
-    def has(self, extent: Extent, event: Event) -> bool:
-        """Whether a copy's event, which means a later one to the same place by now, is known."""
-        fence = self.fences.get(extent.offset)
-        return fence is not None and fence[1] is event
-
     def last(self, extent: Extent) -> Event | None:
         """Returns the last copy that touches ``extent``; the earlier ones are over when it is."""
         first = extent.offset
@@ -323,8 +318,10 @@ class StreamCopyEngine:
         if after is not None:
             calls.wait(stream, after)
         self._compute[calls.current()] = None
-        if again is not None and not self._rising.has(extent, again):
-            again = None  # a file mover may look at it
+        if again is not None:
+            fence = self._rising.fences.get(extent.offset)
+            if fence is None or fence[1] is not again:
+                again = None  # a file mover may look at it
         event = calls.copy_behind(
             stream, self._compute, target.data_ptr(), source.data_ptr(), target.numel(), again
         )
@@ -388,7 +385,7 @@ class StreamCopyEngine:
         """Makes the current compute stream wait for ``event``."""
         stream = self.calls.current()
         self._compute[stream] = None
-        if event is not None:
+        if event is not None and event.waiter != stream:  # else it waits already
             self.calls.wait(stream, event)
 
     def wait(self, event: Event | None) -> None:

@@ -287,7 +287,12 @@ class DriverCalls:
         code = self._copy(target, source, nbytes, stream)
         if code:
             self._check(f"cuMemcpyAsync of {nbytes} bytes", code)
-        event = self._event(again)
+        if again is None:
+            event = self._event(None)
+        else:  # the same in line
+            event = again
+            event._over = False
+            event.waiter = -1
         code = self._record(event.handle, stream)
         if code:
             self._check("cuEventRecord", code)

@@ -46,8 +46,27 @@ class WeightViews(Protocol):
         ...
 
 
+class Here(Protocol):
+    """Where one thread is.
+
+    Attributes:
+        inside: Whether that is in a call of a wrapped module.
+    """
+
+    inside: bool
+
+
 class Lender(Protocol):
-    """Brings blocks up for operations on tensors that are away."""
+    """Brings blocks up for uses of tensors that are away."""
+
+    @property
+    def here(self) -> Here:
+        """Where the calling thread is."""
+        ...
+
+    def demand(self, group: Group) -> None:
+        """Points a group at its block, for a tensor of it that is looked up."""
+        ...
 
     def lend(self, group: Group) -> int:
         """Holds a group for one operation; returns the token for :meth:`lent`."""
@@ -117,6 +136,19 @@ class Reduced(Protocol):
         ...
 
 
+class Backward(Protocol):
+    """The backward under way; see :class:`tiermem.nn.passes.backward.BackwardPass`."""
+
+    @property
+    def reduced(self) -> Reduced:
+        """Gradients that ``DistributedDataParallel`` reduces."""
+        ...
+
+    def enter(self) -> None:
+        """Called when a backward has come to a gradient."""
+        ...
+
+
 class Passes(Protocol):
     """The passes of the modules of one manager; see :mod:`tiermem.nn.passes.runtime`.
 
@@ -139,18 +171,10 @@ class Passes(Protocol):
         ...
 
     @property
-    def reduced(self) -> Reduced:
-        """Gradients that ``DistributedDataParallel`` reduces."""
+    def backward(self) -> Backward:
+        """The backward under way."""
         ...
 
     def unit_limit(self, group: Group) -> int:
         """Returns how many bytes of gradients of a group may share a block."""
-        ...
-
-    def enter_backward(self) -> None:
-        """Called when a backward has come to a gradient."""
-        ...
-
-    def demand(self, group: Group) -> None:
-        """Brings a group up for code outside its own module's call."""
         ...

@@ -348,7 +348,8 @@ class GradStore:
 
     def dtype_of(self, entry: Entry) -> torch.dtype:
         """Returns the dtype that gradients of a parameter are kept in."""
-        return self.dtype_for(entry.param)
+        known = entry.placeholder.dtype  # the parameter's, which takes longer to say so
+        return self._dtypes.get(id(entry.param), known) if self._dtypes else known
 
     def dtype_for(self, param: torch.Tensor) -> torch.dtype:
         """Returns the dtype of gradients of a parameter that may not be managed yet."""
@@ -484,9 +485,9 @@ class GradStore:
     def expose(self, entry: Entry) -> None:
         """Makes ``param.grad`` the lazy stand-in of the stored gradient."""
         if entry.lazy is None:
-            dtype = self.dtype_for(entry.param)
+            dtype, shape = self.dtype_of(entry), entry.placeholder.shape
             ways = entry.ways
-            if ways is None or ways.dtype is not dtype or ways.shape != entry.param.shape:
+            if ways is None or ways.dtype is not dtype or ways.shape != shape:
                 ways = entry.ways = self._ways_of(entry, dtype)
             entry.lazy = ways.stand_in()
         if entry.param.grad is not entry.lazy:
@@ -522,7 +523,7 @@ class GradStore:
             return
         if entry.waits:
             self.new.take()
-        self._runtime.enter_backward()
+        self._runtime.backward.enter()
         if entry.unit is None and accumulates(entry):
             check_gradients(self._runtime)
         self.pay(entry.unit)  # while param.grad is what it was
@@ -544,8 +545,8 @@ class GradStore:
     def _make_way(self, entry: Entry) -> None:
         if entry.displaced and entry.param.grad is None:
             return
-        if self._runtime.reduced.active:
-            self._runtime.reduced.make_ordinary(entry)
+        if self._runtime.backward.reduced.active:
+            self._runtime.backward.reduced.make_ordinary(entry)
             return
         self._follow(entry)
         current = entry.param.grad
@@ -564,8 +565,8 @@ class GradStore:
             for watcher in self.watchers:
                 watcher.arriving(entry)
         entry.announced = False
-        if self._runtime.reduced.active:
-            self._runtime.reduced.arrived = True
+        if self._runtime.backward.reduced.active:
+            self._runtime.backward.reduced.arrived = True
         else:
             self.new.add(entry)
 
@@ -600,7 +601,7 @@ class GradStore:
         if (
             gradient.layout is torch.strided
             and not gradient.requires_grad
-            and gradient.dtype is entry.param.dtype
+            and gradient.dtype is entry.placeholder.dtype
         ):
             return None if is_shared(gradient) and not entry.has_grad else gradient
         if entry.has_grad:  # part of it was dense: let torch join the two

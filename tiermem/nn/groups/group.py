@@ -56,7 +56,7 @@ class Group(Holder):
         """
         self.manager = manager
         self._acquirer = manager.acquirer
-        self._release = manager.parts.table.release
+        self._record = manager.record(block)
         self.block = block
         self.pointing = Pointing(block)
         self.writes = Writes(always=writes_hidden)
@@ -115,9 +115,8 @@ class Group(Holder):
         if slot is None:
             slot = self._acquirer.acquire(self.block)
         pointing = self.pointing
-        for kind, things in pointing.shown:  # ordinary ones, since their block is held
-            for thing in things:
-                thing.__class__ = kind
+        for thing, kind in pointing.shown:  # ordinary ones, since their block is held
+            thing.__class__ = kind
         if slot is not pointing.slot:
             pointing.point(slot, plain=pointing.plain)
         slot.idle = self.soft = False
@@ -152,13 +151,16 @@ class Group(Holder):
         if writes.suspect and not written:
             written = differs_from_home(self.manager, self.block)
         self.holds = 0
-        for kind, things in pointing.hidden:  # every operation on them is to bring the block first
-            for thing in things:
-                thing.__class__ = kind
+        for thing, kind in pointing.hidden:  # every operation on them is to bring the block first
+            thing.__class__ = kind
         if slot is not None:
             self.soft = soft
             slot.idle = not soft
-        self._release(self.block.id, dirty=written)
+        record = self._record
+        if written or record.leases <= 0:
+            self.manager.parts.table.release(self.block.id, dirty=written)
+        else:
+            record.leases -= 1  # the same in line
         if refused is not None:
             raise refused
 
@@ -208,7 +210,7 @@ class Group(Holder):
             if slot is not pointing.slot:
                 pointing.point(slot)
             slot.idle, self.soft = False, True
-            self._release(self.block.id, dirty=dirty or self.writes.always)
+            manager.parts.table.release(self.block.id, dirty=dirty or self.writes.always)
 
     def unpoint(self) -> None:
         """Points tensors without a lease elsewhere; the caller has the manager's lock.

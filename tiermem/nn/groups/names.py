@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiermem.core.block import Role
 from tiermem.errors import ParameterError, WrapError
-from tiermem.nn.groups.above import Passes
+from tiermem.nn.groups.above import Lender
 
 if TYPE_CHECKING:
     from tiermem.nn.groups.group import Group
@@ -26,17 +26,17 @@ class HeldDict(dict[str, Any]):
     Looking a name up is torch's own code then: it happens a dozen times in every layer.
     """
 
-    def __init__(self, plain: dict[str, Any], groups: dict[str, Group], runtime: Passes) -> None:
+    def __init__(self, plain: dict[str, Any], groups: dict[str, Group], lender: Lender) -> None:
         """Copies ``plain``.
 
         Args:
             plain: The dictionary it takes the place of.
             groups: The group of each managed name.
-            runtime: Where to ask for blocks.
+            lender: Brings blocks up that are not held.
         """
         super().__init__(plain)
         self.groups = groups
-        self.runtime = runtime
+        self.lender = lender
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name in self.groups and value is not self.get(name):
@@ -102,9 +102,14 @@ class TieredDict(HeldDict):
 
     def __getitem__(self, name: str) -> Any:
         group = self.groups.get(name)
-        if group is not None and not group.holds and not _is_swap(sys._getframe(1)):
+        if (
+            group is not None
+            and not group.holds
+            and sys._getframe(1).f_globals.get("__name__") != _SWAPS  # _is_swap, in line
+        ):
             rows = group.pointing.rows
             if rows is not None and name in rows:
                 return rows[name]
-            self.runtime.demand(group)
+            if not (group.soft and self.lender.here.inside):  # else it points at its block
+                self.lender.demand(group)
         return _item(self, name)

@@ -32,7 +32,7 @@ class Pointing:
         members: What lives in the block: parameters, then buffers.
         tensors: Those that are not materialized, which point here or there.
         plain: Whether those are of classes that intercept nothing while they are shown.
-        shown: Which of them, and which dictionaries, are of which class while the block is held.
+        shown: Of which class each of them, and each dictionary, is while the block is held.
         hidden: The same for while it is not.
         slot: Where they point; None where that is their placeholders.
         rows: While experts come up one by one: what stands for each parameter, by its name in the
@@ -40,8 +40,8 @@ class Pointing:
     """
 
     __slots__ = (
-        "_block", "_indices", "_names", "_placeholders", "hidden", "members", "plain", "rows",
-        "shown", "slot", "tensors",
+        "_apart", "_block", "_indices", "_names", "hidden", "members", "plain", "rows", "shown",
+        "slot", "tensors",
     )  # fmt: skip
 
     def __init__(self, block: Block) -> None:
@@ -54,13 +54,13 @@ class Pointing:
         self.members: Sequence[Member] = ()
         self.tensors: Sequence[torch.Tensor] = ()
         self.plain = False
-        self.shown: Sequence[tuple[type, list[Any]]] = ()
-        self.hidden: Sequence[tuple[type, list[Any]]] = ()
+        self.shown: Sequence[tuple[Any, type]] = ()
+        self.hidden: Sequence[tuple[Any, type]] = ()
         self.slot: Slot | None = None
         self.rows: Mapping[str, Any] | None = None
         self._names: list[HeldDict] = []
         self._indices: Sequence[int] | None = ()  # None where they are all of the block's
-        self._placeholders: Sequence[torch.Tensor] = ()
+        self._apart: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()  # beside their placeholders
 
     def begin(self, members: Sequence[Member]) -> None:
         """Takes the tensors, all of which point at memory of their own."""
@@ -89,9 +89,10 @@ class Pointing:
         indices = [member.index for member in managed]
         whole = indices == list(range(len(self._block.tensors)))
         self._indices = None if whole else indices
-        self._placeholders = [member.placeholder for member in managed]
-        self.shown = _by_class([(m.kind, m.tensor) for m in managed], HeldDict, self._names)
-        self.hidden = _by_class([(m.away, m.tensor) for m in managed], TieredDict, self._names)
+        self._apart = [(member.tensor, member.placeholder) for member in managed]
+        names = self._names
+        self.shown = [*((m.tensor, m.kind) for m in managed), *((n, HeldDict) for n in names)]
+        self.hidden = [*((m.tensor, m.away) for m in managed), *((n, TieredDict) for n in names)]
         self.plain = all(member.kind in ORDINARY for member in managed)
 
     def point(self, slot: Slot, *, plain: bool = False) -> None:
@@ -114,8 +115,9 @@ class Pointing:
             with Plain():
                 for tensor, view in zip(self.tensors, views, strict=True):
                     tensor.data = view
-        if self.slot is not None:
-            self.slot.pointed = 0
+        before = self.slot
+        if before is not None:
+            before.pointed = 0
         slot.pointed = len(self.tensors)
         self.slot = slot
 
@@ -125,11 +127,12 @@ class Pointing:
             with torch.inference_mode(False):
                 return self.away()
         with Plain():
-            for tensor, away in zip(self.tensors, self._placeholders, strict=True):
+            for tensor, away in self._apart:
                 tensor.data = away
-        if self.slot is not None:
-            self.slot.pointed = 0
-            self.slot.idle = False
+        slot = self.slot
+        if slot is not None:
+            slot.pointed = 0
+            slot.idle = False
             self.slot = None
 
     def free(self, member: Member, data: torch.Tensor) -> None:
@@ -168,18 +171,7 @@ class Pointing:
         _change(self.shown)
 
 
-def _change(classes: Sequence[tuple[type, list[Any]]]) -> None:
+def _change(classes: Sequence[tuple[Any, type]]) -> None:
     """Sets the classes of tensors and dictionaries."""
-    for kind, things in classes:
-        for thing in things:
-            thing.__class__ = kind
-
-
-def _by_class(
-    tensors: Sequence[tuple[type, torch.Tensor]], kind: type, names: list[HeldDict]
-) -> list[tuple[type, list[Any]]]:
-    """Returns which tensors, and which dictionaries, get which class."""
-    found: dict[type, list[Any]] = {}
-    for of, tensor in tensors:
-        found.setdefault(of, []).append(tensor)
-    return [*found.items(), (kind, names)]
+    for thing, kind in classes:
+        thing.__class__ = kind

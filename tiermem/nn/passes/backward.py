@@ -13,6 +13,7 @@ import torch
 from tiermem.core.block import Role
 from tiermem.nn.compat.entrances import inside
 from tiermem.nn.groups.group import Group
+from tiermem.nn.passes.reduced import ReducedGradients
 from tiermem.nn.passes.scopes import PassScope
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class _Ending:
         self._waited = False
 
     def __call__(self) -> None:
-        if self._backward.runtime.reduced.active and not self._waited:
+        if self._backward.reduced.active and not self._waited:
             self._waited = True  # for what was queued since: the reducer's end is among it
             torch.autograd.Variable._execution_engine.queue_callback(self)
             return
@@ -72,6 +73,7 @@ class BackwardPass:
         under_way: Whether one has begun and is not ended.
         on_begin: Called as each backward begins.
         watchers: Notified of every backward (optimizers that step in it).
+        reduced: Gradients that a ``DistributedDataParallel`` around a model takes part in.
     """
 
     def __init__(self, runtime: ModuleRuntime) -> None:
@@ -81,6 +83,7 @@ class BackwardPass:
         self.under_way = False
         self.on_begin: list[Callable[[], None]] = []
         self.watchers: list[BackwardWatcher] = []
+        self.reduced = ReducedGradients(runtime)
         self._soft: deque[Group] = deque()
         self._kept: list[Group] = []
         self._began = 0
@@ -165,7 +168,7 @@ class BackwardPass:
         self.under_way = False
         self.let_go_kept()
         try:
-            runtime.reduced.end_backward()
+            self.reduced.end_backward()
             runtime.grads.new.end_backward()  # watchers may step what was waited for in vain
         finally:
             self._tell_of_end()

@@ -118,9 +118,7 @@ class SavedHooks:
         self._plain: Pair = (self._pack_plain, self._unpack)
 
     def on_top(self) -> bool:
-        """Whether a pair of tiermem's sees what is saved, or nothing is saved."""
-        if not torch.is_grad_enabled():
-            return True
+        """Whether a pair of tiermem's sees what is saved; asked where gradients are taken."""
         outer = top_pair()
         return outer is not None and (outer[0] is self._plain[0] or _hooks_of(outer) is self)
 
@@ -136,10 +134,12 @@ class SavedHooks:
     def push(self) -> bool:
         """Pushes a pair of tiermem's, unless one is on top or none can be.
 
+        Asked where gradients are taken: nothing is saved elsewhere.
+
         Returns:
             Whether one was pushed, so that :meth:`pop` must follow.
         """
-        if not torch.is_grad_enabled() or self.refused():
+        if self.refused():
             return False
         outer = top_pair()
         if outer is None:
@@ -243,7 +243,7 @@ class SavedHooks:
 
     @inside
     def _activation(self, packed: SavedActivation) -> torch.Tensor:
-        self._runtime.enter_backward()
+        self._runtime.backward.enter()
         return self._runtime.activations.open(packed)
 
     def view(self, saved: SavedView) -> torch.Tensor:
@@ -277,7 +277,7 @@ class SavedHooks:
 
     @inside
     def _fetch(self, saved: SavedView) -> torch.Tensor:
-        self._runtime.enter_backward()
+        self._runtime.backward.enter()
         block, view = saved.block, None
         group = self._group_of(block.id)
         if group is not None and group.soft and not self._gate.closed:

@@ -66,7 +66,7 @@ class ExpertsInterceptor(CallInterceptor):
         if self._manager.gate.unsure:
             self.runtime.repair()
         choice = None
-        if self._store.open and self._here.depth and self._may():
+        if self._store.open and self._here.inside and self._may():
             choice = self._begin(args, kwargs)
         if choice is None:
             return super().__call__(*args, **kwargs)

@@ -151,7 +151,7 @@ class Leaving:
                 with suppress(StorageError):  # named by the caller, with all others
                     deferred.pay(group.block.id)
                 waits = group.block.id in deferred  # for a disk
-                if not waits and group.holds > self._runtime.reduced.holds(group):
+                if not waits and group.holds > self._runtime.backward.reduced.holds(group):
                     raise WrapError(
                         f"block {group.block.name!r} is in use (its module is being called); take "
                         "the model out of the tiers once the call has returned"
@@ -177,7 +177,7 @@ class Leaving:
 
     def finish(self) -> None:
         """Makes the tensors ordinary; goes on where it was cut short (by Ctrl-C)."""
-        self._runtime.reduced.let_go(self._groups())
+        self._runtime.backward.reduced.let_go(self._groups())
         small = self.wrapped.resident
         for group in (*self.wrapped.groups, *([] if small is None else [small])):
             group.pointing.sort()  # an exception may have come between a tensor and this

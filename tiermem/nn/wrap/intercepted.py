@@ -220,7 +220,9 @@ class InterceptedModules:
                 if tensor is not None and id(tensor) in self.group_of
             }
             if managed:
-                names = module.__dict__[which] = TieredDict(plain, managed, self._wrapped.runtime)
+                names = module.__dict__[which] = TieredDict(
+                    plain, managed, self._wrapped.runtime.away
+                )
                 first, *others = {id(group): group for group in managed.values()}.values()
                 if not others:
                     first.add_names(names)

@@ -65,7 +65,7 @@ class LookupInterceptor(CallInterceptor):
         if self._manager.gate.unsure:
             self.runtime.repair()
         ids = args[0] if len(args) == 1 and not kwargs else None
-        if self._here.depth and isinstance(ids, torch.Tensor) and self._may(ids):
+        if self._here.inside and isinstance(ids, torch.Tensor) and self._may(ids):
             found = self._found(ids)
             if found is not None:
                 if self.runtime.unwritten:

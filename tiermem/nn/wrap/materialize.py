@@ -107,14 +107,14 @@ def materialize(
     try:
         take_back_left(runtime)
         entries = [e for e in entries_for(runtime, target) if not e.materialized]
-        runtime.lendings.append(lending)
+        runtime.models.lendings.append(lending)
         _open(runtime, entries, device or torch.device("cpu"), lending.opened)
     except BaseException as error:
         if not isinstance(error, REFUSALS):
             runtime.manager.cut_short()
         _put_back(lending.opened)
-        if lending in runtime.lendings:
-            runtime.lendings.remove(lending)
+        if lending in runtime.models.lendings:
+            runtime.models.lendings.remove(lending)
         raise
     try:
         yield
@@ -136,7 +136,7 @@ def take_back_left(runtime: ModuleRuntime) -> None:
         StorageError: If the disk fails still.
         ParameterError: If a parameter has another shape or dtype by now.
     """
-    for lending in list(runtime.lendings):
+    for lending in list(runtime.models.lendings):
         if lending.left:
             _close(runtime, lending)
 
@@ -194,8 +194,8 @@ def _close(runtime: ModuleRuntime, lending: Lending) -> None:
             failed = failed or error
     if failed is not None:
         raise failed
-    if lending in runtime.lendings:
-        runtime.lendings.remove(lending)
+    if lending in runtime.models.lendings:
+        runtime.models.lendings.remove(lending)
     if wrong:
         raise ParameterError(wrong[0])
 

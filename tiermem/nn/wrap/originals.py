@@ -78,4 +78,4 @@ def undo_wrap(wrapped: WrappedModel) -> None:
             manager.parts.holders.pop(record.block.id, None)
             record.leases = 0
         manager.remove_blocks([record.block for record in ours])
-    runtime.wrapping = None
+    runtime.models.wrapping = None

@@ -47,11 +47,11 @@ def repair(runtime: ModuleRuntime) -> None:
         return
     with manager.lock:
         manager.repair_blocks()
-        if runtime.wrapping is not None:
-            undo_wrap(runtime.wrapping)
-        while runtime.saved.on_top() and torch.is_grad_enabled():
+        if runtime.models.wrapping is not None:
+            undo_wrap(runtime.models.wrapping)
+        while torch.is_grad_enabled() and runtime.saved.on_top():
             runtime.saved.pop()
-        runtime.here.depth = 0
+        runtime.here.inside = False
         kept = _end_attempts(runtime)
         for block_id, holder in list(manager.parts.holders.items()):
             if block_id not in kept:
@@ -76,7 +76,7 @@ def _end_attempts(runtime: ModuleRuntime) -> Counter[int]:
     """
     kept: Counter[int] = Counter()
     holds: Counter[int] = Counter()
-    for attempt in list(runtime.attempts):
+    for attempt in list(runtime.keepers.attempts):
         with suppress(*REFUSALS):  # the disk still fails: the next use of the blocks raises
             attempt.end()
             continue
@@ -95,7 +95,7 @@ def _end_attempts(runtime: ModuleRuntime) -> Counter[int]:
 
 def _take_back(runtime: ModuleRuntime) -> None:
     """Takes back what a user had as ordinary tensors when the exception came."""
-    if any(lending.left for lending in runtime.lendings):
+    if any(lending.left for lending in runtime.models.lendings):
         take_back_left(runtime)
 
 

@@ -38,11 +38,14 @@ _CALL = "_call_impl"
 class Inside:
     """Counts the threads inside the modules of one block, all of which need the same groups.
 
+    Each call enters and leaves in line, under the manager's lock.
+
     Attributes:
         thread: The thread that is inside, if it is one alone; else 0, which no thread is called.
+        depth: How many calls hold the groups.
     """
 
-    __slots__ = ("_depth", "thread")
+    __slots__ = ("depth", "thread")
 
     def __init__(self, groups: Sequence[Group] = ()) -> None:
         """Starts with no thread inside.
@@ -50,28 +53,13 @@ class Inside:
         Args:
             groups: What all of the modules need.
         """
-        self.thread = 0
-        self._depth = 0
+        self.thread = self.depth = 0
         for group in groups:
             group.insides.append(self)
 
-    def enter(self) -> None:
-        """Notes that this thread holds the groups from now on; under the manager's lock."""
-        self._depth += 1
-        if self._depth == 1:
-            self.thread = get_ident()
-        elif self.thread != get_ident():
-            self.thread = 0  # until all are out again
-
-    def leave(self) -> None:
-        """Notes that it no longer does."""
-        self._depth -= 1
-        if not self._depth:
-            self.thread = 0
-
     def reset(self) -> None:
         """Clears the threads inside, after an exception anywhere; there are none then."""
-        self.thread = self._depth = 0
+        self.thread = self.depth = 0
 
 
 _NOBODY = Inside()
@@ -180,8 +168,8 @@ class CallInterceptor(Interceptor):
     """Holds a module's groups while it runs."""
 
     __slots__ = (
-        "_activations", "_alone", "_begins", "_groups", "_here", "_inside", "_manager", "_push",
-        "_quick", "_saved", "compiled",
+        "_activations", "_enters", "_groups", "_here", "_inside", "_manager", "_push", "_quick",
+        "_saved", "_unwritten", "compiled",
     )  # fmt: skip
 
     method = _CALL
@@ -195,13 +183,9 @@ class CallInterceptor(Interceptor):
         # looked up in every call, in caches that the kernels in between have emptied
         self._manager, self._here = self.runtime.manager, self.runtime.here
         self._saved, self._activations = self.runtime.saved, self.runtime.activations
-        self._push = self._saved.push
-        self._groups, self._begins = scope.groups, scope.begins
-        # what stays in HBM is held by the pass as a whole, and by its model's call in another pass
-        self._alone = (*scope.groups, *scope.wrapped.kept)
-        if not scope.name:
-            self._groups = self._alone
-        self._inside = scope.inside
+        self._push, self._unwritten = self._saved.push, self.runtime.unwritten
+        self._groups, self._inside = scope.groups, scope.inside
+        self._enters = scope.begins and self._activations.store is not None
         # only where a block begins there is something to do although its groups are held
         self._quick = _NOBODY if scope.begins else scope.inside
 
@@ -212,54 +196,59 @@ class CallInterceptor(Interceptor):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module, hooks and all."""
-        grads = is_grad_enabled()
-        if self._quick.thread == get_ident() and (not grads or self._saved.on_top()):
+        thread = get_ident()
+        if self._quick.thread == thread and (not is_grad_enabled() or self._saved.on_top()):
             return self.inner(*args, **kwargs)
-        runtime, manager, here = self.runtime, self._manager, self._here
+        manager = self._manager
         if manager.gate.unsure:
-            runtime.repair()
-        began = held = 0
-        depth = here.depth
-        groups = self._groups if depth else self._alone
-        pushed = entered = inside = theirs = ended = False
+            self.runtime.repair()
+        if not self._here.inside:
+            return self._begin(args, kwargs)
+        groups, inside = self._groups, self._inside
+        entered = pushed = held = theirs = ended = False
         try:
-            if not depth:
-                manager.gate.guard()
-                runtime.begin_forward(self.module, self.scope, args, kwargs)
-                began = time.perf_counter_ns()
-            elif runtime.unwritten and groups:
-                runtime.unwritten.got_further(self.scope)
-            here.depth = depth + 1
+            if self._unwritten and groups:
+                self._unwritten.got_further(self.scope)
             try:
-                if self._begins and self._activations.store is not None:
-                    entered = self._activations.enter(self.scope)
+                entered = self._enters and self._activations.enter(self.scope)
                 with manager.lock:
-                    for group in groups:
-                        group.hold_locked()
-                        held += 1
-                    self._inside.enter()
-                    inside = True
-                pushed = grads and self._push()
+                    try:
+                        for group in groups:
+                            group.hold_locked()
+                    except REFUSALS:
+                        _let_go(groups[: groups.index(group)])
+                        raise
+                    count = inside.depth
+                    inside.depth = count + 1
+                    if not count:
+                        inside.thread = thread
+                    elif inside.thread != thread:
+                        inside.thread = 0  # until all are out again
+                    held = True
+                pushed = is_grad_enabled() and self._push()
                 theirs = True
                 result = self.inner(*args, **kwargs)
                 theirs = False
                 if pushed or is_grad_enabled():
-                    self._watch(self.scope, runtime, result, pushed)
+                    self._watch(self.scope, self.runtime, result, pushed)
                 return result
             finally:
                 if pushed:
                     self._saved.pop()
                 if entered:
                     self._activations.leave()
-                here.depth = depth
-                with manager.lock:
-                    if inside:
-                        self._inside.leave()
-                    while held:
-                        held -= 1
-                        groups[held].let_go_locked()
-                if began:
-                    runtime.busy(self.scope.name or "forward", began)
+                if held:
+                    with manager.lock:
+                        count = inside.depth - 1
+                        inside.depth = count
+                        if not count:
+                            inside.thread = 0
+                        try:
+                            for group in groups:
+                                group.let_go_locked()
+                        except REFUSALS:
+                            _let_go(groups[groups.index(group) + 1 :])
+                            raise
                 ended = True
         except REFUSALS:
             raise
@@ -267,10 +256,44 @@ class CallInterceptor(Interceptor):
             if not (ended and (theirs or OUTSIDE in error.__dict__)):
                 # it came at a line of tiermem's; no call: see entrance
                 manager.gate.torn = manager.gate.unsure = True
-                here.depth = depth
             elif was_refused(error):
                 there = [group.block for group in groups]
                 raise read_elsewhere(self.module, self.scope.name, there) from error
+            raise
+
+    def _begin(self, args: Any, kwargs: Any) -> Any:
+        """Makes a pass of the call: it is inside no other of a wrapped module."""
+        here, runtime, manager = self._here, self.runtime, self._manager
+        # what stays in HBM is held by the pass as a whole, and by its model's call in another pass
+        kept = self.scope.wrapped.kept
+        held = 0
+        theirs = ended = False
+        try:
+            manager.gate.guard()
+            runtime.begin_forward(self.module, self.scope, args, kwargs)
+            began = time.perf_counter_ns()
+            here.inside = True
+            try:
+                with manager.lock:
+                    for group in kept:
+                        group.hold_locked()
+                        held += 1
+                theirs = True
+                result = CallInterceptor.__call__(self, *args, **kwargs)
+                theirs = False
+                return result
+            finally:
+                here.inside = False
+                with manager.lock:
+                    _let_go(kept[:held])
+                runtime.busy(self.scope.name or "forward", began)
+                ended = True
+        except REFUSALS:
+            raise
+        except BaseException as error:
+            if not (ended and (theirs or OUTSIDE in error.__dict__)):
+                manager.gate.torn = manager.gate.unsure = True  # as in __call__
+                here.inside = False
             raise
 
     @staticmethod
@@ -282,6 +305,12 @@ class CallInterceptor(Interceptor):
             return
         for tensor in outputs_with_grad(result)[:1]:
             tensor.register_hook(partial(_announce, runtime, scope))
+
+
+def _let_go(groups: Sequence[Group]) -> None:
+    """Lets groups go that a call which is refused holds; the caller has the manager's lock."""
+    for group in groups:
+        group.let_go_locked()
 
 
 def _announce(runtime: ModuleRuntime, scope: Scope, _gradient: torch.Tensor) -> None:
@@ -308,7 +337,7 @@ class AroundInterceptor(CallInterceptor):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; inside another call there is nothing to do."""
-        if self._here.depth:
+        if self._here.inside:
             return self.inner(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 

@@ -92,9 +92,9 @@ class WrappedModel:
         own = checked_homes(homes, modules)
         inventory = Inventory(model, blocks, params, buffers, own, resident)
         self.before: Originals | None = None  # what it was, until it is wrapped
-        runtime.wrapping = self
+        runtime.models.wrapping = self
         hide_from_compiler()
-        around.follow(runtime.reduced)
+        around.follow(runtime.backward.reduced)
         follow_transforms()
         try:
             self.runtime.program.models.append(inventory)
@@ -112,7 +112,7 @@ class WrappedModel:
             self._inventory = inventory
             self._install()
             runtime.models[id(model)] = self
-            runtime.wrapping = self.before = None
+            runtime.models.wrapping = self.before = None
         except BaseException as error:
             if not isinstance(error, REFUSALS) and OUTSIDE not in error.__dict__:
                 self.runtime.manager.cut_short()
@@ -252,7 +252,7 @@ class WrappedModel:
         self.before = self.modules.originals(groups)
         self.runtime.add(self.groups)
         if self.resident is not None:
-            self.resident.ready(self.runtime)
+            self.resident.ready(self.runtime.away)
             self.resident.hold()
         self._begin_reading()
         for entry in self.entries:

@@ -104,7 +104,7 @@ class Attempt:
         self.shown: Sequence[tuple[torch.Tensor | None, torch.Tensor]] = ()
         self._waiting = Waiting(runtime, unit, self.end)
         self._over = False
-        runtime.attempts.append(self)
+        runtime.keepers.attempts.append(self)
 
     def keep(
         self,
@@ -159,8 +159,8 @@ class Attempt:
         except REFUSALS:
             self._waiting.begin()
             raise
-        if self in self._runtime.attempts:
-            self._runtime.attempts.remove(self)
+        if self in self._runtime.keepers.attempts:
+            self._runtime.keepers.attempts.remove(self)
 
     def leased(self) -> tuple[Group | None, list[Block]]:
         """Returns the group of weights that is held, and the blocks that are leased beside it."""

@@ -24,7 +24,8 @@ from tiermem.core.block import Block
 from tiermem.core.parts import parts_of
 from tiermem.errors import StepError
 from tiermem.nn.groups.group import Group
-from tiermem.nn.passes.runtime import ModuleRuntime, UnderWay
+from tiermem.nn.passes.keepers import UnderWay
+from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, Ways, flush, forget, is_viewed, refresh
 from tiermem.nn.tensors.placeholder import is_placeholder, shared_placeholder
 from tiermem.optim.rules.groups import frozen
@@ -224,7 +225,7 @@ class PartedUnit(StepUnit):
             self.flush()
             self._whole = Held(self, runtime, kept=False)
             self._waiting = Waiting(runtime, self, self.recover)
-            self._attempts = runtime.attempts
+            self._attempts = runtime.keepers.attempts
             self._attempts.append(self)
             try:
                 self._hold(self._whole, owed=owed)

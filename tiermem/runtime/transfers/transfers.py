@@ -253,7 +253,13 @@ class Transfers:
                 again = None  # it stands for copies to the bytes that are behind the other as well
             if went in self.waste.pending:
                 self.log.counters.prefetch_wasted += self.waste.left(went)
-            slot = self._swap_slots(went, comes.block, extent)
+            slots, block = self.slots, comes.block
+            kept = slots.kept.get(block.id)
+            slot = None if kept is None else kept.get(extent.offset)
+            if slot is None:
+                slot = slots.slot(block, extent)
+            slots.current[block.id] = slots.by_address[slot.address] = slot
+            del slots.current[went]  # last: a slot in both is taken out of both by the handler
             self._copy_up(comes, slot, source, again, staged=comes.home is not Tier.DRAM)
             counters = self.log.counters
             counters.evictions += 1
@@ -275,17 +281,6 @@ class Transfers:
             return None
         source = self.homes.bytes.get(extent.offset)
         return self.homes.bytes_of(extent) if source is None else source
-
-    def _swap_slots(self, went: int, block: Block, extent: Extent) -> Slot:
-        """Returns the slot of a block that comes to the address of another, which leaves."""
-        slots = self.slots
-        kept = slots.kept.get(block.id)
-        slot = None if kept is None else kept.get(extent.offset)
-        if slot is None:
-            slot = slots.slot(block, extent)
-        slots.current[block.id] = slots.by_address[slot.address] = slot
-        del slots.current[went]  # last: a slot that is in both is taken out of both by the handler
-        return slot
 
     def _copy_up(
         self,

@@ -1,0 +1,89 @@
+"""Uses of tensors whose block is not held: outside their own module's call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tiermem.errors import CapacityError
+from tiermem.nn.compat.entrances import inside
+from tiermem.nn.groups.addresses import Addresses
+from tiermem.nn.groups.group import Group
+from tiermem.nn.groups.need import beside_optimizer
+
+if TYPE_CHECKING:
+    from tiermem.nn.passes.runtime import Here, ModuleRuntime
+    from tiermem.nn.passes.saved import SavedHooks
+
+
+class AwayUses:
+    """Brings blocks up for such uses, and leaves tensors pointed at them until the next forward.
+
+    Attributes:
+        manager: Where the blocks are.
+        here: Where the calling thread is.
+        addresses: The addresses that users were given for tensors.
+    """
+
+    def __init__(self, runtime: ModuleRuntime) -> None:
+        """Serves ``runtime``."""
+        self._runtime = runtime
+        self.manager = runtime.manager
+        self.here: Here = runtime.here
+        self.addresses = Addresses()
+        self._soft: list[Group] = []
+
+    @property
+    def saved(self) -> SavedHooks:
+        """The hooks that save tensors for backward."""
+        return self._runtime.saved
+
+    @inside
+    def demand(self, group: Group) -> None:
+        """Fetches a group whose parameter is looked up while its block is not held."""
+        # every torch operation on the parameter brings its block for its own time; it is pointed
+        # there for code that torch does not see, which may write if it runs outside every pass
+        inside = self.here.inside or torch._C._current_graph_task_id() != -1
+        group.point_softly(dirty=not inside)
+        if group not in self._soft:
+            self._soft.append(group)
+
+    @inside
+    def lend(self, group: Group) -> int:
+        """Holds a group for one operation on a tensor of it that is away."""
+        self.manager.gate.guard()
+        self._runtime.backward.enter()
+        try:
+            group.hold()
+        except CapacityError as error:
+            raise beside_optimizer(error) from None
+        return 2 if torch.is_grad_enabled() and self.saved.push_for_operation() else 1
+
+    @inside
+    def lent(self, group: Group, token: int, *, dirty: bool) -> None:
+        """Ends :meth:`lend`; the group stays pointed at the block until that leaves."""
+        if token == 2:
+            self.saved.pop()
+        group.let_go(dirty=dirty, soft=True)
+        if group not in self._soft:
+            self._soft.append(group)
+
+    def thawed(self, tensor: torch.Tensor) -> None:
+        """Takes a parameter's gradients from now on, since its ``requires_grad`` was set."""
+        if tensor.requires_grad:
+            self._runtime.groups.track(tensor, self._runtime.grads)
+
+    def end(self) -> None:
+        """Ends what was left pointed; the caller has the manager's lock."""
+        for group in self._soft:
+            group.rest()
+        self._soft = []
+
+    def forget(self, gone: set[int]) -> None:
+        """Forgets groups, given by their ids, that are taken out."""
+        self._soft = [group for group in self._soft if id(group) not in gone]
+
+    def reset(self) -> None:
+        """Forgets all, after an exception anywhere: no group is soft."""
+        self._soft = []
