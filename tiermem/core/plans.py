@@ -31,6 +31,7 @@ _SLOWER = 1.1
 little of how room comes free to tell which of them delays each block."""
 _WORTH_IT = 1.02
 """A plan in force is replaced if it is slower than the best one by this factor."""
+_MOST_TRIED = 3
 _WORTH_TRYING = 1.005
 """Factor over the least that a plan may come to, where the others are not tried."""
 _MORE_MOVED = 1.05
@@ -320,13 +321,14 @@ def _share_laid_out(loop: Loop, settled: Plan | None) -> Plan | None:
     plans = [*_plans(loop, _SLOTS_LAID_OUT), *_large_one_by_one(loop)]
     plans.sort(key=lambda plan: (loop.at_least(plan), -min(plan.reserve // plan.slot, _FORGIVING)))
     best: Plan | None = None
-    fastest = math.inf
+    fastest, tried = math.inf, 0
     for plan in plans:
         least = loop.at_least(plan)
-        if least > fastest / _AS_GOOD:
+        if least > fastest / _AS_GOOD or tried == _MOST_TRIED:
             break
         if loop.by_laps(plan.residents) is None:
             continue
+        tried += 1
         seconds = loop.seconds(plan)
         if seconds < fastest:
             best, fastest = plan, seconds
