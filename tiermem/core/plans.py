@@ -31,7 +31,7 @@ _SLOWER = 1.1
 little of how room comes free to tell which of them delays each block."""
 _WORTH_IT = 1.02
 """A plan in force is replaced if it is slower than the best one by this factor."""
-_MOST_TRIED = 3
+_MOST_TRIED = 5
 _WORTH_TRYING = 1.005
 """Factor over the least that a plan may come to, where the others are not tried."""
 _MORE_MOVED = 1.05
