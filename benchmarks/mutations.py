@@ -496,6 +496,34 @@ _ELSEWHERE = (
         _NEW_GRADS,
     ),
     Mutation(
+        "a place is taken over while its block may be in use",
+        "tiermem/core/laps.py",
+        "there[block] = Place(offset, nbytes, begin + visit.last + 2)",
+        "there[block] = Place(offset, nbytes, begin + visit.last + 1)",
+        ("tests/property/test_laps.py",),
+    ),
+    Mutation(
+        "what was written is dropped where HBM is arranged",
+        "tiermem/runtime/lookahead/arranged.py",
+        "if record.in_hbm is not State.VALID or not evictor.rules.let_loose(record):",
+        "if not evictor.rules.let_loose(record):",
+        ("tests/unit/test_runtime_arranged.py",),
+    ),
+    Mutation(
+        "what the host takes grows with the tokens",
+        "tiermem/core/forecast.py",
+        "if now > then and then < _LAUNCHES:",
+        "if now < 0:",
+        ("tests/property/test_core_forecast.py",),
+    ),
+    Mutation(
+        "every surprise is measured",
+        "tiermem/core/pace.py",
+        "            if not known.calm:\n",
+        "            if True:\n",
+        ("tests/property/test_core_pace.py",),
+    ),
+    Mutation(
         "what waits in vain is not taken in before a backward ends",
         "tiermem/nn/passes/backward.py",
         "        runtime.grads.new.end_backward()",
@@ -752,12 +780,6 @@ _MEASURING = (
         "tiermem/core/pace.py",
         "        if odd and not known.odd:\n            known.odd = True\n            return\n",
         "",
-    ),
-    (
-        "a surprise while measuring once more has it go on",
-        "tiermem/core/pace.py",
-        "        if known.excused:",
-        "        if False and known.excused:",
     ),
 )
 

@@ -372,6 +372,18 @@ def test_a_link_that_slows_down_is_a_reason_to_plan_anew() -> None:
     assert [estimates.wants("f") for _ in range(5)] == [True] * 4 + [False]
 
 
+def test_times_that_change_all_the_time_are_measured_now_and_then() -> None:
+    """Where others use the machine: each pair of passes takes half or twice what the last did."""
+    estimates = Estimates()
+    measured = 0
+    for number in range(320):
+        if estimates.wants("f"):
+            measured += 1
+            estimates.observe("f", dict.fromkeys(range(4), 1.0), {}, ())
+        estimates.took("f", 1.0 if number % 8 < 4 else 2.0)
+    assert measured <= 2 + 320 // 16 + 4 * (320 // 64 + 1)
+
+
 def test_a_pass_that_uses_a_block_twice_computes_for_both_uses() -> None:
     estimates = Estimates()
     for seconds in (9.0, 6.0, 7.0):

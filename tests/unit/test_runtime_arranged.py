@@ -66,6 +66,28 @@ def test_any_order_finds_its_blocks(blocks: int, slots: int, large: int, seed: i
         made.check()
 
 
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    blocks=st.integers(4, 10),
+    slots=st.integers(3, 8),
+    large=st.integers(0, 4),
+    seed=st.integers(0, 1 << 20),
+)
+def test_what_is_written_in_between_is_not_lost(
+    blocks: int, slots: int, large: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    usual = list(range(blocks))
+    with loop(blocks, slots + 2 * (large > 0), depth="auto", large=large) as made:
+        for _ in range(4):
+            for _ in range(4):
+                made.go_round(usual)
+            made.manager.begin_pass("other")
+            for number in rng.sample(usual, rng.randrange(1, blocks)):
+                made.use(number, write=rng.random() < 0.5)
+        made.check()
+
+
 def test_another_order_is_decided_once_and_laid_out_then() -> None:
     with loop(10, 5, depth="auto") as made:
         for _ in range(4):

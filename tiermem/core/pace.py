@@ -68,7 +68,6 @@ class _Pass:
     samples: int = 0
     since: int = 0
     extra: int = 0
-    excused: int = 0
     calm: int = 0
     typical: float = 0.0
     odd: bool = False
@@ -120,9 +119,7 @@ class Estimates:
             known.calm -= 1
         if known.extra:
             known.extra -= 1
-        elif known.samples < _SAMPLES_AT_FIRST or known.since >= _EVERY:
-            known.excused = 0
-        else:
+        elif known.samples >= _SAMPLES_AT_FIRST and known.since < _EVERY:
             return False
         known.since = 0
         return True
@@ -147,8 +144,7 @@ class Estimates:
         if odd:
             known.whole = Recent()
             if not known.calm:
-                known.extra = known.excused = _EXTRA
-                known.calm = _CALM
+                known.extra, known.calm = _EXTRA, _CALM
         known.odd = False
         known.whole.add(seconds)
 
@@ -193,11 +189,8 @@ class Estimates:
             values = sorted(recent.value for recent in known.blocks.values())
             known.typical = values[len(values) // 2]
         known.samples += 1
-        if known.excused:  # what is measured once more for a surprise is no reason to go on so
-            known.excused -= 1
-        elif surprised and known.samples > _SAMPLES_AT_FIRST and not known.calm:
-            known.extra = known.excused = _EXTRA
-            known.calm = _CALM
+        if surprised and known.samples > _SAMPLES_AT_FIRST and not known.calm:
+            known.extra, known.calm = _EXTRA, _CALM
         if known.samples >= _SURE and _stale(known.blocks.values()):
             self.version += 1
 
