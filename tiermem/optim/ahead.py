@@ -340,7 +340,7 @@ class StepsAhead:
         return (
             unit.made is not None
             and not isinstance(unit, PartedUnit)
-            and not (unit.spoils or unit.plain.private or unit.attempt is not None)
+            and not (unit.handed.spoils or unit.plain.private or unit.attempt is not None)
             and id(unit) not in self._owed
             and len(unit.entries) == len(unit.members)
             and (unit.masters is None or (unit.masters.made and not unit.masters.loose()))

@@ -275,7 +275,7 @@ def _bytes_to_keep(
     except Exception:  # a class that wants other parameters: nothing is known of it
         pass
     kept = [b.nbytes for b in unit.kept_blocks() if b.id not in in_files]
-    if unit.spoils:
+    if unit.handed.spoils:
         kept += [u.block.nbytes for u in unit.grad_units() if u.block.id not in in_files]
     if not all(unit.has_master(param) for param, _ in unit.members) and unit.group is not None:
         ids = {id(param) for param, _ in unit.members}

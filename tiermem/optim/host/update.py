@@ -120,7 +120,7 @@ class HostUpdate:
             unit.masters.made = True
         written = {block.id for block in [*unit.kept_blocks(), job.blocks[-1]]}
         for u, before in zip(seen, counts, strict=True):
-            if unit.spoils or versions(job.views[u.block.id]) != before:
+            if unit.handed.spoils or versions(job.views[u.block.id]) != before:
                 written.add(u.block.id)
         return written
 
@@ -156,7 +156,7 @@ class HostUpdate:
                 undo.keep(job.views[block.id])
         alone = [e for e in unit.entries if masters is None or not unit.has_master(e.param)]
         undo.keep([job.views[e.group.block.id][e.index] for e in alone])
-        for u in seen if unit.spoils else ():
+        for u in seen if unit.handed.spoils else ():
             if u.block.id not in files:
                 undo.keep(job.views[u.block.id])
         for loose in masters.loose() if masters is not None else ():

@@ -260,7 +260,7 @@ class Attempt:
         for grads in self.holding.gradients:
             if unit.sees(grads):
                 undo.keep(slots[id(grads.block)].views)
-        undo.keep_values(list(unit.given.values()))
+        undo.keep_values(list(unit.handed.given.values()))
         with torch._C.DisableTorchFunctionSubclass():
             for _, gradient in self._gradients:
                 if gradient is None or isinstance(gradient, LazyTensor):

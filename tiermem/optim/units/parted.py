@@ -85,7 +85,7 @@ class Part:
         name = f"{whole.name}[part {number}]"
         self.unit = StepUnit(name, [(self.param, group)], [], whole.plain.make)
         self.seen = self.unit.foreign = _AsSeen()
-        self.unit.spoils = whole.spoils
+        self.unit.handed.spoils = whole.handed.spoils
         self.state: State = {}
         if whole.masters is not None:
             self.unit.masters = Masters([self.param], whole.masters.dtype)
@@ -114,12 +114,12 @@ class Part:
         """Points its parameter at its run, as :meth:`over`, until :meth:`point_away`."""
         self.param.data = self.of(weight)
         if gradient is not None:  # torch takes none of another dtype for `param.grad`
-            self.unit.given = {id(self.param): self.of(gradient)}
+            self.unit.handed.given = {id(self.param): self.of(gradient)}
 
     def point_away(self) -> None:
         """Points its parameter at no bytes; does nothing a second time."""
-        if self.unit.given or not is_placeholder(self.param):
-            self.unit.given = {}
+        if self.unit.handed.given or not is_placeholder(self.param):
+            self.unit.handed.given = {}
             self.param.grad = None
             self.param.data = self._away
 
@@ -140,7 +140,7 @@ class PartedUnit(StepUnit):
         self._ticket: object = None  # of a step that is begun
         self.parts: list[Part] = []
         super().__init__(whole.name, whole.members, whole.entries, whole.plain.make)
-        self.masters, self.spoils = whole.masters, whole.spoils
+        self.masters, self.handed.spoils = whole.masters, whole.handed.spoils
         self.parts += [Part(self, *run, number) for number, run in enumerate(runs)]
         self._param = whole.members[0][0]
         self._numbers_then: State | None = None  # those of a step that is begun
@@ -321,7 +321,7 @@ class PartedUnit(StepUnit):
             part.point_at(self._param, self._gradient)
             part.unit.step(runtime, groups, part.state, scaling, ticket=ticket, meanwhile=fetch)
             part.point_away()
-            self.scaled |= part.unit.scaled
+            self.handed.scaled |= part.unit.handed.scaled
             if write is not None:
                 write(part.unit.kept_blocks())
 

@@ -107,7 +107,7 @@ def _prepare(
         for unit in units:
             _give_masters(unit, master_dtype)
     for unit in units:
-        unit.spoils = any(
+        unit.handed.spoils = any(
             probe.spoils(unit.own(param), number, settings_of(groups[number]))
             for param, number in unit.members
         )
