@@ -11,6 +11,7 @@ import torch
 from tiermem.config import format_size
 from tiermem.core.block import Block, Extent, Role, Tier
 from tiermem.core.layout import TensorShape, pack
+from tiermem.core.parts import parts_of
 from tiermem.errors import CapacityError, StorageError
 from tiermem.nn.compat.shapes import shape_of
 from tiermem.nn.groups.entry import Entry
@@ -18,7 +19,7 @@ from tiermem.nn.groups.need import Kept, check_gradients
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.rules.probe import Make, StateProbe, settings_of
 from tiermem.optim.units.master import Masters, master_dtype_of
-from tiermem.optim.units.parted import PartedUnit, parts_of
+from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.places import Place
 from tiermem.optim.units.unit import StepUnit
 from tiermem.runtime.services.host_staging import MOST_LOADS
