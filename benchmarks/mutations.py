@@ -638,11 +638,6 @@ _PARTED = (
         "part.seen.written = self._follows",
         "part.seen.written = False",
     ),
-    (
-        "views of the whole state are not brought up to date",
-        "            if is_viewed(kept[key]):\n",
-        "            if False:\n",
-    ),
 )
 """A large parameter's step in parts."""
 
@@ -776,6 +771,13 @@ MUTATIONS = (
     *(
         Mutation(name, _PARTS, old, new, ("tests/unit/test_optim_parted.py",))
         for name, old, new in _PARTED
+    ),
+    Mutation(
+        "views of the whole state are not brought up to date",
+        "tiermem/optim/units/partsstate.py",
+        "            if is_viewed(kept[key]):\n",
+        "            if False:\n",
+        ("tests/unit/test_optim_parted.py",),
     ),
     Mutation(
         "a gradient that a step has unscaled is not written back",

@@ -288,7 +288,7 @@ def export_state(
 ) -> Iterator[tuple[torch.Tensor, State]]:
     """Yields each parameter that has state, with copies of it in host memory."""
     if isinstance(unit, PartedUnit):
-        yield from unit.state_in(runtime, state)
+        yield from unit.shown.copies(runtime, state)
         return
     present = [param for param, _ in unit.members if state.get(param) is not None]
     if not present:

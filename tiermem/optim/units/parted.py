@@ -23,12 +23,12 @@ from tiermem.core.block import Block
 from tiermem.errors import StepError
 from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime, UnderWay
-from tiermem.nn.tensors.lazy import LazyTensor, Ways, flush, forget, is_viewed, refresh
-from tiermem.optim.rules.groups import frozen
+from tiermem.nn.tensors.lazy import refresh
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.units.attempt import Waiting
 from tiermem.optim.units.held import Held
 from tiermem.optim.units.part import Part
+from tiermem.optim.units.partsstate import PartsState, numbers_of
 from tiermem.optim.units.unit import State, StepUnit
 from tiermem.runtime.services.sweep import BlockSweep
 
@@ -55,6 +55,7 @@ class PartedUnit(StepUnit):
 
     Attributes:
         parts: In order.
+        shown: The state of all parts, as the parameter's.
     """
 
     def __init__(self, whole: StepUnit, runs: Sequence[tuple[int, int]]) -> None:
@@ -73,7 +74,7 @@ class PartedUnit(StepUnit):
         self._whole: Held | None = None
         self._waiting: Waiting | None = None
         self._attempts: list[UnderWay] = []
-        self._shown: dict[str, LazyTensor] = {}
+        self.shown = PartsState(self._param, self.parts)
 
     @property
     def _made(self) -> int:
@@ -154,12 +155,12 @@ class PartedUnit(StepUnit):
                 if self._gradient is not None:
                     self.counted.ahead(self, ticket)  # torch does not count the parts' writes
                     if self._ticket is None:
-                        self._numbers_then = _numbers(state.get(self._param, {}))
+                        self._numbers_then = numbers_of(state.get(self._param, {}))
                         self._ticket = ticket
                     self._step_parts(runtime, groups, scaling, meanwhile, write)
                     if entry.has_grad and entry.lazy is not None:
                         refresh(entry.lazy, self._gradient)
-                    self._publish(runtime, state)
+                    self.shown.publish(runtime, state)
                 else:
                     self._refuse_other_gradient()
                 self._follows = False
@@ -284,7 +285,7 @@ class PartedUnit(StepUnit):
                 with part.over(self._param):
                     part.unit.begin(runtime, groups, part.state)
             self._follows = False
-        self._publish(runtime, state)
+        self.shown.publish(runtime, state)
 
     def zero_grad(self, runtime: ModuleRuntime, *, set_to_none: bool) -> None:
         """Clears the gradient, or sets it to zero.
@@ -299,88 +300,22 @@ class PartedUnit(StepUnit):
             )
         super().zero_grad(runtime, set_to_none=set_to_none)
 
-    # -- the state, as users see it --------------------------------------
+    # -- the state -------------------------------------------------------
 
     def is_viewed(self) -> bool:
         """Whether users may have a view of the state."""
-        return any(map(is_viewed, self._shown.values()))
+        return self.shown.is_viewed()
 
     def flush(self) -> None:
         """Stores what was written through views of the state."""
-        for shown in self._shown.values():
-            flush(shown)
-
-    def _publish(self, runtime: ModuleRuntime, state: State) -> None:
-        """Shows the state of all parts as the parameter's."""
-        first = self.parts[0].state.get(self.parts[0].param)
-        if first is None:
-            return
-        kept = state.setdefault(self._param, {})
-        kept.clear()
-        for key, value in first.items():
-            if not isinstance(value, LazyTensor):
-                kept[key] = value
-                continue
-            kept[key] = self._show(runtime, key, value.dtype)
-            if is_viewed(kept[key]):
-                refresh(kept[key], self._load_whole(runtime, key))
-
-    def _show(self, runtime: ModuleRuntime, key: str, dtype: torch.dtype) -> LazyTensor:
-        found = self._shown.get(key)
-        if found is None:
-            ways = Ways(
-                self._param.shape,
-                dtype,
-                runtime.manager.parts.device,
-                partial(self._load_whole, runtime, key),
-                partial(self._store_whole, runtime, key),
-            )
-            found = self._shown[key] = ways.stand_in()
-        return found
-
-    def _load_whole(self, runtime: ModuleRuntime, key: str) -> torch.Tensor:
-        runs = [part.unit.plain.load(runtime, key) for part in self.parts]
-        return torch.cat(runs).view(self._param.shape)
-
-    def _store_whole(self, runtime: ModuleRuntime, key: str, value: torch.Tensor) -> None:
-        flat = value.reshape(-1)
-        for part in self.parts:
-            part.unit.plain.store(runtime, key, flat[part.begin : part.end])
+        self.shown.flush()
 
     def is_edited(self, state: State) -> bool:
         """Whether a user has put other tensors there, or deleted some; not while a step is begun.
 
         Numbers are taken from what is shown anyway, as a step begins.
         """
-        if self._made:
-            return False
-        shown, first = state.get(self._param) or {}, self.parts[0]
-        mine = first.state.get(first.param) or {}
-        if bool(shown) != bool(mine):
-            return True
-        kept = [key for key, value in mine.items() if isinstance(value, LazyTensor)]
-        return any(shown.get(key) is not self._shown.get(key) for key in kept)
-
-    # -- into and out of state dicts -------------------------------------
-
-    def state_in(
-        self, runtime: ModuleRuntime, state: State
-    ) -> Iterator[tuple[torch.Tensor, State]]:
-        """Yields the parameter with copies of its state in host memory, if it has any."""
-        if not state.get(self._param):
-            return
-        self.flush()
-        values = _numbers(state[self._param])
-        runs: dict[str, list[torch.Tensor]] = {}
-        for part in self.parts:
-            block = part.unit.block
-            tensors = runtime.manager.read(block) if block is not None else []
-            for place in part.unit.plain.places:
-                runs.setdefault(place.key, []).append(tensors[place.first])
-        for key, value in state[self._param].items():
-            if isinstance(value, LazyTensor):
-                values[key] = torch.cat(runs[key]).view(self._param.shape)
-        yield self._param, {key: values[key] for key in state[self._param]}
+        return not self._made and self.shown.is_edited(state)
 
     def take_state(
         self,
@@ -418,13 +353,12 @@ class PartedUnit(StepUnit):
             take: Loads the state of one part into its unit; its shown state is empty then.
         """
         self._begin_anew()
-        for shown in self._shown.values():
-            forget(shown)
+        self.shown.forget()
         state.pop(self._param, None)
         for part in self.parts:
             part.state.clear()
             take(part)
-        self._publish(runtime, state)
+        self.shown.publish(runtime, state)
 
     def _share(self, part: Part, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -464,8 +398,3 @@ class PartedUnit(StepUnit):
                     if part.unit.masters is not None:
                         part.unit.masters.take({id(part.param): flat[part.begin : part.end]})
             self._follows = False
-
-
-def _numbers(state: State) -> State:
-    """Returns the state values outside the tiers, as they are now."""
-    return frozen({k: value for k, value in state.items() if not isinstance(value, LazyTensor)})
