@@ -336,8 +336,8 @@ _ELSEWHERE = (
     Mutation(
         "checksums are not compared",
         "tiermem/transfer/file/jobs.py",
-        "self.check and self.checksum != self.expected",
-        "self.check and self.checksum is None",
+        "self.wanted and self.found != self.expected",
+        "self.wanted and self.found is None",
         DISKS,
     ),
     Mutation(
@@ -835,7 +835,7 @@ MUTATIONS = (
     Mutation(
         "a read without a target takes every chunk",
         _PIECES,
-        "< self._most_parked",
+        "< self._most.parked",
         "< self._staging.count",
         FILES,
     ),

@@ -255,7 +255,7 @@ class Pump:
         """
         failed = self.workers.close()
         cause = cause or failed
-        for chunk in self.pieces.fenced:
+        for chunk in self.pieces.copies.chunks:
             if chunk.fence is not None:
                 with contextlib.suppress(Exception):  # a broken device fails every copy
                     chunk.fence.wait()
