@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Any, cast
 from weakref import ref
 
@@ -19,8 +19,6 @@ class Copy:
 
     Attributes:
         ident: Never reused.
-        seq: Position in the order of saving; a tensor saved again moves up.
-        begin: Bytes saved before it, in that order.
         low: First byte within the storage.
         nbytes: Bytes.
         name: For messages and tables.
@@ -37,7 +35,6 @@ class Copy:
 
     __slots__ = (
         "__weakref__",
-        "begin",
         "dropped",
         "fetched",
         "ident",
@@ -47,7 +44,6 @@ class Copy:
         "place",
         "reading",
         "root",
-        "seq",
         "source",
         "tail",
         "up",
@@ -59,7 +55,7 @@ class Copy:
         self, dropped: deque[Any], storage: torch.UntypedStorage, low: int, nbytes: int, name: str
     ) -> None:
         self.dropped = dropped
-        self.ident = self.seq = self.begin = -1
+        self.ident = -1  # until it has a place in the order
         self.low = low
         self.nbytes = nbytes
         self.name = name
@@ -89,3 +85,114 @@ class Copy:
         self.dropped.append(
             (self.ident, self.place, self.source, self.fetched, self.up, self.reading)
         )
+
+
+class SavingOrder:
+    """The order in which tensors were saved: backward asks for them the other way round.
+
+    A tensor that is saved again moves up.
+    """
+
+    __slots__ = ("_bytes", "_copies", "_next", "_seqs")
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self._copies: dict[int, tuple[ref[Copy], int]] = {}  # and the bytes saved before
+        self._seqs: dict[int, int] = {}
+        self._next = 0
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return max(len(self._copies), len(self._seqs))
+
+    def add(self, copy: Copy) -> None:
+        """Gives a copy the next position; one that is new is known by it from now on."""
+        seq = self._next
+        self._next += 1
+        if copy.ident < 0:
+            copy.ident = seq
+        begin = self._bytes
+        self._bytes += copy.nbytes
+        self._copies[seq] = (ref(copy), begin)
+        self._seqs[copy.ident] = seq
+
+    def add_again(self, copy: Copy) -> None:
+        """Gives a copy that has a position the next one instead."""
+        before = self._seqs[copy.ident]
+        self.add(copy)  # first: cut short after it, the copy has a position still
+        self._copies.pop(before, None)
+
+    def remove(self, ident: int) -> None:
+        """Takes a copy out, where it is there."""
+        seq = self._seqs.pop(ident, None)
+        if seq is not None:
+            self._copies.pop(seq, None)
+
+    def position(self, copy: Copy) -> int:
+        """Returns where a copy is."""
+        return self._seqs[copy.ident]
+
+    def at(self, seq: int) -> Copy | None:
+        """Returns the copy at a position, if there is one."""
+        found = self._copies.get(seq)
+        return None if found is None else found[0]()
+
+    def between(self, seq: int, later: int) -> int:
+        """Returns the bytes that were saved from one position on, before another one."""
+        return self._copies[later][1] - self._copies[seq][1]
+
+    def copies(self) -> list[Copy]:
+        """Returns the copies there are, in order."""
+        found = (weak() for _, (weak, _) in sorted(self._copies.items()))
+        return [copy for copy in found if copy is not None]
+
+
+class CopiesInHbm:
+    """Copies that have bytes in HBM for one reason, the first to come there first.
+
+    Attributes:
+        nbytes: Bytes of all of them.
+    """
+
+    __slots__ = ("_copies", "nbytes")
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self.nbytes = 0
+        self._copies: OrderedDict[int, tuple[ref[Copy], int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    def add(self, copy: Copy) -> None:
+        """Enters a copy as the last."""
+        self._copies[copy.ident] = (ref(copy), copy.nbytes)
+        self.nbytes += copy.nbytes
+
+    def remove(self, ident: int) -> None:
+        """Takes a copy out, where it is there."""
+        found = self._copies.pop(ident, None)
+        if found is not None:
+            self.nbytes -= found[1]
+
+    def take_first(self) -> Copy | None:
+        """Takes the first one out and returns it; None where it is gone."""
+        _, (weak, nbytes) = self._copies.popitem(last=False)
+        self.nbytes -= nbytes
+        return weak()
+
+    def first_but(self, copy: Copy) -> tuple[int, Copy | None]:
+        """Returns the first one that is not ``copy``, which becomes the last if it is the first.
+
+        Returns:
+            By what it is known, and the copy; None where that is gone.
+        """
+        ident = next(iter(self._copies))
+        if ident == copy.ident:
+            self._copies.move_to_end(ident)
+            ident = next(iter(self._copies))
+        return ident, self._copies[ident][0]()
+
+    def repair(self) -> None:
+        """Counts the bytes anew."""
+        self.nbytes = sum(nbytes for _, nbytes in self._copies.values())

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakValueDictionary, ref
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -29,7 +29,7 @@ from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.extent_pool import ExtentPool, Place
 from tiermem.runtime.memory.slots import typed_view, use_count
 from tiermem.runtime.metrics.counters import ActivationCounters
-from tiermem.runtime.services.activation_copies import Copy
+from tiermem.runtime.services.activation_copies import CopiesInHbm, Copy, SavingOrder
 from tiermem.transfer.copy import POISON, Event
 from tiermem.transfer.file.mover import FileTransfer
 
@@ -77,17 +77,12 @@ class ActivationStore:
         self.home = home
         self.window = window
         self.pool = ExtentPool(manager.parts.homes, self._settle)
-        self._live: dict[int, ref[Copy]] = {}
+        self._order = SavingOrder()
         self._of_storage: WeakValueDictionary[int, Copy] = WeakValueDictionary()
-        self._held: OrderedDict[int, tuple[ref[Copy], int]] = OrderedDict()
-        self._fetched: OrderedDict[int, tuple[ref[Copy], int]] = OrderedDict()
-        self._held_bytes = 0
-        self._fetched_bytes = 0
+        self._held = CopiesInHbm()
+        self._fetched = CopiesInHbm()
         self._dropped: deque[Any] = deque()
         self._leaving: list[tuple[Any, Event | None, FileTransfer | None]] = []
-        self._seqs: dict[int, int] = {}
-        self._next = 0
-        self._saved_bytes = 0
         self._looked_to: float = float("inf")
 
     @property
@@ -104,8 +99,8 @@ class ActivationStore:
 
     def again(self, copy: Copy) -> None:
         """Notes that another tensor was saved that ``copy`` covers: backward needs it sooner."""
-        self._live.pop(copy.seq, None)
-        self._number(copy)
+        self._order.add_again(copy)
+        self._looked_to = float("inf")
         self.counters.shared += 1
 
     def send(self, storage: torch.UntypedStorage, low: int, nbytes: int, name: str) -> Copy | None:
@@ -127,11 +122,10 @@ class ActivationStore:
             copy.place = None
             self.pool.give_back(place)
             raise
-        copy.ident = self._next
-        self._number(copy)
+        self._order.add(copy)
+        self._looked_to = float("inf")
         self._of_storage[storage._cdata] = copy
-        self._held[copy.ident] = (ref(copy), nbytes)
-        self._held_bytes += nbytes
+        self._held.add(copy)
         self.counters.offloaded += 1
         self.counters.offloaded_bytes += nbytes
         self._trim_held()
@@ -155,22 +149,11 @@ class ActivationStore:
             if body < copy.nbytes:
                 copy.tail = bytes_[body:].clone()
 
-    def _number(self, copy: Copy) -> None:
-        copy.seq = self._next
-        self._next += 1
-        copy.begin = self._saved_bytes
-        self._saved_bytes += copy.nbytes
-        self._live[copy.seq] = ref(copy)
-        self._seqs[copy.ident] = copy.seq
-        self._looked_to = float("inf")
-
     def _trim_held(self) -> None:
         """Frees the sources that are beyond the window, the oldest first."""
         window = self.window()
-        while self._held_bytes > window and self._held:
-            _, (weak, nbytes) = self._held.popitem(last=False)
-            self._held_bytes -= nbytes
-            copy = weak()
+        while self._held.nbytes > window and self._held:
+            copy = self._held.take_first()
             if copy is not None:
                 self._let_go(copy)
 
@@ -239,15 +222,15 @@ class ActivationStore:
         window = self.window()
         if not window:
             return
-        seq = int(min(copy.seq, self._looked_to)) - 1
-        gap, first = 0, seq == copy.seq - 1
+        order, position = self._order, self._order.position(copy)
+        seq = int(min(position, self._looked_to)) - 1
+        gap, first = 0, seq == position - 1
         while seq >= 0 and gap < _GAP:
-            weak = self._live.get(seq)
-            other = None if weak is None else weak()
+            other = order.at(seq)
             if other is None:
                 gap += 1
             else:
-                if copy.begin - other.begin > window and not first:
+                if order.between(seq, position) > window and not first:
                     break
                 first = False
                 if other.fetched is None and other.alive() is None:
@@ -285,8 +268,7 @@ class ActivationStore:
                 if copy.tail is not None:
                     target[body:].copy_(copy.tail)
             copy.fetched = target.untyped_storage()
-        self._fetched[copy.ident] = (ref(copy), copy.nbytes)
-        self._fetched_bytes += copy.nbytes
+        self._fetched.add(copy)
 
     def _arrive(self, copy: Copy, *, again: bool) -> None:
         """Makes compute wait for a copy up; for files, the host.
@@ -317,14 +299,10 @@ class ActivationStore:
     def _trim_fetched(self, current: Copy) -> None:
         """Frees what was fetched long ago: a graph that is kept would hold all of it."""
         limit = 4 * self.window()
-        while self._fetched_bytes > limit and len(self._fetched) > 1:
-            ident = next(iter(self._fetched))
-            if ident == current.ident:
-                self._fetched.move_to_end(ident)
-                ident = next(iter(self._fetched))
-            copy = self._fetched[ident][0]()
+        while self._fetched.nbytes > limit and len(self._fetched) > 1:
+            ident, copy = self._fetched.first_but(current)
             if copy is None:
-                self._fetched_bytes -= self._fetched.pop(ident)[1]
+                self._fetched.remove(ident)
             elif copy.reading is not None and not copy.reading.finished:
                 return
             else:
@@ -335,8 +313,7 @@ class ActivationStore:
         copy.fetched = None
         copy.up = None
         copy.reading = None
-        if self._fetched.pop(copy.ident, None) is not None:
-            self._fetched_bytes -= copy.nbytes
+        self._fetched.remove(copy.ident)
 
     # -- the end ---------------------------------------------------------
 
@@ -358,12 +335,9 @@ class ActivationStore:
         """Frees the places of dropped copies; what they have in HBM waits for ``reap``."""
         while self._dropped:
             ident, place, source, fetched, up, reading = self._dropped.popleft()
-            seq = self._seqs.pop(ident, None)
-            if seq is not None:
-                self._live.pop(seq, None)
-            held, brought = self._held.pop(ident, None), self._fetched.pop(ident, None)
-            self._held_bytes -= held[1] if held else 0
-            self._fetched_bytes -= brought[1] if brought else 0
+            self._order.remove(ident)
+            self._held.remove(ident)
+            self._fetched.remove(ident)
             if place is None:
                 continue
             if fetched is not None:
@@ -376,15 +350,14 @@ class ActivationStore:
         """Counts anew what is held and fetched, after an exception anywhere."""
         self.collect()
         self.pool.repair()
-        self._held_bytes = sum(nbytes for _, nbytes in self._held.values())
-        self._fetched_bytes = sum(nbytes for _, nbytes in self._fetched.values())
+        self._held.repair()
+        self._fetched.repair()
         self._looked_to = float("inf")
 
     def copies(self) -> list[Copy]:
         """Returns the copies there are, in the order of saving."""
         self.collect()
-        found = (weak() for _, weak in sorted(self._live.items()))
-        return [copy for copy in found if copy is not None]
+        return self._order.copies()
 
     def _settle(self, place: Place) -> None:
         """Makes the host wait until nothing reads or writes a place."""
