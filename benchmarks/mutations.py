@@ -157,7 +157,7 @@ _ELSEWHERE = (
     ),
     Mutation(
         "a use goes on as foreseen though a block has left",
-        _RUNTIME + "transfers/transfers.py",
+        _RUNTIME + "transfers/departures.py",
         "        self.count += 1\n        self._unread.add(block_id)\n",
         "        self._unread.add(block_id)\n",
         STEADY,
