@@ -13,6 +13,7 @@ from tiermem.config import Home, Policy, Settings
 from tiermem.core.block import align_up
 from tiermem.core.need import Played
 from tiermem.errors import StepError
+from tiermem.given import Size, default_hbm, device_of, hbm_of
 from tiermem.nn.compat.shapes import shape_of
 from tiermem.nn.groups.blocks import Inventory
 from tiermem.nn.groups.inspect import can_move, check_module, find, link_shared
@@ -32,7 +33,6 @@ from tiermem.optim.units.plan import kept_of
 from tiermem.optim.units.undo import cannot_fail_midway
 from tiermem.runtime.memory.hostmemory import available_memory
 from tiermem.runtime.services.host_staging import MOST_LOADS
-from tiermem.tier import Size, default_hbm, device_of, hbm_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tiermem import tier
+from tiermem import TierManager, given
 from tiermem.runtime.memory import hostheap
 from tiermem.runtime.memory.hostheap import HostHeap
 from tiermem.runtime.memory.hostmemory import available_memory
@@ -117,8 +117,8 @@ def test_without_proc_it_is_the_machines(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_default_budgets_keep_within_the_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier, "available_memory", lambda: 800 * MIB)
-    with tier.TierManager(device="cpu") as manager:
+    monkeypatch.setattr(given, "available_memory", lambda: 800 * MIB)
+    with TierManager(device="cpu") as manager:
         assert manager.stats().budget["dram"] == 400 * MIB
         assert manager.stats().budget["hbm"] == 100 * MIB
 

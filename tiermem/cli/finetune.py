@@ -223,7 +223,7 @@ def pick_tiers(
 
     from tiermem.cli.adapting import can_recompute
     from tiermem.cli.needs import least_budgets, sizes_of
-    from tiermem.tier import default_hbm, device_of, hbm_of
+    from tiermem.given import default_hbm, device_of, hbm_of
 
     sizes = sizes_of(folder.model)
     _check_context(sizes, plan.context)
@@ -305,8 +305,8 @@ def capped(tier: tiermem.TierManager, tiers: Tiers, device: str) -> Iterator[Non
     """
     import torch
 
+    from tiermem.given import device_of
     from tiermem.storage.arena import DeviceArena
-    from tiermem.tier import device_of
 
     where = device_of(device)  # with its number, which torch asks for
     if where.type != "cuda":
