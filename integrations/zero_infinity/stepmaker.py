@@ -40,7 +40,7 @@ class StepMaker:
             StepError: If the loss scale can go no lower.
         """
         scale = 1.0 if self.scaler is None else self.scaler.scale
-        overflow = self.clipping.settle(optimizer, scale)
+        overflow = self.clipping.unscale_and_clip(optimizer, scale)
         if not overflow:
             optimizer.step()
             if self.client is not None:  # which torch's schedulers look at

@@ -155,7 +155,7 @@ def looks(heap: HostHeap, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> 
     for size in sizes:
         monkeypatch.setattr(hostheap, "anonymous_nbytes", lambda size=size: size)
         for _ in range(4):
-            heap.look()
+            heap.trim_if_grown()
 
 
 def test_the_heap_is_trimmed_when_the_process_has_grown(

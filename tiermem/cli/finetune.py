@@ -451,7 +451,7 @@ def _make_steps(
 
     def shown(step: int, loss: float) -> None:
         progress.losses.append(loss)
-        display.step(step, loss, tier.stats())
+        display.show_step(step, loss, tier.stats())
 
     began, interrupted = time.perf_counter(), False
     try:

@@ -407,7 +407,7 @@ def _run_tiered(
                     optimizer.clip_grad_norm_,
                     corpus,
                     settings,
-                    lambda step, loss: display.step(step, loss, tier.stats()),
+                    lambda step, loss: display.show_step(step, loss, tier.stats()),
                     progress,
                     None if saving is None else Checkpoints(tier, saving, describe(settings)),
                 )
@@ -431,7 +431,7 @@ def _run_resident(corpus: Corpus, settings: Settings, console: Console, quiet: b
     with new_display(
         "resident", settings.steps, settings.tokens_per_step, console, quiet
     ) as display:
-        return run_resident(corpus, settings, display.step)
+        return run_resident(corpus, settings, display.show_step)
 
 
 def _manager_options(settings: Settings, tiers: Tiers) -> dict[str, Any]:

@@ -366,4 +366,4 @@ def import_masters(unit: StepUnit, runtime: ModuleRuntime, loaded: dict[int, tor
         unit.take_master(runtime, loaded[unit.ids()[0]])
         return
     with torch.no_grad(), unit.held(runtime):
-        unit.masters.take(loaded)
+        unit.masters.take_loaded(loaded)

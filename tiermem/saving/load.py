@@ -22,7 +22,8 @@ from tiermem.nn.compat.outside import outside
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.need import check_gradients
 from tiermem.nn.passes.runtime import ModuleRuntime
-from tiermem.optim.tiered import Contents, TieredOptimizer
+from tiermem.optim.contents import Contents
+from tiermem.optim.tiered import TieredOptimizer
 from tiermem.optim.units.part import Part
 from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.unit import StepUnit

@@ -78,11 +78,11 @@ class HostUpdate:
                         own.data = self._away[number]
         except BaseException:
             if job.staged is not None:
-                job.staged.failed()
+                job.staged.give_up()
             raise
         job.computed = True
         if job.staged is not None:
-            job.staged.done(job.written)
+            job.staged.write_home(job.written)
         manager.parts.timeline.add("optimizer", self._unit.name, began, time.perf_counter_ns())
 
     def update(self, optimizer: torch.optim.Optimizer, job: Job, undo: Undo) -> set[int]:
@@ -215,6 +215,6 @@ class HostUpdate:
             value = own.get(place.key)
             if not isinstance(value, torch.Tensor) or place.is_over(value, views):
                 continue
-            if place.take(value, views):
+            if place.put(value, views):
                 own[place.key] = place.over(views)
                 job.renewed.add(place.first)

@@ -194,7 +194,7 @@ class Attempt:
         self._over = True
         self._gradients = []  # this is a circle of references: it would keep stand-ins alive
 
-    def drop(self) -> None:
+    def leave_as_is(self) -> None:
         """Leaves everything as the failure has left it; the caller takes it back."""
         self._undo, self._cannot = None, ""
         self.made = True

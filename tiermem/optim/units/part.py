@@ -52,7 +52,7 @@ class Part:
         if whole.masters is not None:
             self.unit.masters = Masters([self.param], whole.masters.dtype)
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def run_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns its run of a contiguous tensor of the whole."""
         return tensor.detach().view(-1)[self.begin : self.end]
 
@@ -74,9 +74,9 @@ class Part:
 
     def point_at(self, weight: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
         """Points its parameter at its run, as :meth:`over`, until :meth:`point_away`."""
-        self.param.data = self.of(weight)
+        self.param.data = self.run_of(weight)
         if gradient is not None:  # torch takes none of another dtype for `param.grad`
-            self.unit.handed.given = {id(self.param): self.of(gradient)}
+            self.unit.handed.given = {id(self.param): self.run_of(gradient)}
 
     def point_away(self) -> None:
         """Points its parameter at no bytes; does nothing a second time."""

@@ -278,12 +278,14 @@ class PartedUnit(StepUnit):
     def _begin_anew(self) -> None:
         self._ticket = self._numbers_then = None
 
-    def begin(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State) -> None:
+    def store_first_state(
+        self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State
+    ) -> None:
         """Stores the state that the class makes before any step."""
         with torch.no_grad(), self._open(runtime):
             for part in self.parts:
                 with part.over(self._param):
-                    part.unit.begin(runtime, groups, part.state)
+                    part.unit.store_first_state(runtime, groups, part.state)
             self._follows = False
         self.shown.publish(runtime, state)
 
@@ -396,5 +398,5 @@ class PartedUnit(StepUnit):
             for part in self.parts:
                 with part.over(self._param), part.unit.held(runtime):
                     if part.unit.masters is not None:
-                        part.unit.masters.take({id(part.param): flat[part.begin : part.end]})
+                        part.unit.masters.take_loaded({id(part.param): flat[part.begin : part.end]})
             self._follows = False

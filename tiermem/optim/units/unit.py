@@ -175,7 +175,7 @@ class StepUnit(UnitGradients):
             self.recover()
         except StepError:
             if self.attempt is not None:
-                self.attempt.drop()
+                self.attempt.leave_as_is()
 
     def recover(self) -> None:
         """Takes back what could not be taken back when it failed.
@@ -355,7 +355,9 @@ class StepUnit(UnitGradients):
                 return True
         return False
 
-    def begin(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State) -> None:
+    def store_first_state(
+        self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State
+    ) -> None:
         """Stores the state that the class makes before any step."""
         with torch.no_grad(), self.held(runtime) as slots:
             self.plain.optimizer_for(groups)

@@ -124,7 +124,7 @@ class PieceCopies:
         host = torch.empty(end - first, dtype=torch.uint8)
         mover = parts.transfers.need_mover()
         extent = Extent(home.offset + first, end - first)
-        parts.transfers.run(mover.read(extent, host, label=name, urgent=True))
+        parts.transfers.wait_or_raise(mover.read(extent, host, label=name, urgent=True))
         return host[begin - first : last - first]
 
     def _owned(self) -> list[tuple[Tier, Extent]]:

@@ -333,7 +333,7 @@ class Transfers:
             if flight.transfer.finished:
                 self._land(block_id, flight)
         if self.ahead.reading:
-            for record, transfer in self.ahead.landed():
+            for record, transfer in self.ahead.take_landed():
                 self.log.landed(_STAGED, record.block, transfer)
 
     def settle(self, block_id: int) -> StorageError | None:
@@ -406,7 +406,7 @@ class Transfers:
         finally:
             self.log.stalled(started)
 
-    def run(self, transfer: FileTransfer) -> None:
+    def wait_or_raise(self, transfer: FileTransfer) -> None:
         """Waits for a transfer that is no flight, and raises its error."""
         self.wait(transfer)
         self.poll()

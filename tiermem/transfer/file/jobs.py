@@ -302,7 +302,7 @@ class JobQueue:
         """Whether a piece could be begun, were there a chunk for it.
 
         Args:
-            may_park: See :meth:`take`.
+            may_park: See :meth:`next_piece`.
         """
         left = (job for job in self.jobs.values() if not (job.exhausted or job.blockers))
         return any(may_park or job.tensor is not None for job in left)
@@ -353,7 +353,7 @@ class JobQueue:
         job.dependents.clear()
         job.blockers.clear()
 
-    def take(self, *, may_write: bool, may_park: bool = False) -> tuple[Job, Piece] | None:
+    def next_piece(self, *, may_write: bool, may_park: bool = False) -> tuple[Job, Piece] | None:
         """Returns the next piece to begin, or ``None``.
 
         Args:

@@ -193,7 +193,7 @@ class Pieces:
         waiting = self.queue.without_target()
         all_begun = False
         while self._staging.spare and self.engine.in_flight + len(requests) < self._most.on_disk:
-            taken = self.queue.take(
+            taken = self.queue.next_piece(
                 may_write=self._writing < self._most.writing,
                 may_park=self._may_park(waiting),
             )
@@ -418,7 +418,7 @@ class Pieces:
                 transfer.extent, chunk.piece, chunk.job.generation, chunk.check.found
             )
 
-    def drop(self) -> list[Job]:
+    def clear(self) -> list[Job]:
         """Clears everything, once no memory is accessed any more; returns the jobs left."""
         left = list(self.queue.jobs.values())
         self.queue = JobQueue()
