@@ -132,10 +132,25 @@ class SavingOrder:
         """Returns where a copy is."""
         return self._seqs[copy.ident]
 
-    def at(self, seq: int) -> Copy | None:
-        """Returns the copy at a position, if there is one."""
-        found = self._copies.get(seq)
-        return None if found is None else found[0]()
+    def back(self, seq: int, most: int) -> tuple[int, Copy | None, int]:
+        """Looks for a copy at a position and before it.
+
+        Args:
+            seq: The position.
+            most: How many positions without a copy are passed over at most.
+
+        Returns:
+            Where the first one is, the copy, and how many may be passed over still; None for the
+            copy, and the last position that was not looked at, where there is none so near.
+        """
+        copies = self._copies
+        while seq >= 0 and most > 0:
+            found = copies.get(seq)
+            copy = None if found is None else found[0]()
+            if copy is not None:
+                return seq, copy, most
+            seq, most = seq - 1, most - 1
+        return seq, None, most
 
     def between(self, seq: int, later: int) -> int:
         """Returns the bytes that were saved from one position on, before another one."""

@@ -223,22 +223,22 @@ class ActivationStore:
         if not window:
             return
         order, position = self._order, self._order.position(copy)
-        seq = int(min(position, self._looked_to)) - 1
-        gap, first = 0, seq == position - 1
-        while seq >= 0 and gap < _GAP:
-            other = order.at(seq)
-            if other is None:
-                gap += 1
-            else:
-                if order.between(seq, position) > window and not first:
-                    break
-                first = False
-                if other.fetched is None and other.alive() is None:
-                    try:
-                        self._fetch(other, urgent=False)
-                    except torch.OutOfMemoryError:
-                        break
-                    self.counters.fetched_ahead += 1
+        seq, left = int(min(position, self._looked_to)) - 1, _GAP
+        first = seq == position - 1
+        while True:
+            begin = seq
+            seq, other, left = order.back(seq, left)
+            if seq < begin:
+                self._looked_to = seq + 1
+            if other is None or (order.between(seq, position) > window and not first):
+                return
+            first = False
+            if other.fetched is None and other.alive() is None:
+                try:
+                    self._fetch(other, urgent=False)
+                except torch.OutOfMemoryError:
+                    return
+                self.counters.fetched_ahead += 1
             self._looked_to = seq
             seq -= 1
 
